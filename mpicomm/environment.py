@@ -15,7 +15,7 @@ PREFIX = "MPICOMM_"
 
 
 @dataclass(frozen=True)
-class Variable:
+class EnvironmentVariable:
     """A variable that mpicomm reads, in the words of mpicomm/docs/variables.md."""
 
     name: str
@@ -27,78 +27,78 @@ class Variable:
 
 _EACH = "each new `Communicator`"
 VARIABLES = (
-    Variable(
+    EnvironmentVariable(
         "DEVICE",
         "`auto` gives a rank a GPU, or the cpu if it sees no GPU. `cpu` and the ordinal of a GPU (`0`, `1`, ...) name "
         "the device. The argument `device=` wins.",
         "`auto`",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "HANDLE",
         "How ranks open memory of each other's GPUs: `ipc`, `fd`, `fabric` or `staged`. `auto` takes the first of them "
         "that works between all ranks of the node. The argument `handle=` wins.",
         "`auto`",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "TIMEOUT",
         "The seconds after which a wait for another rank raises an error. The argument `timeout_s=` wins.",
         "`30`",
         f"{_EACH}; `mpicomm.doctor`. Groups of PyTorch have PyTorch's timeout.",
     ),
-    Variable(
+    EnvironmentVariable(
         "HOSTID",
         "Any text. Ranks with the same text count as ranks of one node.",
         "ranks with one kernel and one network namespace count as ranks of one node",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "INTERNODE",
         "The engine that moves device arrays between groups of GPUs: `mapped`, `nccl`, `mpi` or `staged`. All ranks "
         "need the same value.",
         "the first of these engines that works",
         "the first call on device arrays between groups",
     ),
-    Variable(
+    EnvironmentVariable(
         "TUNING",
         "The file of a table of algorithms, as `mpicomm.tune` writes it. `off` takes the built-in table.",
         "the file that `mpicomm.tune` writes for these GPUs, if there is one, else the built-in table",
         'the first collective on device arrays, for `algorithm="auto"`',
     ),
-    Variable(
+    EnvironmentVariable(
         "MEMORY",
         "A bound of the device memory that the calls of a communicator take beyond 44 MiB, as in `512M`. All ranks "
         "need the same value.",
         "no bound",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "BIND_CPU",
         "`1` keeps each rank on the cores of its GPU's NUMA node.",
         "`0`",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "TRACE",
         "The file of a trace of calls. `%h`, `%p` and `%r` stand for host, pid and rank, and all ranks need the "
         "variable. `nvtx` writes no file and makes only NVTX ranges.",
         "no trace",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "STATS",
         "`1` prints a table of all calls when the program ends. All ranks need the same value.",
         "`0`",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "DEBUG",
         "The least severe level that the log shows: `WARN`, `INFO` or `TRACE`.",
         "`WARN`",
         "the first `Communicator` of a process",
     ),
-    Variable(
+    EnvironmentVariable(
         "DEBUG_FILE",
         "The log file. `%h`, `%p` and `%r` stand for host, pid and rank.",
         "standard error",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.leaks import collect_new_objects_alone, nothing_leaks
+from tests.helpers.faults.leaks import collect_new_objects_alone, nothing_leaks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -51,19 +51,19 @@ def lines(results: Sequence[tuple[Check, list[str]]]) -> list[str]:
     shown = []
     for check, faults in results:
         shown += [f"FAULT {check.name}: {fault}" for fault in faults]
-        shown.append(f"      mend: {check.mend}" if faults else f"ok    {check.name}: {check.title}")
+        shown.append(f"      fix: {check.fix}" if faults else f"ok    {check.name}: {check.title}")
     return shown
 
 
 def record(job: Job, results: Sequence[tuple[Check, list[str]]]) -> dict[str, Any]:
     """Return the JSON object."""
     return {
-        "checks": [{"name": check.name, "faults": faults, "mend": check.mend} for check, faults in results],
+        "checks": [{"name": check.name, "faults": faults, "fix": check.fix} for check, faults in results],
         "ranks": [dataclasses.asdict(one) for one in job],
     }
 
 
 def document() -> str:
     """Return the text of mpicomm/docs/troubles.md."""
-    rows = [f"| {check.symptom} | {check.mend} |" for check in CHECKS]
+    rows = [f"| {check.symptom} | {check.fix} |" for check in CHECKS]
     return "\n".join([_HEAD, "| symptom | fix |", "|---|---|", *rows, ""])

@@ -21,7 +21,7 @@ from document_links import within_site
 from pdoc.render_helpers import defuse_unsafe_reprs
 from pdoc.render_helpers import to_html as docstring_html
 
-from tests.helpers.mpiexec import ROOT
+from tests.helpers.jobs.mpiexec import ROOT
 
 DOCS = "mpicomm/docs"
 FOR_USERS = ("guide", "torch", "several_nodes", "seeing_time", "troubles", "variables", "coming_from")

@@ -15,7 +15,7 @@ from pdoc.render_helpers import formatter
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import CudaLexer, PythonLexer
 
-from tests.helpers.mpiexec import ROOT, run_job
+from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 EXAMPLES = ROOT / "examples"
 RANKS = 4

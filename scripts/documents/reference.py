@@ -70,10 +70,10 @@ PURPOSES = (
         modules=("mpicomm.api.point_to_point", "mpicomm.api.persistent_messages", "mpicomm.api.probes"),
     ),
     Purpose("Python objects", modules=("mpicomm.api.objects",)),
-    Purpose("Making communicators", modules=("mpicomm.api.makers",)),
+    Purpose("Making communicators", modules=("mpicomm.api.constructors",)),
     Purpose(
         "Calls of MPI",
-        modules=("mpicomm.api.by_mpi",),
+        modules=("mpicomm.api.host_staging",),
         text="MPI carries these calls out. Device arrays go through pinned host memory.",
     ),
     Purpose("Unchanged programs", ("install", "uninstall")),

@@ -27,7 +27,7 @@ from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 from mpicomm.epilogues import Elementwise, Epilogue
-from mpicomm.finishes.base import BoundEpilogue
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand
 from mpicomm.sizes import format_size
 

@@ -26,8 +26,8 @@ from result_file import Table, add_tables, command, hardware
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES, SLOTS, HostEngine
 from mpicomm.collectives.operations import OPERATIONS, Operation
@@ -109,11 +109,11 @@ def main() -> None:
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     node = Group(WORLD.Dup(), range(SIZE), 30.0)
-    board = Board(node)
+    call_log = CallLog(node)
     pairs = [pair.split("x") for pair in options.slots.split(",") if pair]
     shapes = {f"{kib}Kx{slots}": (int(kib) << 10, int(slots)) for kib, slots in pairs} or {"": (SLOT_NBYTES, SLOTS)}
     engines = {
-        label: HostEngine(node, board, slot_nbytes=nbytes, slots=slots) for label, (nbytes, slots) in shapes.items()
+        label: HostEngine(node, call_log, slot_nbytes=nbytes, slots=slots) for label, (nbytes, slots) in shapes.items()
     }
     rows: list[list[Any]] = []
     for name in options.only.split(",") if options.only else NAMES:
@@ -126,7 +126,7 @@ def main() -> None:
         text = "`np.copyto` copies as many bytes on all ranks at once."
         table = Table("Calls", title, hardware([], processor()), columns, rows, text=text, command=command(SIZE))
         add_tables(options.json, [table])
-    parts: list[Shared] = [*engines.values(), board]
+    parts: list[Shared] = [*engines.values(), call_log]
     for part in parts:
         part.close_peers()
         node.barrier("close")

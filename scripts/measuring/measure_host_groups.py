@@ -77,8 +77,8 @@ def main() -> None:
                 )
                 console.print(*(f"{cell:>24}" for cell in rows[-1]))
     if WORLD.rank == 0 and options.json is not None:
-        cliques = os.environ.get("MPIR_CVAR_NUM_CLIQUES", "1")
-        text = f"{WORLD.size} ranks of one machine claim to be on 2 hosts, with MPIR_CVAR_NUM_CLIQUES={cliques}."
+        domains = os.environ.get("MPIR_CVAR_NUM_CLIQUES", "1")
+        text = f"{WORLD.size} ranks of one machine claim to be on 2 hosts, with MPIR_CVAR_NUM_CLIQUES={domains}."
         title = f"Host arrays between two groups against MPI alone, {WORLD.size} ranks"
         where = hardware([], processor())
         add_tables(options.json, [Table("Calls", title, where, COLUMNS, rows, text=text, command=command(WORLD.size))])

@@ -37,9 +37,9 @@ from varied_arrays import FLOAT, Pools
 import mpicomm
 import mpicomm.torch
 from mpicomm.bench.contenders import PeerFailureError, together
-from mpicomm.bench.machine import Call, Gpu, Host, Machine
+from mpicomm.bench.machine import Call, GpuMachine, HostMachine, Machine
 from mpicomm.bench.mpi_calls import mpi_call
-from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Buffers, Case
+from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
 from mpicomm.bench.own import Mpicomm
 from mpicomm.bench.peers import module_of
 from mpicomm.cli.arguments import output_file
@@ -85,7 +85,7 @@ class Session:
             torch.cuda.set_device(device)
         self.device = torch.device("cpu" if device == "cpu" else f"cuda:{device}")
         self.comm = stack.enter_context(mpicomm.Communicator(WORLD, device=device))
-        self.machine: Machine = Host() if device == "cpu" else Gpu()
+        self.machine: Machine = HostMachine() if device == "cpu" else GpuMachine()
         self.peer = "gloo" if device == "cpu" else "NCCL"
         self.peer_group = dist.new_group(backend=self.peer.lower())
         self.stack = stack
@@ -155,7 +155,7 @@ def array_rows(session: Session) -> list[Row]:
     def of_tensors(pools: Pools, number: int) -> Call:
         place = pools.tensors(number)
         viewed = (None if part is None else SimpleNamespace(view=partial(_same, part)) for part in _parts(place))
-        return mpi_call(comm, pools.cases[number], Buffers(*viewed), {})
+        return mpi_call(comm, pools.cases[number], CaseBuffers(*viewed), {})
 
     def nonblocking(pools: Pools, number: int) -> Call:
         send, receive = (part.view(FLOAT) for part in _parts(pools.arrays(number)))
@@ -190,16 +190,16 @@ def array_rows(session: Session) -> list[Row]:
 def torch_rows(session: Session) -> list[Row]:
     """Return the calls of `torch.distributed`, blocking, and with ``async_op=True`` and a wait right after it."""
 
-    def all_reduce(case: Case, place: Buffers, **options: Any) -> Any:
+    def all_reduce(case: Case, place: CaseBuffers, **options: Any) -> Any:
         return partial(dist.all_reduce, place.send, **options)
 
-    def broadcast(case: Case, place: Buffers, **options: Any) -> Any:
+    def broadcast(case: Case, place: CaseBuffers, **options: Any) -> Any:
         return partial(dist.broadcast, place.send, src=ROOT, **options)
 
-    def into(function: Callable[..., Any], case: Case, place: Buffers, **options: Any) -> Any:
+    def into(function: Callable[..., Any], case: Case, place: CaseBuffers, **options: Any) -> Any:
         return partial(function, place.receive, place.send, **options)
 
-    def splits(case: Case, place: Buffers, **options: Any) -> Any:
+    def splits(case: Case, place: CaseBuffers, **options: Any) -> Any:
         sent, received = case.sent()[0], case.received()[0]
         send, receive = place.send[: sum(sent)], place.receive[: sum(received)]
         return partial(dist.all_to_all_single, receive, send, received, sent, **options)
@@ -266,7 +266,7 @@ def cells(row: Sequence[Any]) -> list[Any]:
     return [round(cell, 1) if isinstance(cell, float) else cell for cell in row]
 
 
-def _parts(place: Buffers) -> tuple[Any, Any]:
+def _parts(place: CaseBuffers) -> tuple[Any, Any]:
     return place.send, place.receive
 
 

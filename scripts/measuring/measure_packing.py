@@ -22,7 +22,7 @@ from needed import cupy
 from result_file import Table, add_tables, command, hardware
 
 import mpicomm
-from mpicomm.bench.machine import Gpu
+from mpicomm.bench.machine import GpuMachine
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
@@ -113,7 +113,7 @@ CASES: tuple[Callable[[int], Case], ...] = (
 )
 
 
-def measured(case: Case, backend: CudaBackend, gpu: Gpu) -> tuple[int, dict[str, float]]:
+def measured(case: Case, backend: CudaBackend, gpu: GpuMachine) -> tuple[int, dict[str, float]]:
     """Return the packed bytes of a case, and microseconds of each launch; exit if NumPy has other bytes."""
     layout = layout_of(case.datatype)
     assert layout is not None
@@ -177,7 +177,7 @@ def main() -> None:
         if comm.device == "cpu":
             sys.exit("measure_packing.py needs a GPU")
         device, where = int(comm.device), hardware([rank_record(comm.describe())], processor())
-    backend, gpu = CudaBackend(device, timeout_s=30), Gpu()
+    backend, gpu = CudaBackend(device, timeout_s=30), GpuMachine()
     rows: list[list[Any]] = []
     sys.stdout.write(f"{where}\n{'datatype':28} {'packed':>8}   pack: GB/s, of a copy   unpack: GB/s, of a copy\n")
     for size in SIZES:

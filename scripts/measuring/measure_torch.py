@@ -76,7 +76,7 @@ class Peer:
     """The backend beside mpicomm, with a group of the same ranks, and the device of the tensors."""
 
     name: str
-    group: dist.ProcessGroup
+    group: Any
     device: torch.device
 
     def finish(self) -> None:
@@ -210,11 +210,11 @@ def main() -> None:
     steps = {SMALL: training_steps(SMALL, peer, 5 * options.rounds)}
     if options.gpu:
         steps[LARGE] = training_steps(LARGE, peer, options.rounds)
-    described = tables(peer, rows, steps)
+    by_rendezvous = tables(peer, rows, steps)
     if RANK == 0:
-        sys.stdout.write("".join(f"{row}\n" for table in described for row in table.rows))
+        sys.stdout.write("".join(f"{row}\n" for table in by_rendezvous for row in table.rows))
     if RANK == 0 and options.json is not None:
-        add_tables(options.json, described)
+        add_tables(options.json, by_rendezvous)
     dist.destroy_process_group()
 
 

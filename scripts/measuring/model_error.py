@@ -14,10 +14,10 @@ from typing import Any
 from result_file import Table
 
 from mpicomm.bench.model.accuracy import Run, compare, error_of
-from mpicomm.bench.model.group import Group, Times
+from mpicomm.bench.model.group import DomainTimes, MeasuredTimes
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import System, predict
-from mpicomm.internode.cuts import PIECE_NBYTES
+from mpicomm.domains.cuts import PIECE_NBYTES
 from mpicomm.sizes import nbytes_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
@@ -62,11 +62,11 @@ def network_of(engine: str) -> Network:
     return Network(nbytes / (time_us - nbytes / PIECE_NBYTES * latency_us) / 1e3, latency_us)
 
 
-def group_of(engine: str) -> Group:
+def group_of(engine: str) -> DomainTimes:
     """Return the group of two ranks, as measured in the same run as ``engine``."""
     points = times_of(TWO_RANKS, engine, "one group")
-    half = Times([(nbytes, time_us / 2) for nbytes, time_us in points])
-    return Group(2, {"allreduce": Times(points), "reduce_scatter": half, "allgather": half}, {})
+    half = MeasuredTimes([(nbytes, time_us / 2) for nbytes, time_us in points])
+    return DomainTimes(2, {"allreduce": MeasuredTimes(points), "reduce_scatter": half, "allgather": half}, {})
 
 
 def times_of(path: Path, engine: str, column: str) -> list[tuple[int, float]]:
@@ -85,5 +85,5 @@ def _rows(path: Path) -> list[list[Any]]:
     return rows
 
 
-def _predicted_us(group: Group, network: Network, nodes: int, nbytes: int) -> float:
+def _predicted_us(group: DomainTimes, network: Network, nodes: int, nbytes: int) -> float:
     return predict(System(group, nodes, network), "allreduce", nbytes).time_us

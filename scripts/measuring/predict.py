@@ -14,7 +14,7 @@ from typing import Any
 import model_error
 from result_file import Table, add_tables
 
-from mpicomm.bench.model.group import Group, read_group
+from mpicomm.bench.model.group import DomainTimes, read_group
 from mpicomm.bench.model.nccl import ring_us, tree_us
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import PACKING, System, predict
@@ -48,7 +48,7 @@ def tables() -> list[Table]:
         f"**Predicted, not measured.** Times are us by the model of `python -m mpicomm.bench --model`, from {sources}. "
         f"Assumed, not measured: each GPU has a network card of {NETWORK.gb_s:g} GB/s in each direction (400 Gb/s "
         f"InfiniBand NDR), a message takes {NETWORK.latency_us:g} us, and messages do not meet in switches. "
-        f"{'; '.join(group.described()[1:])}. To pack the blocks of several groups takes {PACKING.latency_us:g} us and "
+        f"{'; '.join(group.lines()[1:])}. To pack the blocks of several groups takes {PACKING.latency_us:g} us and "
         f"the time of the bytes at {PACKING.gb_s:g} GB/s. The docstrings of mpicomm/bench/model have the formulae "
         "and the limits of the model."
     )
@@ -66,13 +66,13 @@ def tables() -> list[Table]:
     ]
 
 
-def _row(group: Group, collective: str, nodes: int) -> list[Any]:
+def _row(group: DomainTimes, collective: str, nodes: int) -> list[Any]:
     system = System(group, nodes, NETWORK)
     ways = _ways(group, collective)
     return [nodes, *(_rounded(PREDICTORS[way](system, collective, size)) for size in SIZES.values() for way in ways)]
 
 
-def _ways(group: Group, collective: str) -> list[str]:
+def _ways(group: DomainTimes, collective: str) -> list[str]:
     """Return the predictors that have a time for a collective."""
     system = System(group, NODES[0], NETWORK)
     return [way for way, predictor in PREDICTORS.items() if predictor(system, collective, 1 << 20) is not None]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from mpicomm.bench.content import REDUCED, expected
-from mpicomm.bench.operations import Buffers, Case, Operation, blocks_of, buffers
+from mpicomm.bench.operations import BenchOperation, Case, CaseBuffers, blocks_of, buffers
 from mpicomm.bench.variation import draw
 
 FLOAT = np.dtype(np.float32)
@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 class Pools:
     """The cases of ``calls`` calls of up to ``nbytes``, alike on all ranks, and the memory of this rank for them."""
 
-    def __init__(self, operation: Operation, place: str, nbytes: int, calls: int, rank: int, size: int) -> None:
+    def __init__(self, operation: BenchOperation, place: str, nbytes: int, calls: int, rank: int, size: int) -> None:
         (block,) = blocks_of(operation, [nbytes], FLOAT, size)
         case = Case(operation, FLOAT, "sum", block, False, rank, size).at(place)
         variations = draw(block, calls)
@@ -55,12 +55,14 @@ class Pools:
         for pool, initial in zip(self._pools, self._initial, strict=True):
             pool.copy_(torch.from_numpy(initial))
 
-    def tensors(self, call: int) -> Buffers:
+    def tensors(self, call: int) -> CaseBuffers:
         """Return the buffers of a call as tensors of float32."""
         place = self._place(call, self._pools)
-        return Buffers(*(None if part is None else part.view(torch.float32) for part in (place.send, place.receive)))
+        return CaseBuffers(
+            *(None if part is None else part.view(torch.float32) for part in (place.send, place.receive))
+        )
 
-    def arrays(self, call: int) -> Buffers:
+    def arrays(self, call: int) -> CaseBuffers:
         """Return the buffers of a call as bytes in CuPy or NumPy arrays."""
         return self._place(call, self._arrays)
 
@@ -72,7 +74,7 @@ class Pools:
         found = [pool.cpu().numpy() for pool in self._pools]
         return sum(int(np.count_nonzero(one != other)) for one, other in zip(found, wanted, strict=True))
 
-    def _place(self, call: int, pools: list[Any]) -> Buffers:
+    def _place(self, call: int, pools: list[Any]) -> CaseBuffers:
         first, second = (pool[self._starts[call] :] for pool in pools)
         return buffers(self.cases[call], first, second, result_at_front=True)
 

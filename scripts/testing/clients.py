@@ -124,16 +124,16 @@ def main() -> int:
         for nprocs in [program.ranks] if program.ranks else ranks:
             plain = _run("mpi4py", program, nprocs)
             ours = _run("mpicomm", program, nprocs, on_gpu=options.cupy)
-            verdict = _verdict(program, plain, ours)
-            failed += verdict.startswith("FAILED")
-            sys.stdout.write(f"{program} on {nprocs} ranks: {verdict}\n")
+            agreed_error = _agreed_error(program, plain, ours)
+            failed += agreed_error.startswith("FAILED")
+            sys.stdout.write(f"{program} on {nprocs} ranks: {agreed_error}\n")
             sys.stdout.flush()
     return 1 if failed else 0
 
 
 def _run(module: str, program: Program, nprocs: int, *, on_gpu: bool = False) -> subprocess.CompletedProcess[str]:
     sys.path.insert(0, str(ROOT))
-    from tests.helpers.mpiexec import environment, mpiexec_command, sharing_of_cores
+    from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
 
     source = source_of(program.package)
     path = [str(source / program.path)] if program.path else []
@@ -157,7 +157,9 @@ def _run(module: str, program: Program, nprocs: int, *, on_gpu: bool = False) ->
         return subprocess.CompletedProcess(command, 124, str(late.stdout or ""), f"it ran longer than {LIMIT_S} s")
 
 
-def _verdict(program: Program, plain: subprocess.CompletedProcess[str], ours: subprocess.CompletedProcess[str]) -> str:
+def _agreed_error(
+    program: Program, plain: subprocess.CompletedProcess[str], ours: subprocess.CompletedProcess[str]
+) -> str:
     if plain.returncode:
         return f"left out, because it fails on mpi4py, too: exit code {plain.returncode}"
     if ours.returncode:

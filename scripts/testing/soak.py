@@ -32,7 +32,7 @@ from soak_rounds import MIB, WORLD, Soak
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
-from tests.helpers.communicators import array_module, communicator
+from tests.helpers.rigs.communicators import array_module, communicator
 
 sys.path.append(str(Path(__file__).parents[1] / "measuring"))
 from result_file import LONG_RUNS, Table, add_tables, hardware, today

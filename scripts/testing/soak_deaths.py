@@ -1,9 +1,10 @@
 """Ranks that die, stop or fail at random lines.
 
-Run `python scripts/testing/soak_deaths.py --trials 1000`, from the project's root. tests/helpers/peer_death.py
-describes a trial, and the duties of the survivors and of the victims that live on. The script prints the victims and
-the survivors' errors, and exits with 1 if a rank fails one of its duties. Pass `--timeout 3` on GPUs, because they need
-time to set up. ``--json FILE`` adds a row to a result file.
+Run `python scripts/testing/soak_deaths.py --trials 1000`, from the project's root.
+
+tests/helpers/programs/peer_death.py describes a trial, and the duties of the survivors and of the victims that live on.
+The script prints the victims and the survivors' errors, and exits with 1 if a rank fails one of its duties. Pass
+`--timeout 3` on GPUs, because they need time to set up. ``--json FILE`` adds a row to a result file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.helpers.peer_death_jobs import run_jobs
+from tests.helpers.jobs.peer_death_jobs import run_jobs
 
 TRIALS_PER_JOB = 50
 

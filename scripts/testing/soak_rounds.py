@@ -12,10 +12,10 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.checked_on_device import checked, draw, idle_kernel
-from tests.helpers.communicator_calls import compile_reductions
-from tests.helpers.communicators import array_module, communicator, ring_in_host
-from tests.helpers.random_collectives import REDUCED, Family, Player, known
+from tests.helpers.inputs.checked_on_device import checked, draw, idle_kernel
+from tests.helpers.inputs.communicator_calls import compile_reductions
+from tests.helpers.inputs.random_collectives import REDUCED, Family, Player, known
+from tests.helpers.rigs.communicators import array_module, communicator, ring_in_host
 
 WORLD = MPI.COMM_WORLD
 CALLS = 200

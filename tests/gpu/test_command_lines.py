@@ -11,7 +11,7 @@ from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.operations import ALLREDUCE
 from mpicomm.devices.cuda.driver import visible_devices
 from mpicomm.errors import BackendUnavailableError
-from tests.helpers.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import run_job
 
 try:
     DEVICES = visible_devices()

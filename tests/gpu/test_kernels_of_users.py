@@ -9,7 +9,7 @@ import pytest
 
 from mpicomm.devices.cuda.driver import visible_devices
 from mpicomm.errors import BackendUnavailableError
-from tests.helpers.mpiexec import ROOT, run_job
+from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 try:
     visible_devices()

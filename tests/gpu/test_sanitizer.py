@@ -10,14 +10,14 @@ import pytest
 
 from mpicomm.devices.cuda.driver import visible_devices
 from mpicomm.errors import BackendUnavailableError
-from tests.helpers.mpiexec import environment, mpiexec_command
+from tests.helpers.jobs.mpiexec import environment, mpiexec_command
 
 try:
     DEVICES = visible_devices()
 except BackendUnavailableError as unavailable:
     pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
-PROGRAM = ("-m", "mpi4py", "-m", "tests.helpers.every_kernel")
+PROGRAM = ("-m", "mpi4py", "-m", "tests.helpers.programs.every_kernel")
 RANKS = max(2, len(DEVICES))
 # The tool sees the writes of its own process alone, and takes memory that a peer has written for memory without data.
 # Copies and the kernels of messages that MPI matches read such memory; all other kernels read memory of their own

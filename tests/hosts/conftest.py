@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hosts import Hosts, hosts, why_not
+from tests.helpers.jobs.hosts import Hosts, hosts, why_not
 
 
 @pytest.fixture(scope="session", autouse=True)

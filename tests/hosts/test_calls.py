@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.across_hosts import CHECKS
-from tests.helpers.hosts import hosts
+from tests.helpers.jobs.hosts import hosts
+from tests.helpers.programs.across_hosts import CHECKS
 
 PLACEMENTS = {"2+2": "0,0,1,1", "2+1": "0,0,1", "round-robin": "0,1,0,1"}
 
@@ -31,7 +31,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with hosts(tmp_path_factory.mktemp("hosts"), 2) as two_hosts:
         places = [int(host) for host in placement.split(",")]
         try:
-            job = two_hosts.run(places, "-m", "tests.helpers.across_hosts", str(results), placement)
+            job = two_hosts.run(places, "-m", "tests.helpers.programs.across_hosts", str(results), placement)
         except AssertionError as error:
             job = str(error)
     yield Outcomes([_read(results / f"rank-{rank}") for rank in range(len(places))], job)

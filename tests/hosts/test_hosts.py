@@ -12,15 +12,15 @@ from uuid import uuid4
 import pytest
 
 from mpicomm.waiting import wait_until
-from tests.helpers.hosts import Hosts, hosts
-from tests.helpers.mpiexec import ROOT
+from tests.helpers.jobs.hosts import Hosts, hosts
+from tests.helpers.jobs.mpiexec import ROOT
 
 LIMIT_S = 20.0
 FOR_EVER = "import time; time.sleep(600)"
 MAKER = """
 import sys, time
 from pathlib import Path
-from tests.helpers.hosts import hosts
+from tests.helpers.jobs.hosts import hosts
 directory, code, mark = sys.argv[1:]
 with hosts(Path(directory), 2) as two_hosts:
     two_hosts.start((0, 1), Path(directory, "output"), "-c", code, mark)

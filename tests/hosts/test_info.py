@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.helpers.hosts import Hosts
+from tests.helpers.jobs.hosts import Hosts
 
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 0, 1), (0, 1, 0, 1)])

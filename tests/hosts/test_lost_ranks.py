@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mpicomm.waiting import wait_until
-from tests.helpers.hosts import Hosts
-from tests.helpers.in_child import KILLED
-from tests.helpers.lost_ranks import CALLS, ROW, TIMEOUT_S, Call
+from tests.helpers.jobs.hosts import Hosts
+from tests.helpers.jobs.in_child import KILLED
+from tests.helpers.programs.lost_ranks import CALLS, ROW, TIMEOUT_S, Call
 
 PLACEMENT = (0, 0, 1, 1)
 SLACK_S = 1.0  # by how much a call may exceed its deadline
@@ -25,7 +25,7 @@ class Job:
     def __init__(self, hosts: Hosts, directory: Path, how: str, victim: int, *calls: str) -> None:
         self._results, self._output = directory / "results", directory / "output"
         self._results.mkdir()
-        arguments = ("-m", "tests.helpers.lost_ranks", str(self._results), how, str(victim), *calls)
+        arguments = ("-m", "tests.helpers.programs.lost_ranks", str(self._results), how, str(victim), *calls)
         self._job = hosts.start(PLACEMENT, self._output, *arguments)
         self._wait_for("ready", range(len(PLACEMENT)), START_LIMIT_S)
         if how == "kill":

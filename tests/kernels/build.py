@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mpicomm.kernels.headers import SHARED, include_dir
-from tests.helpers.kernel_sources import HEADERS, SOURCES
+from tests.helpers.inputs.kernel_sources import HEADERS, SOURCES
 
 SIMULATION = Path(__file__).parent / "simulation"
 

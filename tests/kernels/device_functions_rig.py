@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.helpers.reductions import dtype_named, reduced, require_same, samples
+from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Machine
 

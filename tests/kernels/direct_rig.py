@@ -10,7 +10,7 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
-from tests.helpers.launch_numbers import begin_behind
+from tests.helpers.inputs.launch_numbers import begin_behind
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine, Place
@@ -53,7 +53,7 @@ class DirectRig:
             arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = arrived
 
     def flags(self, rank: int) -> np.ndarray:
-        """Return the inboxes of the LL wire of a rank, of either parity, as words."""
+        """Return the inboxes of the LL protocol of a rank, of either parity, as words."""
         words = self.arenas[rank].bytes[self._layout.flagged : self._layout.sentinels].view(np.uint64)
         return words.reshape(_PARITIES, -1)
 

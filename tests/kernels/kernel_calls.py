@@ -13,9 +13,9 @@ import numpy as np
 
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.patterns import Pattern
-from tests.helpers.reductions import dtype_named, reduced, require_same, samples, with_sentinels
+from tests.helpers.inputs import patterns
+from tests.helpers.inputs.patterns import Pattern
+from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples, with_sentinels
 from tests.kernels.machine import Array, Machine, Place
 
 Check = Callable[[], None]

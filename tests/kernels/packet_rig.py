@@ -10,16 +10,16 @@ from typing import Any, cast
 import numpy as np
 
 from mpicomm.collectives.exchange import TwoShot
-from mpicomm.collectives.gpu.algorithms.base import Finish, Node
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.signature import Signature
-from tests.helpers.launch_numbers import begin_behind, old_flags
-from tests.helpers.patterns import Pattern
+from tests.helpers.inputs.launch_numbers import begin_behind, old_flags
+from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
@@ -36,12 +36,12 @@ class SmallLayout(ArenaLayout):
 
 
 class PacketRig:
-    """An arena for each rank, of one wire; ``inbox_nbytes`` is what each rank can send to another."""
+    """An arena for each rank, of one protocol; ``inbox_nbytes`` is what each rank can send to another."""
 
     def __init__(
         self,
         machine: Machine,
-        wire: Wire,
+        protocol: Protocol,
         geometry: Geometry,
         *,
         inbox_nbytes: int = 64 << 10,
@@ -50,7 +50,7 @@ class PacketRig:
     ) -> None:
         self.machine = machine
         self.size = machine.size
-        self._wire = wire
+        self._protocol = protocol
         self._geometry = geometry
         self._changes = changes
         self._layout = layout = SmallLayout(self.size, 1, inbox_nbytes, inbox_nbytes)
@@ -66,7 +66,7 @@ class PacketRig:
             begin_behind(launch, arena.bytes, self.size)
 
     def fill_with_old_flags(self, rng: np.random.Generator) -> None:
-        """Let the inboxes of the LL wire hold what launches of the last round of numbers have left."""
+        """Let the inboxes of the LL protocol hold what launches of the last round of numbers have left."""
         layout = self._layout
         for arena in self.arenas:
             flagged = arena.bytes[layout.flagged : layout.sentinels]
@@ -80,7 +80,7 @@ class PacketRig:
         *,
         threads: int | None = None,
         nap_us: int = 0,
-        finish: Finish | None = None,
+        finish: CallEpilogue | None = None,
     ) -> None:
         """Enqueue a rank's part of a collective; how threads share the work is the rig's, the same on all ranks."""
         assert threads is None
@@ -93,9 +93,9 @@ class PacketRig:
             node, geometry = self._nodes[rank], self._geometry
             if rows:
                 geometry, nbytes = rows.threads, rows.nbytes
-            inboxes = node.arena.flagged if self._wire == "flagged" else node.arena.sentinels
+            inboxes = node.arena.flagged if self._protocol == "flagged" else node.arena.sentinels
             template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused)
-            launch = template.launch(signature.hash32, (self._wire, inboxes, geometry, nbytes))
+            launch = template.launch(signature.hash32, (self._protocol, inboxes, geometry, nbytes))
             kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
             parameters = [launch.arguments]
             self.machine.launch(rank, kernel, parameters, blocks=launch.blocks, threads=launch.threads, nap_us=nap_us)

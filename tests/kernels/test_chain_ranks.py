@@ -9,7 +9,7 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
+from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.machine import RunFailedError

@@ -7,7 +7,7 @@ import pytest
 
 from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.mpi.types import is_narrow
-from tests.helpers.reductions import dtype_named, reduced, require_same, samples
+from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine

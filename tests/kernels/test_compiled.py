@@ -14,20 +14,34 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels nee
 
 
 import mpicomm  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.chain.arguments import chain_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import exchange_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.copies.arguments import local_reduction_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.direct.arguments import direct_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, packet_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chain.arguments import CHAIN_THREADS, chain_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chunks.arguments import THREADS, exchange_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.copies.arguments import REDUCTION_THREADS, local_reduction_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_THREADS, direct_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
+    OVERSEERS,
+    Steps,
+    most_workers,
+    packet_kernel,
+)
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_THREADS, sendrecv_kernel  # noqa: E402
 from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
-from mpicomm.kernels.combine import combine_kernel  # noqa: E402
-from mpicomm.kernels.epilogue import epilogue_kernel, epilogue_options, norm_kernel, norm_options  # noqa: E402
-from mpicomm.kernels.packing import PACK_KERNEL  # noqa: E402
+from mpicomm.kernels.combine import COMBINE_THREADS, combine_kernel  # noqa: E402
+from mpicomm.kernels.epilogue import (  # noqa: E402
+    EPILOGUE_THREADS,
+    NORM_THREADS,
+    epilogue_kernel,
+    epilogue_options,
+    norm_kernel,
+    norm_options,
+)
+from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_THREADS  # noqa: E402
+from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from mpicomm.kernels.variant import Variant  # noqa: E402
-from mpicomm.p2p.kernels import CHASE, COPY, HOLD, RALLY  # noqa: E402
-from tests.helpers.kernel_sources import INCLUDES  # noqa: E402
-from tests.helpers.mpiexec import ROOT  # noqa: E402
+from mpicomm.p2p.kernels import CHASE, COPY, COPY_THREADS, HOLD, RALLY  # noqa: E402
+from tests.helpers.inputs.kernel_sources import INCLUDES  # noqa: E402
+from tests.helpers.jobs.mpiexec import ROOT  # noqa: E402
 
 WANTED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
@@ -168,6 +182,33 @@ def test_kernel_without_enough_registers_is_found() -> None:
     text = text.replace(bounds, "__launch_bounds__(mpicomm::kThreads, 4)")
     stored, loaded = spills(ptxas_says(text, variant.options), variant.entry)
     assert stored > 0 and loaded > 0
+
+
+# Each kernel, and the most threads of a block of its launches.
+LARGEST_BLOCKS = [
+    (exchange_kernel(("float32", "sum")), THREADS),
+    (
+        packet_kernel(None, 2, "sentinel", "one", fan_out=False),
+        most_workers(2, fan_out=False, one_step=True) + OVERSEERS,
+    ),
+    (chain_kernel(None), CHAIN_THREADS),
+    (direct_kernel(), DIRECT_THREADS),
+    (sendrecv_kernel(), SENDRECV_THREADS),
+    (local_reduction_kernel(("float32", "sum")), REDUCTION_THREADS),
+    (combine_kernel(("float32", "sum"), "float32"), COMBINE_THREADS),
+    (epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH), EPILOGUE_THREADS),
+    (norm_kernel("float64", "float32", "float64"), NORM_THREADS),
+    (PACK_KERNEL, PACK_THREADS),
+    (MESSAGE_KERNEL, MESSAGE_THREADS),
+    (COPY, COPY_THREADS),
+]
+
+
+@pytest.mark.parametrize(("variant", "threads"), LARGEST_BLOCKS, ids=lambda value: getattr(value, "entry", None))
+def test_the_largest_block_fits_on_every_gpu(variant: Variant, threads: int) -> None:
+    # The assembler gives each thread of so many the registers that there are for it; else the launch could fail.
+    ptx = compile_kernel(variant.source, (99, 0), variant.options).decode(errors="replace")
+    assert re.search(rf"\.entry {variant.entry}\([^)]*\)\s*\.maxntid {threads}\n", ptx)
 
 
 def fences_of(variant: Variant) -> set[str]:

@@ -11,8 +11,8 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.reductions import dtype_named, reduced, require_same, samples
+from tests.helpers.inputs import patterns
+from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.direct_rig import DirectRig
 from tests.kernels.exchange_rig import kernel_of

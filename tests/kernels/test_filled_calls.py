@@ -21,8 +21,8 @@ from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.span import Span
-from tests.helpers.addresses import DeviceArray, read_device_arrays
-from tests.helpers.patterns import Pattern
+from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
+from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Builds
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.kernel_calls import Calls, random_counts

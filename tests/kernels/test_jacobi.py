@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.helpers.mpiexec import ROOT
-from tests.helpers.reductions import require_same
+from tests.helpers.jobs.mpiexec import ROOT
+from tests.helpers.references.reductions import require_same
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import CAUGHT, Machine
 

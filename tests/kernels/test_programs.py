@@ -12,8 +12,8 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.reductions import reduced, require_same, samples
+from tests.helpers.inputs import patterns
+from tests.helpers.references.reductions import reduced, require_same, samples
 from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls, random_counts
 from tests.kernels.machine import Machine, RunFailedError

@@ -8,9 +8,9 @@ import pytest
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.reductions import dtype_named, require_same, samples
-from tests.helpers.ring_order import ring_reduced
+from tests.helpers.inputs import patterns
+from tests.helpers.references.reductions import dtype_named, require_same, samples
+from tests.helpers.references.ring_order import ring_reduced
 from tests.kernels.build import Builds
 from tests.kernels.exchange_rig import ExchangeRig
 from tests.kernels.kernel_calls import Check, sizes_around

@@ -8,8 +8,8 @@ from ctypes import c_uint32, c_uint64
 import numpy as np
 import pytest
 
-from tests.helpers.mpiexec import ROOT
-from tests.helpers.reductions import reduced, require_same
+from tests.helpers.jobs.mpiexec import ROOT
+from tests.helpers.references.reductions import reduced, require_same
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import CAUGHT, Machine
 

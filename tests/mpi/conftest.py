@@ -9,10 +9,10 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.devices.cuda.driver import visible_devices
-from tests.helpers.agreement import AGREEMENT, agree
-from tests.helpers.communicator_calls import require_works
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.message_rigs import Rig, rig_on
+from tests.helpers.inputs.communicator_calls import require_works
+from tests.helpers.jobs.agreement import AGREEMENT, agree
+from tests.helpers.rigs.communicators import array_module, communicator
+from tests.helpers.rigs.message_rigs import Rig, rig_on
 
 DEVICES = pytest.StashKey[list[str]]()
 

@@ -6,7 +6,7 @@ import pytest
 
 from mpicomm.devices.host import HostBackend
 from mpicomm.sharing import fd_exchange
-from tests.helpers.fake_cuda import FakeCuda, imported_over
+from tests.helpers.fakes.fake_cuda import FakeCuda, imported_over
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from tests.helpers.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import run_job
 
 PROGRAM = """
 import sys

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from tests.helpers.in_turn import run_in_turn
-from tests.helpers.mpiexec import ROOT, run_job
+from tests.helpers.jobs.in_turn import run_in_turn
+from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 STOCK = ROOT / "examples" / "stock_mpi4py.py"
 COMPARED = {

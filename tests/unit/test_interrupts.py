@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from mpicomm.interrupts import uninterrupted
-from tests.helpers.interrupts import interrupts_raise
+from tests.helpers.faults.interrupts import interrupts_raise
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from tests.helpers.mpiexec import ROOT, run_job
+from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 JACOBI = ROOT / "examples/jacobi.py"
 EDGES = "[before, counts, displacements, {}]"

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.helpers.leaks import NOT_MADE_HERE
-from tests.helpers.mpiexec import run_job
+from tests.helpers.faults.leaks import NOT_MADE_HERE
+from tests.helpers.jobs.mpiexec import run_job
 
 PRELUDE = """
 import gc, os, sys, time

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import run_job
 
 HEAD = """
 import copy, pickle, warnings
@@ -120,7 +120,7 @@ send.Free()
 def test_device_memory_in_what_is_mpis_alone(tmp_path: Path) -> None:
     program = """
 import mpicomm
-from tests.helpers import fake_driver
+from tests.helpers.fakes import fake_driver
 memory = fake_driver.content(1024)
 device = MPI.memory.fromaddress(memory.ctypes.data, 1024)
 def refused(call, *arguments):
@@ -164,7 +164,7 @@ request.wait()
 
 
 DEVICE = """
-from tests.helpers.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
 gpu = take_for_gpu(MPI.COMM_WORLD)
 def of(*values):
     return DeviceArray(gpu, np.array(values, np.int32))

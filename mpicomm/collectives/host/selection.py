@@ -96,7 +96,7 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
     return types.mpi_datatype(dtype) is not None
 
 
-def is_mpis(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -> bool:
+def goes_to_mpi(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -> bool:
     """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks."""
     if call.dtype is None or algorithm == "mpi":
         return True
@@ -105,7 +105,7 @@ def is_mpis(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -
     return False
 
 
-def is_mpis_request(call: Call, algorithm: str) -> bool:
+def becomes_mpi_request(call: Call, algorithm: str) -> bool:
     """Return whether a nonblocking or persistent call on host arrays becomes a request of MPI; local."""
     return algorithm == "mpi" or (algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op))
 

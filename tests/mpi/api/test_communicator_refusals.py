@@ -11,8 +11,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError, MpicommError
 from mpicomm.log import logger
-from tests.helpers.communicators import halves
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.rigs.communicators import halves
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"device": "gpu"}, "device='gpu' is no device"),

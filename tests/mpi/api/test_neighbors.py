@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
-from tests.helpers.communicators import array_module, communicator, to_host
-from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
+from tests.helpers.rigs.communicators import array_module, communicator, to_host
+from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
 
 TURNS = 3
 

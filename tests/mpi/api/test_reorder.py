@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.api import reorder
-from tests.helpers.communicators import to_host
+from tests.helpers.rigs.communicators import to_host
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.communicators import to_host
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.rigs.communicators import to_host
 
 
 def ring(comm: mpicomm.Communicator) -> tuple[int, int]:

@@ -11,10 +11,10 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.communicator_calls import Case, Prepared
-from tests.helpers.communicators import to_host
-from tests.helpers.raising import raises_everywhere
-from tests.helpers.reductions import dtype_named
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.inputs.communicator_calls import Case, Prepared
+from tests.helpers.references.reductions import dtype_named
+from tests.helpers.rigs.communicators import to_host
 
 COUNTS = (1, 5, 4097, 70_001, 2_100_003)  # the last needs several chunks of each warp
 

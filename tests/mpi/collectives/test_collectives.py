@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.types import COVERED
-from tests.helpers.buffers import Placed, values
-from tests.helpers.communicator_calls import (
+from tests.helpers.inputs.buffers import Placed, values
+from tests.helpers.inputs.communicator_calls import (
     FORMS,
     MOVEMENTS,
     OF_ONE_TYPE,
@@ -25,8 +26,8 @@ from tests.helpers.communicator_calls import (
     compile_reductions,
     legal_ops,
 )
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.reductions import Array, dtype_named, dtype_or_skip, reduced, require_same
+from tests.helpers.references.reductions import Array, dtype_named, dtype_or_skip, reduced, require_same
+from tests.helpers.rigs.communicators import array_module, communicator
 
 FLOAT32 = np.dtype(np.float32)
 KIB = 1024
@@ -299,8 +300,16 @@ def test_what_only_mpi_can_do_is_done_by_mpi(comm: mpicomm.Communicator, xp: Any
     assert best.get().tolist() == ([1, 1] if size > 1 else [0, 0])
 
 
-def test_algorithm_mpi_is_mpi(comm: mpicomm.Communicator, xp: Any) -> None:
-    run(comm, xp, [Case(operation, FLOAT32, 3001, root=comm.size - 1, algorithm="mpi") for operation in OF_ONE_TYPE])
+def test_algorithm_mpi_is_mpi(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = MPI.COMM_WORLD.bcast(str(tmp_path))
+    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/%r.json")  # `stats` counts calls if there is a trace
+    used = []
+    for algorithm in ("mpi", "one_shot"):
+        with communicator(device) as comm, array_module(comm) as xp:
+            run(comm, xp, [Case(operation, FLOAT32, MIB // 4, algorithm=algorithm) for operation in OF_ONE_TYPE])
+            used.append({(row.operation, row.algorithm) for row in comm.stats().rows if row.operation in OF_ONE_TYPE})
+    assert used[0] == {(operation, "mpi") for operation in OF_ONE_TYPE}
+    assert not used[0] & used[1]
 
 
 def test_average_is_the_sum_divided_by_the_number_of_ranks(comm: mpicomm.Communicator, xp: Any) -> None:

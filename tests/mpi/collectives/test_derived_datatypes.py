@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.communicators import to_host
+from tests.helpers.rigs.communicators import to_host
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError, PeerError
 from mpicomm.epilogues import Elementwise, fp8, rms_norm
-from tests.helpers.buffers import Placed
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.reductions import Array, dtype_or_skip, reduced, require_same
+from tests.helpers.inputs.buffers import Placed
+from tests.helpers.references.reductions import Array, dtype_or_skip, reduced, require_same
+from tests.helpers.rigs.communicators import array_module, communicator
 
 COUNTS = (5, 3001, 70_001)
 

@@ -16,10 +16,10 @@ import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.buffers import BufferRefusedError
 from mpicomm.mpi.types import COVERED
-from tests.helpers.buffers import Placed
-from tests.helpers.communicator_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.reductions import OWN, dtype_named
+from tests.helpers.inputs.buffers import Placed
+from tests.helpers.inputs.communicator_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
+from tests.helpers.references.reductions import OWN, dtype_named
+from tests.helpers.rigs.communicators import array_module, communicator
 
 FLOAT32 = np.dtype(np.float32)
 LARGE = 1 << 20  # elements: mapped memory in any case

@@ -18,10 +18,10 @@ from mpi4py import MPI
 
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.device_calls import on_host_engine
-from tests.helpers.forms_of_buffers import METHODS, NAMES, Call, Gpu
-from tests.helpers.message_devices import DeviceArray, on_threads
+from tests.helpers.fakes.message_devices import DeviceArray, on_threads
+from tests.helpers.inputs.forms_of_buffers import METHODS, NAMES, Call, Gpu
+from tests.helpers.rigs.communicators import array_module, communicator
+from tests.helpers.rigs.device_calls import on_host_engine
 
 EXAMPLES = int(os.environ.get("TEST_SEQUENCES", "60"))
 

@@ -12,9 +12,9 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, PeerError
-from tests.helpers.communicator_calls import Case, Prepared, require_works
-from tests.helpers.communicators import array_module, communicator, patience_s
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.inputs.communicator_calls import Case, Prepared, require_works
+from tests.helpers.rigs.communicators import array_module, communicator, patience_s
 
 FLOAT32 = np.dtype(np.float32)
 LARGE = 1 << 20  # elements: mapped memory in any case

@@ -9,9 +9,9 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.collectives.neighborhood import neighborhood_of
-from tests.helpers.host_engines import CALL, engine_of
-from tests.helpers.simulated_neighbors import OnDevice, Part
-from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
+from tests.helpers.references.simulated_neighbors import OnDevice, Part
+from tests.helpers.rigs.host_engines import CALL, engine_of
+from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

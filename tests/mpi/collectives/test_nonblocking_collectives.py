@@ -12,10 +12,10 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.requests import Completer
-from tests.helpers.buffers import Placed, values
-from tests.helpers.communicator_calls import OF_ONE_TYPE, Case, Prepared
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.reductions import dtype_or_skip
+from tests.helpers.inputs.buffers import Placed, values
+from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, Case, Prepared
+from tests.helpers.references.reductions import dtype_or_skip
+from tests.helpers.rigs.communicators import array_module, communicator
 
 FLOAT32 = np.dtype(np.float32)
 REPEATS = 50

@@ -7,9 +7,9 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import CollectiveTimeoutError, PeerError
-from tests.helpers.communicator_calls import Case, Prepared
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.inputs.communicator_calls import Case, Prepared
+from tests.helpers.rigs.communicators import array_module, communicator
 
 WORLD = MPI.COMM_WORLD
 FLOAT32 = np.dtype(np.float32)

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS, Operation
-from tests.helpers.communicator_calls import OF_ONE_TYPE
+from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE
 
 EXAMPLES = int(os.environ.get("TEST_BUFFERS", "60"))
 UNIT = 16  # bytes, a multiple of each type

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.communicator_calls import compile_reductions
-from tests.helpers.communicators import array_module
-from tests.helpers.random_collectives import REDUCED, Family, Player, known
+from tests.helpers.inputs.communicator_calls import compile_reductions
+from tests.helpers.inputs.random_collectives import REDUCED, Family, Player, known
+from tests.helpers.rigs.communicators import array_module
 
 SEQUENCES = int(os.environ.get("TEST_SEQUENCES", "120"))
 LONGEST = 40

@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.checked_on_device import DTYPES, IN_PLACE, OPERATIONS, Call, CheckedSequence, checked
-from tests.helpers.communicators import communicator
+from tests.helpers.inputs.checked_on_device import DTYPES, IN_PLACE, OPERATIONS, Call, CheckedSequence, checked
+from tests.helpers.rigs.communicators import communicator
 
 COUNTS = (1, 4097, 1 << 20)
 REPLAYS = 1000

@@ -12,10 +12,10 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError, PeerError
-from tests.helpers.buffers import values
-from tests.helpers.communicators import communicator, to_host
-from tests.helpers.raising import raises_everywhere
-from tests.helpers.reductions import reduced, require_same
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.inputs.buffers import values
+from tests.helpers.references.reductions import reduced, require_same
+from tests.helpers.rigs.communicators import communicator, to_host
 
 FLOAT32 = np.dtype(np.float32)
 COUNTS = (1, 5, 4097, 70_001, 1_050_000)

@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS, Operation
-from tests.helpers.buffers import Placed
-from tests.helpers.communicator_calls import MOVEMENTS
+from tests.helpers.inputs.buffers import Placed
+from tests.helpers.inputs.communicator_calls import MOVEMENTS
 
 UNIT = 16  # bytes, a multiple of each type
 TYPES: list[tuple[Any, int]] = [

@@ -22,9 +22,9 @@ from mpicomm.collectives import beside
 from mpicomm.devices.base import GpuBackend
 from mpicomm.log import logger
 from mpicomm.session import Session
-from tests.helpers.device_calls import Engine, on_host_engine
-from tests.helpers.message_devices import DeviceArray, take_for_gpu
-from tests.helpers.message_rigs import Rig
+from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.rigs.device_calls import Engine, on_host_engine
+from tests.helpers.rigs.message_rigs import Rig
 
 if MPI.COMM_WORLD.size == 1:
     pytest.skip("one rank has no others to agree with", allow_module_level=True)
@@ -266,7 +266,7 @@ def test_neighbours_without_memory(rig: Rig, where: str) -> None:
     made.Free()
 
 
-def test_cliques_without_memory_cannot_know(rig: Rig) -> None:
+def test_domains_without_memory_cannot_know(rig: Rig) -> None:
     comm = rig.comm.Dup()
     device = take_for_gpu(comm)
     places = [replace(place, node_key=str(rank % 2)) for rank, place in enumerate(comm._session.placement.places)]

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.message_rigs import Rig
+from tests.helpers.rigs.message_rigs import Rig
 
 Array = npt.NDArray[Any]
 
@@ -38,7 +38,7 @@ def grid(rank: int, count: int, key: int = 0) -> Array:
 
 @pytest.fixture
 def on_device(rig: Rig) -> Any:
-    from tests.helpers.message_devices import DeviceArray
+    from tests.helpers.fakes.message_devices import DeviceArray
 
     return lambda content: DeviceArray(rig.device, content)
 

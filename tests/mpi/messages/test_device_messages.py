@@ -14,11 +14,11 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.buffers import read
-from tests.helpers.leaks import nothing_leaks
-from tests.helpers.message_devices import DeviceArray, on_threads, take_for_gpu
-from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, same
+from tests.helpers.fakes.message_devices import DeviceArray, on_threads, take_for_gpu
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, same
 
 Array = npt.NDArray[Any]
 
@@ -223,7 +223,7 @@ def test_a_communicator_made_from_another_has_a_secret_of_its_own(rig: Rig) -> N
     same(received, content(2 * part.left + rig.rank % 2, LARGE))
     # A description of the parent, as MPI carries it, is data on the child.
     request = rig.comm.Isend(rig.of(rig.rank, LARGE), rig.right)
-    carried, copy = np.empty(DESCRIPTION_NBYTES, np.uint8), np.empty(DESCRIPTION_NBYTES, np.uint8)
+    carried, copy = np.empty(HEADER_NBYTES, np.uint8), np.empty(HEADER_NBYTES, np.uint8)
     MPI.Intracomm(rig.comm).Recv(carried, rig.left)
     request.Wait()
     half.Sendrecv(carried, half.rank, 0, copy, half.rank, 0)

@@ -9,8 +9,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers import fake_driver
-from tests.helpers.message_rigs import Rig, content, same
+from tests.helpers.fakes import fake_driver
+from tests.helpers.rigs.message_rigs import Rig, content, same
 
 COUNT = 40
 

@@ -13,9 +13,9 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.log import logger
 from mpicomm.messages.in_flight import DONE
-from tests.helpers.leaks import nothing_leaks
-from tests.helpers.message_devices import on_threads, small_messages
-from tests.helpers.message_rigs import LARGE, Rig, content, same
+from tests.helpers.fakes.message_devices import on_threads, small_messages
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.rigs.message_rigs import LARGE, Rig, content, same
 
 SINGLE = 12 * LARGE
 

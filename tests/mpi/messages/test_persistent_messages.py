@@ -11,10 +11,10 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers import fake_driver
-from tests.helpers.buffered_sends import room_for_buffered_sends
-from tests.helpers.message_devices import DeviceArray
-from tests.helpers.message_rigs import LARGE, Rig, content, same
+from tests.helpers.fakes import fake_driver
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.buffered_sends import room_for_buffered_sends
+from tests.helpers.rigs.message_rigs import LARGE, Rig, content, same
 
 COUNTS = [0, 5, LARGE]
 

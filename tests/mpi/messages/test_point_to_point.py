@@ -11,12 +11,12 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES, KERNEL_NBYTES
-from tests.helpers.buffered_sends import room_for_buffered_sends
-from tests.helpers.buffers import Placed, values
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.message_devices import DeviceArray, take_for_gpu
-from tests.helpers.reductions import Array
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, KERNEL_NBYTES
+from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.inputs.buffers import Placed, values
+from tests.helpers.references.reductions import Array
+from tests.helpers.rigs.buffered_sends import room_for_buffered_sends
+from tests.helpers.rigs.communicators import array_module, communicator
 
 # The second last is beyond the eager limit of every MPI; the last goes in pieces.
 SIZES = (0, 1, 4097, 1 << 18, KERNEL_NBYTES // 4, KERNEL_NBYTES // 4 + 1, (5 << 20) + 3)
@@ -201,7 +201,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
 @pytest.mark.parametrize("on_device", ["sender", "receiver"])
 @pytest.mark.parametrize("way", ["Recv", "Irecv", "Waitall", "Sendrecv", "Mprobe"])
 def test_one_side_on_the_host(comm: mpicomm.Communicator, xp: Any, on_device: str, way: str) -> None:
-    for tag, count in enumerate((*SIZES, DESCRIPTION_NBYTES // 4)):
+    for tag, count in enumerate((*SIZES, HEADER_NBYTES // 4)):
         there, here = Ring(comm, xp, np.dtype(np.float32), count), Ring(comm, np, np.dtype(np.float32), count)
         sender, receiver = (there, here) if on_device == "sender" else (here, there)
         status = MPI.Status()

@@ -12,8 +12,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.api import point_to_point
-from tests.helpers.message_devices import DeviceArray
-from tests.helpers.message_rigs import LARGE, Rig, content, same
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.message_rigs import LARGE, Rig, content, same
 
 COUNT = 50
 LONG_S = 20

@@ -17,8 +17,8 @@ import mpicomm
 from mpicomm.observation import inside
 from mpicomm.recording import clocks
 from mpicomm.trace.__main__ import main
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.message_rigs import rig_on
+from tests.helpers.rigs.communicators import array_module, communicator
+from tests.helpers.rigs.message_rigs import rig_on
 
 Event = dict[str, Any]
 LATE_S = 0.05
@@ -197,7 +197,7 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
         rig.comm.Sendrecv(rig.of(rig.rank, 5000), rig.right, 0, out, rig.left)
         rig.device.synchronize()
         rows = rig.comm.stats().rows
-    assert [(row.algorithm, row.device_s > 0) for row in rows if row.operation == "Sendrecv"] == [("described", True)]
+    assert [(row.algorithm, row.device_s > 0) for row in rows if row.operation == "Sendrecv"] == [("header", True)]
     traced.check()
     (host, *device) = [event for event in calls_of(folder) if event["name"] == "Sendrecv"]
     assert host["cat"] == "message" and device

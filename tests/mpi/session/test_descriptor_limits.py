@@ -10,9 +10,9 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import HandleError
-from tests.helpers.communicators import communicator, require_memory_works
-from tests.helpers.fd_exchanges import few_free_descriptors
-from tests.helpers.setup_failures import FIRST_AND_LAST, WORLD
+from tests.helpers.faults.setup_failures import FIRST_AND_LAST, WORLD
+from tests.helpers.rigs.communicators import communicator, require_memory_works
+from tests.helpers.rigs.fd_exchanges import few_free_descriptors
 
 
 def test_any_number_of_arrays_and_communicators_does_with_few_descriptors() -> None:

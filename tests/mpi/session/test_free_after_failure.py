@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, MpicommError
-from tests.helpers.setup_failures import FIRST_AND_LAST, WORLD
+from tests.helpers.faults.setup_failures import FIRST_AND_LAST, WORLD
 
 TIMEOUT_S = 0.5
 COUNT = 100_000

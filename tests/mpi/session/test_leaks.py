@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.communicators import communicator, require_memory_works
+from tests.helpers.rigs.communicators import communicator, require_memory_works
 
 WARM_UP = 20
 

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.sharing.fd_exchange import FdExchange
-from tests.helpers.communicators import communicator
+from tests.helpers.rigs.communicators import communicator
 
 
 def shared_mappings() -> set[str]:

@@ -12,9 +12,9 @@ from mpi4py import MPI
 from mpicomm.devices import host
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import MemoryHandle
-from tests.helpers.communicators import communicator, require_memory_works
-from tests.helpers.leaks import nothing_leaks
-from tests.helpers.setup_failures import EVERY_RANK, Break, fails_everywhere
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.faults.setup_failures import EVERY_RANK, Break, fails_everywhere
+from tests.helpers.rigs.communicators import communicator, require_memory_works
 
 
 def damaged(damage: Callable[[bytes], bytes]) -> Break:

@@ -17,10 +17,9 @@ from mpicomm import HandleError, MpicommError
 from mpicomm.cluster import placement
 from mpicomm.devices import host
 from mpicomm.sharing.fd_exchange import FdExchange
-from tests.helpers.communicators import communicator, require_memory_works
-from tests.helpers.leaks import nothing_leaks
-from tests.helpers.raising import raises_everywhere
-from tests.helpers.setup_failures import (
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.faults.setup_failures import (
     ALLOCATE,
     EVERY_RANK,
     FIRST_AND_LAST,
@@ -35,6 +34,7 @@ from tests.helpers.setup_failures import (
     raising,
     stages,
 )
+from tests.helpers.rigs.communicators import communicator, require_memory_works
 
 OPEN = {"open": backend_method("open")}  # of the peers' memory, where there are peers
 SYSTEM = {

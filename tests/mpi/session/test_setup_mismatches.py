@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mpicomm import PeerError
-from tests.helpers.communicators import communicator, require_memory_works, to_host
-from tests.helpers.raising import raises_everywhere
-from tests.helpers.setup_failures import EVERY_RANK, FIRST_AND_LAST, WORLD
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.faults.setup_failures import EVERY_RANK, FIRST_AND_LAST, WORLD
+from tests.helpers.rigs.communicators import communicator, require_memory_works, to_host
 
 DIFFERENT: dict[str, tuple[str, str]] = {
     "empty, zeros": ("empty", "zeros"),

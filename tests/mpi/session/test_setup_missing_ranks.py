@@ -14,10 +14,10 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.cluster import agreement as bootstrap
 from mpicomm.sharing.fd_exchange import FdExchange
-from tests.helpers.communicators import communicator, patience_s, require_memory_works
-from tests.helpers.leaks import nothing_leaks
-from tests.helpers.raising import raises_everywhere
-from tests.helpers.setup_failures import ALLOCATE, EVERY_RANK, FIRST_AND_LAST, WORLD, attribute, broken, raising
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.faults.setup_failures import ALLOCATE, EVERY_RANK, FIRST_AND_LAST, WORLD, attribute, broken, raising
+from tests.helpers.rigs.communicators import communicator, patience_s, require_memory_works
 
 CALLS: dict[str, Callable[[mpicomm.Communicator, mpicomm.SymmetricArray], object]] = {
     "zeros": lambda comm, array: comm.zeros(3),

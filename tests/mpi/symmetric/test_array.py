@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.communicators import communicator, require_memory_works, settle, to_host
+from tests.helpers.rigs.communicators import communicator, require_memory_works, settle, to_host
 
 DTYPES = [np.dtype(name) for name in "?bBhHiIqQefdFD"]
 

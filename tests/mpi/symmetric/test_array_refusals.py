@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.communicators import communicator, require_memory_works, settle, to_host
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.rigs.communicators import communicator, require_memory_works, settle, to_host
 
 
 def test_what_does_not_fit_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError, SharedEvent
-from tests.helpers.communicators import communicator, require_memory_works, to_host
+from tests.helpers.rigs.communicators import communicator, require_memory_works, to_host
 
 
 def test_work_before_record_is_seen_after_wait(comm: mpicomm.Communicator, xp: Any) -> None:

@@ -10,7 +10,14 @@ import pytest
 import mpicomm
 from mpicomm import CollectiveTimeoutError
 from mpicomm.symmetric import signals
-from tests.helpers.communicators import array_module, communicator, patience_s, require_memory_works, settle, to_host
+from tests.helpers.rigs.communicators import (
+    array_module,
+    communicator,
+    patience_s,
+    require_memory_works,
+    settle,
+    to_host,
+)
 
 
 def test_ring_hands_over_200_times(comm: mpicomm.Communicator, xp: Any) -> None:

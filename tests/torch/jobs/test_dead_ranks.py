@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from mpicomm.waiting import wait_until
-from tests.helpers.mpiexec import environment, mpiexec_command, sharing_of_cores
-from tests.helpers.torch_lost_ranks import NAMES, TIMEOUT_S, Call
+from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
+from tests.helpers.programs.torch_lost_ranks import NAMES, TIMEOUT_S, Call
 
 RANKS = 3
 SLACK_S = 1.5
@@ -21,7 +21,7 @@ SURVIVORS = range(RANKS - 1)
 def calls(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Call]]:
     """What became of the calls of each rank that lives on, by name."""
     results = tmp_path_factory.mktemp("results")
-    command = mpiexec_command(RANKS, "-m", "tests.helpers.torch_lost_ranks", str(results))
+    command = mpiexec_command(RANKS, "-m", "tests.helpers.programs.torch_lost_ranks", str(results))
     with (results / "output").open("w") as output:
         job = subprocess.Popen(
             command,

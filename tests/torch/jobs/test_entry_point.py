@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpiexec import ROOT, run_job
+from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 GROUP = "torch.distributed.backends"
 PROGRAM = """

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.in_turn import run_in_turn
-from tests.helpers.mpiexec import ROOT
+from tests.helpers.jobs.in_turn import run_in_turn
+from tests.helpers.jobs.mpiexec import ROOT
 
 TRAIN = ROOT / "examples/train_torch.py"
 SPREAD = ROOT / "examples/tensor_parallel.py"

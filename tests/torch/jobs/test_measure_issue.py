@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.mpiexec import ROOT, environment, run_job
+from tests.helpers.jobs.mpiexec import ROOT, environment, run_job
 
 SCRIPT = ROOT / "scripts/measuring/measure_issue.py"
 SHORT = ("--kib=4", "--calls=5")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.mpiexec import ROOT, environment, run_job
+from tests.helpers.jobs.mpiexec import ROOT, environment, run_job
 
 
 def test_the_tables_have_both_backends_and_the_version_of_pytorch(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.in_turn import run_in_turn
-from tests.helpers.mpiexec import ROOT
+from tests.helpers.jobs.in_turn import run_in_turn
+from tests.helpers.jobs.mpiexec import ROOT
 
 TRAIN = ROOT / "examples/train_cupy.py"
 SUMS = "comm.Iallreduce(MPI.IN_PLACE, gradient)\n"

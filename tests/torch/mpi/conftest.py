@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import mpicomm.torch  # noqa: F401 - it registers the backend
-from tests.helpers.agreement import AGREEMENT, agree
+from tests.helpers.jobs.agreement import AGREEMENT, agree
 
 DEVICES = pytest.StashKey[list[str]]()
 

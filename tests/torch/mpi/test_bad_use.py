@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 from mpicomm import InvalidUsageError, MpicommError
 from mpicomm.torch import communicator
-from tests.helpers.torch_cases import Op
+from tests.helpers.inputs.torch_cases import Op
 
 
 @dataclass(frozen=True)

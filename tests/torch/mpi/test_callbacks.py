@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.helpers.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
+from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
 
 PATIENCE_S = 10.0
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.helpers.torch_cases import FLOATS8, MOVABLE, REDUCIBLE, Case, Op, reduced, require_same
+from tests.helpers.inputs.torch_cases import FLOATS8, MOVABLE, REDUCIBLE, Case, Op, reduced, require_same
 
 Tensors = list[torch.Tensor]
 Results = tuple[Tensors, Tensors]

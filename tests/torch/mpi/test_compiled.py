@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from tests.helpers.torch_cases import Case, Op, reduced, require_same
+from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same
 
 
 def require_compiled(world: dist.ProcessGroup, backend: str) -> None:

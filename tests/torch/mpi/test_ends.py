@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
-from tests.helpers.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
+from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_alone]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm.torch
-from tests.helpers.torch_cases import Case, Op, reduced, require_same
+from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same
 
 pytestmark = pytest.mark.gpu_alone
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.torch import communicator
-from tests.helpers.leaks import nothing_leaks
-from tests.helpers.torch_cases import Case, Op, reduced, require_same
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same
 
 
 def require_works(group: dist.ProcessGroup | None) -> None:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.torch import communicator
-from tests.helpers.leaks import nothing_leaks
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.faults.raising import raises_everywhere
 
 pytestmark = pytest.mark.host_alone
 

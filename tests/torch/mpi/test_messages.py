@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from mpicomm.waiting import wait_until
-from tests.helpers.torch_cases import MOVABLE, Case, Op, reduced, require_same
+from tests.helpers.inputs.torch_cases import MOVABLE, Case, Op, reduced, require_same
 
 LARGE = 300_000  # elements: MPI receives so many only after it has met the receiver
 

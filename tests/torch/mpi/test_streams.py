@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mpicomm import CollectiveTimeoutError
 from mpicomm.torch import communicator
-from tests.helpers.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
+from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
 
 pytestmark = pytest.mark.gpu_alone
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import mpicomm.torch
 from mpicomm.torch.symmetric_pool import SymmetricPool
-from tests.helpers.torch_cases import while_the_last_rank_is_late
+from tests.helpers.inputs.torch_cases import while_the_last_rank_is_late
 
 COUNT = 1 << 18
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 from mpicomm.torch.tensors import flat
-from tests.helpers.torch_cases import FLOATS, Case, Op, reduced, require_same
+from tests.helpers.inputs.torch_cases import FLOATS, Case, Op, reduced, require_same
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (70_001,)], ids=str)

@@ -12,7 +12,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm.torch
-from tests.helpers.torch_cases import Case, Op, finish, reduced, require_same, while_the_last_rank_is_late
+from tests.helpers.inputs.torch_cases import Case, Op, finish, reduced, require_same, while_the_last_rank_is_late
 
 WIDTH = 6
 

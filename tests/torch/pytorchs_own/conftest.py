@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.agreement import agree
+from tests.helpers.jobs.agreement import agree
 
 
 # Last, because it replaces the terminal reporter that pytest sets up in the same hook.

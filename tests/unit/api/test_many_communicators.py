@@ -11,8 +11,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import HandleError
 from mpicomm.cluster import placement
-from tests.helpers.communicators import require_memory_works
-from tests.helpers.setup_failures import raising
+from tests.helpers.faults.setup_failures import raising
+from tests.helpers.rigs.communicators import require_memory_works
 
 MORE_THAN_THERE_IS_ROOM_FOR = 3000
 ROOM = 20

@@ -15,7 +15,7 @@ import pytest
 import mpicomm
 from mpicomm.bench.options import parser, require_possible
 from mpicomm.errors import InvalidUsageError
-from tests.helpers.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import run_job
 
 BENCH = ("-m", "mpicomm.bench")
 SHORT = ("-D", "cpu", "-n", "2", "-w", "1", "-G", "2")

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.exchange_simulator import (
+from tests.helpers.inputs import patterns
+from tests.helpers.references.exchange_simulator import (
     DTYPE,
     ITEMSIZE,
     LONG_COUNTS,

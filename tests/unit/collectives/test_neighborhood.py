@@ -18,8 +18,8 @@ from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of, require_symmetric
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.exchange_simulator import UNHURRIED
-from tests.helpers.simulated_neighbors import OnDevice, Part, exchange
+from tests.helpers.references.exchange_simulator import UNHURRIED
+from tests.helpers.references.simulated_neighbors import OnDevice, Part, exchange
 
 NOBODY = MPI.PROC_NULL
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.exchange_simulator import DTYPE, SIZES, UNHURRIED
+from tests.helpers.inputs import patterns
+from tests.helpers.references.exchange_simulator import DTYPE, SIZES, UNHURRIED
 
 
 @UNHURRIED

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.exchange_simulator import (
+from tests.helpers.inputs import patterns
+from tests.helpers.references.exchange_simulator import (
     COUNTS,
     DTYPE,
     ITEMSIZE,

@@ -12,7 +12,7 @@ import pytest
 
 from mpicomm.devices import descriptor
 from mpicomm.devices.descriptor import Descriptor
-from tests.helpers.interrupts import interrupt_everywhere
+from tests.helpers.faults.interrupts import interrupt_everywhere
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

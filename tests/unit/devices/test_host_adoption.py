@@ -18,8 +18,8 @@ import pytest
 
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
-from tests.helpers.host_segments import PAGE, opened
-from tests.helpers.leaks import nothing_leaks
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.rigs.host_segments import PAGE, opened
 
 ELEMENTS = 5000
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.activity.page import Member, Row
+from mpicomm.activity.page import CommunicatorRow, Member
 from mpicomm.doctor.running import job_of
 from mpicomm.doctor.running_report import watch
-from mpicomm.doctor.waits import Wait
+from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
 from mpicomm.waiting import wait_until
-from tests.helpers.late_rank import CALLS, LATE, TAG
-from tests.helpers.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, sharing_of_cores
+from tests.helpers.programs.late_rank import CALLS, LATE, TAG
 
 START_LIMIT_S = 20.0
 LOOK_S = 0.3
@@ -74,7 +74,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    command = mpiexec_command(LATE + 1, "-m", "tests.helpers.late_rank", str(tmp_path))
+    command = mpiexec_command(LATE + 1, "-m", "tests.helpers.programs.late_rank", str(tmp_path))
     variables = {**sharing_of_cores(LATE + 1), **environment()}
     with (tmp_path / "output").open("w") as output:
         job = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)
@@ -102,7 +102,7 @@ SAID = {
 
 
 def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
-    found: list[Wait] = []
+    found: list[RankWait] = []
 
     def is_seen(call: str) -> bool:
         (seen,) = watch(lambda: [job_of(job.mpiexec.pid)], LOOK_S)
@@ -120,9 +120,9 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
         if call == "Allreduce":
             said = doctor("--pid", str(job.late), "--longer-than", str(LOOK_S))
             assert (said.returncode, said.stderr) == (1, "")
-            first, mend, *table = said.stdout.splitlines()
+            first, fix, *table = said.stdout.splitlines()
             assert first.startswith("WAIT for ") and f" s or longer: {SAID[call].format(late=job.late)}" in first
-            assert mend == f"      mend: `py-spy dump --pid {job.late}` shows where that rank is"
+            assert fix == f"      fix: `py-spy dump --pid {job.late}` shows where that rank is"
             rows = [row.split("│") for row in table if "world" in row]
             assert [[cell.strip() for cell in (row[2], row[4], row[5], row[7])] for row in rows] == [
                 ["0", "Allreduce", "3", "rank 2"],
@@ -139,7 +139,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
 
 
 def test_nobody_waits_where_a_process_is_alone() -> None:
-    row = Row()
+    row = CommunicatorRow()
     row.open(0, [Member("host", os.getpid(), 0)], [0], "cpu")
     row.post("Allreduce(float64, count=4)")
     said = doctor("--pid", str(os.getpid()), "--longer-than", str(LOOK_S))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mpicomm import InvalidUsageError
 from mpicomm.expressions.expression import LONGEST, Expression, parse
 from mpicomm.expressions.tree import Array, Variable
-from tests.helpers.reductions import require_same, samples
+from tests.helpers.references.reductions import require_same, samples
 
 NAMES = (Variable("a", "a"), Variable("b", "b"))
 A = np.array([7, -7, 7, -7, 0, 3], np.int32)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mpicomm.collectives.exchange import Exchange
-from tests.helpers.exchange_simulator import DTYPE, ranks, run
+from tests.helpers.references.exchange_simulator import DTYPE, ranks, run
 
 
 def test_simulator_finds_what_is_wrong() -> None:

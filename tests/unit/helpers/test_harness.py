@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.agreement import Outcome, verdict
-from tests.helpers.leaks import nothing_leaks
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.jobs.agreement import Outcome, agreed_error
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,10 +25,10 @@ def run_ranks(tmp_path: Path) -> RunRanks:
     def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "test_it.py").write_text(
             "import os, time, pytest\nfrom mpi4py import MPI\n"
-            "from tests.helpers.raising import raises_everywhere\n"
+            "from tests.helpers.faults.raising import raises_everywhere\n"
             "WORLD = MPI.COMM_WORLD\nRANK = WORLD.rank\n" + code
         )
-        command = [sys.executable, "-m", "tests.helpers.run_ranks", "2"]
+        command = [sys.executable, "-m", "tests.helpers.jobs.run_ranks", "2"]
         command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--timeout=20"]
         return subprocess.run(
             [*command, *arguments, str(tmp_path / "test_it.py")],
@@ -157,15 +157,15 @@ def outcome(what: str, stopped: float = 0.0) -> Outcome:
     return Outcome("test call", what, stopped, f"{what} at {stopped}", [])
 
 
-def test_verdict_is_the_earliest_failure() -> None:
-    agreed = verdict([outcome("failed", 2.0), outcome("passed"), outcome("failed", 1.0)])
+def test_agreed_error_is_the_earliest_failure() -> None:
+    agreed = agreed_error([outcome("failed", 2.0), outcome("passed"), outcome("failed", 1.0)])
     assert agreed.outcome == "failed"
     assert agreed.text == "failed on ranks [0, 2] of 3; first on rank 2:\n\nfailed at 1.0"
 
 
-def test_verdict_on_a_skip_of_one_rank() -> None:
-    assert verdict([outcome("skipped"), outcome("skipped")]).outcome == "skipped"
-    agreed = verdict([outcome("passed"), outcome("skipped")])
+def test_agreed_error_on_a_skip_of_one_rank() -> None:
+    assert agreed_error([outcome("skipped"), outcome("skipped")]).outcome == "skipped"
+    agreed = agreed_error([outcome("passed"), outcome("skipped")])
     assert agreed.outcome == "failed"
     assert "rank 1: test call: skipped" in agreed.text
 

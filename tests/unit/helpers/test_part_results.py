@@ -37,7 +37,7 @@ def summary(directory: Path, *names: str, program: str = "0\t7\t-\ta program\n")
     for number, name in enumerate(names):
         test, results = directory / f"test_{number}.py", directory / f"{number}.json"
         test.write_text(PARTS[name])
-        options = ("-p", "tests.helpers.part_results", "--results", str(results), "--rootdir", str(directory))
+        options = ("-p", "tests.helpers.jobs.part_results", "--results", str(results), "--rootdir", str(directory))
         # Without other plugins, which take most of the time.
         environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         command = [sys.executable, "-m", "pytest", *options, str(test)]
@@ -45,7 +45,7 @@ def summary(directory: Path, *names: str, program: str = "0\t7\t-\ta program\n")
         lines += f"{code}\t3\t{results}\t{name}\n"
     file = directory / "parts"
     file.write_text(lines + program)
-    command = [sys.executable, "-m", "tests.helpers.part_results", str(file)]
+    command = [sys.executable, "-m", "tests.helpers.jobs.part_results", str(file)]
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return result.returncode, result.stdout.splitlines()
 

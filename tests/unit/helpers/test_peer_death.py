@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.peer_death import FOR_GOOD
-from tests.helpers.peer_death_jobs import run_jobs
+from tests.helpers.jobs.peer_death_jobs import run_jobs
+from tests.helpers.programs.peer_death import FOR_GOOD
 
 JOBS, RANKS, TRIALS, KILLS = 4, 3, 48, 2
 

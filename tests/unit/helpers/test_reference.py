@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import reference
+from tests.helpers.references import reference
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -16,7 +16,7 @@ from mpicomm.expressions.functions import FUNCTIONS, OPERATORS
 from mpicomm.expressions.tree import Variable
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import cpp_name
-from tests.helpers.reductions import require_same, samples
+from tests.helpers.references.reductions import require_same, samples
 
 if shutil.which("g++") is None:
     pytest.skip("there is no g++", allow_module_level=True)

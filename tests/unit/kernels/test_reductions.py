@@ -14,7 +14,7 @@ import pytest
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import REDUCTIONS, cpp_name, options_for
-from tests.helpers.reductions import NARROW, dtype_named, reduced, require_same, samples
+from tests.helpers.references.reductions import NARROW, dtype_named, reduced, require_same, samples
 
 pytest.importorskip("ml_dtypes")
 if shutil.which("g++") is None:

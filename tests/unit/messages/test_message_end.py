@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import run_job
 
 PRELUDE = """
 import atexit, os, sys, time
@@ -23,7 +23,7 @@ if MPI.COMM_WORLD.rank == 0:
     else:
         atexit.register(at_the_end)
 import mpicomm
-from tests.helpers.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
 child = mpicomm.Communicator(MPI.COMM_WORLD, device="cpu", timeout_s=1.5).Dup()
 device = take_for_gpu(child)
 sent = DeviceArray(device, np.arange(100_000))

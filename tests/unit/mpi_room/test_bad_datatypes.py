@@ -11,8 +11,8 @@ from mpi4py import MPI
 from mpicomm import InvalidUsageError
 from mpicomm.mpi import derived
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
-from tests.helpers.fake_driver import content
-from tests.helpers.mpiexec import run_job
+from tests.helpers.fakes.fake_driver import content
+from tests.helpers.jobs.mpiexec import run_job
 
 
 class DeviceBytes:

@@ -9,7 +9,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.arguments import parse, parse_vector
-from tests.helpers import fake_driver
+from tests.helpers.fakes import fake_driver
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -20,7 +20,7 @@ from mpicomm.mpi.arguments import parse, parse_vector
 from mpicomm.mpi.buffers import is_host_view, read
 from mpicomm.mpi.host_copies import HostCopies
 from mpicomm.mpi.location import is_on_device, parse_on_device
-from tests.helpers import fake_driver
+from tests.helpers.fakes import fake_driver
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from mpicomm import InvalidUsageError, Op
 from mpicomm.mpi.ops import AVG, check_legal, op_name
 from mpicomm.mpi.types import COVERED, covered_dtype
+from tests.helpers.references.reductions import reduced, require_same
 
 pytest.importorskip("ml_dtypes")
 
@@ -103,12 +104,15 @@ def test_legal_pairs(name: str, dtype: str) -> None:
                 check_legal(name, covered_dtype(dtype))
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("dtype", sorted(INTEGERS | {"float32", "float64"} | COMPLEX))
-def test_mpi_takes_every_pair_called_legal(name: str, dtype: str) -> None:
-    if dtype in LEGAL[name]:
-        a = np.ones(2, dtype)
-        MPI.COMM_SELF.Allreduce(a, np.zeros_like(a), NAMED[name])
+MPIS = sorted(INTEGERS | {"float32", "float64"} | COMPLEX)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in NAMED for dtype in MPIS if dtype in LEGAL[name]])
+def test_mpi_computes_every_legal_pair_as_numpy_does(name: str, dtype: str) -> None:
+    first, second = np.array([0, 3, 5, 6], dtype), np.array([0, 0, 3, 6], dtype)
+    result = second.copy()
+    NAMED[name].Reduce_local(first, result)
+    require_same(result, reduced(name, [first, second]))
 
 
 def test_other_types() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import run_job
 
 P2P = ("-m", "mpicomm.p2p")
 SHORT = ("--device", "cpu", "-b", "100003", "-n", "3", "-r", "2")
@@ -127,7 +127,7 @@ class Part:
 @pytest.fixture
 def gpus() -> Iterator[Any]:
     pytest.importorskip("cuda.bindings.driver", reason="the driver's names need cuda-bindings")
-    from tests.helpers.fake_gpus import FakeGpus, installed
+    from tests.helpers.fakes.fake_gpus import FakeGpus, installed
 
     gpus = FakeGpus(2)
     gpus.enabled.add((0, 1))  # as mapped memory is
@@ -137,7 +137,7 @@ def gpus() -> Iterator[Any]:
 
 def test_a_rank_moves_bytes_and_words_of_gpus(gpus: Any) -> None:
     from mpicomm.p2p.movers import GET, GpuMover
-    from tests.helpers.fake_gpus import BACK, KERNEL, LINK, LOAD_US, STORE_US
+    from tests.helpers.fakes.fake_gpus import BACK, KERNEL, LINK, LOAD_US, STORE_US
 
     nbytes, count, met = 1 << 20, 3, []
     memory: Any = SimpleNamespace(

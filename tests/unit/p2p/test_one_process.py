@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver", reason="the driver's names need cuda-bindings")
 
-from tests.helpers.fake_gpus import (
+from tests.helpers.fakes.fake_gpus import (
     BACK,
     COPY_US,
     HOST,
@@ -27,7 +27,7 @@ from tests.helpers.fake_gpus import (
     FakeGpus,
     installed,
 )
-from tests.helpers.mpiexec import environment
+from tests.helpers.jobs.mpiexec import environment
 
 NBYTES = 40 << 20  # one chunk more than there are slots in host memory
 Command = Callable[..., tuple[int, str, dict[str, Any]]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpicomm.trace.__main__ import main
-from tests.helpers.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import run_job
 
 PROGRAM = """
 import sys

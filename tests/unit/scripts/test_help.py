@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.mpiexec import ROOT, environment
+from tests.helpers.jobs.mpiexec import ROOT, environment
 
 SCRIPTS = ROOT / "scripts"
 COMMANDS = [[str(path)] for path in SCRIPTS.iterdir() if path.is_file() and os.access(path, os.X_OK)]

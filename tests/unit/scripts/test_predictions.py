@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.mpiexec import ROOT, environment
+from tests.helpers.jobs.mpiexec import ROOT, environment
 
 NAMES = ("scripts/results/predicted-8-h200.json", "scripts/results/predicted-against-runs-h100.json")
 

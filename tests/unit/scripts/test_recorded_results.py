@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpiexec import ROOT, environment, run_job
+from tests.helpers.jobs.mpiexec import ROOT, environment, run_job
 
 
 @pytest.fixture

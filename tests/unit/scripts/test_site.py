@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import pytest
 
 import mpicomm
-from tests.helpers.mpiexec import ROOT, environment
+from tests.helpers.jobs.mpiexec import ROOT, environment
 
 ELSEWHERE = re.compile(r"(https?|mailto|data):")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.helpers.mpiexec import ROOT, environment, run_job
+from tests.helpers.jobs.mpiexec import ROOT, environment, run_job
 
 
 # test_recorded_results.py makes communicators and registers memory.

@@ -11,8 +11,8 @@ import pytest
 
 from mpicomm import environment
 from mpicomm.doctor.report import CHECKS
-from tests.helpers.mpiexec import ROOT
-from tests.helpers.mpiexec import environment as variables
+from tests.helpers.jobs.mpiexec import ROOT
+from tests.helpers.jobs.mpiexec import environment as variables
 
 SCRIPT = "scripts/documents/write_documents.py"
 
@@ -43,5 +43,5 @@ def test_a_document_changed_by_hand_is_found_and_written_again(name: str, tmp_pa
 
 def test_each_check_and_each_variable_has_a_row() -> None:
     troubles, listed = ((ROOT / "mpicomm/docs" / name).read_text() for name in ("troubles.md", "variables.md"))
-    assert all(f"| {check.symptom} | {check.mend} |" in troubles for check in CHECKS)
+    assert all(f"| {check.symptom} | {check.fix} |" in troubles for check in CHECKS)
     assert all(f"| `{name}` |" in listed for name in environment.NAMES)

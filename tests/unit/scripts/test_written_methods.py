@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpiexec import ROOT, environment
+from tests.helpers.jobs.mpiexec import ROOT, environment
 
 
 def run(root: Path, *options: str) -> subprocess.CompletedProcess[str]:

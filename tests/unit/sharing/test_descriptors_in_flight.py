@@ -10,7 +10,7 @@ ORDINARY_USER = """
 import errno, os, resource, socket, time
 from concurrent.futures import ThreadPoolExecutor
 from mpicomm.errors import HandleError
-from tests.helpers.fd_exchanges import SOON_S, listening, names_of_others, swap, swap_all
+from tests.helpers.rigs.fd_exchanges import SOON_S, listening, names_of_others, swap, swap_all
 
 if os.geteuid() == 0:
     os.setuid(65534)

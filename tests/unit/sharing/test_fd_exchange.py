@@ -15,7 +15,9 @@ from mpicomm.devices.descriptor import Descriptor
 from mpicomm.errors import HandleError
 from mpicomm.sharing import fd_exchange
 from mpicomm.sharing.fd_exchange import Address, FdExchange
-from tests.helpers.fd_exchanges import (
+from tests.helpers.faults.interrupts import interrupt_everywhere
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.rigs.fd_exchanges import (
     NEVER_S,
     SOON_S,
     connected,
@@ -29,8 +31,6 @@ from tests.helpers.fd_exchanges import (
     swap,
     swap_all,
 )
-from tests.helpers.interrupts import interrupt_everywhere
-from tests.helpers.leaks import nothing_leaks
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

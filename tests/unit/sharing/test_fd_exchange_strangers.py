@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mpicomm.errors import HandleError
 from mpicomm.sharing.fd_exchange import Address, FdExchange
-from tests.helpers.fd_exchanges import (
+from tests.helpers.rigs.fd_exchanges import (
     connected,
     few_free_descriptors,
     flood,
@@ -236,7 +236,7 @@ def test_a_program_that_runs_with_the_rights_of_another_user_is_no_stranger_to_i
     code = """
 import os, sys
 from mpicomm.errors import HandleError
-from tests.helpers.fd_exchanges import listening, names_of_others, swap_all
+from tests.helpers.rigs.fd_exchanges import listening, names_of_others, swap_all
 try:
     os.seteuid(65534)
 except OSError:

@@ -19,9 +19,9 @@ from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.host import HostBackend, map_shared, memfd_create
 from mpicomm.errors import HandleError
-from tests.helpers.host_segments import PAGE, allocated, opened
-from tests.helpers.interrupts import interrupt_everywhere
-from tests.helpers.leaks import nothing_leaks
+from tests.helpers.faults.interrupts import interrupt_everywhere
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.rigs.host_segments import PAGE, allocated, opened
 
 
 @contextlib.contextmanager

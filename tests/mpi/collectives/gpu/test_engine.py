@@ -11,12 +11,12 @@ import mpicomm
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.mpi.span import Span
-from tests.helpers import launch_numbers, patterns
-from tests.helpers.communicators import communicator
-from tests.helpers.compiling import compile_kernels
-from tests.helpers.device_engines import Array, Memory, Rig, contributions, in_place_sum, rig_of
-from tests.helpers.raising import raises_everywhere
-from tests.helpers.reductions import dtype_named, reduced, require_same
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.inputs import launch_numbers, patterns
+from tests.helpers.references.reductions import dtype_named, reduced, require_same
+from tests.helpers.rigs.communicators import communicator
+from tests.helpers.rigs.compiling import compile_kernels
+from tests.helpers.rigs.device_engines import Array, Memory, Rig, contributions, in_place_sum, rig_of
 
 SIZES = (1, 3, 4097, 1000003)
 OFFSETS = (0, 16, 4, 1, 2, 8)

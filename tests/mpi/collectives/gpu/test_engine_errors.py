@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.signature import Signature
-from tests.helpers.communicators import communicator
-from tests.helpers.device_engines import Memory, in_place_sum, rig_of
+from tests.helpers.rigs.communicators import communicator
+from tests.helpers.rigs.device_engines import Memory, in_place_sum, rig_of
 
 
 @pytest.fixture

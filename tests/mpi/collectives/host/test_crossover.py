@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.host import crossover
 from mpicomm.collectives.host.engine import HostEngine
-from tests.helpers.host_engines import engine_of
+from tests.helpers.rigs.host_engines import engine_of
 
 KIB = 1 << 10
 

@@ -14,8 +14,8 @@ from mpi4py import MPI
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.channels import Channels
 from mpicomm.collectives.host.engine import HostEngine
-from tests.helpers import patterns
-from tests.helpers.host_engines import CALL, engine_of, meet, span, spans
+from tests.helpers.inputs import patterns
+from tests.helpers.rigs.host_engines import CALL, engine_of, meet, span, spans
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from mpicomm.bench.model.accuracy import Run, compare, error_of
 from mpicomm.bench.model.group import read_group
 from mpicomm.bench.options import parser
 from mpicomm.errors import InvalidUsageError
-from tests.helpers.mpiexec import environment, run_job
+from tests.helpers.jobs.mpiexec import environment, run_job
 from tests.unit.bench.model.systems import RECORDED
 
 MODEL = ("allreduce", "--model", "2,4", "--network", "50,5")

@@ -11,9 +11,9 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.fake_engines import BYTE, Rig
+from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.inputs import patterns
+from tests.helpers.rigs.fake_engines import BYTE, Rig
 
 MIB = 1 << 20
 

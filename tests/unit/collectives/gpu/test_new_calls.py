@@ -19,8 +19,8 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import buffers
 from mpicomm.symmetric.registry import Mappings
-from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.fake_engines import STREAM, Rig
+from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.rigs.fake_engines import STREAM, Rig
 
 FLOAT = np.dtype("f4")
 PACKAGE = str(Path(mpicomm.__file__).parent)
@@ -42,8 +42,8 @@ class Calls:
     def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         from mpicomm.collectives.gpu.plan_cache import PlanCache
 
-        def read(array: Any, writable: bool, name: str) -> buffers.Memory:
-            return buffers.Memory(array.data.ptr, array.nbytes, FLOAT, True, 0, array)
+        def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
+            return buffers.ArrayMemory(array.data.ptr, array.nbytes, FLOAT, True, 0, array)
 
         monkeypatch.setitem(buffers._readers, Array, read)
         monkeypatch.setattr(sys.modules["cupy"], "ndarray", Array, raising=False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpicomm.collectives.gpu.built_in import BUILT_IN, scaled
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Measured, Row, Tuning, algorithms_of
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.tuning import KIB, MIB, NEVER, chosen, row, table
+from tests.helpers.inputs.tuning import KIB, MIB, NEVER, chosen, row, table
 
 EVERY_OPERATION = st.sampled_from(list(OPERATIONS))
 

@@ -18,7 +18,7 @@ from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, Measured, Row, Tuning, algorithms_of, kind_of
 from mpicomm.collectives.gpu.tuning_file import load, to_json
 from mpicomm.errors import InvalidUsageError
-from tests.helpers.tuning import GPU, KIB, MIB, NEVER, chosen, row, table
+from tests.helpers.inputs.tuning import GPU, KIB, MIB, NEVER, chosen, row, table
 
 SIZES = st.integers(2, 8)
 

@@ -130,6 +130,6 @@ def test_mpi_has_no_average_and_no_expression(op: Any) -> None:
 
 @EVERY
 def test_ranks_without_data_are_told_where_a_call_is(operation: Operation) -> None:
-    if operation.counts != "same" or operation.of_neighbors:
-        judge = at_once(2, RANK, 1, on_gpus=True)[operation.name]
-        assert not judge(np.zeros(2), np.zeros(2), MPI.SUM)
+    judge = at_once(2, RANK, 1, on_gpus=True)[operation.name]
+    all_have_data = operation.counts == "same" and not operation.of_neighbors
+    assert judge(np.zeros(2), np.zeros(2), MPI.SUM) == all_have_data

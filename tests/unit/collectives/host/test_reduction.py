@@ -14,7 +14,7 @@ import pytest
 from mpicomm.collectives.host import reduction as host_reduction
 from mpicomm.collectives.host.reduction import OPERATIONS, Reducer, is_supported, require_supported
 from mpicomm.errors import InvalidUsageError
-from tests.helpers.reductions import NARROW, dtype_named, reduced, require_same, samples
+from tests.helpers.references.reductions import NARROW, dtype_named, reduced, require_same, samples
 
 Array = npt.NDArray[Any]
 

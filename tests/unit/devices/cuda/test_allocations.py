@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import FakeCuda
 
 BASE = 1 << 40
 

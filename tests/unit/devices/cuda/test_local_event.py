@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import FakeCuda
 
 MINE, OTHER = 7, 8
 

@@ -12,8 +12,8 @@ import pytest
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
 from mpicomm.errors import HandleError
-from tests.helpers.fake_cuda import ADDRESS, FakeCuda
-from tests.helpers.leaks import nothing_leaks
+from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda
+from tests.helpers.faults.leaks import nothing_leaks
 
 
 @pytest.fixture

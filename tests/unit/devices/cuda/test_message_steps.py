@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mpicomm.kernels.message import MESSAGE_STEP, MessageStep
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import FakeCuda
 
 PLACE, READY, DONE, PEER = 1 << 20, 2 << 20, 3 << 20, 5
 

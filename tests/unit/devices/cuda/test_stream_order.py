@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpicomm.errors import HandleError
-from tests.helpers.fake_cuda import FakeCuda, Place
+from tests.helpers.fakes.fake_cuda import FakeCuda, Place
 
 STREAMS = (1, 2, 3, 4)
 

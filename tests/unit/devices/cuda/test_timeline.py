@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpicomm.errors import HandleError
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import FakeCuda
 
 AHEAD_US = 5_000_000
 STREAM, OTHER = 1, 2

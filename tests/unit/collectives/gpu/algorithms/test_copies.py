@@ -21,8 +21,8 @@ from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, 
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped
-from tests.helpers import patterns
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.inputs import patterns
 
 Array = npt.NDArray[Any]
 RANK_NBYTES = 1 << 20

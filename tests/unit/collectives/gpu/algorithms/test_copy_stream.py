@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.steps import Copy
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import FakeCuda
 
 
 @pytest.fixture

@@ -1,0 +1,316 @@
+"""CUDA without a GPU: what mpicomm uses of CuPy and of cuda-bindings, with the rules of CUDA on which it relies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import sys
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+
+ADDRESS = 0x7000
+"""The result of all functions that only say that they are called."""
+_NOT_READY = 600
+_ROOMS = ("mpicomm.devices.cuda", "mpicomm.collectives.gpu", "mpicomm.domains.gpu")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class CUDARuntimeError(RuntimeError):
+    """An error of CuPy's runtime."""
+
+
+class CUDADriverError(RuntimeError):
+    """An error of CuPy's driver."""
+
+    status = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+class Place(NamedTuple):
+    """The end of the first ``number`` pieces of work of a stream."""
+
+    stream: int
+    number: int
+    capture: int | None
+
+
+def _may_fail(function: Function) -> Function:
+    """Let a test say which errors a function of CUDA raises."""
+
+    @functools.wraps(function)
+    def wrapper(self: FakeCuda, *arguments: Any) -> Any:
+        if function.__name__ in self.refuses:
+            raise self.refuses[function.__name__](f"{function.__name__} is refused")
+        result = function(self, *arguments)
+        if function.__name__ in self.interrupts:
+            raise self.interrupts.pop(function.__name__)
+        return result
+
+    return wrapper  # type: ignore[return-value]
+
+
+class FakeCuda:
+    """Streams, which take their time, events, captures, and the contexts and capture modes of threads.
+
+    What a stream captures it carries out all the same, as if a graph of it had been launched at once. A function of the
+    driver that is not here only says in ``calls`` that it is called. All other names are those of cuda-bindings.
+    """
+
+    CUDARuntimeError, CUDADriverError = CUDARuntimeError, CUDADriverError
+    eventDisableTiming = streamCaptureModeRelaxed = 2  # noqa: N815
+    eventDefault = 0  # noqa: N815
+    memcpyDeviceToDevice = 3  # noqa: N815
+
+    def __init__(self, seed: int) -> None:
+        self._bindings = pytest.importorskip("cuda.bindings.driver", reason="the fake has the names of cuda-bindings")
+        modes = self._bindings.CUstreamCaptureMode
+        self.default, self.relaxed = modes.CU_STREAM_CAPTURE_MODE_GLOBAL, modes.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.rng = random.Random(seed)
+        self._thread = threading.local()
+        self._made = 100
+        self._queues: dict[int, deque[tuple[Callable[[], object], Callable[[], bool]]]] = defaultdict(deque)
+        self._over: Counter[int] = Counter()
+        self._unjoined: set[int] = set()
+        self.calls: list[str] = []
+        self.refuses: dict[str, type[BaseException]] = {}
+        """The errors that functions raise in place of their work."""
+        self.interrupts: dict[str, BaseException] = {}
+        """The errors that functions raise once, when they have done their work."""
+        self.now_us = 0
+        """The time of the device: each piece of work takes a microsecond."""
+        self._timed: set[int] = set()
+        self._times_us: dict[int, int] = {}
+        self.streams: list[int] = []
+        """The streams that CuPy has made."""
+        self.events: dict[int, Place | None] = {}
+        """The events that exist, and where they were recorded last."""
+        self.destroyed_in: list[int] = []
+        """The contexts in which events were destroyed."""
+        self.captures: dict[int, int] = {}
+        """Which streams take part in which captures."""
+        self.invalid: set[int] = set()
+        """The captures that an error has invalidated."""
+        self.copied: list[Any] = []
+        """From where copies that are over were made, in which capture if any."""
+        self.launched: list[tuple[int, int]] = []
+        """The graphs that were launched, by their captures, and on which streams."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            return getattr(self._bindings, name)
+
+        def function(self: FakeCuda, *arguments: Any) -> tuple[int, int]:
+            self.calls.append(name)
+            return 0, ADDRESS
+
+        function.__name__ = name
+        return functools.wraps(function)(functools.partial(_may_fail(function), self))
+
+    @property
+    def mode(self) -> Any:
+        """The capture mode of the calling thread."""
+        return getattr(self._thread, "mode", self.default)
+
+    def enqueue(self, stream: int, act: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
+        """Enqueue a piece of work, which begins when it is ready."""
+        self._queues[stream].append((act, ready))
+        if stream in self.captures:
+            self._unjoined.add(stream)
+
+    def end_of(self, stream: int) -> Place:
+        """Return what is over when all that was enqueued there so far is done."""
+        return Place(stream, self._over[stream] + len(self._queues[stream]), self.captures.get(stream))
+
+    def is_over(self, place: Place | None) -> bool:
+        return place is None or self._over[place.stream] >= place.number
+
+    def go_on(self) -> None:
+        """Carry out up to two pieces of the enqueued work, on any streams."""
+        for _ in range(self.rng.randrange(3)):
+            self._carry_out()
+
+    def finish(self) -> None:
+        """Carry out all of the enqueued work, in any order that streams and events allow."""
+        while any(self._queues.values()):
+            assert self._carry_out(), "nothing can go on"
+
+    def _carry_out(self) -> bool:
+        waiting = [stream for stream, queue in self._queues.items() if queue]
+        for stream in self.rng.sample(waiting, len(waiting)):
+            act, ready = self._queues[stream][0]
+            if ready():
+                act()
+                self._queues[stream].popleft()
+                self._over[stream] += 1
+                self.now_us += 1
+                for event, place in self.events.items():
+                    if place is not None and place[:2] == (stream, self._over[stream]):
+                        self._times_us[event] = self.now_us
+                return True
+        return False
+
+    def _new(self) -> int:
+        self._made += 1
+        return self._made
+
+    # ---- cupy.cuda.driver
+
+    @_may_fail
+    def ctxGetCurrent(self) -> int:
+        return getattr(self._thread, "context", 0)
+
+    def ctxSetCurrent(self, context: int) -> None:
+        self._thread.context = context
+
+    # ---- cupy.cuda.runtime
+
+    @_may_fail
+    def eventCreateWithFlags(self, flags: int) -> int:
+        assert flags in (self.eventDefault, self.eventDisableTiming)
+        event = self._new()
+        self.events[event] = None
+        if flags != self.eventDisableTiming:
+            self._timed.add(event)
+        return event
+
+    @_may_fail
+    def eventElapsedTime(self, start: int, stop: int) -> float:
+        if not {start, stop} <= self._timed or not all(self.is_over(self.events[event]) for event in (start, stop)):
+            raise CUDARuntimeError("cudaErrorInvalidResourceHandle, or cudaErrorNotReady")
+        return (self._times_us[stop] - self._times_us[start]) / 1000
+
+    def eventDestroy(self, event: int) -> None:
+        del self.events[event]
+        self.destroyed_in.append(self.ctxGetCurrent())
+
+    @_may_fail
+    def eventRecord(self, event: int, stream: int) -> None:
+        assert event in self.events
+        self.events[event] = self.end_of(stream)
+        self._times_us[event] = self.now_us  # unless work comes before it
+
+    def streamWaitEvent(self, stream: int, event: int) -> None:
+        place = self.events[event]
+        if place is not None and place.capture != self.captures.get(stream):
+            # The wait takes a stream that captures nothing into an open capture. All else is isolated.
+            assert stream not in self.captures
+            assert place.capture is not None and place.capture in self.captures.values()
+            self.captures[stream] = place.capture
+        self.enqueue(stream, lambda: None, lambda: self.is_over(place))
+        if place is not None:
+            self._unjoined.discard(place.stream)
+
+    def memcpyAsync(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        assert kind == self.memcpyDeviceToDevice
+        copy = source, self.captures.get(stream)
+        self.enqueue(stream, lambda: self.copied.append(copy))
+
+    def streamIsCapturing(self, stream: int) -> bool:
+        if self.captures.get(stream) in self.invalid:
+            raise CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
+        return stream in self.captures
+
+    @_may_fail
+    def streamBeginCapture(self, stream: int, mode: int) -> None:
+        assert stream not in self.captures and mode == self.streamCaptureModeRelaxed
+        self.captures[stream] = self._new()
+
+    def streamEndCapture(self, stream: int) -> SimpleNamespace:
+        capture = self.captures.get(stream)
+        if capture is None:
+            raise CUDARuntimeError("cudaErrorIllegalState")
+        members = {each for each, its in self.captures.items() if its == capture}
+        unjoined = members & self._unjoined - {stream}
+        self._unjoined -= members
+        for each in members:
+            del self.captures[each]
+        if unjoined and capture not in self.invalid:
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
+        return SimpleNamespace(graphExec=capture)
+
+    def graphLaunch(self, graph: int, stream: int) -> None:
+        self.launched.append((graph, stream))
+
+    # ---- cuda.bindings.driver
+
+    def cuEventQuery(self, event: int) -> tuple[int]:
+        return (0 if self.is_over(self.events[event]) else _NOT_READY,)
+
+    @_may_fail
+    def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
+        self.eventRecord(event, stream)
+        return (0,)
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[int]:
+        self.streamWaitEvent(stream, event)
+        return (0,)
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[int, Any, int]:
+        return *self.cuStreamIsCapturing(stream), self.captures[stream]
+
+    def cuStreamIsCapturing(self, stream: int) -> tuple[int, Any]:
+        capture, status = self.captures.get(stream), self.CUstreamCaptureStatus
+        if capture is None:
+            return 0, status.CU_STREAM_CAPTURE_STATUS_NONE
+        if capture in self.invalid:
+            return 0, status.CU_STREAM_CAPTURE_STATUS_INVALIDATED
+        return 0, status.CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[int, Any]:
+        before, self._thread.mode = self.mode, mode
+        return 0, before
+
+    def cuMemExportToShareableHandle(self, allocation: int, kind: Any, flags: int) -> tuple[int, int]:
+        return 0, os.memfd_create("exported", 0)
+
+    # ---- cupy.cuda
+
+    def Device(self, ordinal: int) -> SimpleNamespace:
+        return SimpleNamespace(use=lambda: self.ctxSetCurrent(ADDRESS))
+
+    def Event(self, disable_timing: bool) -> SimpleNamespace:
+        assert disable_timing
+        return SimpleNamespace(ptr=self.eventCreateWithFlags(self.eventDisableTiming))
+
+    def Stream(self, non_blocking: bool) -> SimpleNamespace:
+        assert non_blocking
+        assert not self.captures or self.mode == self.relaxed
+        stream = self._new()
+        self.streams.append(stream)
+        return SimpleNamespace(
+            ptr=stream,
+            begin_capture=functools.partial(self.streamBeginCapture, stream),
+            end_capture=functools.partial(self.streamEndCapture, stream),
+        )
+
+
+@contextlib.contextmanager
+def imported_over(fake: FakeCuda) -> Iterator[None]:
+    """Import the modules that use CUDA anew inside a ``with`` block, over a fake; the ones from before come back."""
+    cuda = SimpleNamespace(
+        driver=fake, runtime=fake, Device=fake.Device, Event=fake.Event, Stream=fake.Stream, get_current_stream=None
+    )
+    before = _take_modules_out()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+            patch.setitem(sys.modules, "cupy.cuda", cuda)
+            patch.setattr("cuda.bindings.driver", fake)
+            yield
+    finally:
+        _take_modules_out()
+        sys.modules.update(before)
+        for name, module in before.items():
+            parent, _, child = name.rpartition(".")
+            setattr(sys.modules[parent], child, module)
+
+
+def _take_modules_out() -> dict[str, ModuleType]:
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith(_ROOMS)}

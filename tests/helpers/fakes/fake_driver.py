@@ -1,0 +1,59 @@
+"""A double of the CUDA driver that says where memory lies: tests have device arrays in memory of the host."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.devices import memory_location
+
+_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+_ranges: dict[int, tuple[int, int]] = {}  # the address of a range, then its length and its GPU
+
+
+def own(memory: npt.NDArray[Any], device: int = 0) -> None:
+    """Let ``memory`` lie on a GPU as long as it lives."""
+    own_range(memory.ctypes.data, memory.nbytes, device)
+    weakref.finalize(memory, _ranges.pop, memory.ctypes.data, None)
+
+
+def own_range(pointer: int, nbytes: int, device: int = 0) -> None:
+    """Let a range of addresses lie on a GPU."""
+    _install()
+    _ranges[pointer] = (nbytes, device)
+
+
+class _Driver:
+    """The answers of `own`, and those of the real driver for all other addresses where there is one."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def query(self) -> Any:
+        return self._answer
+
+    def _answer(self, count: int, attributes: Any, targets: Any, pointer: int) -> int:
+        for start, (nbytes, device) in _ranges.items():
+            if start <= pointer < start + max(nbytes, 1):
+                # `memory_location` asks in this order: type, managed, ordinal, start and size of the allocation.
+                for target, value in zip(targets, (_DEVICE, 0, device, start, nbytes), strict=True):
+                    ctypes.c_uint64.from_address(target).value = value
+                return 0
+        real = self._real.query()
+        return 0 if real is None else int(real(count, attributes, targets, pointer))
+
+
+def _install() -> None:
+    if not isinstance(memory_location._driver, _Driver):
+        memory_location._driver = _Driver(memory_location._driver)  # type: ignore[assignment]
+
+
+def content(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory of a GPU that only its address names."""
+    memory = np.zeros(nbytes, np.uint8)
+    own(memory)
+    return memory

@@ -1,0 +1,84 @@
+"""One rank on which a stage of a set-up fails, and the error that all ranks get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpicomm import HandleError
+from mpicomm.devices import host
+from mpicomm.devices.handle import MemoryHandle
+from tests.helpers.faults.raising import raises_everywhere
+
+WORLD = MPI.COMM_WORLD
+EVERY_RANK = range(WORLD.size)
+FIRST_AND_LAST = sorted({0, WORLD.size - 1})
+
+# Makes a stage raise the error; gets the class of the backend.
+Break = Callable[[pytest.MonkeyPatch, Any, type[BaseException]], None]
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(5, "injected") if error is OSError else error("injected")
+
+    return fail
+
+
+def backend_method(name: str) -> Break:
+    return lambda patch, backend, error: patch.setattr(backend, name, raising(error))
+
+
+def attribute(owner: Any, name: str) -> Break:
+    return lambda patch, backend, error: patch.setattr(owner, name, raising(error))
+
+
+def backend_of(device: str) -> Any:
+    if device == "cpu":
+        return host.HostBackend
+    from mpicomm.devices.cuda.backend import CudaBackend
+
+    return CudaBackend
+
+
+@contextmanager
+def broken(culprit: int, device: str, break_: Break, error: type[BaseException] = OSError) -> Iterator[None]:
+    """Break a stage on one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        if WORLD.rank == culprit:
+            break_(patch, backend_of(device), error)
+        yield
+
+
+@contextmanager
+def fails_everywhere(
+    culprit: int,
+    device: str,
+    break_: Break,
+    error: type[BaseException] = OSError,
+    *,
+    match: str | None = None,
+) -> Iterator[None]:
+    """Break a stage on one rank, and require that all ranks get its HandleError."""
+    said = match or f"failed on rank {culprit}: .*injected"
+    with broken(culprit, device, break_, error), raises_everywhere(WORLD, HandleError, match=said):
+        yield
+
+
+ALLOCATE = {
+    "allocate": backend_method("allocate"),
+    "export": backend_method("export"),
+    "pack": attribute(MemoryHandle, "pack"),
+}
+VIEW = {"view": backend_method("view")}
+ZERO = {"zero": backend_method("zero")}
+
+
+def stages(*tables: dict[str, Break]) -> pytest.MarkDecorator:
+    """Run a test once for each of the stages, as ``break_``."""
+    names = [(name, break_) for table in tables for name, break_ in table.items()]
+    return pytest.mark.parametrize("break_", [break_ for _, break_ in names], ids=[name for name, _ in names])

@@ -1,0 +1,172 @@
+"""A pytest plugin for runs in which every MPI rank is a pytest process of its own (see run_ranks.py)."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import pickle
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+# Collection and the end of a session have no test, hence no time limit of pytest-timeout's.
+SESSION_LIMIT_S = 120.0
+# mpiexec ends every rank as soon as one has exited: the stacks have to be written before pytest-timeout exits.
+STACKS_BEFORE_TIMEOUT_S = 1.0
+_BEGINNING = 2000
+_LETTER = np.dtype([("nbytes", np.int64), ("begin", np.void, _BEGINNING)])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one phase (setup, call or teardown) of one test went on one rank."""
+
+    phase: str
+    outcome: str
+    stopped: float
+    text: str
+    sections: list[tuple[str, str]]
+
+
+def agreed_error(outcomes: list[Outcome]) -> Outcome:
+    """Return what all ranks report for outcomes in rank order: a failure of any rank, or the one they all had."""
+    size = len(outcomes)
+    failed = [rank for rank in range(size) if outcomes[rank].outcome == "failed"]
+    if failed:
+        # Ranks that waited for the one that failed often fail later, of a timeout: the first shows the cause.
+        first = min(failed, key=lambda rank: outcomes[rank].stopped)
+        ranks = ", ".join(map(str, failed))
+        text = f"failed on ranks [{ranks}] of {size}; first on rank {first}:\n\n{outcomes[first].text}"
+        return Outcome(outcomes[first].phase, "failed", outcomes[first].stopped, text, outcomes[first].sections)
+    if len({(each.phase, each.outcome) for each in outcomes}) > 1:
+        lines = [f"rank {rank}: {each.phase}: {each.outcome} {each.text}" for rank, each in enumerate(outcomes)]
+        return Outcome(outcomes[0].phase, "failed", outcomes[0].stopped, "\n".join(["ranks disagree", *lines]), [])
+    return outcomes[0]
+
+
+class RankAgreement:
+    """Makes every rank report the same outcome for every test, and rank 0 alone print it.
+
+    A rank writes ``rank-<r>``, its exit status, into ``results``, and ``last-words-<r>``: what it could not tell the
+    others, that is the stacks of a test that hangs, a crash, or a failure while others do not arrive.
+    """
+
+    def __init__(self, config: pytest.Config, results: Path) -> None:
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._status_file = results / f"rank-{self._comm.rank}"
+        self._last_words = os.open(results / f"last-words-{self._comm.rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        self._collection_errors: list[str] = []
+        # pytest's own plugin is off (run_ranks.py): it cancels the watchdog whenever a test fails.
+        faulthandler.enable(self._last_words)
+        self._end_session_in(SESSION_LIMIT_S)
+        if self._comm.rank != 0:
+            reporter: Any = config.pluginmanager.unregister(name="terminalreporter")
+            config.pluginmanager.register(type(reporter)(config, io.StringIO()), "terminalreporter")
+            config.option.results = None  # of part_results.py: ranks cannot write one file
+
+    def allgather(self, value: object) -> list[Any]:
+        """Return every rank's ``value``, in rank order."""
+        mine = pickle.dumps(value)
+        # The beginning at once, which nearly always is all: to meet takes the longest, and there are three for a test.
+        letter = np.array((len(mine), mine[:_BEGINNING]), _LETTER)
+        letters = np.empty(self._comm.size, _LETTER)
+        _wait(self._comm.Iallgather([letter, MPI.BYTE], [letters, MPI.BYTE]))
+        rests = np.maximum(letters["nbytes"] - _BEGINNING, 0)
+        everyone = np.empty(rests.sum(), np.uint8)
+        if everyone.size:
+            rest = np.frombuffer(mine[_BEGINNING:], np.uint8)
+            _wait(self._comm.Iallgatherv(rest, [everyone, rests, MPI.BYTE]))
+        parts = np.split(everyone, np.cumsum(rests)[:-1])
+        # Short ones have zeros behind them, which unpickling does not come to.
+        begins = [bytes(each["begin"]) for each in letters]
+        return [pickle.loads(begin + part.tobytes()) for begin, part in zip(begins, parts, strict=True)]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._collection_errors.append(report.longreprtext)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        mine = (self._collection_errors, [item.nodeid for item in session.items])
+        everyone = self.allgather(mine)
+        if any(each != mine for each in everyone):
+            lines = [
+                f"rank {rank}: {len(nodeids)} tests\n" + "\n".join(errors)
+                for rank, (errors, nodeids) in enumerate(everyone)
+            ]
+            pytest.exit("\n".join(["ranks collected different tests", *lines]), returncode=1)
+        faulthandler.cancel_dump_traceback_later()
+
+    def pytest_timeout_set_timer(self, settings: Any) -> None:
+        # Returns None: pytest-timeout goes on to set its own timer, which ends the process.
+        delay = max(settings.timeout - STACKS_BEFORE_TIMEOUT_S, settings.timeout / 2)
+        faulthandler.dump_traceback_later(delay, file=self._last_words)
+
+    def pytest_timeout_cancel_timer(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        mine = Outcome(
+            f"{item.nodeid} {call.when}", report.outcome, call.stop, report.longreprtext, list(report.sections)
+        )
+        if report.failed:
+            os.write(self._last_words, f"{mine.phase} failed:\n{mine.text}\n".encode())
+        agreed = agreed_error(self.allgather(mine))
+        os.ftruncate(self._last_words, 0)
+        if agreed.outcome == "failed":
+            report.outcome = "failed"
+            report.longrepr = agreed.text
+            report.sections = agreed.sections
+        return report
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._status_file.write_text(f"{int(exitstatus)}\n")
+        self._end_session_in(SESSION_LIMIT_S)
+
+    def pytest_unconfigure(self) -> None:
+        # A rank that exits with a status other than 0 aborts the others: rank 0 has to have printed its report.
+        sys.stdout.flush()
+        self.allgather(None)
+        self._comm.Free()
+
+    def _end_session_in(self, seconds: float) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._last_words)
+
+
+AGREEMENT = pytest.StashKey[RankAgreement]()
+
+
+def agree(config: pytest.Config) -> None:
+    """Let the ranks of this run agree; in ``pytest_configure`` of the folders whose tests run on several ranks."""
+    if not config.getoption("--with-mpi"):
+        return
+    results = os.environ.get("TEST_RESULTS")
+    if results is None:
+        raise pytest.UsageError("run the ranks with: python -m tests.helpers.jobs.run_ranks N FOLDER")
+    # Each rank's own: pytest numbers temporary directories and removes old ones, and ranks that do so at the same time
+    # trip over each other.
+    temporary = Path(results, f"temporary-{MPI.COMM_WORLD.rank}")
+    temporary.mkdir()
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(temporary)
+    config.stash[AGREEMENT] = RankAgreement(config, Path(results))
+    config.pluginmanager.register(config.stash[AGREEMENT])
+
+
+def _wait(request: MPI.Request) -> None:
+    # MPI's own Wait spins, which takes the core from a rank that is still in the test.
+    pause = 0.0
+    while not request.Test():
+        time.sleep(pause)
+        pause = min(pause + 1e-4, 5e-3)

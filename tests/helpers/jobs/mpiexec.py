@@ -1,0 +1,69 @@
+"""Run a program on several ranks from a test that is one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+JOB_LIMIT_S = 60.0
+
+OPEN_MPI_ON_ANY_MACHINE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+"""Variables without which mpiexec of Open MPI refuses the user root, and more ranks than there are cores."""
+
+
+def mpiexec_command(nprocs: int, *arguments: str) -> list[str]:
+    """Return the command that runs this Python with ``arguments`` on ``nprocs`` ranks."""
+    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+    assert mpiexec, "there is no mpiexec, neither beside the Python interpreter nor on the PATH"
+    return [mpiexec, "-n", str(nprocs), sys.executable, *arguments]
+
+
+def sharing_of_cores(nprocs: int) -> dict[str, str]:
+    """Return the variables for a job of ``nprocs`` ranks, which may be more than there are cores."""
+    variables = {"OMP_NUM_THREADS": "1"}  # ranks compute at once: more threads of a rank only wait for each other
+    if nprocs > (os.cpu_count() or 1):
+        # A rank of MPICH that waits keeps its core. With this it sleeps in between, so the one it waits for can run.
+        variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
+    return variables
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return an environment for jobs: this checkout's package, nothing of MPICOMM_*, Open MPI on any machine."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MPICOMM_")}
+    return {
+        **own,
+        "PYTHONPATH": str(ROOT),
+        **OPEN_MPI_ON_ANY_MACHINE,
+        **variables,
+    }
+
+
+def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run as `run_job_within` does, for up to a minute."""
+    return run_job_within(JOB_LIMIT_S, nprocs, *arguments, **variables)
+
+
+def run_job_within(limit_s: float, nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it.
+
+    The ``stderr`` has no notices of Open MPI's mpiexec, which says there which rank ended the job.
+    """
+    job = subprocess.run(
+        mpiexec_command(nprocs, *arguments),
+        env={**sharing_of_cores(nprocs), **environment(**variables)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    job.stderr = re.sub(r"-{60,}\nprterun .*?-{60,}\n", "", job.stderr, flags=re.DOTALL)
+    return job

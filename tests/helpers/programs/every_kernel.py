@@ -1,0 +1,309 @@
+"""A short run of every kernel, for tools that look at each access of it.
+
+`mpiexec -n 2 python -m mpi4py -m tests.helpers.programs.every_kernel`. With ``--late`` ranks come late at random, and
+the run is long: thousands of calls and replays. With ``--own-memory`` the run leaves out messages that MPI matches,
+because their kernels read memory that a peer has written.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import sys
+import threading
+import time
+from typing import Any
+
+import cupy
+import numpy as np
+from cuda.bindings import driver
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
+from tests.helpers.inputs.checked_on_device import idle_kernel
+from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
+
+COUNTS = (1, 5, 1003, 20011)
+TYPES = ("float32", "bfloat16", "int32", "complex128")
+CALLS = 4000
+REPLAYS = 200
+OWN_MEMORY = "--own-memory"
+LIMIT_S = 100  # a tenth of which is enough
+
+
+def reductions(comm: mpicomm.Communicator, name: str, count: int, seed: int) -> list[tuple[Any, Any]]:
+    """Enqueue an all-reduce, a reduce-scatter and a reduce; return what is got and what should be."""
+    dtype = dtype_named(name)
+    parts = [samples(dtype, count * comm.size, np.random.default_rng([seed, rank])) for rank in range(comm.size)]
+    mine = cupy.asarray(parts[comm.rank].view(np.uint8))
+    form = [mine, count * comm.size, name]
+    every, block, root = (cupy.full(n, 0xEE, np.uint8) for n in (mine.nbytes, mine.nbytes // comm.size, mine.nbytes))
+    total = reduced("sum", parts)
+    comm.Allreduce(form, [every, count * comm.size, name])
+    comm.Reduce_scatter_block([mine, count, name], [block, count, name])
+    comm.Reduce(form, [root, count * comm.size, name])
+    results = [(every, total), (block, total[comm.rank * count : (comm.rank + 1) * count])]
+    return results + ([(root, total)] if comm.rank == 0 else [])
+
+
+def each_way(comm: mpicomm.Communicator) -> None:
+    """Take the ways that small messages do not: two hops, relays, chunks that are reduced, inboxes used again."""
+    for name, count, algorithm in (
+        ("float32", 5003, "two_shot"),
+        ("int32", 5003, "two_shot"),
+        ("int32", 200003, "one_shot"),
+        ("float32", 5000011, "one_shot"),  # more than large inboxes hold
+        ("int32", 5000011, "one_shot"),
+        ("int32", 200003, "ring"),  # exchange.cu
+    ):
+        dtype = np.dtype(name)
+        parts = [samples(dtype, count, np.random.default_rng([count, rank])) for rank in range(comm.size)]
+        got = cupy.zeros(count, dtype)
+        comm.Allreduce(cupy.asarray(parts[comm.rank]), got, algorithm=algorithm)
+        check([(got, reduced("sum", parts))])
+    for count in (5003, 700001):
+        for algorithm in ("two_shot", "chain"):
+            told = cupy.full(count, comm.rank, np.int32)
+            comm.Bcast(told, root=comm.size - 1, algorithm=algorithm)
+            check([(told, np.full(count, comm.size - 1, np.int32))])
+        for name in ("float32", "int32"):  # without escapes, with them
+            dtype = np.dtype(name)
+            parts = [samples(dtype, count, np.random.default_rng([count, rank])) for rank in range(comm.size)]
+            got = cupy.zeros(count, dtype)
+            comm.Reduce(cupy.asarray(parts[comm.rank]), got, algorithm="chain")
+            if comm.rank == 0:
+                check([(got, reduced("sum", parts))])
+
+
+def finished(comm: mpicomm.Communicator) -> None:
+    """Apply epilogues in the kernels that reduce: in one hop and in two, in few steps and in inboxes used again."""
+    hidden, total = 1028, comm.size * (comm.size + 1) // 2
+    for rows, algorithm in ((5, "one_shot"), (64, "two_shot"), (5000, "one_shot"), (5000, "two_shot")):
+        count = rows * hidden
+        mine, wide = cupy.full(count, comm.rank + 1, np.float32), cupy.zeros(count, np.float64)
+        comm.Allreduce(mine, wide, algorithm=algorithm, epilogue="v * 2 + i")
+        normal, residual = cupy.zeros(count, np.float32), cupy.ones(count, np.float32)
+        norm = mpicomm.epilogues.rms_norm(residual, cupy.ones(hidden, np.float32), 0.0)
+        comm.Allreduce(mine, normal, algorithm=algorithm, epilogue=norm)
+        check([(wide, 2.0 * total + np.arange(count)), (residual, np.full(count, total + 1, np.float32))])
+        check([(normal, np.ones(count, np.float32))])
+
+
+def uneven(comm: mpicomm.Communicator) -> None:
+    """Exchange messages of which two ranks alone know how long they are, and of which far more go one way."""
+    counts = [[5_000_003 if source < target else 5 for target in range(comm.size)] for source in range(comm.size)]
+    sent, received = counts[comm.rank], [row[comm.rank] for row in counts]
+    parts = [cupy.full(count, 10 * comm.rank + target, np.int32) for target, count in enumerate(sent)]
+    got = cupy.zeros(sum(received), np.int32)
+    comm.Alltoallv([cupy.concatenate(parts), sent], [got, received])
+    come = [np.full(count, 10 * source + comm.rank, np.int32) for source, count in enumerate(received)]
+    check([(got, np.concatenate(come))])
+
+
+def symmetric(comm: mpicomm.Communicator) -> None:
+    """Write straight into the memory of the others: kernels, copy engines with a local reduction."""
+    size, rank = comm.size, comm.rank
+    with comm.zeros(300_007 * size, np.float32) as array:
+        for count in (1003, 300_007):
+            parts = [samples(array.dtype, count, np.random.default_rng([count, peer])) for peer in range(size)]
+            mine, output = cupy.asarray(parts[rank]), array.local[:count]
+            for algorithm in ("one_shot", "copy_engine"):
+                gathered = array.local[: count * size]
+                comm.Allgather(mine, gathered, algorithm=algorithm)
+                check([(gathered, np.concatenate(parts))])
+                comm.Barrier(stream=cupy.cuda.get_current_stream())
+            comm.Allreduce(mine, output, algorithm="copy_engine")
+            check([(output, reduced("sum", parts))])
+            comm.Barrier(stream=cupy.cuda.get_current_stream())
+            for algorithm in ("one_shot", "two_shot", "copy_engine"):
+                output[:] = mine
+                comm.Barrier(stream=cupy.cuda.get_current_stream())
+                comm.Bcast(output, root=0, algorithm=algorithm)
+                check([(output, parts[0])])
+                comm.Barrier(stream=cupy.cuda.get_current_stream())
+
+
+def movements(comm: mpicomm.Communicator, count: int, seed: int) -> list[tuple[Any, Any]]:
+    """Enqueue a broadcast, an all-gather and an all-to-all; return what is got and what should be."""
+    parts = [samples(np.dtype(np.int32), count * comm.size, np.random.default_rng([seed, r])) for r in range(comm.size)]
+    mine = cupy.asarray(parts[comm.rank])
+    gathered, exchanged = cupy.zeros((comm.size, mine.size), np.int32), cupy.zeros_like(mine)
+    told = mine.copy()
+    comm.Bcast(told, root=comm.size - 1)
+    comm.Allgather(mine, gathered)
+    comm.Alltoall(mine, exchanged)
+    own = slice(comm.rank * count, (comm.rank + 1) * count)
+    return [
+        (told, parts[-1]),
+        (gathered, np.stack(parts)),
+        (exchanged, np.concatenate([part[own] for part in parts])),
+    ]
+
+
+def check(results: list[tuple[Any, Any]]) -> None:
+    """Wait for the device and compare."""
+    cupy.cuda.Device().synchronize()
+    for got, expected in results:
+        require_same(got.get().view(expected.dtype).reshape(expected.shape), expected)
+
+
+def signals(comm: mpicomm.Communicator) -> None:
+    """Put around the ring, with signals."""
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with comm.zeros(1000, np.int32) as array:
+        array.put(cupy.full(1000, comm.rank, np.int32), following)
+        array.signal(following)
+        array.wait_signal(previous)
+        assert int(array.local.min()) == int(array.local.max()) == previous
+        comm.Barrier()
+
+
+def messages(comm: mpicomm.Communicator) -> None:
+    """Send around the ring: by one block, by several, and by copy engines."""
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for count in (2, 9001, 300_001, 5_000_001):
+        sent, received = cupy.full(count, comm.rank, np.int32), cupy.zeros(count, np.int32)
+        comm.Sendrecv(sent, following, 0, received, previous, 0)
+        assert (received.get() == previous).all()
+        request = comm.Irecv(received, previous, 1)
+        sent[...] = 10 + comm.rank
+        comm.Send(sent, following, 1)
+        time.sleep(0.001)  # the thread that completes requests looks too
+        request.Wait()
+        assert (received.get() == 10 + previous).all()
+
+
+def datatypes(comm: mpicomm.Communicator) -> None:
+    """Send columns around the ring, and exchange them with both neighbours in a grid that is a ring."""
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for rows in (3, 5000):
+        columns = MPI.INT32_T.Create_vector(rows, 3, 8).Commit()
+        sent, received = cupy.full((rows, 8), comm.rank, np.int32), cupy.full((rows, 8), -1, np.int32)
+        expected = np.full((rows, 8), -1, np.int32)
+        if OWN_MEMORY not in sys.argv:
+            comm.Sendrecv([sent, 1, columns], following, 0, [received, 1, columns], previous)
+            expected[:, :3] = previous
+            check([(received, expected)])
+        ring = comm.Create_cart([comm.size], [True])
+        places, types = ([1, 1], [0, 16]), [columns, columns]
+        ring.Neighbor_alltoallw([sent, places, types], [received, places, types])
+        expected[:, :3], expected[:, 4:7] = previous, following
+        check([(received, expected)])
+        ring.Free()
+        columns.Free()
+
+
+def large_messages() -> None:
+    """Let direct.cu carry out what it does with messages that are larger than any here."""
+    direct_plan._most_copied_nbytes = lambda size: 1 << 10
+    with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:  # another one, which knows no calls
+        check(movements(comm, 300007, len(COUNTS)))
+        each_way(comm)
+        symmetric(comm)
+        comm.check()
+
+
+def in_stream_order(comm: mpicomm.Communicator) -> None:
+    """Send around the ring, both ways at once and one after the other; the last is more than the slots hold."""
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for count in (5, 9001, 700_001, 5_000_001):
+        sent, received = cupy.full(count, comm.rank, np.int32), cupy.zeros(count, np.int32)
+        comm.Sendrecv(sent, following, 0, received, previous, algorithm="one_shot")
+        check([(received, np.full(count, previous, np.int32))])
+        if comm.rank == 0:
+            comm.Send(sent, 1, 1, algorithm="one_shot")
+        if comm.rank == 1:
+            comm.Recv(received, 0, 1, algorithm="one_shot")
+            check([(received, np.zeros(count, np.int32))])
+
+
+def require_one_context(device: int) -> None:
+    """Raise if this process has a context, of half a GiB, on a GPU that is not its own."""
+    for other in range(cupy.cuda.runtime.getDeviceCount()):
+        error, _, active = driver.cuDevicePrimaryCtxGetState(other)
+        assert error == driver.CUresult.CUDA_SUCCESS, error
+        assert bool(active) == (other == device), f"GPU {other} is {'' if active else 'not '}in use, {device} is mine"
+
+
+def collect_on_a_bare_thread(comm: mpicomm.Communicator) -> None:
+    """Leave events of mpicomm's to the garbage collector, on a thread that has never touched CUDA."""
+    gpu = comm._session.gpu("collect")
+    garbage: list[Any] = [gpu.side_streams.mark(0), gpu.completion(0)]
+    garbage.append(garbage)
+    del garbage
+    collector = threading.Thread(target=gc.collect)
+    collector.start()
+    collector.join()
+
+
+def stress(comm: mpicomm.Communicator) -> None:
+    """Run thousands of calls in which ranks come late, on the host and on the device, and replays of graphs."""
+    rng = np.random.default_rng(7)  # the same on all ranks
+    own = np.random.default_rng([8, comm.rank])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    idle = idle_kernel(cupy)
+    with stream:
+        for call in range(CALLS):
+            count = int(rng.choice((1, 3, 700, 5000, 70001, 600011)))
+            x, y = cupy.full(count, comm.rank + call % 50, np.float32), cupy.empty(count, np.float32)
+            if own.random() < 0.1:
+                idle((1,), (1,), (int(own.integers(1000, 400000)),))
+            if own.random() < 0.02:
+                time.sleep(float(own.random()) * 0.01)
+            comm.Allreduce(x, y)
+            if call % 20 == 0:
+                expected = comm.size * (call % 50) + comm.size * (comm.size - 1) // 2
+                assert bool((y == expected).all()), (call, count)
+        for count in (1, 2000, 100003, 3000017):
+            x, y, z = (cupy.full(count, comm.rank + 1, np.float32) for _ in range(3))
+            comm.Allreduce(x, y)
+            stream.begin_capture()
+            for _ in range(5):
+                idle((1,), (1,), (int(own.integers(100, 20000)),))
+                comm.Allreduce(x, y)
+                comm.Bcast(z, root=comm.size - 1)
+            graph = stream.end_capture()
+            for _ in range(REPLAYS):
+                graph.launch()
+            stream.synchronize()
+            assert bool((y == comm.size * (comm.size + 1) // 2).all())
+            assert bool((z == comm.size).all())
+    comm.check()
+
+
+def main() -> None:
+    """Run; an exception on any rank ends all, and where the others were is told."""
+    faulthandler.dump_traceback_later(LIMIT_S)
+    with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:
+        if "--late" in sys.argv:
+            start = time.perf_counter()
+            stress(comm)
+            if comm.rank == 0:
+                sys.stdout.write(
+                    f"{CALLS} calls and {4 * 5 * 2 * REPLAYS} replayed ones in {time.perf_counter() - start:.1f} s\n"
+                )
+            return
+        for seed, name in enumerate(TYPES):
+            for count in COUNTS:
+                check(reductions(comm, name, count, seed))
+        for seed, count in enumerate((*COUNTS, 300007)):
+            check(movements(comm, count, seed))
+        each_way(comm)
+        finished(comm)
+        uneven(comm)
+        symmetric(comm)
+        signals(comm)
+        if OWN_MEMORY not in sys.argv:
+            messages(comm)
+        datatypes(comm)
+        in_stream_order(comm)
+        collect_on_a_bare_thread(comm)
+        comm.check()
+        large_messages()
+        if isinstance(comm.device, int):
+            require_one_context(comm.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""`python -m tests.helpers.programs.late_rank FOLDER`: three ranks; the last one comes late to each call of `CALLS`.
+
+FOLDER gets the file `CALL-RANK` before a rank comes to a call, or would, if it were not late. The late rank, process
+number in the file `late`, makes each call when FOLDER has the file `go-CALL`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CALLS = (
+    "Communicator",
+    "one_shot",
+    "Allreduce",
+    "bcast",
+    "Recv",
+    "recv",
+    "zeros",
+    "Split",
+    "nothing",
+    "progress",
+    "Free",
+    "MPI_Finalize",
+)
+LATE = 2
+LIMIT_S = 50.0
+TAG = 5
+
+
+def main(folder: Path) -> None:
+    """Come to all calls."""
+    import numpy as np
+    from mpi4py import MPI
+
+    import mpicomm
+
+    world = MPI.COMM_WORLD
+    is_late = world.rank == LATE
+    mine, ours = np.ones(4), np.empty(4)
+    made: list[mpicomm.Communicator] = []
+
+    def make() -> None:
+        made.append(mpicomm.Communicator(device="cpu", timeout_s=LIMIT_S))
+        made[0].Allreduce(mine, ours, algorithm="one_shot")  # the first one sets up memory
+
+    def message(send: Callable[[], object], receive: Callable[[], object]) -> None:
+        if is_late:
+            send()
+        elif world.rank == 0:
+            receive()
+
+    def progress() -> None:
+        """Exchange messages and sums until the file is there, most of the time in waits for the late rank."""
+        going = True
+        while going:
+            if is_late:
+                time.sleep(0.005)
+            comm.Sendrecv(mine, (comm.rank + 1) % comm.size, 0, ours, (comm.rank - 1) % comm.size)
+            going = comm.bcast(not (folder / "go-progress").exists(), root=LATE)
+
+    calls: dict[str, Callable[[], object]] = {
+        "Communicator": make,
+        "one_shot": lambda: comm.Allreduce(mine, ours, algorithm="one_shot"),
+        "Allreduce": lambda: comm.Allreduce(mine, ours),
+        "bcast": lambda: comm.bcast(1, root=LATE),
+        "Recv": lambda: message(lambda: comm.Send(mine, 0, TAG), lambda: comm.Recv(ours, LATE, TAG)),
+        "recv": lambda: message(lambda: comm.send(1, 0, TAG), lambda: comm.recv(source=LATE, tag=TAG)),
+        "zeros": lambda: comm.zeros(3),
+        "Split": lambda: comm.Split(0),
+        "nothing": lambda: wait(folder / "go-nothing"),
+        "progress": progress,
+        "Free": lambda: comm.Free(),
+        "MPI_Finalize": lambda: None,
+    }
+    if is_late:
+        (folder / "late").write_text(str(os.getpid()))
+    for name in CALLS:
+        (folder / f"{name}-{world.rank}").touch()
+        if is_late and name != "progress":
+            wait(folder / f"go-{name}")
+        if made:
+            comm = made[0]
+        calls[name]()
+
+
+def wait(file: Path) -> None:
+    """Wait in Python until a file is there."""
+    until = time.monotonic() + LIMIT_S
+    while not file.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,87 @@
+"""`python -m tests.helpers.programs.torch_lost_ranks RESULTS`: which errors do calls raise after a rank has died?
+
+All ranks make groups and a model. Then they reduce, one call after the other, and the last rank kills itself between
+two calls. The other ranks go on, and make one call of each kind in a group that is its own. Each writes a line of JSON
+per call into a file of RESULTS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from tests.helpers.jobs.in_child import begin_in_child
+
+TIMEOUT_S = 1.0
+CALLS_BEFORE = 20
+NAMES = ("all_reduce", "wait", "barrier", "all_gather_object", "recv", "training", "destroy")
+
+
+@dataclass
+class Call:
+    """What became of one call on one rank: the names of the error's classes, its text, the duration."""
+
+    name: str
+    errors: list[str]
+    text: str
+    seconds: float
+
+
+def main(results: Path) -> None:
+    """Lose a rank, and make the calls."""
+    import torch  # not above, because `begin_in_child` has to fork before threads and MPI start
+    import torch.distributed as dist
+    from torch import nn
+
+    import mpicomm.torch  # noqa: F401 - it registers the backend
+
+    limit = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("mpicomm")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = {name: dist.new_group(timeout=limit) for name in NAMES}
+    model = nn.parallel.DistributedDataParallel(nn.Linear(5, 5), process_group=groups["training"])
+
+    def reduce_until_the_rank_dies() -> None:
+        for number in range(1_000_000):
+            if rank == size - 1 and number == CALLS_BEFORE:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(50_000), group=groups["all_reduce"])
+
+    def wait() -> None:
+        work = dist.all_reduce(torch.ones(4), group=groups["wait"], async_op=True)
+        assert work is not None
+        work.wait()
+
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": reduce_until_the_rank_dies,
+        "wait": wait,
+        "barrier": lambda: dist.barrier(groups["barrier"]),
+        "all_gather_object": lambda: dist.all_gather_object([None] * size, "x", group=groups["all_gather_object"]),
+        "recv": lambda: dist.recv(torch.ones(4), group_src=size - 1, group=groups["recv"]),
+        "training": lambda: model(torch.ones(2, 5)).sum().backward(),
+        "destroy": lambda: dist.destroy_process_group(groups["destroy"]),
+    }
+    with (results / f"calls-{rank}").open("w", buffering=1) as file:
+        for name in NAMES:
+            start = time.monotonic()
+            errors, text = [], ""
+            try:
+                calls[name]()
+            except Exception as error:
+                errors, text = [each.__name__ for each in type(error).__mro__], str(error)
+            file.write(json.dumps(asdict(Call(name, errors, text, time.monotonic() - start))) + "\n")
+    (results / f"end-{rank}").touch()
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv[1])
+    begin_in_child(directory)  # so that the launcher does not end the job with the rank
+    main(directory)
+    os._exit(0)  # MPI_Finalize would wait for the dead

@@ -1,0 +1,91 @@
+"""Calls of neighbours on device arrays, carried out in one process, without devices.
+
+Memory of the host stands for memory of GPUs. NumPy packs in the place of the kernel, and bytes are copied from rank to
+rank as the exchanges say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.neighborhood import Neighborhood
+from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.devices.host import array_at
+from mpicomm.mpi.packing import PackJob
+from mpicomm.mpi.span import Span
+from tests.helpers.fakes import fake_driver
+from tests.helpers.references.reference_packing import pack, unpack
+
+
+class OnDevice:
+    """A device array in memory of the host."""
+
+    def __init__(self, content: npt.NDArray[Any]) -> None:
+        self.memory: npt.NDArray[Any] = np.array(content)
+        fake_driver.own(self.memory)
+        self.__cuda_array_interface__ = {
+            "shape": self.memory.shape,
+            "typestr": self.memory.dtype.str,
+            "data": (self.memory.ctypes.data, False),
+            "version": 3,
+        }
+
+
+class Part:
+    """One rank's part of a call that was read."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._scratch = np.full(max(1, call.scratch_nbytes), 0xDB, np.uint8)
+        scratch = Span(self._scratch.ctypes.data, 0) if call.scratch_nbytes else None
+        self.exchange: Exchange = call.operation.one_shot(call.buffers(scratch))
+
+    @classmethod
+    def of(cls, operation: str, buffers: Sequence[Any], rank: int, size: int, neighbors: Neighborhood) -> Part:
+        """Read a call of the operation of that name."""
+        return cls(Call(OPERATIONS[operation], Arguments(*buffers), rank, size, neighborhood=neighbors))
+
+    def pack(self) -> None:
+        """Bring data that has to be packed to scratch memory."""
+        for job in self.call.packed.before if self.call.packed is not None else ():
+            packed = pack(job.layout, *_memory_of(job))
+            self._scratch[job.packed : job.packed + packed.size] = packed
+
+    def unpack(self) -> None:
+        """Bring packed data to its places."""
+        for job in self.call.packed.after if self.call.packed is not None else ():
+            unpack(job.layout, self._scratch[job.packed : job.packed + job.layout.nbytes], *_memory_of(job))
+
+
+def _memory_of(job: PackJob) -> tuple[npt.NDArray[np.uint8], int]:
+    """Return the memory that a job touches, and the index of its address there."""
+    begin, end = job.layout.begin, job.layout.end
+    return array_at(job.memory + begin, end - begin, np.dtype(np.uint8)), -begin
+
+
+def exchange(parts: Sequence[Part]) -> None:
+    """Bring each rank's data to the others; raise AssertionError where two ranks disagree on lengths."""
+    for part in parts:
+        part.pack()
+    found: list[tuple[Span | None, npt.NDArray[np.uint8]]] = []
+    for rank, part in enumerate(parts):
+        for peer, other in enumerate(parts):
+            (sent, _), (_, received) = part.exchange.nbytes_with(peer), other.exchange.nbytes_with(rank)
+            (cut, _), (_, expected_cut) = part.exchange.cuts[peer], other.exchange.cuts[rank]
+            assert sent == received, f"rank {rank} sends {sent} bytes where rank {peer} expects {received}"
+            assert cut == expected_cut, f"rank {rank} sends other blocks than rank {peer} expects"
+            source = part.exchange.sends[peer]
+            if sent and source is not None:
+                data = array_at(source.pointer, sent, np.dtype(np.uint8)).copy()
+                found.append((other.exchange.receives[rank], data))
+    for target, data in found:
+        assert target is not None
+        array_at(target.pointer, data.size, np.dtype(np.uint8))[:] = data
+    for part in parts:
+        part.unpack()

@@ -1,0 +1,86 @@
+"""Communicators on the device of a test, copies of their arrays on the host, and a test of their memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+import mpicomm
+
+
+def communicator(
+    device: str, comm: MPI.Intracomm = MPI.COMM_WORLD, *, timeout_s: float = 20.0, handle: str = "auto"
+) -> mpicomm.Communicator:
+    """Return a new Communicator on what the ``device`` fixture names. Collective."""
+    return mpicomm.Communicator(comm, device="cpu" if device == "cpu" else "auto", handle=handle, timeout_s=timeout_s)
+
+
+def patience_s(device: str) -> float:
+    """Return a deadline for what does not come: long enough for what comes, which on GPUs takes longer."""
+    return 0.5 if device == "cpu" else 1.0
+
+
+@contextlib.contextmanager
+def array_module(comm: mpicomm.Communicator) -> Iterator[Any]:
+    """Give NumPy, or CuPy with the communicator's GPU as the current device."""
+    if comm.device == "cpu":
+        yield np
+    else:
+        import cupy
+
+        with cupy.cuda.Device(comm.device):
+            yield cupy
+
+
+def to_host(array: Any) -> npt.NDArray[Any]:
+    """Return a NumPy copy of a NumPy or CuPy array."""
+    copy: npt.NDArray[Any] = array.get() if hasattr(array, "get") else np.array(array)
+    return copy
+
+
+def settle(comm: mpicomm.Communicator) -> None:
+    """Let every rank come to the end of its work. Collective."""
+    comm.check()
+    comm.Barrier()
+
+
+def node_ranks(array: mpicomm.SymmetricArray) -> list[int]:
+    """Return the ranks whose parts this rank can access."""
+    return [rank for rank, pointer in enumerate(to_host(array.pointers).tolist()) if pointer]
+
+
+def ring_in_host(comm: mpicomm.Communicator) -> tuple[int, int]:
+    """Return the ranks that follow and precede this one among the ranks of its host. Collective."""
+    host = comm.describe().node
+    ranks = [rank for rank, each in enumerate(comm.allgather(host)) if each == host]
+    return ranks[(comm.local_rank + 1) % len(ranks)], ranks[comm.local_rank - 1]
+
+
+def groups_of(comm: mpicomm.Communicator) -> tuple[tuple[int, ...], ...] | None:
+    """Return the ranks of each group that reduces by itself, None where there is one group. Local."""
+    groups = comm._placement.domains
+    return groups if len(groups) > 1 else None
+
+
+def require_memory_works(comm: mpicomm.Communicator) -> None:
+    """Let every rank write into every part that it can access, and check its own part. Collective."""
+    with array_module(comm), comm.zeros(comm.size, np.int64) as array:
+        ranks = node_ranks(array)
+        assert comm.rank in ranks
+        for peer in ranks:
+            array.peer(peer)[comm.rank] = 1000 + 10 * comm.rank + peer
+        settle(comm)
+        expected = [1000 + 10 * rank + comm.rank if rank in ranks else 0 for rank in range(comm.size)]
+        assert to_host(array.local).tolist() == expected
+
+
+def halves(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Even ranks and odd ranks, in order."""
+    half = comm.Split(comm.rank % 2, comm.rank)
+    assert isinstance(half, MPI.Intracomm)
+    return half

@@ -1,0 +1,68 @@
+"""Collectives on device arrays without GPUs: the engine of the host stands for the engine of GPUs.
+
+The dispatcher, the call log and the arguments are real, and so are the ranks. A device array is an array of a
+`ThreadDevice`, or only its address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.gpu.plan_cache import PlanCache
+from mpicomm.collectives.host.engine import HostEngine
+from tests.helpers.references.simulated_neighbors import Part
+from tests.helpers.rigs.host_engines import CALL, engine_of
+
+
+class Engine:
+    """What the dispatcher asks of the engine of GPUs, and the number of the calls that it has carried out."""
+
+    def __init__(self, host: HostEngine, post: Callable[[str], None]) -> None:
+        self._host = host
+        self._post = post
+        self.calls = 0
+
+    def prepare_call(self, call: Call, mappings: object, asked: str) -> Any:
+        text = str(call.signature)
+        self._post(text)
+        return SimpleNamespace(part=Part(call), text=text, is_old=False)
+
+    def form_plan(self, call: Call, asked: str) -> None:
+        return None
+
+    def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+        if again:
+            self._post(plan.text)
+        self.calls += 1
+        plan.part.pack()
+        self._host.run([plan.part.exchange], CALL)
+        plan.part.unpack()
+        return False
+
+    def completion(self) -> Callable[[], bool]:
+        return lambda: True
+
+
+@contextlib.contextmanager
+def on_host_engine(comm: Any) -> Iterator[Engine]:
+    """Let a communicator whose GPU is a `ThreadDevice` carry out calls on device arrays. Collective over all ranks."""
+    with engine_of(MPI.COMM_WORLD) as (host, _, _), pytest.MonkeyPatch.context() as patch:
+        engines = comm._collectives.engines
+        engine = Engine(host, lambda text: engines.call_log("test", patient=False).post(text))
+        cache = PlanCache(comm._session, engine)  # type: ignore[arg-type]
+
+        def on_gpu(operation: str) -> PlanCache:
+            if engines.gpu is None:
+                comm._session.set_up(operation).group.barrier("set-up of the engine")
+                engines.gpu = cache
+            return cache
+
+        patch.setattr(engines, "on_gpu", on_gpu)
+        yield engine

@@ -1,0 +1,101 @@
+"""The engine of GPUs by itself, over a CUDA that launches nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpicomm.collectives.signature import Signature
+from mpicomm.devices.base import DeviceInfo, Link
+from mpicomm.kernels.team import Faults
+from mpicomm.mpi.span import Span
+from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.inputs import patterns
+
+BYTE = np.dtype(np.uint8)
+STREAM = 7
+
+
+class Rig:
+    """The engine of the first of two ranks. The other one sends and knows as much."""
+
+    def __init__(
+        self,
+        cuda: FakeCuda,
+        monkeypatch: pytest.MonkeyPatch,
+        most_nbytes: int | None = None,
+        *,
+        on_a_device: int = 1,
+    ) -> None:
+        engine, arena = map(
+            importlib.import_module, ("mpicomm.collectives.gpu.engine", "mpicomm.collectives.gpu.arena")
+        )
+        self.launched: list[Any] = []
+        self.told: list[str] = []
+        self.shapes: list[dict[str, Any]] = []
+
+        def launcher(x: Any, early: bool) -> Any:
+            def launch(stream: int, blocks: int, threads: int) -> None:
+                self.launched.append(x)
+                self.shapes.append({"blocks": blocks, "threads": threads, "early": early})
+
+            return SimpleNamespace(launch=launch)
+
+        kernel = SimpleNamespace(launcher=launcher)
+        kernels = SimpleNamespace(find=lambda variant: kernel, load=lambda variant: kernel)
+        monkeypatch.setattr(cuda, "getDevice", lambda: 0, raising=False)
+        monkeypatch.setattr(engine, "kernels_of", lambda info: kernels)
+        monkeypatch.setattr(arena, "share", self._share)
+        monkeypatch.setenv("MPICOMM_TUNING", "off")
+        node: Any = SimpleNamespace(rank=0, size=2, ranks=[0, 1], timeout_s=5.0, exchange=self._exchange)
+        backend: Any = SimpleNamespace(
+            info=DeviceInfo(0, "NVIDIA H200", b"0" * 16, "", -1, (9, 0)),
+            multiprocessors=132,
+            total_nbytes=140 << 30,
+            faults=Faults(),
+            timeout_ns=10**9,
+            link=lambda uuid, kind: Link("NVLink", gb_s=478.0),
+            loading=contextlib.nullcontext,
+            current=contextlib.nullcontext,
+        )
+        self.longest: list[int] = []
+        """What both ranks have written at each checkpoint."""
+        call_log: Any = SimpleNamespace(
+            post=lambda text, count=0: None,
+            differ=lambda: False,
+            behind=list,
+            ready=lambda: None,
+            not_ready=list,
+            write_longest=lambda checkpoint, nbytes: self.longest.append(nbytes),
+            without_longest=lambda checkpoint: [1] * (checkpoint >= len(self.longest)),
+            longest=lambda checkpoint: self.longest[checkpoint],
+        )
+        self.engine = engine.DeviceEngine(node, backend, "ipc", call_log, on_a_device, most_nbytes)
+
+    def alltoallv(self, nbytes: int) -> Any:
+        """Return the plan of a call in which each rank sends so much to each."""
+        spans = [Span(1 << 50, nbytes), Span(1 << 51, nbytes)]
+        pattern = patterns.alltoall(0, 2, BYTE, spans, [Span(1 << 52, nbytes), Span(1 << 53, nbytes)])
+        return self.engine.prepare(pattern.call(Signature("Alltoallv", "uint8")))
+
+    def enqueue(self, plan: Any, *, again: bool = False) -> None:
+        self.engine.enqueue(plan, STREAM, again=again)
+
+    def _exchange(self, what: str, work: Any) -> list[Any]:
+        self.told.append(what)
+        return [work()] * 2
+
+    def _share(self, node: Any, backend: Any, what: str, produce: Any, signature: Any) -> Any:
+        segments = [SimpleNamespace(pointer=(rank + 1) << 40, nbytes=signature()) for rank in range(2)]
+        return _Segments(segments)
+
+
+class _Segments(list[Any]):
+    @property
+    def own(self) -> Any:
+        return self[0]
