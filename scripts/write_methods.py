@@ -141,7 +141,7 @@ FILES = {
     "persistent.py": (False, (persistent,)),
     "neighbors.py": (True, FORMS),
 }
-"""The files, each with whether its methods are those of neighbours, and their forms."""
+"""The files, each with a flag for methods of neighbours, and the forms of its methods."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The API reference: which names of the package are public, grouped by purpose."""
+"""The public names of the package, grouped by purpose, for the API reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INTERNAL = frozenset(
 )
 """Names that look public. Other rooms of the package call them, and users do not."""
 UNEXPORTED = (NeighborCollectives, RankInfo, Statistics)
-"""Classes whose objects users get from calls."""
+"""Classes of objects that calls return."""
 ELSEWHERE = frozenset({"__version__", "epilogues"})
 """Names of the package that need no section, or have a page."""
 
@@ -118,7 +118,7 @@ class Page:
 
 
 def pages() -> dict[str, Page]:
-    """Return the pages by the names of their modules. `mpicomm.torch` is missing where PyTorch is missing."""
+    """Return the pages by the names of their modules. Without PyTorch there is no page of `mpicomm.torch`."""
     found = {"mpicomm": _package(), "mpicomm.epilogues": _module("mpicomm.epilogues")}
     if importlib.util.find_spec("torch"):
         found["mpicomm.torch"] = _module("mpicomm.torch")
@@ -162,7 +162,7 @@ def _package() -> Page:
 
 
 def _with_members(doc: pdoc.doc.Doc[Any]) -> tuple[pdoc.doc.Doc[Any], list[pdoc.doc.Doc[Any]]]:
-    """Return an object with its members, except a Communicator's, which are in sections."""
+    """Return an object with its members. The members of a Communicator are in sections instead."""
     return doc, [] if doc.obj is Communicator else _members(doc)
 
 

@@ -1,7 +1,7 @@
 """How far the model of several nodes is from recorded runs: a table of `python scripts/measuring/predict.py`.
 
-The runs are all-reduces between groups of GPUs of one machine, by measure_internode.py. Two groups of one rank tell the
-cost of the network, which is the engine here. Two groups of two ranks are predicted from that.
+measure_internode.py records the runs: all-reduces between groups of GPUs of one machine. Two groups of one rank tell
+the cost of the network, and the engine is the network here. The model predicts two groups of two ranks from this cost.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def table() -> Table:
         for size, each in zip(sizes_of(TWO_RANKS, engine), compared, strict=True):
             rows.append([engine, size, round(each.run.time_us), round(each.predicted_us), round(each.ratio, 2)])
     text = (
-        "**Predicted, not measured**, beside the measured time, in us. The network is what the engine makes of one "
-        f"machine: its latency and bandwidth are those of [two groups of one rank]({ONE_RANK.name}). The group is "
-        f"[measured]({TWO_RANKS.name}); a reduce-scatter and an all-gather are taken to last half as long as its "
+        "**Predicted, not measured**, beside the measured time, in us. The network is the engine on one machine: runs "
+        f"of [two groups of one rank]({ONE_RANK.name}) give its latency and bandwidth. The group is "
+        f"[measured]({TWO_RANKS.name}); the model takes a reduce-scatter and an all-gather to last half as long as its "
         f"all-reduce. {'; '.join(said)}."
     )
     return Table(
@@ -53,9 +53,9 @@ def table() -> Table:
 
 
 def network_of(engine: str) -> Network:
-    """Return the cost of the network that makes the model's times of two groups of one rank those of the runs.
+    """Return the cost of the network with which the model has the times of the runs of two groups of one rank.
 
-    The smallest run is all latency. The largest run is pieces, each of which takes the latency and its transfer.
+    The smallest run is all latency. The largest run is pieces, and each piece takes the latency and its transfer.
     """
     points = times_of(ONE_RANK, engine, "Allreduce")
     (_, latency_us), (nbytes, time_us) = points[0], points[-1]
