@@ -7,7 +7,7 @@ process. Which thread of a block runs next is drawn at each barrier and at each 
 
 To add a kernel:
 
-1. `Builds.kernel(source, entry, options)` compiles it; `exchange_rig.kernel_of` does for a `Variant` of the package. It
+1. `Builds.kernel(source, entry, options)` compiles it; `launches.kernel_of` does for a `Variant` of the package. It
    may use what cuda.hpp has: indices and sizes in x, static ``__shared__``, all forms of ``__syncthreads``, shuffles
    and votes of a warp, vectors of 2 and 4, hints for caches, atomics. A wait has to go through memory_order.cuh, where
    each access lets other threads run. 16 bytes that are polled are two accesses there, as nothing promises more. A

@@ -44,17 +44,8 @@ class ChainRig(MemoryRig[Node]):
         for place in self.memory:
             place.bytes[layout.slots : layout.nbytes].view(np.uint32)[:] = ABSENT
 
-    def run(
-        self,
-        rank: int,
-        pattern: Pattern,
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-    ) -> None:
+    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0) -> None:
         """Enqueue a rank's part of a chain."""
-        assert threads is None
         call = pattern.call(signature)
         launch = ChainTemplate(self.planners[rank], pattern.chain, call.reduction).launch(call.tag())
-        self.launch(rank, launch, threads=None, nap_us=nap_us)
+        self.launch(rank, launch, nap_us=nap_us)

@@ -12,7 +12,7 @@ from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.launch_numbers import begin_behind
 from tests.kernels.build import Change
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine, Place
 from tests.kernels.packet_rig import SmallLayout
 
@@ -69,10 +69,9 @@ class DirectRig:
         self._enqueue(rank, self._planners[rank].barrier(tag, after_copies=False), nap_us)
 
     def _enqueue(self, rank: int, launch: Launch, nap_us: int) -> None:
-        kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
         # Each thread more takes ThreadSanitizer a while.
         threads = min(launch.threads, 96) if self.machine.builds.sanitize else launch.threads
-        self.machine.launch(rank, kernel, [launch.arguments], blocks=launch.blocks, threads=threads, nap_us=nap_us)
+        enqueue(self.machine, rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)
 
     def _addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
         return [self.machine.address(owner, place, viewer) for owner, place in enumerate(places)]

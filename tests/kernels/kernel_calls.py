@@ -27,27 +27,16 @@ class Rig(Protocol):
     size: int
     machine: Machine
 
-    def run(
-        self,
-        rank: int,
-        pattern: Pattern,
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-    ) -> None:
+    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0) -> None:
         """Enqueue a rank's part of a collective."""
 
 
 class Calls:
-    """``threads``: sizes of blocks to choose from, None being the package's; ``nap_us``: how late a rank may be."""
+    """``nap_us`` is how late a rank may be."""
 
-    def __init__(
-        self, rig: Rig, rng: np.random.Generator, *, threads: Sequence[int | None] = (None,), nap_us: int = 0
-    ) -> None:
+    def __init__(self, rig: Rig, rng: np.random.Generator, *, nap_us: int = 0) -> None:
         self._rig = rig
         self._rng = rng
-        self._threads = threads
         self._nap_us = nap_us
 
     def allreduce(
@@ -163,10 +152,9 @@ class Calls:
         return lambda: _require(places, expected)
 
     def _run(self, rank: int, pattern: Pattern, signature: Signature) -> None:
-        threads = self._threads[int(self._rng.integers(len(self._threads)))]
         late = self._nap_us and self._rng.integers(20) == 0
         nap_us = int(self._rng.integers(self._nap_us)) if late else 0
-        self._rig.run(rank, pattern, signature, threads=threads, nap_us=nap_us)
+        self._rig.run(rank, pattern, signature, nap_us=nap_us)
 
     def _place(self, rank: int, content: Array) -> Place:
         offset = int(self._rng.choice((0, 0, content.dtype.itemsize % 16, 8, 1)))

@@ -21,7 +21,7 @@ from mpicomm.collectives.signature import Signature
 from tests.helpers.inputs.launch_numbers import begin_behind, old_flags
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Change
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine
 
 _ANY_NBYTES = 1 << 30  # what ranks take the longest message for that they do not all know
@@ -73,17 +73,9 @@ class PacketRig:
             flagged[:] = old_flags(flagged.nbytes, rng).view(np.uint8)
 
     def run(
-        self,
-        rank: int,
-        pattern: Pattern,
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-        finish: Finish | None = None,
+        self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, finish: Finish | None = None
     ) -> None:
         """Enqueue a rank's part of a collective; how threads share the work is the rig's, the same on all ranks."""
-        assert threads is None
         call = replace(pattern.call(signature), epilogue=finish)
         fused = fused_in(call)
         rows = row_geometry(fused.rows, self._geometry.blocks, self.size) if fused and fused.rows else None
@@ -96,9 +88,7 @@ class PacketRig:
             inboxes = node.arena.flagged if self._wire == "flagged" else node.arena.sentinels
             template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused)
             launch = template.launch(signature.hash32, (self._wire, inboxes, geometry, nbytes))
-            kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
-            parameters = [launch.arguments]
-            self.machine.launch(rank, kernel, parameters, blocks=launch.blocks, threads=launch.threads, nap_us=nap_us)
+            enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 
     def _node(self, rank: int, timeout_s: float) -> Node:
         pointers = tuple(self.machine.address(owner, arena, rank) for owner, arena in enumerate(self.arenas))

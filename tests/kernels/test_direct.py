@@ -15,7 +15,7 @@ from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.direct_rig import DirectRig
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import kernel_of
 from tests.kernels.machine import CAUGHT, Machine, RunFailedError
 
 pytest.importorskip("ml_dtypes")

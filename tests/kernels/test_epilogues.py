@@ -13,7 +13,7 @@ from mpicomm.mpi.span import Span
 from tests.helpers.references.reductions import dtype_named, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import bound, finished, on_rank, run_fused
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import kernel_of
 from tests.kernels.machine import CAUGHT, Machine
 
 pytest.importorskip("ml_dtypes")

@@ -24,8 +24,8 @@ from mpicomm.mpi.span import Span
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Builds
-from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.kernel_calls import Calls, random_counts
+from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Machine
 from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 
@@ -41,14 +41,7 @@ class FilledRig(ProgramRig):
         self._nap_us = 0
 
     def run(
-        self,
-        rank: int,
-        pattern: Pattern,
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-        symmetric: bool = False,
+        self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, symmetric: bool = False
     ) -> None:
         b, operation = pattern.buffers, pattern.operation
         send, receive = _argument(b.send, b.send_blocks, b.dtype), _argument(b.output, b.blocks, b.dtype)

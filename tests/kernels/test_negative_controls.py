@@ -58,9 +58,9 @@ def run(builds: Builds, seed: int, change: Change | None) -> None:
     Where all send to all, flags alone keep the ranks in step; in a scan the first rank learns of others by credit.
     """
     rng = np.random.default_rng(seed)
-    rig = ExchangeRig(Machine(builds, 3), 2, changes=[change] if change else (), timeout_s=2)
+    rig = ExchangeRig(Machine(builds, 3), 2, threads=(64, 96), changes=[change] if change else (), timeout_s=2)
     rig.start_at(2**32 - 20)
-    calls = Calls(rig, rng, threads=(64, 96), nap_us=1000)
+    calls = Calls(rig, rng, nap_us=1000)
     counts = [*rng.integers(1, 6000, 40), 60000]
     rng.shuffle(counts)
     checks = [calls.allreduce("float32", "sum", int(count)) for count in counts]
