@@ -164,7 +164,8 @@ request.wait()
 
 
 DEVICE = """
-from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.message_rigs import take_for_gpu
 gpu = take_for_gpu(MPI.COMM_WORLD)
 def of(*values):
     return DeviceArray(gpu, np.array(values, np.int32))

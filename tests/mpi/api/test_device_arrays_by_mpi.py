@@ -12,8 +12,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.api.by_mpi import wrap
-from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
-from tests.helpers.rigs.message_rigs import Rig, content, same
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.message_rigs import Rig, content, same, take_for_gpu
 
 OPEN_MPI = "Open MPI" in MPI.Get_library_version()
 

@@ -18,10 +18,11 @@ from mpi4py import MPI
 
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.fakes.message_devices import DeviceArray, on_threads
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.inputs.forms_of_buffers import METHODS, NAMES, Call, Gpu
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.device_calls import on_host_engine
+from tests.helpers.rigs.message_rigs import on_threads
 
 EXAMPLES = int(os.environ.get("TEST_SEQUENCES", "60"))
 

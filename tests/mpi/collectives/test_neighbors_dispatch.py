@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.device_calls import Engine, on_host_engine
-from tests.helpers.rigs.message_rigs import Rig
+from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
 from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
 
 

@@ -16,9 +16,9 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.messages.description import DESCRIPTION_NBYTES
 from mpicomm.mpi.buffers import read
-from tests.helpers.fakes.message_devices import DeviceArray, on_threads, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, same
+from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, on_threads, same, take_for_gpu
 
 Array = npt.NDArray[Any]
 

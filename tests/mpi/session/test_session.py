@@ -13,11 +13,12 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.cluster.placement import Placement
 from mpicomm.session import Session
-from tests.helpers.fakes.message_devices import DeviceArray, on_threads
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.faults.setup_failures import raising
 from tests.helpers.rigs.communicators import communicator, require_memory_works
+from tests.helpers.rigs.message_rigs import on_threads
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
