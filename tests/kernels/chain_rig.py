@@ -20,7 +20,7 @@ from tests.kernels.memory_rig import MemoryRig
 
 
 class ChainRig(MemoryRig[Node]):
-    """``blocks`` is how many a kernel has for one place at most; slots are those for messages of ``nbytes``."""
+    """A kernel has at most ``blocks`` blocks for one place; the slots hold messages of ``nbytes``."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
-from tests.helpers.inputs.launch_numbers import begin_behind
+from tests.helpers.inputs.launch_numbers import begin_after
 from tests.kernels.build import Change
 from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine, Place
@@ -49,7 +49,7 @@ class DirectRig:
         """Let all ranks have begun and ended this launch; ``moved`` is the last that moved data, if not the same."""
         arrived = launch if moved is None else moved
         for arena in self.arenas:
-            begin_behind(launch, arena.bytes, self.size)
+            begin_after(launch, arena.bytes, self.size)
             arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = arrived
 
     def flags(self, rank: int) -> np.ndarray:

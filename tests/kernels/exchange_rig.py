@@ -17,7 +17,7 @@ from tests.kernels.machine import Machine
 
 
 class ExchangeRig:
-    """An arena and a planner for each rank; ``channels`` is how many blocks an exchange has at most.
+    """An arena and a planner for each rank; an exchange has at most ``channels`` blocks.
 
     Each launch draws its number of ``threads``; None is the number of the package.
     """
@@ -53,7 +53,7 @@ class ExchangeRig:
                 arena.bytes[start : start + pairs * LINE_NBYTES].view(np.uint64)[:] = epoch << 32
 
     def epoch(self, rank: int, peer: int, *, sent: bool) -> int:
-        """Return how many chunks ``rank`` has counted on its first channel to ``peer``, or from it."""
+        """Return the number of chunks that ``rank`` has counted on its first channel to ``peer``, or from it."""
         row = self.size + peer if sent else peer
         counts = self.arenas[rank].bytes[self.layout.counts :].view(np.uint32)
         return int(counts[row * self.layout.channels])

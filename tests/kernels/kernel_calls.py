@@ -1,7 +1,6 @@
 """Collectives between the ranks of a machine: each enqueues a call on all ranks and returns the check of its results.
 
-``Calls`` draws everything that is free from its random numbers: data, where it lies, in place or not, sizes of blocks,
-and which rank is late.
+``Calls`` draws data, its place in memory, whether a call is in place, and which rank is late.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Check = Callable[[], None]
 
 
 class Rig(Protocol):
-    """What calls are made on."""
+    """The rig of calls."""
 
     size: int
     machine: Machine
@@ -32,7 +31,7 @@ class Rig(Protocol):
 
 
 class Calls:
-    """``nap_us`` is how late a rank may be."""
+    """A rank may be ``nap_us`` late."""
 
     def __init__(self, rig: Rig, rng: np.random.Generator, *, nap_us: int = 0) -> None:
         self._rig = rig
@@ -42,7 +41,7 @@ class Calls:
     def allreduce(
         self, name: str, op: str, count: int, *, two_shot: bool = False, in_place: bool | None = None
     ) -> Check:
-        """All ranks reduce; the bits are NumPy's."""
+        """All ranks reduce, with NumPy's bits."""
         dtype = dtype_named(name)
         parts = [samples(dtype, count, self._rng) for _ in range(self._rig.size)]
         in_place = bool(self._rng.integers(2)) if in_place is None else in_place
@@ -77,7 +76,7 @@ class Calls:
         return check
 
     def allgather(self, nbytes: int) -> Check:
-        """All ranks get what each has, some of them in place."""
+        """All ranks get the data of all, some of them in place."""
         dtype, size = np.dtype(np.uint8), self._rig.size
         parts = [self._bytes(nbytes) for _ in range(size)]
         targets = []
@@ -94,7 +93,7 @@ class Calls:
         return lambda: _require(targets, [np.concatenate(parts)] * size)
 
     def bcast(self, nbytes: int, algorithm: str = "one_shot") -> Check:
-        """One rank's buffer goes to all; in two shots each rank sends a shard on, in a chain all of it."""
+        """One rank's buffer goes to all. In two shots each rank sends a shard on, and in a chain the whole buffer."""
         dtype, root = np.dtype(np.uint8), int(self._rng.integers(self._rig.size))
         content = self._bytes(nbytes)
         places = [
@@ -106,7 +105,7 @@ class Calls:
         return lambda: _require(places, [content] * self._rig.size)
 
     def reduce(self, name: str, op: str, count: int, algorithm: str, *, in_place: bool | None = None) -> Check:
-        """The root's result is all ranks'; in a chain the root is the first rank or the last one."""
+        """The root gets the reduction of all ranks; in a chain the root is the first rank or the last one."""
         dtype, size = dtype_named(name), self._rig.size
         root = int(self._rng.choice((0, size - 1) if algorithm == "chain" else range(size)))
         parts = [samples(dtype, count, self._rng) for _ in range(size)]
@@ -128,7 +127,7 @@ class Calls:
         total = reduced(op, parts)
         expected = [total[start : start + count] for start, count in zip(starts, counts, strict=True)]
         if in_place:
-            targets = sources  # but for the result at the start they are left alone
+            targets = sources  # only the result at the start changes
             expected = [np.append(result, part[result.size :]) for result, part in zip(expected, parts, strict=True)]
         else:
             targets = [self._place(rank, np.zeros(counts[rank], dtype)) for rank in range(size)]
@@ -140,7 +139,7 @@ class Calls:
         return lambda: _require(targets, expected)
 
     def scan(self, name: str, op: str, count: int) -> Check:
-        """Each rank reduces what the ranks up to itself have, in place: every rank does something else."""
+        """Each rank reduces the data of the ranks up to itself, in place. So every rank does something else."""
         dtype = dtype_named(name)
         parts = [samples(dtype, count, self._rng) for _ in range(self._rig.size)]
         places = [self._place(rank, part) for rank, part in enumerate(parts)]
@@ -179,5 +178,5 @@ def sizes_around(*limits: int, itemsize: int = 1) -> list[int]:
 
 
 def random_counts(rng: np.random.Generator, size: int, choices: Sequence[int]) -> Any:
-    """Return how much each rank sends to each."""
+    """Return the counts that each rank sends to each."""
     return rng.choice(choices, (size, size))

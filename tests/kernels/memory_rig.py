@@ -1,4 +1,4 @@
-"""What kernels need that hand each other slots in memory of their own, between the ranks of a machine."""
+"""Memory and planners of kernels that pass slots, between the ranks of a machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Planner = TypeVar("Planner")
 
 
 class MemoryRig(Generic[Planner]):
-    """Memory of this layout, and a planner, for each rank; subclasses say what is enqueued."""
+    """Memory of this layout, and a planner, for each rank; subclasses enqueue the work."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ MOST_STAGED_NBYTES = 96 << 10  # less than a message, so that regions are used a
 
 
 class Layout(SmallLayout):
-    """One whose inboxes are as large as inboxes get, so that longer messages use them again."""
+    """A layout whose inboxes have their largest size, so that longer messages use them again."""
 
     @property
     def most_inbox_nbytes(self) -> int:
@@ -41,7 +41,7 @@ class Layout(SmallLayout):
 
 
 class SimulatedArena:
-    """The arena of one rank: that of the rig as this rank sees it, with the ``regions`` that the rig has."""
+    """The rig's arena as one rank sees it, with the rig's ``regions``."""
 
     def __init__(self, layout: SmallLayout, arenas: Sequence[int], regions: Mapping[str, Region]) -> None:
         self.layout = layout
@@ -54,7 +54,7 @@ class SimulatedArena:
         return True
 
     def region(self, request: Request) -> Region:
-        if request.what == large_inboxes(self.layout, 1).what:  # the ordinary ones, which are used again more often
+        if request.what == large_inboxes(self.layout, 1).what:  # the ordinary inboxes, which are used again more often
             return Region(self.sentinels.pointers, PARITIES * STAGES * self.layout.size * self.sentinels.nbytes)
         region = self._regions[request.what]
         assert request.slots_nbytes <= region.slots_nbytes
@@ -109,7 +109,7 @@ class ProgramRig:
     def run(
         self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, symmetric: bool = False
     ) -> None:
-        """Enqueue a rank's part of a collective, all of it on one stream; ``symmetric`` if it is into `outputs`."""
+        """Enqueue a rank's part of a collective on one stream; ``symmetric`` if its output lies in `outputs`."""
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         call, node = pattern.call(signature, memory), self.nodes[rank]
         algorithm = IN_THE_ARENA if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)

@@ -1,4 +1,4 @@
-"""Exchanges between processes: every size at which the kernel does something else, types, and long runs."""
+"""Exchanges between processes: every size at which the kernel changes its behaviour, types, and long runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kernels.machine import Machine
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-# One of each size, of each kind of state that is kept while reducing, and of each way to read an element.
+# Types of each size, of each kind of state of a reduction, and of each way to read an element.
 REDUCTIONS = [
     ("bool", "land"),
     ("uint8", "max"),

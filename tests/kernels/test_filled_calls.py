@@ -1,4 +1,4 @@
-"""Calls that are filled into the plans of their forms, carried out by kernels: the results are NumPy's."""
+"""Calls that are filled into the plans of their forms and carried out by kernels have NumPy's results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 
 
 class FilledRig(ProgramRig):
-    """One on which each rank fills its calls into the plans of their forms."""
+    """A rig on which each rank fills its calls into the plans of their forms."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine, 16)

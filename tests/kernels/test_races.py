@@ -1,4 +1,4 @@
-"""Exchanges under ThreadSanitizer, which sees that nothing orders two accesses, whatever order they happened in."""
+"""Exchanges under ThreadSanitizer, which finds two accesses without an order, in whatever order they happened."""
 
 from __future__ import annotations
 

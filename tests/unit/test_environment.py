@@ -18,7 +18,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_the_table_of_names_is_that_of_the_functions_and_of_the_readme() -> None:
+def test_the_table_the_functions_and_the_readme_have_the_same_names() -> None:
     source = Path(environment.__file__).read_text()
     assert {*re.findall(r"MPICOMM_[A-Z_]*[A-Z]", source)} == {*environment.VARIABLES}
     rows = re.findall(r"^\| `MPICOMM_(?:\\.|[^|\\])*", (ROOT / "README.md").read_text(), re.MULTILINE)
@@ -90,7 +90,7 @@ def test_handle_argument_wins(monkeypatch: pytest.MonkeyPatch, text: str) -> Non
     assert environment.handle("ipc") == "ipc"
 
 
-def test_timeout_is_the_default_where_nothing_says_otherwise() -> None:
+def test_timeout_is_the_default_if_nothing_says_otherwise() -> None:
     assert environment.timeout_s(None) == environment.DEFAULT_TIMEOUT_S == 30.0
 
 

@@ -1,4 +1,4 @@
-"""`python -m mpicomm PROGRAM`: programs that know mpi4py alone."""
+"""`python -m mpicomm PROGRAM`: programs that know only mpi4py."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ send.Free()
     run(tmp_path, program)
 
 
-def test_device_memory_in_what_is_mpis_alone(tmp_path: Path) -> None:
+def test_device_memory_in_calls_that_only_mpi_has(tmp_path: Path) -> None:
     program = """
 import mpicomm
 from tests.helpers.fakes import fake_driver

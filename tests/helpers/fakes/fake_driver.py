@@ -1,4 +1,4 @@
-"""A double of the CUDA driver that says where memory lies: tests have device arrays in memory of the host."""
+"""A double of the CUDA driver that says where memory lies, so that tests have device arrays in host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def own_range(pointer: int, nbytes: int, device: int = 0) -> None:
 
 
 class _Driver:
-    """The answers of `own`, and those of the real driver for all other addresses where there is one."""
+    """The answers of `own`; for all other addresses the answers of the real driver, if there is one."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -39,7 +39,7 @@ class _Driver:
     def _answer(self, count: int, attributes: Any, targets: Any, pointer: int) -> int:
         for start, (nbytes, device) in _ranges.items():
             if start <= pointer < start + max(nbytes, 1):
-                # In the order in which `where` asks: type, managed, ordinal, start and size of the allocation.
+                # In the order of the questions of `where`: type, managed, ordinal, start and size of the allocation.
                 for target, value in zip(targets, (_DEVICE, 0, device, start, nbytes), strict=True):
                     ctypes.c_uint64.from_address(target).value = value
                 return 0

@@ -26,7 +26,7 @@ from tests.helpers.rigs.message_rigs import Rig
 
 
 class Engine:
-    """What the dispatcher asks of the engine of GPUs, and the number of the calls that it has carried out."""
+    """The engine of GPUs as the dispatcher sees it, and the number of calls that it has carried out."""
 
     def __init__(self, host: HostEngine, post: Callable[[str], None]) -> None:
         self._host = host
@@ -99,5 +99,5 @@ def call(comm: mpicomm.Communicator, method: str, *arguments: Any, **keywords: A
 
 
 def require_one_way(engine: Engine) -> None:
-    """All ranks have called kernels equally often."""
+    """Assert that all ranks have called kernels equally often."""
     assert len(set(MPI.COMM_WORLD.allgather(engine.calls))) == 1

@@ -17,7 +17,7 @@ from mpicomm.symmetric.registry import Mappings
 
 
 class Array:
-    """What CuPy's arrays have of what tells them apart."""
+    """The attributes of CuPy's arrays that distinguish them."""
 
     def __init__(self, pointer: int, shape: tuple[int, ...] = (4,), dtype: str = "f4", order: str = "C") -> None:
         like = np.zeros(shape, dtype, order="F" if order == "F" else "C")
@@ -30,7 +30,7 @@ class Array:
 
 
 class Tensor:
-    """What PyTorch's tensors have of it."""
+    """The attributes of PyTorch's tensors that distinguish them."""
 
     def __init__(
         self, pointer: int | None, count: int = 4, dtype: str = "float32", step: int = 1, **says: bool
@@ -72,7 +72,7 @@ def arguments(send: Any, receive: Any, op: MPI.Op | None = MPI.SUM, **others: An
 
 
 class Known:
-    """What is known on a device that carries nothing out."""
+    """The known calls of a device that carries nothing out."""
 
     def __init__(self) -> None:
         self.mappings = Mappings()
@@ -83,7 +83,7 @@ class Known:
         self.streams: list[Any] = []
         backend = SimpleNamespace(stream=lambda stream, array: stream or array)
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
-        self.runs = True  # and is not in a capture
+        self.runs = True  # the stream is not in a capture
         engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: self.enqueued.copy)
         self._calls = PlanCache(session, engine)
 
@@ -115,7 +115,7 @@ class Known:
         return plan
 
     def begin(self, operation: str, given: Arguments) -> Any:
-        """Begin a call that is known; return what says whether it is done."""
+        """Begin a known call; return the function that says whether it is done."""
         call = (OPERATIONS[operation], "auto", given.send, given.receive, given.op, given.root, given.counts)
         found = self._calls.find(*call)
         assert found is not None

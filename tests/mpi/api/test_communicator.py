@@ -153,7 +153,7 @@ def test_with_block_frees_whatever_is_raised(device: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_hosts(device: str) -> Iterator[mpicomm.Communicator]:
-    """Even ranks and odd ranks, each on a host of their own."""
+    """Even ranks on one host, and odd ranks on another."""
     with on_hosts("in turns", device) as comm:
         yield comm
         require_memory_works(comm)
@@ -168,7 +168,7 @@ def test_ranks_are_counted_by_host(two_hosts: mpicomm.Communicator) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_memory_is_reached_within_a_host_alone(two_hosts: mpicomm.Communicator) -> None:
+def test_memory_is_reached_only_within_a_host(two_hosts: mpicomm.Communicator) -> None:
     comm = two_hosts
     require_memory_works(comm)
     with comm.zeros(4) as array:

@@ -64,6 +64,6 @@ def test_every_form_goes_to_the_engine(made: Any, engine: Engine) -> None:
     assert engine.calls == carried_out * len(FORMS)
 
 
-def test_mpi_carries_out_what_it_is_asked_to(made: Any, engine: Engine) -> None:
+def test_mpi_carries_out_the_calls_that_ask_for_it(made: Any, engine: Engine) -> None:
     check_all(made, algorithm="mpi")
     assert engine.calls == 0

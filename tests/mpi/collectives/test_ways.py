@@ -46,13 +46,13 @@ def engine(rig: Rig) -> Iterator[Engine]:
 
 
 def by_address(array: Any) -> Any:
-    """The memory of an array as libraries name it that know its address alone; 0 where the array is empty."""
+    """The memory of an array as libraries name it that know only its address; 0 if the array is empty."""
     memory = array.memory if isinstance(array, DeviceArray) else array
     return MPI.memory.fromaddress(memory.ctypes.data, memory.nbytes) if memory.size else NULL
 
 
 def part(n: int, size: int, rank: int) -> tuple[int, int]:
-    """Where the rows of a rank begin, and how many it has: the first ranks have one more."""
+    """Return the first row of a rank and the number of its rows: the first ranks have one more."""
     return rank * (n // size) + min(rank, n % size), n // size + (rank < n % size)
 
 
@@ -191,7 +191,7 @@ def test_turns_of_the_host_and_of_gpus(rig: Rig, engine: Engine) -> None:
     rng = np.random.default_rng(7)
     calls = [("gpu" if rng.integers(2) else "host", int(rng.integers(size))) for _ in range(60)]
     for where, sender in calls:
-        # Only the sender and the rank behind it have data. On the host MPI lets them go on without the others.
+        # Only the sender and the next rank have data. On the host MPI lets them go on without the others.
         pair = sender, (sender + 1) % size
         out = [4 * (rank == pair[0] and r == pair[1]) for r in range(size)]
         into = [4 * (rank == pair[1] and r == pair[0]) for r in range(size)]
@@ -199,7 +199,8 @@ def test_turns_of_the_host_and_of_gpus(rig: Rig, engine: Engine) -> None:
         got = MAKERS[where](rig, np.zeros(sum(into)))
         if rank == size - 1 and rng.integers(10) == 0:
             time.sleep(0.02)
-        # None is recognised the next time: no plan of a call on GPUs may be taken for a call on the host then.
+        # The plan cache recognises None the next time. It must not take the plan of a call on GPUs for a call on the
+        # host.
         named = [by_address(each) if values_of(each).size else None for each in (sent, got)]
         rig.comm.Alltoallv([named[0], out, MPI.DOUBLE], [named[1], into, MPI.DOUBLE])
         assert values_of(got).tolist() == [sender + n for n in range(sum(into))]
@@ -254,7 +255,7 @@ def test_cliques_without_memory_cannot_know(rig: Rig) -> None:
 
 
 def test_an_empty_buffer_fits_every_other_one(rig: Rig, engine: Engine) -> None:
-    """With equal counts every rank knows that nobody has data; with one array the other may be nowhere."""
+    """With equal counts every rank knows that no rank has data; with one array the other may be nowhere."""
     nothing, some = [NULL, 0, MPI.DOUBLE], on_gpu(rig, np.arange(3.0))
     for each in FORMS:
         for method in ("Allreduce", "Allgather", "Alltoall", "Scan"):
@@ -271,7 +272,7 @@ def test_an_empty_buffer_fits_every_other_one(rig: Rig, engine: Engine) -> None:
         rig.comm.Allreduce([NULL, 3, MPI.DOUBLE], np.zeros(3))
 
 
-def test_nobody_says_where_the_call_is(rig: Rig, engine: Engine) -> None:
+def test_no_rank_says_where_the_call_is(rig: Rig, engine: Engine) -> None:
     rig.comm.Alltoallv(*[[np.zeros(0), [0] * rig.size]] * 2)  # sets up
     rig.comm._session.hasten(0.3)
     if rig.rank == 0:

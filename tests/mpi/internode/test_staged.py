@@ -53,7 +53,7 @@ class Rig:
 
 
 class GoneRanks(MPI.Intracomm):
-    """MPI refuses to look for a message, as Open MPI with ULFM does where the sender is gone."""
+    """MPI refuses to look for a message, as Open MPI with ULFM does if the sender is gone."""
 
     def Iprobe(self, *arguments: Any) -> bool:
         raise MPI.Exception(MPI.ERR_OTHER)
@@ -71,7 +71,8 @@ def timeout_s() -> float:
 @pytest.fixture(params=[StagedCarrier, AwareCarrier])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[Rig]:
     monkeypatch.setattr(staged, "CHUNK_NBYTES", 4096)
-    # Not freed where a test leaves messages behind: another communicator would get its number, and the messages.
+    # The communicator is not freed if a test leaves messages: another communicator would get its number, and the
+    # messages.
     made = Rig(WORLD.Dup(), request.param, timeout_s)
     yield made
     made.close()
@@ -145,7 +146,7 @@ def test_the_error_of_the_rank_that_is_awaited_arrives(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("carrier", [StagedCarrier, AwareCarrier])
-def test_a_rank_of_which_mpi_says_that_it_is_gone_is_an_error(carrier: type[StagedCarrier | AwareCarrier]) -> None:
+def test_a_rank_that_mpi_reports_as_gone_is_an_error(carrier: type[StagedCarrier | AwareCarrier]) -> None:
     rig = Rig(GoneRanks(WORLD.Dup()), carrier, 20.0)
     finish = rig.carrier.start(Wire(receives=(parcel(OTHERS[0], rig.array(np.zeros(10, np.int32))),)), STREAM, CALL)
     with pytest.raises(PeerError, match=r"MPI reports that a rank is gone"):
@@ -154,7 +155,7 @@ def test_a_rank_of_which_mpi_says_that_it_is_gone_is_an_error(carrier: type[Stag
 
 
 class RefusedSends(MPI.Intracomm):
-    """MPI refuses to send, as Open MPI with ULFM does where the receiver is gone."""
+    """MPI refuses to send, as Open MPI with ULFM does if the receiver is gone."""
 
     def Isend(self, *arguments: Any) -> MPI.Request:
         raise MPI.Exception(MPI.ERR_OTHER)
@@ -172,14 +173,14 @@ def test_receives_are_given_up_with_a_send_that_mpi_refuses() -> None:
 def require_late_message(comm: MPI.Intracomm, given_up: Any, received: Any) -> None:
     """Check that a message goes to the next receive and not into the memory of one that was given up."""
     comm.Barrier()
-    for rank in OTHERS if comm.rank == 0 else [0] * (comm.rank == 1):  # the ranks whose first other rank this is
+    for rank in OTHERS if comm.rank == 0 else [0] * (comm.rank == 1):  # this is the first other rank of these ranks
         comm.Send(np.full(10, 7, np.int32), rank, 5)
     comm.Recv(received, OTHERS[0], 5)
     assert (received == 7).all() and not given_up.any()
     comm.Free()
 
 
-def test_a_message_that_comes_late_is_not_written_where_its_receive_was_given_up() -> None:
+def test_a_late_message_is_not_written_after_its_receive_was_given_up() -> None:
     comm = WORLD.Dup()
     given_up, received = np.zeros(10, np.int32), np.zeros(10, np.int32)
     Direct(comm, Wire(receives=(Parcel(OTHERS[0], given_up.ctypes.data, given_up.nbytes),)), 5).give_up()

@@ -72,9 +72,7 @@ def test_free_without_a_set_up_gives_all_back_although_a_rank_does_not_come(comm
                 comm._session.close()
 
 
-def test_a_set_up_that_fails_leaves_open_what_was_open(
-    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_up_that_fails_keeps_open_memory_open(comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     with communicator("cpu") as parent:
         comm, device = on_threads(parent)
         if comm.rank == 1:  # its device opens with the set-up

@@ -1,4 +1,4 @@
-"""The picture is the one that its script draws."""
+"""The picture is up to date with its script."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_a_known_call_is_on_the_current_stream_of_the_library_it_was_on() -> Non
         (arguments(send, None), send),
         (arguments([send, 4], receive), send),
         (arguments(MPI.IN_PLACE, (receive, 4)), receive),
-        # Of a Scatter, where this rank is not the root.
+        # A Scatter on a rank that is not the root.
         (arguments(ignored, receive), receive),
         (arguments([None, [1, 2], [0, 1], "f"], receive), receive),
     ):
@@ -40,7 +40,7 @@ def test_a_known_call_is_on_the_current_stream_of_the_library_it_was_on() -> Non
 def test_a_known_call_that_is_begun_says_when_it_is_done() -> None:
     known, given = Known(), arguments(Array(16), Array(64))
     plan = known.add("Allreduce", given)
-    assert known.begin("Allreduce", given)() == [(plan, 7, True)]  # what the engine says of it
+    assert known.begin("Allreduce", given)() == [(plan, 7, True)]  # the answer of the engine
     known.runs = False
     assert known.begin("Allreduce", given)() is True
 
@@ -71,7 +71,7 @@ def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypa
 
 @pytest.mark.parametrize("by_address", [False, True])
 def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: bool) -> None:
-    """No library says on which stream the caller's next work on that memory is."""
+    """No library knows the stream of the caller's next work on that memory."""
     known, given = Known(), arguments(Array(16), Array(64))
     waited: list[Any] = []
     backend: Any = known._calls._session.backend
@@ -93,7 +93,7 @@ def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: b
     assert waited == ["current"] * 2 * by_address
 
 
-def test_a_known_call_is_refused_where_the_communicator_is_unusable() -> None:
+def test_a_known_call_is_refused_if_the_communicator_is_unusable() -> None:
     known, given = Known(), arguments(Array(16), Array(64))
     known.add("Allreduce", given)
     known.usable = InvalidUsageError("Allreduce: the communicator was freed; create another")

@@ -78,8 +78,8 @@ def test_another_tensor_is_not(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize("call", ["send", "receive", "alone"])
 @pytest.mark.parametrize("order", ["F", "pieces"])
-def test_memory_in_pieces_is_told_from_what_has_as_many_elements(order: str, call: str) -> None:
-    """Of those that are not C-contiguous, Fortran's order is allowed and others are refused."""
+def test_memory_in_pieces_is_told_from_memory_with_as_many_elements(order: str, call: str) -> None:
+    """If memory is not C-contiguous, Fortran's order is allowed and other orders are refused."""
 
     def given(order: str) -> Arguments:
         array, other = Array(16, (2, 3), order=order), None if call == "alone" else Array(64, (2, 3))
@@ -125,7 +125,7 @@ SAID = (
 
 
 @pytest.mark.parametrize("kind", [Array, Tensor])
-@pytest.mark.parametrize("number", range(len(SAID)))  # not what is said: datatypes have no name that is always the same
+@pytest.mark.parametrize("number", range(len(SAID)))  # numbers, because datatypes have no name that is always the same
 def test_what_comes_with_an_array_is_told_apart(number: int, kind: Any) -> None:
     known, said = Known(), SAID[number]
     for others in (each for each in SAID if each is not said):
@@ -165,7 +165,7 @@ def test_shares_of_a_reduce_scatter_are_told_apart() -> None:
 
 
 def test_a_reduce_scatter_that_asks_the_ranks_for_their_shares_is_never_known() -> None:
-    """To one rank it would look like the one before where others take more and less now."""
+    """If other ranks take more and less than before, the call would look the same to one rank."""
     known, given = Known(), arguments(Array(16), Array(64))
     known.add("Reduce_scatter", given)
     assert known.find("Reduce_scatter", given) is None
