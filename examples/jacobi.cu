@@ -1,15 +1,16 @@
 // A time step of jacobi.py. Each block computes some rows of the plate's tile.
 //
 // relax       computes alone: the program moves the edges between ranks
-// relax_all   also stores the edges in the memory of the ranks around, so that nothing is left to do between steps
+// relax_all   also stores the edges in the memory of the ranks around, so that nothing is left to
+// do between steps
 
 #include <mpicomm.cuh>
 
 using mpicomm::u32;
 using mpicomm::u64;
 
-// A plane is a tile of rows x columns cells, and the cells of other ranks around it. A rank has two: each step reads
-// one and writes the other.
+// A plane is a tile of rows x columns cells, and the cells of other ranks around it. A rank has
+// two: each step reads one and writes the other.
 struct Plane {
   double* cells;
   u32 columns;
@@ -38,11 +39,13 @@ MPICOMM_KERNEL void relax(double* old_cells, double* new_cells, u32 rows, u32 co
 
 enum Side : u32 { kAbove, kBelow, kLeft, kRight };
 
-// `planes` and `flags` are the pointers of two symmetric arrays: the two planes, and a uint64 for each side and block.
-// `neighbours` are the ranks on the four sides, negative where the plate ends. `steps` counts the steps of each block
-// on this rank. `failed` becomes 1 if a rank does not come within `timeout_ns`.
+// `planes` and `flags` are the pointers of two symmetric arrays: the two planes, and a uint64 for
+// each side and block. `neighbours` are the ranks on the four sides, negative where the plate ends.
+// `steps` counts the steps of each block on this rank. `failed` becomes 1 if a rank does not come
+// within `timeout_ns`.
 //
-// A block waits for blocks of earlier launches alone, so not all blocks of a launch need to run at once.
+// A block waits for blocks of earlier launches alone, so not all blocks of a launch need to run at
+// once.
 MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, const int* neighbours, u64* steps,
                               u32 rows, u32 columns, u64 timeout_ns, u32* failed) {
   const mpicomm::Block block;
@@ -56,8 +59,8 @@ MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, con
     return neighbours[side] >= 0 && (side != kAbove || number == 0) && (side != kBelow || number == last);
   };
 
-  // The flags say that the edges of the step before have come. They also say that the blocks around have read the edges
-  // of two steps ago, where this block is to store the next ones.
+  // The flags say that the edges of the step before have come. They also say that the blocks around
+  // have read the edges of two steps ago, where this block is to store the next ones.
   bool come = *failed == 0;
   for (u32 side = kAbove; side <= kRight; ++side) {
     if (is_edge(side)) come = mpicomm::wait(block, flag_of(rank, side, number), step - 1, timeout_ns) && come;
@@ -87,7 +90,8 @@ MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, con
   put_row(kAbove, 1, rows + 1);
   put_row(kBelow, rows, 0);
 
-  // Each flag tells one block of a neighbour that its edge is there, and that this block has read the last one.
+  // Each flag tells one block of a neighbour that its edge is there, and that this block has read
+  // the last one.
   if (is_edge(kAbove)) mpicomm::signal(block, flag_of(neighbours[kAbove], kBelow, last), step);
   if (is_edge(kBelow)) mpicomm::signal(block, flag_of(neighbours[kBelow], kAbove, 0), step);
   if (is_edge(kLeft)) mpicomm::signal(block, flag_of(neighbours[kLeft], kRight, number), step);

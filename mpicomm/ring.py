@@ -43,7 +43,7 @@ class Measurement:
         return self.nbytes / self.time_us * 1e-3
 
 
-class Ring:
+class RingWindow:
     """A window of memory on each rank, which its neighbours write and read, and a private array."""
 
     def __init__(self, comm: Communicator, pattern: Pattern, xp: Any, nbytes: int) -> None:
@@ -200,7 +200,7 @@ def main() -> int:
     results: dict[int, dict[str, Measurement]] = {}
     for completed, nbytes in enumerate(swept):
         with command_line.progress_line(format_size(nbytes), completed, len(swept)):
-            ring = Ring(comm, pattern, xp, nbytes)
+            ring = RingWindow(comm, pattern, xp, nbytes)
             results[nbytes] = {
                 direction: ring.measure(direction, options.iters, options.warmup_iters) for direction in directions
             }

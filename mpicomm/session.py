@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.activity.page import Member, Row, page
+from mpicomm.activity.page import CommunicatorRow, Member, page
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.roll_call import private_copy, roll_call
@@ -25,8 +25,8 @@ from mpicomm.symmetric.signals import SignalPads
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# It keeps the messages of a clique apart from those of the whole communicator.
-_CLIQUE_TAG = 2
+# It keeps the messages of a peer domain apart from those of the whole communicator.
+_DOMAIN_TAG = 2
 _PART_TAG = 4
 
 _PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still take the number
@@ -49,7 +49,7 @@ class Session:
     """All ranks. It is there after `set_up`, as are the three below."""
     node: Group
     """The ranks of this node: the same object as `group` where all ranks are on one node."""
-    clique: Group
+    domain: Group
     """The ranks that one engine serves: the same object as `node` where kernels serve all ranks of the node."""
     pads: SignalPads
 
@@ -71,7 +71,7 @@ class Session:
         self._broken_part: CollectiveTimeoutError | PeerError | None = None
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
-        self.row = Row()
+        self.row = CommunicatorRow()
         """The doctor reads this rank's calls here."""
         processes = [Member(place.host, place.pid, place.number) for place in placement.places]
         self.row.open(placement.rank, processes, placement.node_ranks, placement.here.device)
@@ -81,7 +81,7 @@ class Session:
         self.awaited_elsewhere: Callable[[], bool] = lambda: False
         """Says whether peers wait for this rank in another call: they come to `close` when their time is over."""
         self.leaves_messages: Callable[[], bool] = lambda: False
-        """Says whether messages between cliques may be under way that no receive takes."""
+        """Says whether messages between peer domains may be under way that no receive takes."""
         self._left_messages = False
         self._has_device = backend is not None
         if backend is not None:
@@ -344,9 +344,9 @@ class Session:
         self.pads = SignalPads(self.node, self.backend, self.kind)
         self._beside.append(self.pads)
         self._private = private
-        members = self.placement.clique_ranks
-        self.clique = self.node if len(members) == self.node.size else group.subgroup(members, tag=_CLIQUE_TAG)
-        self._groups = tuple({id(each): each for each in (group, self.node, self.clique)}.values())
+        members = self.placement.domain_ranks
+        self.domain = self.node if len(members) == self.node.size else group.subgroup(members, tag=_DOMAIN_TAG)
+        self._groups = tuple({id(each): each for each in (group, self.node, self.domain)}.values())
         release_before_finalize(self)
 
     def _meet(self, step: str) -> MpicommError | None:

@@ -1,9 +1,26 @@
 # Sourced by the scripts beside it, which set -e: $root, $python, prepare_environment and use_open_mpi.
+# A script that is started with --help prints the comment at its head, and ends before it installs anything.
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 python=$root/.venv/bin/python
 # Python keeps what it compiles, because the tests start a thousand processes that import the package.
 unset PYTHONDONTWRITEBYTECODE
+
+# print_usage: the comment at the head of the script.
+print_usage() {
+  sed -n '2,/^[^#]/s/^# //p' "$0"
+}
+
+# refuse REASON: says what is wrong with the arguments, and how to call the script.
+refuse() {
+  { echo "$0: $1"; print_usage; } >&2
+  exit 2
+}
+
+if [[ ${1-} == @(-h|--help) ]]; then
+  print_usage
+  exit
+fi
 
 # prepare_environment EXTRA...: makes .venv hold the project with these extras, and with CuPy where a driver can run it.
 prepare_environment() {

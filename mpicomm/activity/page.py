@@ -124,7 +124,7 @@ class Member(NamedTuple):
     number: int
 
 
-class Row:
+class CommunicatorRow:
     """The part of the page for one communicator. The doctor reads it from `open` on until `close`.
 
     Calls write into ``words`` themselves, because a small call takes less than a microsecond. So another communicator

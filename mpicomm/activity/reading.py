@@ -20,7 +20,7 @@ class OtherVersionError(Exception):
 
 
 @dataclass(frozen=True)
-class Message:
+class BlockedMessage:
     """A blocking message, or probe, that a rank is in."""
 
     peer: int
@@ -31,7 +31,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Calls:
+class RankCalls:
     """The calls of one rank of a communicator. Times are in nanoseconds of the monotonic clock."""
 
     key: int
@@ -49,8 +49,8 @@ class Calls:
     """When that call began; None for a call that MPI carries out."""
     on_gpu: bool
     """Whether the communicator has GPUs, so that its calls return when they are enqueued."""
-    receive: Message | None
-    send: Message | None
+    receive: BlockedMessage | None
+    send: BlockedMessage | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Activity:
     """Its rank in MPI.COMM_WORLD; -1 where that is not known yet."""
     world_size: int
     step: Step | None
-    communicators: tuple[Calls, ...]
+    communicators: tuple[RankCalls, ...]
 
 
 def read_activity(pid: int) -> Activity | None:
@@ -118,7 +118,7 @@ def _step(memory: mmap.mmap) -> Step | None:
     return None
 
 
-def _calls(memory: mmap.mmap, at: int) -> Calls | None:
+def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
     words = _words(memory, at, layout.WORDS)
     key, number = words[layout.KEY], words[layout.CALL]
     if key == 0:
@@ -128,9 +128,9 @@ def _calls(memory: mmap.mmap, at: int) -> Calls | None:
     last = last.replace(layout.COUNT_IN_TEXT, str(words[layout.COUNT]))
     if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator by now
         return None
-    receive = Message(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])
-    send = Message(words[layout.DEST], words[layout.SEND_TAG], words[layout.SENDS])
-    return Calls(
+    receive = BlockedMessage(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])
+    send = BlockedMessage(words[layout.DEST], words[layout.SEND_TAG], words[layout.SENDS])
+    return RankCalls(
         key,
         name,
         words[layout.RANK],

@@ -12,7 +12,7 @@ from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import Judge
 from mpicomm.epilogues import as_epilogue
-from mpicomm.ways.dispatch import Collectives
+from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
 
 # MPI's methods, looked up once, because `super()` takes a tenth of the time of a small call.
@@ -94,7 +94,7 @@ class BlockingCollectives(MPI.Intracomm):
     no limit.
     """
 
-    _collectives: Collectives
+    _collectives: Dispatcher
     _row: memoryview
     """The doctor reads this rank's calls here, in the words of `layout`."""
     _plain: dict[str, Judge]

@@ -11,11 +11,11 @@ _known: weakref.WeakValueDictionary[int, MPI.Comm] = weakref.WeakValueDictionary
 
 
 def remember(comm: MPI.Intracomm) -> None:
-    """Let `known_as` find a Communicator as long as it exists. Local."""
+    """Let `communicator_of` find a Communicator as long as it exists. Local."""
     _known[MPI.Intracomm(comm).handle] = comm
 
 
-def known_as(plain: Any) -> Any:
+def communicator_of(plain: Any) -> Any:
     """Return the Communicator with the handle of a communicator of mpi4py's; the argument itself for others. Local."""
     if plain == MPI.COMM_NULL:
         return plain

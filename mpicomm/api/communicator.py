@@ -14,9 +14,9 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.by_handle import remember
-from mpicomm.api.by_mpi import ByMpi
+from mpicomm.api.constructors import Constructors
 from mpicomm.api.freed import mark_freed
-from mpicomm.api.makers import Makers
+from mpicomm.api.host_staging import HostStaging
 from mpicomm.api.neighbors import NeighborCollectives
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.objects import ObjectCalls
@@ -39,7 +39,7 @@ from mpicomm.session import Session
 from mpicomm.symmetric import create
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.symmetric.events import SharedEvent
-from mpicomm.ways.dispatch import Collectives
+from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -85,8 +85,8 @@ class Communicator(
     PersistentMessages,
     Probes,
     ObjectCalls,
-    Makers,
-    ByMpi,
+    Constructors,
+    HostStaging,
 ):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
 
@@ -162,11 +162,11 @@ class Communicator(
         self._row = session.row.words
         self._gpu = session.gpu
         remember(self)
-        self._collectives = Collectives(self, session)
+        self._collectives = Dispatcher(self, session)
         self._messages = Messages(self, session.placement, session.gpu)
         self._in_stream_order = InStreamOrder(self._collectives, session)
         # Peers open this rank's outbox as messages come, and only they know whether they have: Free waits for them.
-        session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
+        session.keep_beside(self._messages.memory, opened_by_peers=self._messages.by_rendezvous)
         self._plain = self._collectives.at_once
         if session.channel is not None:
             record_inside(self._collectives, session)

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
-from mpicomm.ways.dispatch import Collectives
+from mpicomm.ways.dispatch import Dispatcher
 
 
 class NeighborCollectives(MPI.Topocomm):
@@ -33,7 +33,7 @@ class NeighborCollectives(MPI.Topocomm):
     time. On device arrays the next call or ``check()`` raises the last two. Waits inside MPI have no limit.
     """
 
-    _collectives: Collectives
+    _collectives: Dispatcher
 
     # scripts/write_methods.py writes all that follows, from the table of operations.
 

@@ -14,7 +14,7 @@ from mpicomm.collectives.host.fast_path import Judge
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.requests import holding
-from mpicomm.ways.dispatch import Collectives
+from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
 
 
@@ -40,7 +40,7 @@ class NonblockingCollectives(MPI.Intracomm):
       also works in ``MPI.Request.Waitall`` and its kin. Work that is enqueued on the same stream later needs no wait.
     """
 
-    _collectives: Collectives
+    _collectives: Dispatcher
     _plain: dict[str, Judge]
 
     def Iallreduce(

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
 from mpicomm.epilogues import as_epilogue
-from mpicomm.ways.dispatch import Collectives
+from mpicomm.ways.dispatch import Dispatcher
 
 
 class PersistentCollectives(MPI.Intracomm):
@@ -22,7 +22,7 @@ class PersistentCollectives(MPI.Intracomm):
     up.
     """
 
-    _collectives: Collectives
+    _collectives: Dispatcher
 
     def Allreduce_init(
         self,

@@ -13,7 +13,7 @@ from mpicomm.messages.calls import Messages
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import PersistentRequest, Work
+from mpicomm.mpi.requests import DeferredWork, PersistentRequest
 
 _bsend_init = MPI.Intracomm.Bsend_init
 _recv_init = MPI.Intracomm.Recv_init
@@ -64,7 +64,7 @@ class PersistentMessages(MPI.Intracomm):
         if received is None:
             return _persistent(host_calls.call(_recv_init, self, buf, source, tag, writable=True))
 
-        def begin() -> Work:
+        def begin() -> DeferredWork:
             # Again, because the stream may capture a graph.
             _, end = read_end(messages, "Recv_init", buf, stream, source, receives=True)
             assert end is not None
@@ -91,7 +91,7 @@ class PersistentMessages(MPI.Intracomm):
             refuse_stream(operation, stream)
             return _persistent(host_calls.call(prepare, self, buf, dest, tag))
 
-        def begin() -> Work:
+        def begin() -> DeferredWork:
             _, sent = read_end(messages, operation, buf, stream, dest)  # again, because the stream may capture a graph
             assert sent is not None
             return messages.start_send(start, sent, dest, tag).work

@@ -130,7 +130,7 @@ class PointToPoint(MPI.Intracomm):
             and stream is None
             and algorithm == "auto"
         ):
-            if messages.described:
+            if messages.by_rendezvous:
                 return messages.receive_array("Recv", buf, messages.posted(source, tag), status)
             try:
                 return recv(self, buf, source, tag, status)
@@ -168,7 +168,7 @@ class PointToPoint(MPI.Intracomm):
             and (recvbuf.base is None or is_host_view(recvbuf))
             and stream is None
             and algorithm == "auto"
-            and not messages.described
+            and not messages.by_rendezvous
         ):
             try:
                 return sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
@@ -213,7 +213,7 @@ class PointToPoint(MPI.Intracomm):
             type(buf) is ndarray
             and (buf.base is None or is_host_view(buf))
             and stream is None
-            and not messages.described
+            and not messages.by_rendezvous
         ):
             return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
         buf, end = read_end(messages, "Sendrecv_replace", buf, stream, dest, other=source, receives=True)
@@ -248,7 +248,7 @@ class PointToPoint(MPI.Intracomm):
             type(buf) is ndarray
             and (buf.base is None or is_host_view(buf))
             and stream is None
-            and not messages.described
+            and not messages.by_rendezvous
         ):
             try:
                 return _irecv(self, buf, source, tag)

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from mpi4py import MPI
 
-from mpicomm.api.by_mpi import ByMpi
+from mpicomm.api.host_staging import HostStaging
 from mpicomm.messages.calls import Messages
 from mpicomm.mpi.shown import probe, receiving, recv_object
 
 _improbe = MPI.Intracomm.improbe
-_mprobe = receiving(ByMpi.Mprobe, 0)
+_mprobe = receiving(HostStaging.Mprobe, 0)
 _mprobe_object = receiving(MPI.Intracomm.mprobe, 0)
 
 
@@ -30,7 +30,7 @@ class Probes(MPI.Intracomm):
         self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
     ) -> Literal[True]:
         """Wait for a message; see mpi4py."""
-        if not self._messages.described:
+        if not self._messages.by_rendezvous:
             probe(self, source, tag, status)
             return True
         self._messages.unexpected.probe(source, tag, status, wait=True)
@@ -38,7 +38,7 @@ class Probes(MPI.Intracomm):
 
     def Iprobe(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> bool:
         """Return whether there is a message; see mpi4py."""
-        if not self._messages.described:
+        if not self._messages.by_rendezvous:
             return super().Iprobe(source, tag, status)
         return self._messages.unexpected.probe(source, tag, status, wait=False)
 

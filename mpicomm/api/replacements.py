@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.api.by_handle import known_as
-from mpicomm.api.by_mpi import ByMpi, Wrapped, on_host_copies, wrap
+from mpicomm.api.by_handle import communicator_of
+from mpicomm.api.host_staging import HostStaging, Wrapped, on_host_copies, wrap
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.host_copies import announce
@@ -74,7 +74,7 @@ def _matched_probe(method: str, original: Callable[..., Any]) -> Callable[..., A
 def _from_number(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def made(cls: type[MPI.Comm], number: int) -> Any:
-        return known_as(original(number))
+        return communicator_of(original(number))
 
     return made
 
@@ -82,7 +82,7 @@ def _from_number(original: Callable[..., Any]) -> Callable[..., Any]:
 @functools.wraps(_create)
 def _create_intercomm(self: MPI.Intracomm, *arguments: Any, **keywords: Any) -> Any:
     made = _create(self, *arguments, **keywords)
-    return wrap(made, self._gpu) if isinstance(self, (ByMpi, Wrapped)) else made
+    return wrap(made, self._gpu) if isinstance(self, (HostStaging, Wrapped)) else made
 
 
 def _on_copies(owner: type, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def _on_copies(owner: type, method: Callable[..., Any]) -> Callable[..., Any]:
 
         given.pop("self")
         world = MPI.COMM_WORLD
-        assert isinstance(world, ByMpi)
+        assert isinstance(world, HostStaging)
         announce(method.__name__, "only MPI has the call")
         return on_host_copies(on_copies, method.__name__, given, buffers, world._gpu(method.__name__))
 

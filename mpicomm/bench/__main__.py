@@ -10,11 +10,11 @@ from mpicomm.bench import options as options_module
 from mpicomm.bench.beside import Slowdown, slowdowns
 from mpicomm.bench.contenders import ORDINARY, OWN, Contenders
 from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Gpu, Host, Machine
+from mpicomm.bench.machine import GpuMachine, HostMachine, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.model.command import main as run_model
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
-from mpicomm.bench.results import Results, Row
+from mpicomm.bench.results import ResultRow, Results
 from mpicomm.bench.table import Table
 from mpicomm.bench.variation import ROOM_NBYTES, mean_share
 from mpicomm.cli import arguments
@@ -36,7 +36,7 @@ def main() -> int:
     swept = command_line.swept_sizes(options, comm)
 
     operation = OPERATIONS[options.collective]
-    machine: Machine = Host() if comm.device == "cpu" else Gpu()
+    machine: Machine = HostMachine() if comm.device == "cpu" else GpuMachine()
     cases = [
         Case(
             operation, dtype, options.op, block, False, comm.rank, comm.size, mean_share(block) if options.vary else 1.0
@@ -85,7 +85,7 @@ def sweep(measuring: Measuring, cases: list[Case], contenders: Contenders, *, is
         with command_line.progress_line(format_size(max(1, case.nbytes)), completed, len(cases)):
             for place in places:
                 outcomes[place], silent[place] = measuring.run(case.at(place))
-        results.rows.append(Row(case, outcomes, silent))
+        results.rows.append(ResultRow(case, outcomes, silent))
         command_line.show(table.row(case, outcomes, OWN))
     return results
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Machine
-from mpicomm.bench.operations import Buffers, Case, buffers
+from mpicomm.bench.operations import Case, CaseBuffers, buffers
 from mpicomm.bench.own import Mpicomm
 from mpicomm.bench.peers import PEERS, module_of
 from mpicomm.bench.peers.base import Peer, UnsupportedError
@@ -60,7 +60,7 @@ class Contender:
         """Whether it is mpicomm, whose failures end the run."""
         return self.name in (OWN, ORDINARY)
 
-    def buffers(self, case: Case, shift: int = 0) -> Buffers:
+    def buffers(self, case: Case, shift: int = 0) -> CaseBuffers:
         """Return the buffers of a case, ``shift`` bytes into the two arrays."""
         first, second = self.first[shift:], self.second[shift:]
         return buffers(case, first, second, result_at_front=self.peer.result_at_front)

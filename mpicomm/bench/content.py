@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.bench.operations import Buffers, Case
+from mpicomm.bench.operations import Case, CaseBuffers
 
 _PERIOD = 1_000_003
 _POISON = 0xA5
@@ -26,7 +26,7 @@ OPS = tuple(_UFUNCS)
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExpectedPart:
     """A part of an output: ``count`` elements from ``start`` on equal those of a period from ``offset`` on."""
 
     start: int
@@ -58,7 +58,7 @@ class Content:
         """Fill bytes with what no data has."""
         array.fill(_POISON)
 
-    def prepare(self, case: Case, buffers: Buffers) -> None:
+    def prepare(self, case: Case, buffers: CaseBuffers) -> None:
         """Poison the buffer that a case receives into, and write the data that it sends."""
         if buffers.receive is not None:
             self.poison(buffers.receive)
@@ -67,7 +67,7 @@ class Content:
             for start, stop, data in self._tiles(case.rank, 0, words.size):
                 words[start:stop] = data
 
-    def count_wrong(self, case: Case, buffers: Buffers, *, exact: bool) -> int:
+    def count_wrong(self, case: Case, buffers: CaseBuffers, *, exact: bool) -> int:
         """Return how many of the elements that a case received are wrong.
 
         All elements are compared, bit by bit. With ``exact=False`` only the ends of each block are, with a tolerance
@@ -97,7 +97,7 @@ class Content:
             start += step
         return tiles
 
-    def _count_far(self, words: Any, piece: Piece) -> int:
+    def _count_far(self, words: Any, piece: ExpectedPart) -> int:
         wrong = 0
         for start in {0, max(0, piece.count - _SAMPLE)}:
             count = min(_SAMPLE, piece.count - start)
@@ -135,15 +135,15 @@ def reduce_in_order(op: str, data: Sequence[npt.NDArray[Any]]) -> npt.NDArray[An
         return total.astype(dtype)
 
 
-def expected(case: Case) -> list[Piece]:
+def expected(case: Case) -> list[ExpectedPart]:
     """Return the pieces of the output of a case on this rank."""
     rank, block = case.rank, case.block
     if case.operation.reduces:
         offset = rank * block if case.operation.sends_blocks else 0
-        return [Piece(0, block, REDUCED, offset)] if case.has_output else []
+        return [ExpectedPart(0, block, REDUCED, offset)] if case.has_output else []
     pieces, start = [], 0
     for peer in case.sources:
         counts, displs = case.seen_from(peer).sent()
-        pieces.append(Piece(start, counts[rank], peer, displs[rank]))
+        pieces.append(ExpectedPart(start, counts[rank], peer, displs[rank]))
         start += counts[rank]
     return pieces

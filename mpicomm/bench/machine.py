@@ -14,7 +14,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Times:
+class CallTimes:
     """How long a call took, and how long it held the caller; the second is None for calls of a graph."""
 
     complete: float
@@ -42,11 +42,11 @@ class Machine(Protocol):
     def launch(self, graph: Any) -> None:
         """Enqueue a graph that `capture` returned."""
 
-    def time_graph(self, graph: Any) -> Times:
+    def time_graph(self, graph: Any) -> CallTimes:
         """Time one launch of a graph that `capture` returned; return the share of one call."""
 
 
-def time_calls(machine: Machine, call: Call, count: int) -> Times:
+def time_calls(machine: Machine, call: Call, count: int) -> CallTimes:
     """Time ``count`` calls, each of which the host issues; return the share of one call."""
     start = time.perf_counter()
     for _ in range(count):
@@ -54,10 +54,10 @@ def time_calls(machine: Machine, call: Call, count: int) -> Times:
     issued = time.perf_counter()
     machine.finish()
     finished = time.perf_counter()
-    return Times((finished - start) / count, (issued - start) / count)
+    return CallTimes((finished - start) / count, (issued - start) / count)
 
 
-class Host:
+class HostMachine:
     """The host: calls block, and the wall clock times them."""
 
     xp: Any = np
@@ -81,12 +81,12 @@ class Host:
     def launch(self, graph: Any) -> None:
         """There are no graphs."""
 
-    def time_graph(self, graph: Any) -> Times:
+    def time_graph(self, graph: Any) -> CallTimes:
         """There are no graphs."""
         raise NotImplementedError
 
 
-class Gpu:
+class GpuMachine:
     """A GPU: calls go to one stream, which waits for no other, and CUDA events time them."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Gpu:
         captured, _ = graph
         captured.launch(self.stream)
 
-    def time_graph(self, graph: Any) -> Times:
+    def time_graph(self, graph: Any) -> CallTimes:
         """Time the second of two launches in a row.
 
         In the first launch the ranks meet, and meanwhile the host enqueues the rest. So the timed launch starts on all
@@ -142,4 +142,4 @@ class Gpu:
         self._stop.record(self.stream)
         self._stop.synchronize()
         milliseconds: float = self.xp.cuda.get_elapsed_time(self._start, self._stop)
-        return Times(milliseconds / 1e3 / count)
+        return CallTimes(milliseconds / 1e3 / count)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, together
 from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, Machine, Times, time_calls
-from mpicomm.bench.operations import BARRIER, Buffers, Case
+from mpicomm.bench.machine import Call, CallTimes, Machine, time_calls
+from mpicomm.bench.operations import BARRIER, Case, CaseBuffers
 from mpicomm.bench.variation import ROOM_NBYTES, draw
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class _Scene:
     """A case, or a variation of it, and the buffers of a contender for it."""
 
     case: Case
-    buffers: Buffers
+    buffers: CaseBuffers
 
 
 @dataclass
@@ -82,7 +82,7 @@ class _Runner:
     wrong: int | None = None
     graph: Any = None
     eager: str = ""
-    rounds: list[Times] = field(default_factory=list)
+    rounds: list[CallTimes] = field(default_factory=list)
 
 
 class Measuring:
@@ -196,7 +196,7 @@ class Measuring:
             # Fresh data, because sums in place grow with every call, and PyTorch's two-shot changes its input.
             self._step(runner.contender, lambda: self._write(_Scene(case, runner.contender.buffers(case))))
 
-        def timed() -> Times:
+        def timed() -> CallTimes:
             if runner.graph is not None:
                 return self._machine.time_graph(runner.graph)
             return time_calls(self._machine, runner.call, self._effort.iterations)

@@ -10,14 +10,14 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.bench.machine import Call
-from mpicomm.bench.operations import ROOT, SENDRECV, Buffers, Case
+from mpicomm.bench.operations import ROOT, SENDRECV, Case, CaseBuffers
 from mpicomm.collectives.operations import Operation as Collective
 from mpicomm.collectives.operations import Shape
 
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "avg": mpicomm.AVG}
 
 
-def mpi_call(comm: MPI.Intracomm, case: Case, buffers: Buffers, options: dict[str, Any]) -> Call:
+def mpi_call(comm: MPI.Intracomm, case: Case, buffers: CaseBuffers, options: dict[str, Any]) -> Call:
     """Return a case as a call of ``comm``'s method with these keyword arguments."""
     collective = case.operation.collective
     if collective is not None:
@@ -29,7 +29,7 @@ def mpi_call(comm: MPI.Intracomm, case: Case, buffers: Buffers, options: dict[st
     return partial(comm.Barrier, **options)
 
 
-def _arguments(collective: Collective, case: Case, buffers: Buffers) -> list[Any]:
+def _arguments(collective: Collective, case: Case, buffers: CaseBuffers) -> list[Any]:
     send = _buffer(buffers.send, case, collective.send, case.sent)
     receive = _buffer(buffers.receive, case, collective.receive, case.received)
     given = {"buf": receive, "sendbuf": send, "recvbuf": receive, "op": _OPS[case.op], "root": ROOT}

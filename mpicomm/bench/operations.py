@@ -32,7 +32,7 @@ def _all_of_it(size: int) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Operation:
+class BenchOperation:
     """A collective, or one of the two calls that the table of collectives does not have."""
 
     name: str
@@ -64,23 +64,23 @@ class Operation:
         return self.collective is not None and self.collective.receive != "one"
 
 
-SENDRECV = Operation("sendrecv", None, _all_of_it, (OUT_OF_PLACE,))
+SENDRECV = BenchOperation("sendrecv", None, _all_of_it, (OUT_OF_PLACE,))
 """Every rank sends to the next rank, and receives from the previous one."""
-BARRIER = Operation("barrier", None, _all_of_it, (OUT_OF_PLACE,))
+BARRIER = BenchOperation("barrier", None, _all_of_it, (OUT_OF_PLACE,))
 
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("allreduce", collectives.ALLREDUCE, _moved_twice),
-        Operation("reduce_scatter", collectives.REDUCE_SCATTER_BLOCK, _moved_once),
-        Operation("allgather", collectives.ALLGATHER, _moved_once),
-        Operation("allgatherv", collectives.ALLGATHERV, _moved_once, (OUT_OF_PLACE,)),
-        Operation("bcast", collectives.BCAST, _all_of_it, (IN_PLACE,)),  # it has one buffer
-        Operation("reduce", collectives.REDUCE, _all_of_it),
-        Operation("gather", collectives.GATHER, _moved_once),
-        Operation("scatter", collectives.SCATTER, _moved_once),
-        Operation("alltoall", collectives.ALLTOALL, _moved_once, (OUT_OF_PLACE,)),
-        Operation("alltoallv", collectives.ALLTOALLV, _moved_once, (OUT_OF_PLACE,)),
+        BenchOperation("allreduce", collectives.ALLREDUCE, _moved_twice),
+        BenchOperation("reduce_scatter", collectives.REDUCE_SCATTER_BLOCK, _moved_once),
+        BenchOperation("allgather", collectives.ALLGATHER, _moved_once),
+        BenchOperation("allgatherv", collectives.ALLGATHERV, _moved_once, (OUT_OF_PLACE,)),
+        BenchOperation("bcast", collectives.BCAST, _all_of_it, (IN_PLACE,)),  # it has one buffer
+        BenchOperation("reduce", collectives.REDUCE, _all_of_it),
+        BenchOperation("gather", collectives.GATHER, _moved_once),
+        BenchOperation("scatter", collectives.SCATTER, _moved_once),
+        BenchOperation("alltoall", collectives.ALLTOALL, _moved_once, (OUT_OF_PLACE,)),
+        BenchOperation("alltoallv", collectives.ALLTOALLV, _moved_once, (OUT_OF_PLACE,)),
         SENDRECV,
         BARRIER,
     )
@@ -92,7 +92,7 @@ ALIASES = {"broadcast": "bcast"}
 class Case:
     """The call of one rank: an operation on blocks of ``block`` elements."""
 
-    operation: Operation
+    operation: BenchOperation
     dtype: np.dtype[Any]
     op: str
     block: int
@@ -195,7 +195,7 @@ class Case:
         return self.algbw_gb_s(time_us) * self.operation.bus_factor(self.size)
 
 
-def blocks_of(operation: Operation, sizes: Iterable[int], dtype: np.dtype[Any], ranks: int) -> list[int]:
+def blocks_of(operation: BenchOperation, sizes: Iterable[int], dtype: np.dtype[Any], ranks: int) -> list[int]:
     """Return the elements of a block at each size of the largest buffer, without repetition; at least one each."""
     if operation is BARRIER:
         return [1]
@@ -203,13 +203,13 @@ def blocks_of(operation: Operation, sizes: Iterable[int], dtype: np.dtype[Any], 
     return list(dict.fromkeys(max(1, nbytes // block_nbytes) for nbytes in sizes))
 
 
-def _blocks(operation: Operation, ranks: int) -> int:
+def _blocks(operation: BenchOperation, ranks: int) -> int:
     """Return the number of blocks in the largest buffer of a rank."""
     return ranks if operation.sends_blocks or operation.receives_blocks else 1
 
 
 @dataclass(frozen=True)
-class Buffers:
+class CaseBuffers:
     """Input and output of a case, as bytes; None where this rank has none.
 
     In place, one is part of the other. Where both are the same bytes, both are the same object.
@@ -219,7 +219,7 @@ class Buffers:
     receive: Any
 
 
-def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> Buffers:
+def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> CaseBuffers:
     """Return the buffers of a case in two arrays of bytes; in place, in the first array alone.
 
     ``result_at_front``: whether an in-place reduce-scatter leaves its block at the front of the buffer, as MPI does, or
@@ -229,7 +229,7 @@ def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> Bu
     block, whole = case.block * case.dtype.itemsize, case.nbytes
     if operation.rooted == "bcast":
         whole_buffer = first[:whole]
-        return Buffers(whole_buffer, whole_buffer)
+        return CaseBuffers(whole_buffer, whole_buffer)
     one = case.sent()[0][case.rank] * case.dtype.itemsize
     send = first[: whole if operation.sends_blocks else one]
     receive = second[: whole if operation.receives_blocks else block]
@@ -241,4 +241,4 @@ def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> Bu
             receive = first[:block] if operation.reduces and result_at_front else own
         else:
             receive = send
-    return Buffers(send if case.has_input else None, receive if case.has_output else None)
+    return CaseBuffers(send if case.has_input else None, receive if case.has_output else None)

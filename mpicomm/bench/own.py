@@ -11,7 +11,7 @@ import mpicomm
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.mpi_calls import mpi_call
-from mpicomm.bench.operations import Buffers, Case
+from mpicomm.bench.operations import Case, CaseBuffers
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
 
 _IN_RANK_ORDER = {algorithm.name for algorithm in ALGORITHMS if algorithm.in_rank_order}
@@ -40,7 +40,7 @@ class Mpicomm:
         """Return an array; symmetric ones live until the communicator is freed."""
         return self._comm.empty(nbytes, np.uint8).local if self._symmetric else self._machine.empty(nbytes)
 
-    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return the call that a user would write."""
         return {"": mpi_call(self._comm, case, buffers, self._options)}
 

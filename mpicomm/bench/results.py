@@ -14,7 +14,7 @@ _NOISE = 0.03  # two runs on the same machine differ by as much
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One line of the table; outcomes by place and contender, and why a contender has none."""
 
     case: Case
@@ -27,7 +27,7 @@ class Results:
     """The rows; ``own`` is the name of mpicomm in them."""
 
     own: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ResultRow] = field(default_factory=list)
 
     def wrong(self) -> dict[str, int]:
         """Return the number of wrong elements of each contender that has any."""
@@ -102,7 +102,7 @@ class Results:
             for row in self.rows
         ]
 
-    def _outcomes(self) -> list[tuple[Row, str, str, Outcome]]:
+    def _outcomes(self) -> list[tuple[ResultRow, str, str, Outcome]]:
         return [
             (row, place, name, outcome)
             for row in self.rows

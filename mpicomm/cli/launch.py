@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Launch:
+class JobLaunch:
     """The launcher of this process, as its environment variables describe it. Without a launcher ``size`` is 0."""
 
     family: str = ""
@@ -17,7 +17,7 @@ class Launch:
     local_size: int = 1
 
 
-def launch_of(variables: Mapping[str, str]) -> Launch:
+def launch_of(variables: Mapping[str, str]) -> JobLaunch:
     """Return what a launcher says in these environment variables."""
     for family, size, rank, local_size in (
         ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -29,10 +29,10 @@ def launch_of(variables: Mapping[str, str]) -> Launch:
             rank_text = variables.get(rank, "")
             # Slurm writes "8(x2)" for two nodes with 8 tasks each.
             local_text = variables.get(local_size, "").partition("(")[0]
-            return Launch(
+            return JobLaunch(
                 family,
                 int(rank_text) if rank_text.isdecimal() else 0,
                 int(variables[size]),
                 int(local_text) if local_text.isdecimal() else 1,
             )
-    return Launch()
+    return JobLaunch()

@@ -68,7 +68,7 @@ class Group:
         self.rank = self.ranks.index(comm.rank)
         self.size = len(self.ranks)
         self.broken: CollectiveTimeoutError | PeerError | None = None
-        self.testimony: Callable[[], str] = _nothing_known
+        self.absence_reason: Callable[[], str] = _nothing_known
         """Says why ranks may not come that are not gone; "" where nothing is known. An error ends with it."""
         self.patience: Callable[[], bool] = _no_patience
         """Says, when the time of an exchange is over, whether to wait as long once more."""
@@ -228,7 +228,7 @@ class Group:
             answer = [heard[rank] for rank in self.ranks]
         else:
             missing = [rank for rank in self.ranks if rank not in heard]
-            late = did_not_arrive(mine.step, missing, self.timeout_s, self.testimony())
+            late = did_not_arrive(mine.step, missing, self.timeout_s, self.absence_reason())
             different = self._different(heard)
             answer = CollectiveTimeoutError(f"{late}; {different}", ranks=late.ranks) if different else late
         # A missing rank gets the answer, too: if it comes late, it raises at once.
@@ -250,7 +250,7 @@ class Group:
         if self._wait(listen, limit_s + GRACE_S) and self._wait(listen, limit_s + GRACE_S):
             answer: _Answer = said[1]
             return answer
-        return did_not_arrive(mine.step, [first], self.timeout_s, self.testimony())
+        return did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason())
 
     def _send(self, message: object, rank: int) -> MPI.Request:
         """Send without waiting. A rank that MPI knows to be dead gets nothing, and is missed as any silent rank is."""

@@ -93,17 +93,17 @@ class Placement:
         self.local_rank = self.node_ranks.index(rank)
 
     @cached_property
-    def cliques(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each clique: of a node, or of a part of a node that has more ranks than kernels serve."""
+    def domains(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each peer domain: of a node, or of a part of a node that has more ranks than kernels serve."""
         on_gpus = isinstance(self.here.device, int)
         return tuple(
             tuple(part) for ranks in self.nodes for part in parts_of(ranks, MAX_RANKS if on_gpus else len(ranks))
         )
 
     @property
-    def clique_ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's clique."""
-        return next(ranks for ranks in self.cliques if self.rank in ranks)
+    def domain_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's peer domain."""
+        return next(ranks for ranks in self.domains if self.rank in ranks)
 
     @property
     def most_on_a_device(self) -> int:
@@ -137,15 +137,15 @@ class Placement:
             )
         return self.node_ranks.index(rank)
 
-    def clique_index_of(self, rank: int) -> int:
-        """Return the index of ``rank`` in the clique; raises `InvalidUsageError` where it is no rank of this clique."""
+    def domain_index_of(self, rank: int) -> int:
+        """Return the index of ``rank`` in the peer domain. Raises `InvalidUsageError` for other ranks."""
         self.node_index_of(rank)
-        if rank not in self.clique_ranks:
+        if rank not in self.domain_ranks:
             raise InvalidUsageError(
-                f"peer={rank} is in another group of this node: kernels reach the ranks {list(self.clique_ranks)}; use "
+                f"peer={rank} is in another group of this node: kernels reach the ranks {list(self.domain_ranks)}; use "
                 "MPI's calls for the others"
             )
-        return self.clique_ranks.index(rank)
+        return self.domain_ranks.index(rank)
 
     def subset(self, ranks: Sequence[int]) -> Placement:
         """Return the placement of a communicator of some of these ranks, this one among them; local."""

@@ -20,12 +20,12 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi.arguments import Operand
-from mpicomm.mpi.buffers import Memory, array_of, read
+from mpicomm.mpi.buffers import ArrayMemory, array_of, read
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.location import is_on_device
 from mpicomm.session import Session
 
-Reread = Callable[[Memory], Operand]
+Reread = Callable[[ArrayMemory], Operand]
 """Reads an argument again, as one in the given memory."""
 
 _ALIGNED_NBYTES = 16
@@ -45,7 +45,7 @@ def for_kernels(operand: Operand, reread: Reread, copies: PinnedCopies | None, *
                 f"{operand.name}: MPI.BOTTOM with addresses of the host, beside an array on a GPU: pass the array "
                 "itself, and displacements from its start"
             )
-        memory = Memory(0, 0, None, False, None, None) if array is None else read(array, written, operand.name)
+        memory = ArrayMemory(0, 0, None, False, None, None) if array is None else read(array, written, operand.name)
         memory.on_device = True
         made = reread(memory)
     begin, end = _extent(made)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.layout import Layout, layout_of, run_of, together
+from mpicomm.mpi.layout import DatatypeLayout, layout_of, run_of, together
 
 
 def blocks_for_ranks(
@@ -65,5 +65,5 @@ def cut_of(blocks: Sequence[Elements]) -> int:
     return zlib.crc32(struct.pack(f"<{len(lengths)}Q", *lengths)) if len(lengths) > 1 else 0
 
 
-def _is_run(layout: Layout) -> bool:
+def _is_run(layout: DatatypeLayout) -> bool:
     return not layout.regions or (len(layout.regions) == 1 and not layout.regions[0].loops)

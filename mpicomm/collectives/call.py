@@ -12,18 +12,18 @@ from mpi4py import MPI
 
 from mpicomm.collectives import beside, patterns
 from mpicomm.collectives.by_rank import blocks_for_ranks, by_rank, cut_of
+from mpicomm.collectives.call_location import CallLocation, place_of
 from mpicomm.collectives.checks import read_counts, refuse_in_place, require_recvcounts, require_room, require_root
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.place import Place, place_of
 from mpicomm.collectives.signature import Signature
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
-from mpicomm.finishes.base import BoundEpilogue, Epilogue
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
-from mpicomm.mpi.buffers import Memory, array_of
+from mpicomm.mpi.buffers import ArrayMemory, array_of
 from mpicomm.mpi.host_calls import for_mpi
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.overlap import overlaps, require_separate
@@ -69,7 +69,7 @@ class Call:
         algorithm: str = "auto",
         neighborhood: Neighborhood | None = None,
         *,
-        place: Place | None = None,
+        place: CallLocation | None = None,
         copies: beside.PinnedCopies | None = None,
     ) -> None:
         self.operation = operation
@@ -280,7 +280,7 @@ class Call:
         receives = operand is self.receive
         shape, name = self.operation.receive if receives else self.operation.send, operand.name
 
-        def reread(memory: Memory) -> Operand:
+        def reread(memory: ArrayMemory) -> Operand:
             return self._read(operand.spec, shape, writable=receives, name=name, memory=memory)
 
         sends_alone = self.operation.rooted == "bcast" and self._rank == self.arguments.root
@@ -333,7 +333,9 @@ class Call:
         self.send, self.receive = by_rank(send, outgoing), by_rank(receive, incoming)
         self._cuts = [(cut_of(to), cut_of(of)) for to, of in zip(outgoing, incoming, strict=True)]
 
-    def _read(self, spec: Any, shape: Shape, *, writable: bool, name: str, memory: Memory | None = None) -> Operand:
+    def _read(
+        self, spec: Any, shape: Shape, *, writable: bool, name: str, memory: ArrayMemory | None = None
+    ) -> Operand:
         if spec is None:
             raise TypeError(f"{self.operation}: {name} is None: pass a buffer")
         size, peer = self._size, "rank"

@@ -98,10 +98,10 @@ class TwoShot:
 
 
 @dataclass(frozen=True)
-class Station:
+class ChainHop:
     """A rank's place in a chain: it adds ``own`` to the data that it receives, keeps ``output``, and sends it on.
 
-    ``own`` is None where the rank adds nothing, ``output`` is None where it keeps nothing. The first station sends its
+    ``own`` is None where the rank adds nothing, ``output`` is None where it keeps nothing. The first hop sends its
     ``own`` and receives nothing.
     """
 
@@ -113,17 +113,17 @@ class Station:
 
 @dataclass(frozen=True)
 class Chain:
-    """Data that goes from rank to rank, each sending to the next one alone, over ``hops`` links.
+    """Data that goes from rank to rank, each sending to the next one alone, over ``links`` links.
 
-    A rank has two stations where the chain comes back to the rank where it began.
+    A rank has two hops where the chain comes back to the rank where it began.
     """
 
     dtype: np.dtype[Any]
-    stations: tuple[Station, ...]
-    hops: int
+    hops: tuple[ChainHop, ...]
+    links: int
 
     @property
     def nbytes(self) -> int:
         """The bytes that each link carries."""
-        spans = (span for station in self.stations for span in (station.own, station.output) if span is not None)
+        spans = (span for hop in self.hops for span in (hop.own, hop.output) if span is not None)
         return max(span.count for span in spans) * self.dtype.itemsize

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpicomm.collectives.exchange import Chain, Exchange, Reduction, Station, TwoShot
+from mpicomm.collectives.exchange import Chain, ChainHop, Exchange, Reduction, TwoShot
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
 
@@ -245,10 +245,10 @@ def ring_refusal(op: str) -> str | None:
 
 def chain_bcast(b: Buffers) -> Chain:
     """As `bcast`: each rank, from the root on, sends to the next rank the data that it receives."""
-    buffer, hop = _needed(b.output), (b.rank - b.root) % b.size
-    own, output = (buffer, None) if hop == 0 else (None, buffer)
-    station = Station(own, output, receives=hop > 0, sends=hop < b.size - 1)
-    return Chain(b.dtype, (station,), hops=b.size - 1)
+    buffer, link = _needed(b.output), (b.rank - b.root) % b.size
+    own, output = (buffer, None) if link == 0 else (None, buffer)
+    hop = ChainHop(own, output, receives=link > 0, sends=link < b.size - 1)
+    return Chain(b.dtype, (hop,), links=b.size - 1)
 
 
 def chain_reduce(b: Buffers) -> Chain:
@@ -260,10 +260,10 @@ def chain_reduce(b: Buffers) -> Chain:
     send, last = _needed(b.send), b.size - 1
     returns = b.root == 0 and last > 0
     output = b.output if b.rank == b.root == last else None
-    stations = [Station(send, output, receives=b.rank > 0, sends=b.rank < last or returns)]
+    hops = [ChainHop(send, output, receives=b.rank > 0, sends=b.rank < last or returns)]
     if returns and b.rank == 0:
-        stations.append(Station(None, _needed(b.output), receives=True, sends=False))
-    return Chain(b.dtype, tuple(stations), hops=last + returns)
+        hops.append(ChainHop(None, _needed(b.output), receives=True, sends=False))
+    return Chain(b.dtype, tuple(hops), links=last + returns)
 
 
 def _shards(b: Buffers, span: Span | None) -> list[Span]:

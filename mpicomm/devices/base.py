@@ -210,7 +210,7 @@ class SideStreams(Protocol):
         """Let `take` return the stream again, once the work on it is done."""
 
 
-class Calls(Protocol):
+class DifferingCalls(Protocol):
     """Returns what each rank called, in words, where the ranks called different things; else an empty sequence."""
 
     def __call__(self, *, wait: bool) -> Sequence[str]:
@@ -260,7 +260,7 @@ class GpuBackend(Backend, Protocol):
     info: DeviceInfo
     timeout_ns: int
     """How long a kernel waits for a peer before it gives up."""
-    calls: Calls | None
+    calls: DifferingCalls | None
     """`check` calls it for the text of a `PeerError`."""
 
     @property

@@ -1,4 +1,4 @@
-"""``python -m mpicomm.doctor``: finds what keeps ranks from working, and says the mend. Exit code 1 for a fault."""
+"""``python -m mpicomm.doctor``: finds what keeps ranks from working, and says the fix. Exit code 1 for a fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpicomm import environment
 from mpicomm.cli import arguments
 from mpicomm.doctor import before_mpi
 from mpicomm.doctor.check import Check
-from mpicomm.doctor.facts import Facts
+from mpicomm.doctor.facts import RankFacts
 from mpicomm.doctor.report import CHECKS, examine, lines, record
 from mpicomm.doctor.running import job_of, jobs_of_user
 from mpicomm.doctor.running_report import report, watch
@@ -82,7 +82,7 @@ def _start_mpi() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def _examine_ranks(facts: Facts) -> int:
+def _examine_ranks(facts: RankFacts) -> int:
     """Examine all ranks of the job, and report on one. Collective."""
     from mpi4py import MPI
 
@@ -111,7 +111,7 @@ def _end_without(error: CollectiveTimeoutError) -> NoReturn:
 
     world = MPI.COMM_WORLD
     if world.rank == min({*range(world.size)} - {*error.ranks}):
-        sys.stdout.write(f"FAULT answer: {error}\n      mend: look at that process, with `py-spy dump --pid PID`\n")
+        sys.stdout.write(f"FAULT answer: {error}\n      fix: look at that process, with `py-spy dump --pid PID`\n")
         sys.stdout.flush()
         time.sleep(_FORWARD_S)
         world.Abort(1)
@@ -122,7 +122,7 @@ def _end_without(error: CollectiveTimeoutError) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.doctor",
-        description="Find what keeps ranks from working, and say the mend. Exit code 1 for a fault. "
+        description="Find what keeps ranks from working, and say the fix. Exit code 1 for a fault. "
         "python -m mpicomm.info shows devices, paths and versions.",
         allow_abbrev=False,
     )

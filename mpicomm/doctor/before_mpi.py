@@ -17,7 +17,7 @@ import mpi4py
 from mpicomm import environment
 from mpicomm.cli.launch import launch_of
 from mpicomm.devices.cuda.driver import newest_cuda
-from mpicomm.doctor.facts import Facts, family_of
+from mpicomm.doctor.facts import RankFacts, family_of
 
 _MPIEXEC_S = 5
 _VARIABLES = (
@@ -31,14 +31,14 @@ _VARIABLES = (
 _CAN_LOCK_ALL = 1 << 14  # CAP_IPC_LOCK
 
 
-def gather() -> Facts:
+def gather() -> RankFacts:
     """Return the facts of this process. It loads MPI's library, but does not start MPI. Local."""
     launch = launch_of(os.environ)
     mpiexec, family = ("", "") if launch.size else _find_mpiexec()
     mpi, error = _load_mpi()
     shm_device, shm_free = _shm()
     cuda = newest_cuda()
-    return Facts(
+    return RankFacts(
         host=socket.gethostname(),
         pid=os.getpid(),
         kernel=platform.release(),

@@ -12,14 +12,14 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.cli.options import open_communicator
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.roll_call import private_copy
-from mpicomm.doctor.facts import Facts, Memory
+from mpicomm.doctor.facts import MemoryFacts, RankFacts
 from mpicomm.doctor.gpus import find_gpus
 from mpicomm.errors import InvalidUsageError, MpicommError
 
 _WORD = 0x6D706963  # what a rank lets the others read
 
 
-def gather(facts: Facts, timeout_s: float, device: str, handle: str) -> list[Facts]:
+def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list[RankFacts]:
     """Return the facts of all ranks on all ranks. Collective.
 
     A rank that does not come within ``timeout_s`` makes the others raise `CollectiveTimeoutError` with its number.
@@ -27,7 +27,7 @@ def gather(facts: Facts, timeout_s: float, device: str, handle: str) -> list[Fac
     group = Group(private_copy(MPI.COMM_WORLD, "doctor: begin", timeout_s), range(MPI.COMM_WORLD.size), timeout_s)
     word = ctypes.c_uint32(_WORD)
 
-    def look() -> Facts:
+    def look() -> RankFacts:
         gpus, reason = find_gpus()
         return replace(
             facts,
@@ -80,24 +80,24 @@ def _read(pid: int, address: int) -> str:
     return "" if word.value == _WORD else "it reads another process"
 
 
-def _open_memory(device: str, handle: str) -> Memory:
+def _open_memory(device: str, handle: str) -> MemoryFacts:
     """Return how a Communicator of all ranks opens memory. Collective."""
     try:
         comm = open_communicator(device, handle)
     except InvalidUsageError:
         raise
     except MpicommError as error:
-        return Memory(error=str(error))
+        return MemoryFacts(error=str(error))
     try:
         return _describe(comm)
     finally:
         comm.Free()
 
 
-def _describe(comm: Communicator) -> Memory:
+def _describe(comm: Communicator) -> MemoryFacts:
     info = comm.describe()
     on_gpu = any(info.device_uuid)
-    return Memory(
+    return MemoryFacts(
         device=str(info.device),
         uuid=info.device_uuid.hex() if on_gpu else "",
         handle=info.handle,

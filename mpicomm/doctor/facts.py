@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mpicomm.cli.launch import Launch
+from mpicomm.cli.launch import JobLaunch
 
 
 @dataclass(frozen=True)
-class Gpu:
+class VisibleGpu:
     """A GPU that a rank sees."""
 
     uuid: str
@@ -18,7 +18,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryFacts:
     """How this rank opens memory of its peers, as a `Communicator` has found."""
 
     device: str = "cpu"
@@ -31,7 +31,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """The facts of one rank. Sizes are in bytes."""
 
     rank: int = 0
@@ -51,7 +51,7 @@ class Facts:
     locked_limit: int | None = None
     """How much memory this process may lock; None where there is no limit."""
     infiniband: bool = False
-    launch: Launch = field(default_factory=Launch)
+    launch: JobLaunch = field(default_factory=JobLaunch)
     mpiexec: str = ""
     """The path of the first mpiexec on the PATH; "" where there is none, and for a rank that a launcher has started."""
     mpiexec_family: str = ""
@@ -67,7 +67,7 @@ class Facts:
     unreadable_reason: str = ""
     driver: bool = False
     """Whether the kernel has an NVIDIA driver."""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[VisibleGpu, ...] = ()
     no_gpu_reason: str = ""
     driver_cuda: int | None = None
     """The major version of CUDA that the driver is for."""
@@ -75,7 +75,7 @@ class Facts:
     """The installed distributions of CuPy."""
     shared_service: bool = False
     """Whether NVIDIA's multi-process service (MPS) runs."""
-    memory: Memory = Memory()
+    memory: MemoryFacts = MemoryFacts()
 
     @property
     def mpi_name(self) -> str:

@@ -6,17 +6,17 @@ import importlib
 from typing import Any
 
 from mpicomm.devices.cuda.driver import call, visible_devices
-from mpicomm.doctor.facts import Gpu
+from mpicomm.doctor.facts import VisibleGpu
 from mpicomm.errors import MpicommError
 
 
-def find_gpus() -> tuple[tuple[Gpu, ...], str]:
+def find_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
     """Return the GPUs of this process, and why there are none. Local; starts the driver, but creates no context."""
     try:
         devices = visible_devices()
         driver: Any = importlib.import_module("cuda.bindings.driver")
         return tuple(
-            Gpu(
+            VisibleGpu(
                 device.uuid.hex(),
                 device.name,
                 tuple(

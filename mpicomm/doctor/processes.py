@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpicomm.cli.launch import Launch, launch_of
+from mpicomm.cli.launch import JobLaunch, launch_of
 
 _PROC = Path("/proc")
 _MOST = 100  # characters of a command
@@ -63,7 +63,7 @@ def own_number(pid: int) -> int:
     return pid
 
 
-def launched(pid: int) -> tuple[int, Launch]:
+def launched(pid: int) -> tuple[int, JobLaunch]:
     """Return the process that has launched the rank to which a process belongs, 0 for none, and the rank's place.
 
     The launcher is the first of its parents whose environment names no rank. It is the same for all ranks that one
@@ -78,11 +78,11 @@ def launched(pid: int) -> tuple[int, Launch]:
     return (process.parent if process else 0), mine
 
 
-def _launch(pid: int) -> Launch:
+def _launch(pid: int) -> JobLaunch:
     try:
         content = (_PROC / str(pid) / "environ").read_bytes()
     except OSError:  # of another user, as the daemons are that start ranks
-        return Launch()
+        return JobLaunch()
     pairs = (os.fsdecode(word).partition("=") for word in content.split(b"\0"))
     return launch_of({name: value for name, _, value in pairs})
 

@@ -1,4 +1,4 @@
-"""Runs all checks and says what they found, to people, in JSON, and in README's table."""
+"""Runs all checks and says what they found, to people and in JSON, and writes mpicomm/docs/troubles.md."""
 
 from __future__ import annotations
 
@@ -11,12 +11,34 @@ from mpicomm.doctor.check import Check, Job
 
 CHECKS: tuple[Check, ...] = (*mpi_checks.CHECKS, *gpu_checks.CHECKS)
 
-_HANG = (
-    "it hangs",
-    "`python -m mpicomm.doctor --pid PID`, beside the job, with the pid of a rank or of mpirun: it names the rank for "
-    "which the others wait, and its call; `--job` shows all jobs of the user",
-)
-"""The first row of README's table, which no check finds, because it is in the program."""
+_HEAD = """\
+# Troubles
+
+For users whose program does not start, crashes, hangs, or finds no GPUs. The doctor writes this document.
+
+Start the doctor as you start the program:
+
+```
+mpirun -np 4 python -m mpicomm.doctor
+```
+
+The doctor prints each trouble that it finds, with its ranks and its fix, and exits with 1 if it finds one.
+
+## The program hangs
+
+No check finds the cause, because it is in the program. Leave the program running, and start the doctor beside it:
+
+```
+python -m mpicomm.doctor --pid PID    # PID of a rank or of mpirun
+python -m mpicomm.doctor --job        # all jobs of this user
+```
+
+It shows the call that each rank makes, and names the rank for which the others wait.
+
+## Other troubles
+
+The doctor finds all of these. Look up the symptom here if the doctor cannot run.
+"""
 
 
 def examine(job: Job, checks: Sequence[Check] = CHECKS) -> list[tuple[Check, list[str]]]:
@@ -29,19 +51,19 @@ def lines(results: Sequence[tuple[Check, list[str]]]) -> list[str]:
     shown = []
     for check, faults in results:
         shown += [f"FAULT {check.name}: {fault}" for fault in faults]
-        shown.append(f"      mend: {check.mend}" if faults else f"ok    {check.name}: {check.title}")
+        shown.append(f"      fix: {check.fix}" if faults else f"ok    {check.name}: {check.title}")
     return shown
 
 
 def record(job: Job, results: Sequence[tuple[Check, list[str]]]) -> dict[str, Any]:
     """Return the JSON object."""
     return {
-        "checks": [{"name": check.name, "faults": faults, "mend": check.mend} for check, faults in results],
+        "checks": [{"name": check.name, "faults": faults, "fix": check.fix} for check, faults in results],
         "ranks": [dataclasses.asdict(one) for one in job],
     }
 
 
-def readme_table() -> str:
-    """Return README's table of troubles: `_HANG`, and a row for each check."""
-    rows = [_HANG, *((check.symptom, check.mend) for check in CHECKS)]
-    return "\n".join(["| symptom | mend |", "|---|---|", *(f"| {symptom} | {mend} |" for symptom, mend in rows)])
+def document() -> str:
+    """Return the text of mpicomm/docs/troubles.md."""
+    rows = [f"| {check.symptom} | {check.fix} |" for check in CHECKS]
+    return "\n".join([_HEAD, "| symptom | fix |", "|---|---|", *rows, ""])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mpicomm.doctor.running import Job
-from mpicomm.doctor.waits import Line, Look, Wait
+from mpicomm.doctor.waits import Line, Look, RankWait
 
 _GLANCE_S = 0.3  # long enough to see whether a process is busy
 
@@ -44,7 +44,7 @@ def report(looks: Sequence[Look], longest_s: float, *, as_json: bool) -> int:
     return int(any(wait.seconds >= longest_s for wait in waits))
 
 
-def sentence(wait: Wait) -> str:
+def sentence(wait: RankWait) -> str:
     """Return the line of a wait for people."""
     return f"WAIT for {wait.seconds:.1f} s{'' if wait.known else ' or longer'}: {wait.text}"
 
@@ -58,7 +58,7 @@ def _print(look: Look) -> None:
     if not look.waits():
         sys.stdout.write("no rank waits for another one, as far as calls of mpicomm show\n")
     for pid in dict.fromkeys(pid for wait in look.waits() for pid in wait.pids):
-        sys.stdout.write(f"      mend: `py-spy dump --pid {pid}` shows where that rank is\n")
+        sys.stdout.write(f"      fix: `py-spy dump --pid {pid}` shows where that rank is\n")
     table = Table()
     for title, side in _COLUMNS:
         table.add_column(title, justify="right" if side else "left", overflow="fold")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpicomm.activity.ranks import ranks_as_text
-from mpicomm.activity.reading import Calls, Message, Step
+from mpicomm.activity.reading import BlockedMessage, RankCalls, Step
 from mpicomm.doctor.running import Job, Rank
 from mpicomm.errors import name_ranks
 
@@ -14,7 +14,7 @@ _BUSY = 0.5  # the part of a core above which a process counts as busy
 
 
 @dataclass(frozen=True)
-class Wait:
+class RankWait:
     """A rank, or several, for which others wait."""
 
     text: str
@@ -53,12 +53,12 @@ class Look:
         self._job = job
         self._before = before
         self._by_place = {(rank.world, rank.activity.world_rank): rank for rank in job.ranks}
-        self._communicators: dict[int, dict[int, tuple[Rank, Calls]]] = {}
+        self._communicators: dict[int, dict[int, tuple[Rank, RankCalls]]] = {}
         for rank in job.ranks:
             for calls in rank.activity.communicators:
                 self._communicators.setdefault(calls.key, {})[calls.rank] = rank, calls
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[RankWait]:
         """Return all waits: first those from which the others may come, and the longest first."""
         found = [*self._for_steps(), *self._for_collectives(), *self._for_messages()]
         return sorted(found, key=lambda wait: (not wait.is_first, -wait.seconds))
@@ -75,7 +75,7 @@ class Look:
         troubled = {line.communicator for line in found if line.waits}
         return sorted(found, key=lambda line: (line.communicator not in troubled, line.communicator, line.rank))
 
-    def _for_steps(self) -> Iterator[Wait]:
+    def _for_steps(self) -> Iterator[RankWait]:
         steps: dict[tuple[int, str, tuple[int, ...]], list[tuple[Rank, Step]]] = {}
         for rank in self._job.ranks:
             step = self._lasting_step(rank)
@@ -96,7 +96,7 @@ class Look:
             unseen = [self._job.unseen[place].pid for each in missing if (place := (world, each)) in self._job.unseen]
             yield self._wait(text, seconds, True, late, unseen)
 
-    def _for_collectives(self) -> Iterator[Wait]:
+    def _for_collectives(self) -> Iterator[RankWait]:
         for members in self._communicators.values():
             behind = self._behind(members)
             most = max(calls.made for _, calls in members.values())
@@ -120,7 +120,7 @@ class Look:
             text = ". ".join([said, *(self._at(*members[each]) for each in behind)])
             yield self._wait(text, seconds, bool(times), [members[each][0] for each in behind])
 
-    def _for_messages(self) -> Iterator[Wait]:
+    def _for_messages(self) -> Iterator[RankWait]:
         for members in self._communicators.values():
             for rank, calls in members.values():
                 for message, verb in ((calls.receive, "receive from"), (calls.send, "send to")):
@@ -131,7 +131,7 @@ class Look:
                     text = ". ".join([said, *(self._at(*peer) for peer in peers)])
                     yield self._wait(text, self._watched(rank), False, [peer for peer, _ in peers])
 
-    def _behind(self, members: Mapping[int, tuple[Rank, Calls]]) -> list[int]:
+    def _behind(self, members: Mapping[int, tuple[Rank, RankCalls]]) -> list[int]:
         """Return the ranks of a communicator that have made fewer calls than another, and none since before."""
         most = max(calls.made for _, calls in members.values())
         return sorted(
@@ -140,14 +140,14 @@ class Look:
             if calls.made < most and (earlier := self._earlier(rank, calls)) is not None and earlier.made == calls.made
         )
 
-    def _differ(self, ahead: Sequence[tuple[Rank, Calls]]) -> bool:
+    def _differ(self, ahead: Sequence[tuple[Rank, RankCalls]]) -> bool:
         """Return whether ranks have called different collectives, and have not gone on since before."""
         names = {calls.last.partition("(")[0] for _, calls in ahead if calls.last}
         return len(names) > 1 and all(
             (earlier := self._earlier(rank, calls)) is not None and earlier.made == calls.made for rank, calls in ahead
         )
 
-    def _lasts(self, rank: Rank, calls: Calls, message: Message) -> bool:
+    def _lasts(self, rank: Rank, calls: RankCalls, message: BlockedMessage) -> bool:
         earlier = self._earlier(rank, calls)
         return earlier is not None and message in (earlier.receive, earlier.send)
 
@@ -167,7 +167,7 @@ class Look:
         }
         return [each for each in step.world_ranks if each >= 0 and each not in here]
 
-    def _earlier(self, rank: Rank, calls: Calls) -> Calls | None:
+    def _earlier(self, rank: Rank, calls: RankCalls) -> RankCalls | None:
         earlier = self._before.get(rank.process.pid)
         if earlier is None:
             return None
@@ -186,16 +186,18 @@ class Look:
             return f"Rank {number}, process {process.pid}, has not begun to make a Communicator"
         return f"Rank {number} has no process on this machine: it has ended, or runs on another node"
 
-    def _at(self, rank: Rank, calls: Calls) -> str:
+    def _at(self, rank: Rank, calls: RankCalls) -> str:
         """Return a sentence on a rank for which others wait in a communicator."""
         since = ""
         if calls.since_ns is not None:
             since = f", and has begun no collective call since {calls.last} {_seconds(rank, calls.since_ns):.1f} s ago"
         return f"Rank {calls.rank} {self._does(rank)}{since}"
 
-    def _wait(self, text: str, seconds: float, known: bool, late: Sequence[Rank], unseen: Sequence[int] = ()) -> Wait:
+    def _wait(
+        self, text: str, seconds: float, known: bool, late: Sequence[Rank], unseen: Sequence[int] = ()
+    ) -> RankWait:
         idle = [rank.process.pid for rank in late if not self._known_wait(rank)]
-        return Wait(text, seconds, known, (*idle, *unseen), len(idle) == len(late) and bool(idle or unseen))
+        return RankWait(text, seconds, known, (*idle, *unseen), len(idle) == len(late) and bool(idle or unseen))
 
     def _known_wait(self, rank: Rank) -> str:
         """Return in which step or message a rank has been since before; "" if it is in none."""
@@ -240,7 +242,7 @@ class Look:
             bool(missing),
         )
 
-    def _line(self, rank: Rank, calls: Calls, behind: Sequence[int]) -> Line:
+    def _line(self, rank: Rank, calls: RankCalls, behind: Sequence[int]) -> Line:
         call, number = calls.last or ("a call" if calls.made else "none yet"), calls.made
         seconds = None if calls.since_ns is None else _seconds(rank, calls.since_ns)
         waits_for = name_ranks(behind) if behind and calls.rank not in behind else ""
@@ -259,7 +261,7 @@ def _seconds(rank: Rank, since_ns: int) -> float:
     return max(0.0, (rank.time_ns - since_ns) / 1e9)
 
 
-def _peer(calls: Calls, message: Message) -> str:
+def _peer(calls: RankCalls, message: BlockedMessage) -> str:
     """Return the other end of a message."""
     who = f"rank {message.peer}" if 0 <= message.peer < calls.size else "any rank"
     return f"{who} (tag {message.tag})" if message.tag >= 0 else who

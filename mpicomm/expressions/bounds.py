@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpicomm.expressions.tree import Apply, Element, Node, Number, Variable
+from mpicomm.expressions.tree import Apply, Element, ExpressionNode, Number, Variable
 
 _LARGEST = 2**63 - 1
 Range = tuple[int, int]
 """The least and the largest value."""
 
 
-def is_index(node: Node) -> bool:
+def is_index(node: ExpressionNode) -> bool:
     """Return whether `bounds` knows all parts of a node."""
     if isinstance(node, Apply):
         return node.function.label in ("+", "-", "*", "//", "%") and all(map(is_index, node.arguments))
     return isinstance(node, Variable) or (isinstance(node, Number) and isinstance(node.value, int))
 
 
-def bounds(node: Node, values: Mapping[str, Range]) -> Range:
+def bounds(node: ExpressionNode, values: Mapping[str, Range]) -> Range:
     """Return bounds of an index, in which names have these values. All values between may occur, or fewer.
 
     Raises OverflowError where a part of it may need more than 64 bits, because it would wrap there.
@@ -29,7 +29,7 @@ def bounds(node: Node, values: Mapping[str, Range]) -> Range:
     return low, high
 
 
-def _bounds(node: Node, values: Mapping[str, Range]) -> Range:
+def _bounds(node: ExpressionNode, values: Mapping[str, Range]) -> Range:
     if isinstance(node, Variable):
         return values[node.name]
     if isinstance(node, Number):
@@ -57,6 +57,6 @@ def _bounds(node: Node, values: Mapping[str, Range]) -> Range:
     return min(ends), max(ends)
 
 
-def indices(node: Node) -> list[Element]:
+def indices(node: ExpressionNode) -> list[Element]:
     """Return the elements of arrays that an expression uses."""
     return [each for each in node.walk() if isinstance(each, Element)]

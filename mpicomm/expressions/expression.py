@@ -34,7 +34,7 @@ from mpicomm.expressions.tree import (
     AsNumber,
     AsTruth,
     Element,
-    Node,
+    ExpressionNode,
     Number,
     Power,
     Truth,
@@ -58,7 +58,7 @@ class Expression:
     """The argument that the user has passed it as, for errors."""
     text: str
     """It in one form, however the user has set spaces and parentheses."""
-    tree: Node
+    tree: ExpressionNode
 
     @property
     def names(self) -> frozenset[str]:
@@ -93,7 +93,7 @@ def shown(text: Any) -> str:
 
 
 @lru_cache
-def _undefined(tree: Node, dtype: str) -> str | None:
+def _undefined(tree: ExpressionNode, dtype: str) -> str | None:
     """Return why an expression is not defined on numbers of a dtype, None if it is."""
     kind = kind_of(dtype)
     if kind is None:
@@ -165,22 +165,22 @@ class _Reader:
     def error(self, reason: str) -> InvalidUsageError:
         return InvalidUsageError(f"{self._argument}={shown(self._text)}: {reason}")
 
-    def number(self, tree: ast.expr) -> Node:
+    def number(self, tree: ast.expr) -> ExpressionNode:
         """Return a part as a number; a truth value is 1 or 0."""
         node = self._node(tree)
         return node if node.gives == "number" else AsNumber(node)
 
-    def _truth(self, tree: ast.expr) -> Node:
+    def _truth(self, tree: ast.expr) -> ExpressionNode:
         node = self._node(tree)
         return node if node.gives == "truth" else AsTruth(node)
 
-    def _of_sort(self, tree: ast.expr, sort: Sort) -> Node:
+    def _of_sort(self, tree: ast.expr, sort: Sort) -> ExpressionNode:
         return self.number(tree) if sort == "number" else self._truth(tree)
 
-    def _apply(self, function: Function, *operands: ast.expr) -> Node:
+    def _apply(self, function: Function, *operands: ast.expr) -> ExpressionNode:
         return Apply(function, tuple(map(self._of_sort, operands, function.takes)))
 
-    def _node(self, tree: ast.expr) -> Node:
+    def _node(self, tree: ast.expr) -> ExpressionNode:
         if isinstance(tree, ast.Constant):
             return self._constant(tree)
         if isinstance(tree, ast.Name):
@@ -208,7 +208,7 @@ class _Reader:
             return self._call(tree)
         raise self._unknown(tree)
 
-    def _element(self, tree: ast.Subscript) -> Node:
+    def _element(self, tree: ast.Subscript) -> ExpressionNode:
         array = self._arrays.get(tree.value.id) if isinstance(tree.value, ast.Name) else None
         if array is None:
             raise self._unknown(tree)
@@ -217,7 +217,7 @@ class _Reader:
             raise self.error(f"{ast.unparse(tree.slice)!r} is no index: compute it of integers with + - * // %")
         return Element(array, index)
 
-    def _constant(self, tree: ast.Constant) -> Node:
+    def _constant(self, tree: ast.Constant) -> ExpressionNode:
         value = tree.value
         if isinstance(value, bool):
             return Truth(value)
@@ -229,7 +229,7 @@ class _Reader:
             return Number(value)
         raise self._unknown(tree)
 
-    def _binary(self, tree: ast.BinOp) -> Node:
+    def _binary(self, tree: ast.BinOp) -> ExpressionNode:
         if isinstance(tree.op, ast.Pow):
             return self._power(tree)
         function = OPERATORS.get(type(tree.op))
@@ -237,7 +237,7 @@ class _Reader:
             raise self._unknown(tree)
         return self._apply(function, tree.left, tree.right)
 
-    def _power(self, tree: ast.BinOp) -> Node:
+    def _power(self, tree: ast.BinOp) -> ExpressionNode:
         base, exponent = self.number(tree.left), _constant_exponent(tree.right)
         if exponent is None:
             return Apply(POWER, (base, self.number(tree.right)))
@@ -246,7 +246,7 @@ class _Reader:
         power = Power(base, abs(exponent))
         return power if exponent > 0 else Apply(DIVIDE, (Number(1), power))
 
-    def _comparison(self, tree: ast.Compare) -> Node:
+    def _comparison(self, tree: ast.Compare) -> ExpressionNode:
         operands = [self.number(operand) for operand in (tree.left, *tree.comparators)]
         compared = []
         for number, op in enumerate(tree.ops):
@@ -256,7 +256,7 @@ class _Reader:
             compared.append(Apply(function, (operands[number], operands[number + 1])))
         return self._joined(AND, compared)
 
-    def _call(self, tree: ast.Call) -> Node:
+    def _call(self, tree: ast.Call) -> ExpressionNode:
         function = FUNCTIONS.get(tree.func.id) if isinstance(tree.func, ast.Name) else None
         if function is None:
             raise self.error(f"{ast.unparse(tree.func)!r} is no function here: use {', '.join(FUNCTIONS)}")
@@ -269,7 +269,7 @@ class _Reader:
             raise self.error(f"{function.label} takes {taken} operands, not {given}")
         return self._apply(function, *tree.args)
 
-    def _joined(self, function: Function, operands: Sequence[Node]) -> Node:
+    def _joined(self, function: Function, operands: Sequence[ExpressionNode]) -> ExpressionNode:
         """Return a function of two operands on several, from the left to the right."""
         joined = operands[0]
         for operand in operands[1:]:

@@ -17,7 +17,7 @@ Values = Mapping[str, Any]
 """Arrays or scalars, by the names of an expression."""
 
 
-class Node(ABC):
+class ExpressionNode(ABC):
     """A part of an expression."""
 
     @property
@@ -26,7 +26,7 @@ class Node(ABC):
         return "number"
 
     @property
-    def below(self) -> tuple[Node, ...]:
+    def below(self) -> tuple[ExpressionNode, ...]:
         """The parts of which it consists."""
         return ()
 
@@ -38,7 +38,7 @@ class Node(ABC):
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
         """Return its value: of ``dtype`` if that is a number."""
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[ExpressionNode]:
         """Yield it and all nodes below it."""
         yield self
         for node in self.below:
@@ -46,44 +46,44 @@ class Node(ABC):
 
 
 @dataclass(frozen=True)
-class Number(Node):
+class Number(ExpressionNode):
     """A literal, which becomes a number of the element type."""
 
     value: int | float
 
     def cpp(self, state: str) -> str:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         # Both forms are exact, because a hexadecimal float has all bits.
         text = f"{self.value}ull" if isinstance(self.value, int) else self.value.hex()
         return f"fn::literal<{state}>({text})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return dtype.type(self.value if dtype.kind in "iu" else float(self.value))
 
 
 @dataclass(frozen=True)
-class Truth(Node):
+class Truth(ExpressionNode):
     """``True`` or ``False``."""
 
     value: bool
 
     @property
     def gives(self) -> Sort:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return "truth"
 
     def cpp(self, state: str) -> str:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return "true" if self.value else "false"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return np.bool_(self.value)
 
 
 @dataclass(frozen=True)
-class Variable(Node):
+class Variable(ExpressionNode):
     """A name, which becomes a number of the element type."""
 
     name: str
@@ -93,11 +93,11 @@ class Variable(Node):
     """The kind of the value; None where it has the element type."""
 
     def cpp(self, state: str) -> str:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return self.code if self.kind is None else f"fn::number<{state}>({self.code})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         value = values[self.name]
         return value if self.kind is None else value.astype(dtype)
 
@@ -113,108 +113,108 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Element(Node):
+class Element(ExpressionNode):
     """An element of an array, which becomes a number of the element type. The index is computed in 64 bits."""
 
     array: Array
-    index: Node
+    index: ExpressionNode
 
     def cpp(self, state: str) -> str:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return f"fn::element<{state}>({self.array.code},{self.index.cpp('i64')})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return values[self.array.name][self.index.evaluate(_INDEX, values)].astype(dtype)
 
 
 @dataclass(frozen=True)
-class Apply(Node):
+class Apply(ExpressionNode):
     """A function of other nodes, which give the sorts that it takes."""
 
     function: Function
-    arguments: tuple[Node, ...]
+    arguments: tuple[ExpressionNode, ...]
 
     @property
     def gives(self) -> Sort:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return self.function.gives
 
     @property
-    def below(self) -> tuple[Node, ...]:
-        """See `Node`."""
+    def below(self) -> tuple[ExpressionNode, ...]:
+        """See `ExpressionNode`."""
         return self.arguments
 
     def cpp(self, state: str) -> str:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return f"fn::{self.function.cpp}({','.join(argument.cpp(state) for argument in self.arguments)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return self.function.numpy(*(argument.evaluate(dtype, values) for argument in self.arguments))
 
 
 @dataclass(frozen=True)
-class Power(Node):
+class Power(ExpressionNode):
     """A node to the power of a constant, at least 1: multiplications, the same ones in C++ and NumPy."""
 
-    base: Node
+    base: ExpressionNode
     exponent: int
 
     @property
-    def below(self) -> tuple[Node, ...]:
-        """See `Node`."""
+    def below(self) -> tuple[ExpressionNode, ...]:
+        """See `ExpressionNode`."""
         return (self.base,)
 
     def cpp(self, state: str) -> str:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return f"fn::power<{self.exponent}>({self.base.cpp(state)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return power(self.base.evaluate(dtype, values), self.exponent)
 
 
 @dataclass(frozen=True)
-class AsTruth(Node):
+class AsTruth(ExpressionNode):
     """Whether a number is not zero."""
 
-    number: Node
+    number: ExpressionNode
 
     @property
     def gives(self) -> Sort:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return "truth"
 
     @property
-    def below(self) -> tuple[Node, ...]:
-        """See `Node`."""
+    def below(self) -> tuple[ExpressionNode, ...]:
+        """See `ExpressionNode`."""
         return (self.number,)
 
     def cpp(self, state: str) -> str:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return f"is_true({self.number.cpp(state)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return self.number.evaluate(dtype, values) != dtype.type(0)
 
 
 @dataclass(frozen=True)
-class AsNumber(Node):
+class AsNumber(ExpressionNode):
     """1 or 0 for a truth value."""
 
-    truth: Node
+    truth: ExpressionNode
 
     @property
-    def below(self) -> tuple[Node, ...]:
-        """See `Node`."""
+    def below(self) -> tuple[ExpressionNode, ...]:
+        """See `ExpressionNode`."""
         return (self.truth,)
 
     def cpp(self, state: str) -> str:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return f"fn::number<{state}>({self.truth.cpp(state)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `Node`."""
+        """See `ExpressionNode`."""
         return self.truth.evaluate(dtype, values).astype(dtype)

@@ -1,10 +1,12 @@
-// Reduces arrays that lie in one rank's memory, in their order, and converts the result: the partial results of several
-// cliques. The arrays are of MPICOMM_DTYPE, the result is of MPICOMM_RESULT. One array is only converted.
+// Reduces arrays that lie in one rank's memory, in their order, and converts the result: the
+// partial results of several peer domains. The arrays are of MPICOMM_DTYPE, the result is of
+// MPICOMM_RESULT. One array is only converted.
 //
-// The type in which MPICOMM_OP computes is the same for both, so the result is rounded once, at the end.
+// The type in which MPICOMM_OP computes is the same for both, so the result is rounded once, at the
+// end.
 //
-// No element is read or written by two threads, and kernels ahead of this one are over when it begins. So it needs no
-// flags.
+// No element is read or written by two threads, and kernels ahead of this one are over when it
+// begins. So it needs no flags.
 
 #include "bytes.cuh"
 #include "element.cuh"

@@ -1,6 +1,6 @@
-// Applies an epilogue to the stored result of a reduction, where no kernel that reduces has done it: elements of
-// MPICOMM_DTYPE become elements of MPICOMM_RESULT. No element is read or written by two threads, and kernels ahead of
-// this one are over when it begins. So it needs no flags.
+// Applies an epilogue to the stored result of a reduction, where no kernel that reduces has done
+// it: elements of MPICOMM_DTYPE become elements of MPICOMM_RESULT. No element is read or written by
+// two threads, and kernels ahead of this one are over when it begins. So it needs no flags.
 
 #include "epilogue.cuh"
 #include "faults.cuh"

@@ -1,6 +1,7 @@
-// The epilogue of a reduction: MPICOMM_EPILOGUE is an expression of the user (mpicomm/epilogues.py) of v, an element of
-// the result, i, its index, and w, the operands. It computes with v as it would be stored, hence rounded. So the result
-// has the same bits in a kernel that reduces and in epilogue.cu, which reads the stored result.
+// The epilogue of a reduction: MPICOMM_EPILOGUE is an expression of the user (mpicomm/epilogues.py)
+// of v, an element of the result, i, its index, and w, the operands. It computes with v as it would
+// be stored, hence rounded. So the result has the same bits in a kernel that reduces and in
+// epilogue.cu, which reads the stored result.
 #pragma once
 
 #include "element.cuh"

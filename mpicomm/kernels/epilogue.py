@@ -25,7 +25,7 @@ class EpilogueOperands(ctypes.Structure):
     ]
 
 
-class Finish(ctypes.Structure):
+class PacketEpilogue(ctypes.Structure):
     """The host's copy of ``Finish`` in finish.cuh of packets."""
 
     _fields_ = [

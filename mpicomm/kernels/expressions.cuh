@@ -1,10 +1,12 @@
-// The functions of expressions of the user (mpicomm/expressions), each with NumPy's meaning. Operands and results have
-// the type in which a kernel computes: see Number<T>::Value.
+// The functions of expressions of the user (mpicomm/expressions), each with NumPy's meaning.
+// Operands and results have the type in which a kernel computes: see Number<T>::Value.
 //
-//   integers     wrap. Division rounds down; division by 0 gives 0. A shift by more bits than there are moves all out.
+//   integers     wrap. Division rounds down; division by 0 gives 0. A shift by more bits than there
+// are moves all out.
 //   max, min     NaN wins; of +0 and -0 the later one
 //   power<n>     n - 1 or fewer multiplications, in the order of `power` in functions.py
-//   exp, log, pow, tanh    CUDA's, whose last bits may differ from NumPy's. All others have NumPy's bits.
+//   exp, log, pow, tanh    CUDA's, whose last bits may differ from NumPy's. All others have NumPy's
+// bits.
 #pragma once
 
 #include "reduce.cuh"
@@ -99,7 +101,8 @@ MPICOMM_DEVICE Complex<F> conj(Complex<F> x) {
 template <class T>
 MPICOMM_DEVICE T remainder(T x, T y) {
   constexpr bool kSigned = static_cast<T>(-1) < static_cast<T>(0);
-  // The quotient of the smallest number and -1 has no place in its type, and the processor would trap.
+  // The quotient of the smallest number and -1 has no place in its type, and the processor would
+  // trap.
   if (y == 0 || (kSigned && y == static_cast<T>(-1))) return 0;
   const T rest = static_cast<T>(x % y);
   return rest != 0 && (rest < 0) != (y < 0) ? static_cast<T>(rest + y) : rest;

@@ -5,9 +5,9 @@
 
 namespace mpicomm {
 
-// The states of a FaultRecord, which it goes through once and never back. Once a record is not kClear the other waits
-// of the device (spin_until) leave, and so do its later kernels. So one missing rank ends the work of the device in
-// order, instead of one timeout after the other.
+// The states of a FaultRecord, which it goes through once and never back. Once a record is not
+// kClear the other waits of the device (spin_until) leave, and so do its later kernels. So one
+// missing rank ends the work of the device in order, instead of one timeout after the other.
 enum FaultState : u32 {
   kClear = 0,
   kWriting = 1,  // one thread has won the record and writes its fields
@@ -21,8 +21,8 @@ enum Operation : u32 {
   kMessage = 4,   // a piece of a message from one rank to another did not come
 };
 
-// A fault record lies in mapped host memory, so that the host can read it while kernels run. The host's copy of this
-// layout is FaultRecord in devices/cuda/faults.py; a test compares the two.
+// A fault record lies in mapped host memory, so that the host can read it while kernels run. The
+// host's copy of this layout is FaultRecord in devices/cuda/faults.py; a test compares the two.
 struct FaultRecord {
   u32 state;
   u32 operation;   // an Operation
@@ -33,8 +33,9 @@ struct FaultRecord {
   u32* failed;     // the word of the device that says whether there is a record
 };
 
-// The record as kernels know it. The record lies across PCIe, microseconds away. So kernels never read it: they read
-// `failed`, a word in memory of the device that is kClear until a thread begins the record.
+// The record as kernels know it. The record lies across PCIe, microseconds away. So kernels never
+// read it: they read `failed`, a word in memory of the device that is kClear until a thread begins
+// the record.
 struct Faults {
   FaultRecord* record;
   const u32* failed;
@@ -52,20 +53,21 @@ struct Watch {
 
 MPICOMM_DEVICE_CALL void report_fault(const Watch& watch, u64 elapsed_ns) {
   FaultRecord* fault = watch.faults.record;
-  // The first writer wins: it names the rank that was missing first, and later timeouts follow from that. Without the
-  // swap two threads of different streams could mix their fields.
+  // The first writer wins: it names the rank that was missing first, and later timeouts follow from
+  // that. Without the swap two threads of different streams could mix their fields.
   if (compare_and_swap(&fault->state, kClear, kWriting) != kClear) return;
-  // Pairs with the loads of `failed` in spin_until, load_health, mpicomm_signal and mpicomm_message: the other waits of
-  // this device and its later kernels then leave. Without it they would go on with data that never came. Relaxed,
-  // because the readers need the word alone.
+  // Pairs with the loads of `failed` in spin_until, load_health, mpicomm_signal and
+  // mpicomm_message: the other waits of this device and its later kernels then leave. Without it
+  // they would go on with data that never came. Relaxed, because the readers need the word alone.
   store_relaxed(fault->failed, kWriting);
   store_relaxed(&fault->operation, watch.operation);
   store_relaxed(&fault->sequence, watch.sequence);
   store_relaxed(&fault->block, watch.block);
   store_relaxed(&fault->peer, watch.peer);
   store_relaxed(&fault->elapsed_ns, elapsed_ns);
-  // Pairs with the host's read of `state` and the fence after it (FaultPage.check), and publishes the fields above. A
-  // plain store could reach host memory before them, and the host would raise an error with zeros in it.
+  // Pairs with the host's read of `state` and the fence after it (FaultPage.check), and publishes
+  // the fields above. A plain store could reach host memory before them, and the host would raise
+  // an error with zeros in it.
   store_release(&fault->state, kWritten);
 }
 
@@ -79,14 +81,15 @@ enum SpinEnd : u32 {
   kLeft,    // `leave` returned true
 };
 
-// How long a spin has lasted. The spinning thread reads the clock only when the spin lasts long: after each poll from
-// kPollsBeforeClock on.
+// How long a spin has lasted. The spinning thread reads the clock only when the spin lasts long:
+// after each poll from kPollsBeforeClock on.
 struct Spell {
   u64 start = 0;
   u64 next_look = 0;
 
-  // Returns kReached if the spin is to go on. Otherwise the kernel must leave without touching the data that it waited
-  // for: time is up, which the record then says, or `leave` returned true. `leave` is called every kLookEvery_ns.
+  // Returns kReached if the spin is to go on. Otherwise the kernel must leave without touching the
+  // data that it waited for: time is up, which the record then says, or `leave` returned true.
+  // `leave` is called every kLookEvery_ns.
   template <class Leave>
   MPICOMM_DEVICE SpinEnd end(Leave leave, const Watch& watch) {
     const u64 now = clock_ns();
@@ -115,7 +118,8 @@ MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
   }
 }
 
-// Returns whether `reached` came true. False means that time is up, for this spin or for another one of this device.
+// Returns whether `reached` came true. False means that time is up, for this spin or for another
+// one of this device.
 template <class Reached>
 MPICOMM_DEVICE bool spin_until(Reached reached, const Watch& watch) {
   // The load is in flight during the first polls; the thread looks at its result only after them.
@@ -124,8 +128,8 @@ MPICOMM_DEVICE bool spin_until(Reached reached, const Watch& watch) {
     if (reached()) return true;
   }
   if (failed_on_entry != kClear) return false;
-  // Pairs with the store of `failed` in report_fault. Relaxed: the word alone says to leave, and no kernel reads the
-  // record.
+  // Pairs with the store of `failed` in report_fault. Relaxed: the word alone says to leave, and no
+  // kernel reads the record.
   return spin(reached, [&] { return load_relaxed(watch.faults.failed) != kClear; }, watch) == kReached;
 }
 

@@ -1,9 +1,10 @@
-// All memory-ordering instructions of mpicomm, and the clock that bounds its spins. No other file of the package
-// contains such an instruction: this is the file to read (or to port) to learn which thread sees which store, and when.
+// All memory-ordering instructions of mpicomm, and the clock that bounds its spins. No other file
+// of the package contains such an instruction: this is the file to read (or to port) to learn which
+// thread sees which store, and when.
 //
-// Scope. Every access and fence has *system* scope, except those whose names say "device" or "in block". The other side
-// of a flag is another GPU, another process on this GPU, or the host. With gpu scope a flag could stay in an L2 cache
-// that a peer across the link does not read.
+// Scope. Every access and fence has *system* scope, except those whose names say "device" or "in
+// block". The other side of a flag is another GPU, another process on this GPU, or the host. With
+// gpu scope a flag could stay in an L2 cache that a peer across the link does not read.
 //
 // How a flag works, here and on the peer:
 //
@@ -12,15 +13,16 @@
 //     __syncthreads() if others wrote data      __syncthreads() if others read data
 //     store_release(flag, target)               ... = data
 //
-// The release is cumulative. It publishes the stores of its own thread, and the stores of other threads that its thread
-// has seen: through a barrier of the block, or because an earlier kernel or copy of the same stream made them.
+// The release is cumulative. It publishes the stores of its own thread, and the stores of other
+// threads that its thread has seen: through a barrier of the block, or because an earlier kernel or
+// copy of the same stream made them.
 //
-// nvcc and NVRTC compile PTX. Any other compiler compiles the C++ atomics of the same meaning, so that the same kernels
-// run on CPU threads, where tools can look for races.
+// nvcc and NVRTC compile PTX. Any other compiler compiles the C++ atomics of the same meaning, so
+// that the same kernels run on CPU threads, where tools can look for races.
 #pragma once
 
-// MPICOMM_DEVICE_CALL is for functions that run rarely. They stay out of line because a kernel waits until the GPU has
-// fetched even the code that it jumps over.
+// MPICOMM_DEVICE_CALL is for functions that run rarely. They stay out of line because a kernel
+// waits until the GPU has fetched even the code that it jumps over.
 #if defined(__CUDACC__)
 #define MPICOMM_DEVICE __device__ __forceinline__
 #define MPICOMM_DEVICE_CALL __device__ __noinline__
@@ -35,7 +37,8 @@
 
 namespace mpicomm {
 
-// Not <cstdint>: NVRTC brings no such header, and these kernels compile where no CUDA headers are installed.
+// Not <cstdint>: NVRTC brings no such header, and these kernels compile where no CUDA headers are
+// installed.
 using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -51,10 +54,11 @@ constexpr u64 kLineNbytes = 128;  // a cache line: words that different ranks or
 
 #if defined(__CUDACC__)
 
-// The "memory" clobber keeps the compiler from moving other accesses across the instruction. `volatile` keeps the
-// compiler from dropping or merging the access itself.
+// The "memory" clobber keeps the compiler from moving other accesses across the instruction.
+// `volatile` keeps the compiler from dropping or merging the access itself.
 
-// Loads a flag before all accesses that follow in program order. Pairs with a release of the same word.
+// Loads a flag before all accesses that follow in program order. Pairs with a release of the same
+// word.
 MPICOMM_DEVICE u32 load_acquire(const u32* p) {
   u32 value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -65,8 +69,8 @@ MPICOMM_DEVICE u64 load_acquire(const u64* p) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
   return value;
 }
-// Loads two words at once. Each of them is an acquire as above, but no order holds between the two: one word may be
-// older than the other.
+// Loads two words at once. Each of them is an acquire as above, but no order holds between the two:
+// one word may be older than the other.
 MPICOMM_DEVICE Pair load_acquire(const Pair* p) {
   Pair value;
   asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];"
@@ -76,8 +80,8 @@ MPICOMM_DEVICE Pair load_acquire(const Pair* p) {
   return value;
 }
 
-// Publishes all accesses that precede it in program order together with the flag. Pairs with an acquire of the same
-// word.
+// Publishes all accesses that precede it in program order together with the flag. Pairs with an
+// acquire of the same word.
 MPICOMM_DEVICE void store_release(u32* p, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
@@ -105,8 +109,8 @@ MPICOMM_DEVICE void store_release_in_block(u32* p, u32 value) {
   asm volatile("st.release.cta.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-// Relaxed accesses: the word is whole and fresh, but the access orders nothing. For words whose reader needs no data
-// beside them.
+// Relaxed accesses: the word is whole and fresh, but the access orders nothing. For words whose
+// reader needs no data beside them.
 MPICOMM_DEVICE u32 load_relaxed(const u32* p) {
   u32 value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -124,7 +128,8 @@ MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// As relaxed, in the form that PTX also has for vectors. For packets, which show by themselves whether they have come.
+// As relaxed, in the form that PTX also has for vectors. For packets, which show by themselves
+// whether they have come.
 MPICOMM_DEVICE u32 load_volatile(const u8* p) {
   u32 value;
   asm volatile("ld.volatile.global.u8 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -150,7 +155,8 @@ MPICOMM_DEVICE void store_volatile(u64* p, u64 value) {
   asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// Sixteen bytes at once. Each half is whole and fresh, but a load may see one half of a store without the other.
+// Sixteen bytes at once. Each half is whole and fresh, but a load may see one half of a store
+// without the other.
 MPICOMM_DEVICE Pair load_volatile(const Pair* p) {
   Pair value;
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.first), "=l"(value.second) : "l"(p) : "memory");
@@ -165,9 +171,10 @@ MPICOMM_DEVICE void fence_system() { __threadfence_system(); }
 // The same for observers on this device, and for the observers that those inform in turn.
 MPICOMM_DEVICE void fence_device() { __threadfence(); }
 
-// A barrier of `threads` threads of a block: whole warps, which all name the same `number`. Numbers begin at 1, because
-// 0 is the barrier of __syncthreads. Returns whether all of them said `ok`. As __syncthreads does, it orders the accesses
-// of these threads before it against their accesses after it. The threads of a warp may come one by one.
+// A barrier of `threads` threads of a block: whole warps, which all name the same `number`. Numbers
+// begin at 1, because 0 is the barrier of __syncthreads. Returns whether all of them said `ok`. As
+// __syncthreads does, it orders the accesses of these threads before it against their accesses
+// after it. The threads of a warp may come one by one.
 MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) {
   u32 all;
   asm volatile(
@@ -181,10 +188,10 @@ MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) {
   return all != 0;
 }
 
-// Programmatic dependent launch. A kernel that is launched this way may begin before the kernel ahead of it on its
-// stream is over. It must not touch memory before `wait_for_predecessor` returns: all accesses of that kernel are done
-// and visible then. Once all blocks of a kernel have called `let_successor_start` (or have returned), the next kernel
-// may begin in this sense.
+// Programmatic dependent launch. A kernel that is launched this way may begin before the kernel
+// ahead of it on its stream is over. It must not touch memory before `wait_for_predecessor`
+// returns: all accesses of that kernel are done and visible then. Once all blocks of a kernel have
+// called `let_successor_start` (or have returned), the next kernel may begin in this sense.
 MPICOMM_DEVICE void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -209,8 +216,9 @@ MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
   return before;
 }
 
-// Nanoseconds of a clock that all multiprocessors share. It advances in steps of up to a microsecond. Unlike clock64 it
-// runs at one rate whatever the GPU's clocks do, and a thread reads the same clock all the time.
+// Nanoseconds of a clock that all multiprocessors share. It advances in steps of up to a
+// microsecond. Unlike clock64 it runs at one rate whatever the GPU's clocks do, and a thread reads
+// the same clock all the time.
 MPICOMM_DEVICE u64 clock_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
@@ -219,8 +227,8 @@ MPICOMM_DEVICE u64 clock_ns() {
 
 #else
 
-// On a CPU a thread that waits has to let other threads run. Every thread does so at each of these accesses, because
-// this also gives the most interleavings.
+// On a CPU a thread that waits has to let other threads run. Every thread does so at each of these
+// accesses, because this also gives the most interleavings.
 #if !defined(MPICOMM_YIELD)
 #define MPICOMM_YIELD() static_cast<void>(0)
 #endif
@@ -280,26 +288,31 @@ MPICOMM_DEVICE u64 clock_ns() {
 
 #endif
 
-// The fence between the reset of a slot and the news that the slot is free, for the slots of packets.cu and chain.cu
-// that are used again within a launch. A receiver that has taken a packet of the sentinel wire resets its slot to
-// "absent" (packet_wires.cuh). The sender may store the next packet there only when the reset has reached the slot: a
-// reset that arrives later would wipe the packet out, and the receiver would wait for it until time is up. The fence
-// orders the resets that this thread has made, or has seen other threads make, before all that it tells the sender
-// afterwards.
+// The fence between the reset of a slot and the news that the slot is free, for the slots of
+// packets.cu and chain.cu that are used again within a launch. A receiver that has taken a packet
+// of the sentinel protocol resets its slot to "absent" (packet_protocols.cuh). The sender may store
+// the next packet there only when the reset has reached the slot: a reset that arrives later would
+// wipe the packet out, and the receiver would wait for it until time is up. The fence orders the
+// resets that this thread has made, or has seen other threads make, before all that it tells the
+// sender afterwards.
 //
-// Slots in the receiver's own memory: device scope is enough, because this memory is the one place where the receiver's
-// resets and the sender's packets come to be ordered. A fence of system scope would also wait for the receiver's own
-// stores to other ranks.
+// Slots in the receiver's own memory: device scope is enough, because this memory is the one place
+// where the receiver's resets and the sender's packets come to be ordered. A fence of system scope
+// would also wait for the receiver's own stores to other ranks.
 //
-// Slots in memory of the host (MPICOMM_HOST_SLOTS) lie in no device. The receiver's stores take another way to them
-// than the stores of its peers. So the fence has system scope: the resets have arrived in host memory when it is over.
+// Slots in memory of the host (MPICOMM_HOST_SLOTS) lie in no device. The receiver's stores take
+// another way to them than the stores of its peers. So the fence has system scope: the resets have
+// arrived in host memory when it is over.
 //
-// The PTX memory model does not promise any of this, because packets neither release nor acquire. The code rests on
+// The PTX memory model does not promise any of this, because packets neither release nor acquire.
+// The code rests on
 // these properties of the hardware instead:
-// - A device fence is over only when the device's memory has all stores to it by the thread of the fence, and by the
+// - A device fence is over only when the device's memory has all stores to it by the thread of the
+// fence, and by the
 //   threads from which that thread has acquired.
 // - Stores of peers come to be ordered with those in the same place.
-// - When a peer has loaded a packet, branched on it and stored afterwards, its store does not arrive before the load
+// - When a peer has loaded a packet, branched on it and stored afterwards, its store does not
+// arrive before the load
 //   was done.
 MPICOMM_DEVICE void fence_slots() {
 #if defined(MPICOMM_HOST_SLOTS)

@@ -1,17 +1,20 @@
-// A step of a message from one rank to another: waits for counts, copies bytes, adds to counts. Each part is optional.
+// A step of a message from one rank to another: waits for counts, copies bytes, adds to counts.
+// Each part is optional.
 //
-// The data of a message lies in memory of the sender, see messages/outbox.py. A message has a line of counts there:
-// `ready` words, which the sender adds to, and `done` words, which the receiver adds to. All words of a kind have the
-// same count between two messages, and `ready` and `done` are equal then. So a message with the same place, arrays and
-// ranks as an earlier one has the same step, which a graph can launch again.
+// The data of a message lies in memory of the sender, see messages/outbox.py. A message has a line
+// of counts there: `ready` words, which the sender adds to, and `done` words, which the receiver
+// adds to. All words of a kind have the same count between two messages, and `ready` and `done` are
+// equal then. So a message with the same place, arrays and ranks as an earlier one has the same
+// step, which a graph can launch again.
 //
-// A step of several blocks copies a part of the bytes with each block, and shares the words among its blocks. Sender and
-// receiver cut alike, because the parts depend on the number of bytes and of blocks alone. So a block of the receiver
-// waits for the one block of the sender that has written its part, and the blocks of a kernel need not meet.
+// A step of several blocks copies a part of the bytes with each block, and shares the words among
+// its blocks. Sender and receiver cut alike, because the parts depend on the number of bytes and of
+// blocks alone. So a block of the receiver waits for the one block of the sender that has written
+// its part, and the blocks of a kernel need not meet.
 //
-// A kernel waits only for kernels that other ranks have enqueued or enqueue at once: a sender has given MPI the
-// description of the message, and waits for nothing between that and its step. No captured graph can hold this kernel,
-// because MPI has matched the message on the host.
+// A kernel waits only for kernels that other ranks have enqueued or enqueue at once: a sender has
+// given MPI the description of the message, and waits for nothing between that and its step. No
+// captured graph can hold this kernel, because MPI has matched the message on the host.
 
 #include "bytes.cuh"
 #include "faults.cuh"
@@ -41,18 +44,20 @@ MPICOMM_DEVICE void carry(const MessageStep& x) {
   const u32 block = blockIdx.x;
   bool ok = true;
   if (threadIdx.x == 0 && x.awaits != 0) {
-    // The last message of this line has come to an end: its receiver's store is in the sender's memory, because the
-    // sender uses a line again when it has seen that store there. So this count cannot be an old one.
+    // The last message of this line has come to an end: its receiver's store is in the sender's
+    // memory, because the sender uses a line again when it has seen that store there. So this count
+    // cannot be an old one.
     const u64 count = load_relaxed(x.done + block) + x.awaits;
     const Watch watch{{x.record, x.failed}, x.timeout_ns, kMessage, count, block, x.peer};
-    // Pairs with the release below, of the other rank: this block, and later work of this stream, read the bytes that
-    // the other rank's block has written. With a plain load they could read the bytes of an earlier message. The
-    // difference is signed, as for every flag: later pieces of the message may have come, too.
+    // Pairs with the release below, of the other rank: this block, and later work of this stream,
+    // read the bytes that the other rank's block has written. With a plain load they could read the
+    // bytes of an earlier message. The difference is signed, as for every flag: later pieces of the
+    // message may have come, too.
     const u64* const word = x.ready + block;
     ok = spin_until([=] { return static_cast<long long>(load_acquire(word) - count) >= 0; }, watch);
   }
-  // All threads leave or none: a thread that went on alone would wait at the next barrier for ever. The barrier also
-  // orders the loads of the whole block after the acquire of thread 0.
+  // All threads leave or none: a thread that went on alone would wait at the next barrier for ever.
+  // The barrier also orders the loads of the whole block after the acquire of thread 0.
   if (!__syncthreads_and(ok)) return;
 
   const u64 lines = (x.nbytes + kLineNbytes - 1) / kLineNbytes;
@@ -61,20 +66,22 @@ MPICOMM_DEVICE void carry(const MessageStep& x) {
     const u64 some = x.nbytes - begin < part ? x.nbytes - begin : part;
     copy_bytes(x.target + begin, x.source + begin, some, threadIdx.x, blockDim.x);
   }
-  // Orders the copies of the whole block before the releases below, which would each publish one thread's copies alone.
+  // Orders the copies of the whole block before the releases below, which would each publish one
+  // thread's copies alone.
   __syncthreads();
-  // Each block adds to the word of its number, which says that its part is there, and to some that no block waits for:
-  // a message with more blocks may use the line next.
+  // Each block adds to the word of its number, which says that its part is there, and to some that
+  // no block waits for: a message with more blocks may use the line next.
   if (threadIdx.x < kMessageWords && threadIdx.x % gridDim.x == block) {
-    // After a failed wait `ready` must not say that this rank's data is right. And `done` must not say that a message
-    // was taken, because the sender would use its memory again. Pairs with the store in report_fault: a wait of this
-    // stream was an earlier kernel, so its store is there.
+    // After a failed wait `ready` must not say that this rank's data is right. And `done` must not
+    // say that a message was taken, because the sender would use its memory again. Pairs with the
+    // store in report_fault: a wait of this stream was an earlier kernel, so its store is there.
     if (load_relaxed(x.failed) != kClear) return;
-    // `ready` pairs with the acquire above, and publishes the copies of this block and all earlier work of this stream.
-    // A plain store could arrive before them, and the receiver would copy the bytes of an earlier message. `done` pairs
-    // with the copy by which the sender's host reads these words (Outbox in messages/outbox.py). It says that the loads
-    // of the message are over: if it came earlier, the next message would overwrite data that is still being read.
-    // No other thread writes these words meanwhile, so a load and a store add to them.
+    // `ready` pairs with the acquire above, and publishes the copies of this block and all earlier
+    // work of this stream. A plain store could arrive before them, and the receiver would copy the
+    // bytes of an earlier message. `done` pairs with the copy by which the sender's host reads
+    // these words (Outbox in messages/outbox.py). It says that the loads of the message are over:
+    // if it came earlier, the next message would overwrite data that is still being read. No other
+    // thread writes these words meanwhile, so a load and a store add to them.
     u64* const ready = x.ready + threadIdx.x;
     u64* const done = x.done + threadIdx.x;
     if (x.sent != 0) store_release(ready, load_relaxed(ready) + x.sent);

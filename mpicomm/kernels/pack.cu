@@ -1,20 +1,24 @@
-// Packs and unpacks memory of any layout: runs of bytes that nested loops visit, as MPI's datatypes describe them.
+// Packs and unpacks memory of any layout: runs of bytes that nested loops visit, as MPI's datatypes
+// describe them.
 //
-// A region is one run and its loops. A loop has a stride in memory and a stride in packed memory, because the runs of
-// other regions may lie between its own runs there: the fields of an array of structures are one region each. The
-// places of one loop of a region may be listed instead, as those of an indexed datatype. All regions together fill
-// packed memory, each byte once.
+// A region is one run and its loops. A loop has a stride in memory and a stride in packed memory,
+// because the runs of other regions may lie between its own runs there: the fields of an array of
+// structures are one region each. The places of one loop of a region may be listed instead, as
+// those of an indexed datatype. All regions together fill packed memory, each byte once.
 //
-// The runs of a region are cut into units of up to 16 bytes, which lie in one run. A thread moves several units at a
-// time. It searches for the region of a unit from its last region on, and finds the place in the region by one division
-// for each loop. Neighbouring threads move neighbouring units of a region, so that a warp touches whole lines of packed
-// memory where the runs of the region follow each other.
+// The runs of a region are cut into units of up to 16 bytes, which lie in one run. A thread moves
+// several units at a time. It searches for the region of a unit from its last region on, and finds
+// the place in the region by one division for each loop. Neighbouring threads move neighbouring
+// units of a region, so that a warp touches whole lines of packed memory where the runs of the
+// region follow each other.
 //
-// The fields of an array of structures are regions with the same loops, whose runs follow each other in packed memory.
-// Their units are numbered structure by structure, so that a warp moves whole structures. If it moved one field of all
-// structures, and then the next field, it would touch most lines of memory once for each field.
+// The fields of an array of structures are regions with the same loops, whose runs follow each
+// other in packed memory. Their units are numbered structure by structure, so that a warp moves
+// whole structures. If it moved one field of all structures, and then the next field, it would
+// touch most lines of memory once for each field.
 //
-// No unit is moved by two threads, and kernels ahead of this one are over when it begins. So it needs no flags.
+// No unit is moved by two threads, and kernels ahead of this one are over when it begins. So it
+// needs no flags.
 
 #include "bytes.cuh"
 #include "faults.cuh"
@@ -60,8 +64,8 @@ struct Unit {
   u32 nbytes;
 };
 
-// Returns the region of a unit; `from` is a region that does not begin behind the unit. The steps of the search double,
-// because the region is near for all but the first unit of a thread.
+// Returns the region of a unit; `from` is a region that does not begin behind the unit. The steps
+// of the search double, because the region is near for all but the first unit of a thread.
 MPICOMM_DEVICE u32 region_of(const Packing& x, u64 number, u32 from) {
   const auto begins = [&](u32 region) { return region < x.num_regions && x.regions[region].first_unit <= number; };
   u32 low = from, step = 1;
@@ -81,11 +85,13 @@ MPICOMM_DEVICE const i64* list_of(const Packing& x, const Region& region) {
   return reinterpret_cast<const i64*>(reinterpret_cast<u64>(x.regions) + region.list);
 }
 
-// Returns a unit of a region, or of the structures of which the region is the first field; `index` is its number.
-// `kFields` is whether there can be other fields: a region without them is faster without the question.
+// Returns a unit of a region, or of the structures of which the region is the first field; `index`
+// is its number. `kFields` is whether there can be other fields: a region without them is faster
+// without the question.
 template <bool kFields>
 MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u32 index, u64 number) {
-  // The host cuts regions so that 32 bits hold the number of a unit: a division of 64 bits takes four times as long.
+  // The host cuts regions so that 32 bits hold the number of a unit: a division of 64 bits takes
+  // four times as long.
   const u32 unit = static_cast<u32>(number - region.first_unit);
   u32 run = unit / region.element_units;
   u32 rest = unit - run * region.element_units, units = region.run_units, run_nbytes = region.run_nbytes;
@@ -112,7 +118,8 @@ MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u32 index, u
   return x.unpacks ? Unit{packed, memory, nbytes} : Unit{memory, packed, nbytes};
 }
 
-// Words of eight bytes are frequent: the elements of a column of doubles, and structures with doubles.
+// Words of eight bytes are frequent: the elements of a column of doubles, and structures with
+// doubles.
 MPICOMM_DEVICE bool is_double(const u8* at, u32 nbytes) { return nbytes == 8 && width_of(at) >= 8; }
 MPICOMM_DEVICE bool is_two_doubles(const u8* at, u32 nbytes) { return nbytes == kPacketNbytes && width_of(at) == 8; }
 
@@ -143,15 +150,16 @@ MPICOMM_DEVICE void store_unit(u8* to, const Packet& packet, u32 nbytes) {
   }
 }
 
-// Moves the units from `begin` to `end`, of which this thread has each `step`th. `kOne` is whether all are units of the
-// first region or of its structures: it lies in the kernel's argument, because a thread would else wait for the table
-// before it loads data.
+// Moves the units from `begin` to `end`, of which this thread has each `step`th. `kOne` is whether
+// all are units of the first region or of its structures: it lies in the kernel's argument, because
+// a thread would else wait for the table before it loads data.
 template <bool kOne, bool kFields>
 MPICOMM_DEVICE void move_units(const Packing& x, u64 begin, u64 end, u64 step) {
-  // After a failure packed memory may hold other data, which must not get into the user's memory. Pairs with the store
-  // in report_fault: a wait of this stream was an earlier kernel, so a plain load sees its store. A plain load also
-  // stays in the cache of the multiprocessor, where a load of each thread from the one word would queue up. It is in
-  // flight during the first loads of data.
+  // After a failure packed memory may hold other data, which must not get into the user's memory.
+  // Pairs with the store in report_fault: a wait of this stream was an earlier kernel, so a plain
+  // load sees its store. A plain load also stays in the cache of the multiprocessor, where a load
+  // of each thread from the one word would queue up. It is in flight during the first loads of
+  // data.
   const u32 failed = x.unpacks ? *x.failed : kClear;
   u32 region = 0;
   // All loads come before the first store, so that kAtOnce loads are in flight at once.

@@ -1,5 +1,5 @@
-// Reduces arrays of several sources element by element, in the order of the sources, several packets at a time. Op is
-// an operation of reduce.cuh on elements of type T.
+// Reduces arrays of several sources element by element, in the order of the sources, several
+// packets at a time. Op is an operation of reduce.cuh on elements of type T.
 #pragma once
 
 #include "bytes.cuh"
@@ -12,8 +12,9 @@ struct PacketOf {
   T of[kPacketNbytes / sizeof(T)];
 };
 
-// Reduces bytes `begin` to `end`. Each thread takes `at_once` packets at a time. `aligned` is whether output and
-// sources all lie at multiples of 16 bytes. `source(i)` is the address of source i.
+// Reduces bytes `begin` to `end`. Each thread takes `at_once` packets at a time. `aligned` is
+// whether output and sources all lie at multiples of 16 bytes. `source(i)` is the address of source
+// i.
 template <class Op, class T, u32 at_once, bool aligned, class Source>
 MPICOMM_DEVICE void reduce_part(u8* output, Source source, u32 sources, u64 begin, u64 end, u32 thread, u32 threads) {
   constexpr u32 kElements = kPacketNbytes / sizeof(T);
@@ -58,8 +59,9 @@ MPICOMM_DEVICE void reduce_part(u8* output, Source source, u32 sources, u64 begi
 template <class T>
 constexpr u32 kAtOnce = sizeof(T) < 4 ? 2 : 4;
 
-// Reduces `nbytes` with `threads` threads, of which the caller is number `thread`; `aligned` as above. The output may
-// be one of the sources, because a thread reads all contributions to an element before it writes the element.
+// Reduces `nbytes` with `threads` threads, of which the caller is number `thread`; `aligned` as
+// above. The output may be one of the sources, because a thread reads all contributions to an
+// element before it writes the element.
 template <class Op, class T, u32 at_once = kAtOnce<T>, class Source>
 MPICOMM_DEVICE void reduce_bytes(
     u8* output, Source source, u32 sources, u64 nbytes, bool aligned, u32 thread, u32 threads) {

@@ -1,4 +1,5 @@
-// Reduces packets element by element. For kernels that are compiled for a reduction: MPICOMM_DTYPE and MPICOMM_OP.
+// Reduces packets element by element. For kernels that are compiled for a reduction: MPICOMM_DTYPE
+// and MPICOMM_OP.
 #pragma once
 
 #include "bytes.cuh"
@@ -21,8 +22,8 @@ MPICOMM_DEVICE Packet reduce_packets(const Packet& first, const Packet& second) 
   return __builtin_bit_cast(Packet, result);
 }
 
-// Returns the reduction of the contributions of several ranks, in rank order. `set` has bit r for rank r. Only the
-// first `nbytes` of the packets count.
+// Returns the reduction of the contributions of several ranks, in rank order. `set` has bit r for
+// rank r. Only the first `nbytes` of the packets count.
 template <u64 nbytes, u32 ranks>
 MPICOMM_DEVICE Packet reduce_packets(const Packet (&packets)[ranks], u32 set) {
   constexpr u32 kReduced = nbytes / sizeof(Element);

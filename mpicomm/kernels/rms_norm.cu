@@ -1,6 +1,7 @@
-// Normalises the rows of the stored result of a reduction (rms_norm.cuh), behind a kernel that reduces. A block takes a
-// row at a time. Each element of the arrays is read and written by one thread alone, and kernels ahead of this one are
-// over when it begins. So it needs no flags, and two barriers: at the begin and between the sums.
+// Normalises the rows of the stored result of a reduction (rms_norm.cuh), behind a kernel that
+// reduces. A block takes a row at a time. Each element of the arrays is read and written by one
+// thread alone, and kernels ahead of this one are over when it begins. So it needs no flags, and
+// two barriers: at the begin and between the sums.
 
 #include "faults.cuh"
 #include "rms_norm.cuh"
@@ -58,9 +59,10 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kNormThreads)
 MPICOMM_KERNEL void mpicomm_rms_norm(const __grid_constant__ mpicomm::RmsNorm x) {
   using namespace mpicomm;
   __shared__ Sums sums;
-  // Pairs with the store of `failed` in report_fault, which a kernel of another stream may execute at this moment. Then
-  // some threads see the failure and others do not. All threads leave or none does, because the barrier of a row counts
-  // all threads: those that stay would wait there for ever.
+  // Pairs with the store of `failed` in report_fault, which a kernel of another stream may execute
+  // at this moment. Then some threads see the failure and others do not. All threads leave or none
+  // does, because the barrier of a row counts all threads: those that stay would wait there for
+  // ever.
   if (!__syncthreads_and(load_relaxed(x.failed) == kClear)) return;
   u32 turn = 0;
   for (u64 row = blockIdx.x; row < x.norm.rows; row += gridDim.x, turn ^= 1) normalise(x, row, turn, sums);

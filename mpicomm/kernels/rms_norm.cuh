@@ -1,12 +1,12 @@
-// The RMS norm of rows with a residual, which packets.cu applies to what it has just reduced, and rms_norm.cu to a
-// stored result: elements of MPICOMM_DTYPE become elements of MPICOMM_RESULT.
+// The RMS norm of rows with a residual, which packets.cu applies to what it has just reduced, and
+// rms_norm.cu to a stored result: elements of MPICOMM_DTYPE become elements of MPICOMM_RESULT.
 //
 //     h = value + residual, rounded            the new residual
 //     out = h / sqrt(mean of h * h + eps) * weight
 //
-// kNormThreads threads take a row together. Thread t adds the squares of packets t, t + kNormThreads and so on, one
-// element after the other, and the sums of all threads are added by halves. So the order does not depend on the kernel,
-// on the device, or on where the arrays lie.
+// kNormThreads threads take a row together. Thread t adds the squares of packets t, t +
+// kNormThreads and so on, one element after the other, and the sums of all threads are added by
+// halves. So the order does not depend on the kernel, on the device, or on where the arrays lie.
 #pragma once
 
 #include "expressions.cuh"
@@ -56,19 +56,22 @@ MPICOMM_DEVICE State with_squares(State sum, const Elements& h, u64 count) {
   return sum;
 }
 
-// The threads of a row, of which the caller is number `thread`, meet at the end of the row with their sums of squares.
-// Sets `root` to the root of the mean with eps. Returns false if not all of them are `ok`: then the row has no mean, and
-// all of them must leave. `turn` is 0 or 1, another one than for the row before; `barrier` is for these threads alone.
+// The threads of a row, of which the caller is number `thread`, meet at the end of the row with
+// their sums of squares. Sets `root` to the root of the mean with eps. Returns false if not all of
+// them are `ok`: then the row has no mean, and all of them must leave. `turn` is 0 or 1, another
+// one than for the row before; `barrier` is for these threads alone.
 MPICOMM_DEVICE bool meet_at_end(
     const Norm& norm, Sums& sums, u32 thread, u32 turn, u32 barrier, State sum, bool ok, State& root) {
   State* const all = sums.of[turn];
   all[thread] = sum;
-  // Publishes the sums of all threads to all of them. Without it a thread would add sums that the others have yet to
-  // store. No second barrier keeps the next sums out of `all` while a slow thread still reads it: they come two rows
-  // later, behind the barrier of the next row, which the slow thread has to reach first.
+  // Publishes the sums of all threads to all of them. Without it a thread would add sums that the
+  // others have yet to store. No second barrier keeps the next sums out of `all` while a slow
+  // thread still reads it: they come two rows later, behind the barrier of the next row, which the
+  // slow thread has to reach first.
   if (!meet(barrier, kNormThreads, ok)) return false;
   static_assert(kNormThreads == 8 * kLanes, "each lane adds eight sums");
-  // Each warp adds all sums. So no more barriers are needed: the last five halves are the lanes of a warp.
+  // Each warp adds all sums. So no more barriers are needed: the last five halves are the lanes of
+  // a warp.
   const u32 lane = thread % kLanes;
   State halves[8];
 #pragma unroll
@@ -87,7 +90,8 @@ MPICOMM_DEVICE bool meet_at_end(
   return true;
 }
 
-// Stores the result for the first `count` elements of a packet of h, which begins at element `at` of row `row`.
+// Stores the result for the first `count` elements of a packet of h, which begins at element `at`
+// of row `row`.
 MPICOMM_DEVICE void store_normal(const Norm& norm, u64 row, u64 at, const Elements& h, u64 count, State root) {
   const auto weight = load_run<Weight, kElements>(norm.weight + at * sizeof(Weight), count);
   Run<Finished, kElements> out{};

@@ -1,4 +1,5 @@
-// Runs: a few elements of one type, side by side, that one thread moves in accesses as wide as their place allows.
+// Runs: a few elements of one type, side by side, that one thread moves in accesses as wide as
+// their place allows.
 #pragma once
 
 #include "bytes.cuh"

@@ -1,5 +1,6 @@
-// Team, which every kernel of a communicator gets as an argument, and the head of an arena: the words by which ranks
-// count their launches, announce which launch and which call they are in, and give up together.
+// Team, which every kernel of a communicator gets as an argument, and the head of an arena: the
+// words by which ranks count their launches, announce which launch and which call they are in, and
+// give up together.
 //
 // An arena is memory of one rank that all ranks have mapped. Its head, all zero at first:
 //
@@ -9,13 +10,18 @@
 //     numbers          the number of the last launch, once for each block
 //
 // Three rules hold for all kernels of several ranks:
-// - All blocks of a launch run at once. A block waits for blocks of other ranks; if one of these waited for a free
-//   multiprocessor, the ranks could wait for each other in a circle. The host launches no more blocks than the smallest
-//   device runs at once. (Kernels of two communicators may still keep each other out of a small device: then time runs
+// - All blocks of a launch run at once. A block waits for blocks of other ranks; if one of these
+// waited for a free
+//   multiprocessor, the ranks could wait for each other in a circle. The host launches no more
+// blocks than the smallest
+//   device runs at once. (Kernels of two communicators may still keep each other out of a small
+// device: then time runs
 //   out, and both say so.)
-// - Every kernel bounds its registers with __launch_bounds__, so that its blocks always fit on a multiprocessor. A
+// - Every kernel bounds its registers with __launch_bounds__, so that its blocks always fit on a
+// multiprocessor. A
 //   launch that fails on one rank would leave the peers waiting.
-// - A rank that stores to several peers begins with the rank after it, so that at any time one rank stores to each.
+// - A rank that stores to several peers begins with the rank after it, so that at any time one rank
+// stores to each.
 #pragma once
 
 #include "bytes.cuh"
@@ -41,11 +47,12 @@ struct Team {
   u32 tags[kMaxRanks];  // for each rank a hash of this rank's call and of all on which the two must agree
 };
 
-// The abort word. A rank that gives up stores {operation:8, rank at fault:24, epoch:32}, never zero, in the first word
-// of every arena. The stores here pair with the loads in load_health, Patience::lasts, is_told and lasts. Both sides
-// are relaxed: the word is whole, and its reader needs no other data. A reason that is there stays, because it is
-// nearest to the cause: a rank that was told of a mismatch would otherwise write over it that it gives up itself. Of
-// two ranks that store at once either may win, because each has a reason.
+// The abort word. A rank that gives up stores {operation:8, rank at fault:24, epoch:32}, never
+// zero, in the first word of every arena. The stores here pair with the loads in load_health,
+// Patience::lasts, is_told and lasts. Both sides are relaxed: the word is whole, and its reader
+// needs no other data. A reason that is there stays, because it is nearest to the cause: a rank
+// that was told of a mismatch would otherwise write over it that it gives up itself. Of two ranks
+// that store at once either may win, because each has a reason.
 MPICOMM_DEVICE u64* abort_word(const Team& team, u32 owner) { return reinterpret_cast<u64*>(team.arenas[owner]); }
 
 MPICOMM_DEVICE_CALL void raise_abort(const Team& team, const Watch& watch) {
@@ -56,8 +63,8 @@ MPICOMM_DEVICE_CALL void raise_abort(const Team& team, const Watch& watch) {
   }
 }
 
-// Whether `word`, this rank's abort word, says that another rank has given up. If so, this rank records the same
-// reason.
+// Whether `word`, this rank's abort word, says that another rank has given up. If so, this rank
+// records the same reason.
 MPICOMM_DEVICE_CALL bool heed_abort(const Team& team, u32 block, u64 word) {
   if (word == 0) return false;
   const u32 operation = static_cast<u32>(word >> 56), peer = static_cast<u32>(word >> 32) & 0xFFFFFFu;
@@ -65,8 +72,8 @@ MPICOMM_DEVICE_CALL bool heed_abort(const Team& team, u32 block, u64 word) {
   return true;
 }
 
-// The words that say whether a rank has given up. They are loaded apart from the check, so that these loads are in
-// flight beside other loads.
+// The words that say whether a rank has given up. They are loaded apart from the check, so that
+// these loads are in flight beside other loads.
 struct Health {
   u32 failed = kClear;
   u64 abort_word = 0;
@@ -75,9 +82,9 @@ MPICOMM_DEVICE Health load_health(const Team& team) {
   return {load_relaxed(team.faults.failed), load_relaxed(abort_word(team, team.rank))};
 }
 
-// Whether no rank has given up, and no wait of an earlier kernel has failed on this device. After a failed wait this
-// rank would compute with data that never came. So its kernel leaves, and tells the other ranks at once that nothing
-// more comes.
+// Whether no rank has given up, and no wait of an earlier kernel has failed on this device. After a
+// failed wait this rank would compute with data that never came. So its kernel leaves, and tells
+// the other ranks at once that nothing more comes.
 MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health) {
   if (health.abort_word == 0 && health.failed == kClear) return true;
   if (heed_abort(team, block, health.abort_word)) return false;
@@ -85,16 +92,17 @@ MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health
   return false;
 }
 
-// The number of a launch. Each rank counts its launches in its arena, alike on all ranks, so that a captured graph can
-// be replayed for ever. Every block reads and advances a count of its own, so that no block needs to know whether the
-// others have read theirs. The number belongs to the communicator, but grids differ: so the blocks of a launch advance
-// the counts of all possible blocks. Words of 32 bits hold the lower half of a number, which wraps around.
+// The number of a launch. Each rank counts its launches in its arena, alike on all ranks, so that a
+// captured graph can be replayed for ever. Every block reads and advances a count of its own, so
+// that no block needs to know whether the others have read theirs. The number belongs to the
+// communicator, but grids differ: so the blocks of a launch advance the counts of all possible
+// blocks. Words of 32 bits hold the lower half of a number, which wraps around.
 MPICOMM_DEVICE u64* launches_of(const Team& team) {
   return reinterpret_cast<u64*>(team.arenas[team.rank] + kNumbers);
 }
 
-// Advances the counts to `count`, with `threads` threads of each block, once all threads of the block have read its
-// count.
+// Advances the counts to `count`, with `threads` threads of each block, once all threads of the
+// block have read its count.
 MPICOMM_DEVICE void count_launch(const Team& team, u64 count, u32 thread, u32 threads) {
   u64* const launches = launches_of(team);
   for (u32 block = blockIdx.x + thread * gridDim.x; block < kMaxBlocks; block += gridDim.x * threads) {
@@ -102,13 +110,14 @@ MPICOMM_DEVICE void count_launch(const Team& team, u64 count, u32 thread, u32 th
   }
 }
 
-// The announcements of `announcer` in the arena of `owner`: {launch, tag} of its last two launches, each at the place
-// of its parity.
+// The announcements of `announcer` in the arena of `owner`: {launch, tag} of its last two launches,
+// each at the place of its parity.
 MPICOMM_DEVICE u64* announcements(const Team& team, u32 owner, u32 announcer) {
   return reinterpret_cast<u64*>(team.arenas[owner] + kAnnouncements) + announcer * 2;
 }
 
-// This rank's copy of its announcements to `peer`, at the same places. Its next launch compares them with the peer's.
+// This rank's copy of its announcements to `peer`, at the same places. Its next launch compares
+// them with the peer's.
 MPICOMM_DEVICE u64* said(const Team& team, u32 peer) {
   return reinterpret_cast<u64*>(team.arenas[team.rank] + kSaid) + peer * 2;
 }
@@ -120,23 +129,23 @@ MPICOMM_DEVICE u64 say(const Team& team, u32 peer, u32 launch) {
   return word;
 }
 
-// Announces `launch` to `peer`: it has begun on this rank, hence the launch before it is over. Pairs with
-// `load_announcements` and `look_at`. Relaxed: the launch before was another kernel, whose accesses were performed
-// when it ended, and this launch publishes nothing with the word.
+// Announces `launch` to `peer`: it has begun on this rank, hence the launch before it is over.
+// Pairs with `load_announcements` and `look_at`. Relaxed: the launch before was another kernel,
+// whose accesses were performed when it ended, and this launch publishes nothing with the word.
 MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
   store_relaxed(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }
 
-// As `announce`, for a peer that may go on to read data that any kernel or copy wrote here before `launch`, or to
-// overwrite data that they read. Pairs with `acquire_announcements` and publishes all of these accesses. The end of an
-// earlier kernel orders its accesses for this device alone: after a relaxed store the peer could read old data, or
-// overwrite data that is still being read.
+// As `announce`, for a peer that may go on to read data that any kernel or copy wrote here before
+// `launch`, or to overwrite data that they read. Pairs with `acquire_announcements` and publishes
+// all of these accesses. The end of an earlier kernel orders its accesses for this device alone:
+// after a relaxed store the peer could read old data, or overwrite data that is still being read.
 MPICOMM_DEVICE void announce_all_before(const Team& team, u32 peer, u32 launch) {
   store_release(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }
 
-// The announcements of a rank's last two launches. A kernel loads both, so that the loads need not wait for the number
-// of this launch.
+// The announcements of a rank's last two launches. A kernel loads both, so that the loads need not
+// wait for the number of this launch.
 struct Announcements {
   u64 words[2];
 
@@ -146,16 +155,17 @@ struct Announcements {
   }
   // A choice instead of an index, because an index would put the words into memory.
   MPICOMM_DEVICE u64 of(u32 launch) const { return launch % 2 == 0 ? words[0] : words[1]; }
-  // Whether two ranks announced different tags for `launch`. False if one of them has announced a later launch there
-  // since.
+  // Whether two ranks announced different tags for `launch`. False if one of them has announced a
+  // later launch there since.
   MPICOMM_DEVICE bool differ_from(const Announcements& others, u32 launch) const {
     const u64 word = of(launch), other = others.of(launch);
     return word != other && static_cast<u32>(word >> 32) == launch && static_cast<u32>(other >> 32) == launch;
   }
 };
 
-// Loads this rank's copy of its announcements to `peer`. Pairs with the stores in `say` by earlier launches, which are
-// over. Another block may be storing the word of this launch: the caller uses the other one of the two.
+// Loads this rank's copy of its announcements to `peer`. Pairs with the stores in `say` by earlier
+// launches, which are over. Another block may be storing the word of this launch: the caller uses
+// the other one of the two.
 MPICOMM_DEVICE Announcements load_said(const Team& team, u32 peer) {
   const u64* const words = said(team, peer);
   return {{load_relaxed(words), load_relaxed(words + 1)}};
@@ -169,9 +179,10 @@ MPICOMM_DEVICE Announcements load_announcements(const Team& team, u32 announcer)
 // Pairs with `announce_all_before` of `announcer`: the caller's later accesses come after all that
 // `announcer` did before it.
 MPICOMM_DEVICE Announcements acquire_announcements(const Team& team, u32 announcer) {
-  // One load of both words, because each acquire holds up the accesses that follow it. No order holds between the two:
-  // the word of an earlier launch may be older than the other word implies. That does no harm. A peer that has gone on
-  // to a later launch was content with what this rank announced for the earlier one.
+  // One load of both words, because each acquire holds up the accesses that follow it. No order
+  // holds between the two: the word of an earlier launch may be older than the other word implies.
+  // That does no harm. A peer that has gone on to a later launch was content with what this rank
+  // announced for the earlier one.
   const Pair both = load_acquire(reinterpret_cast<const Pair*>(announcements(team, team.rank, announcer)));
   return {{both.first, both.second}};
 }
@@ -181,8 +192,8 @@ enum Announced : u32 { kAbsent, kSame, kDifferent };
 // Compares what `peer` announced in `word`, at the place of `launch`, with this rank's call.
 MPICOMM_DEVICE Announced judge(const Team& team, u32 peer, u32 launch, u64 word) {
   const u32 said = static_cast<u32>(word >> 32);
-  // A peer that is two launches ahead has written over the word. It can be ahead only because it was content with what
-  // this rank announced for this launch.
+  // A peer that is two launches ahead has written over the word. It can be ahead only because it
+  // was content with what this rank announced for this launch.
   if (static_cast<i32>(said - launch) < 0) return kAbsent;
   return said != launch || static_cast<u32>(word) == team.tags[peer] ? kSame : kDifferent;
 }
@@ -198,14 +209,15 @@ MPICOMM_DEVICE_CALL bool refuse(const Team& team, u32 peer, u32 launch) {
   return false;
 }
 
-// How long a wait for ranks has lasted. The waiting thread reads the clock only when the wait lasts long. All of this
-// is out of line, so that the polling loops stay short.
+// How long a wait for ranks has lasted. The waiting thread reads the clock only when the wait lasts
+// long. All of this is out of line, so that the polling loops stay short.
 struct Patience {
   u64 start = 0;
   u64 next_look = 0;
 
-  // Whether to go on waiting for the ranks in `missing`, of which there is at least one. If not, the kernel must leave:
-  // time is up, a missing rank is in another call, or another rank has given up.
+  // Whether to go on waiting for the ranks in `missing`, of which there is at least one. If not,
+  // the kernel must leave: time is up, a missing rank is in another call, or another rank has given
+  // up.
   MPICOMM_DEVICE_CALL bool lasts(const Team& team, u32 launch, u32 missing) {
     const u64 now = clock_ns();
     if (start == 0) start = next_look = now;

@@ -11,7 +11,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.messages.description import DESCRIPTION_NBYTES, is_cut
 from mpicomm.messages.device import MessageDevice, SideStream, beside
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.incoming import Correct, Incoming
@@ -19,13 +18,14 @@ from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
 from mpicomm.messages.receive_buffer import Delivery, DeviceReceive, ReceiveBuffer, receive_buffer, staging
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.location import parse_on_device, require_here
-from mpicomm.mpi.requests import Completer, DeferredRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork
 from mpicomm.mpi.shown import sendrecv
 
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
@@ -65,21 +65,21 @@ class Messages:
     A call reads its buffers once, with `sending` and `receiving`, and hands the endpoints to the other methods. MPI
     gets host memory that stands for each endpoint, does all matching, and blocks as it always does.
 
-    ``described`` says whether long messages of device arrays are described: whether the ranks open memory by IPC
+    ``by_rendezvous`` says whether long messages of device arrays are described: whether the ranks open memory by IPC
     handles. Then receives into host arrays, too, look for descriptions.
     """
 
     def __init__(self, comm: MPI.Intracomm, placement: Placement, gpu: Callable[[str], MessageDevice]) -> None:
         here = placement.here
         self.on_gpu = isinstance(here.device, int)
-        self.described = self.on_gpu and here.handle == "ipc"
+        self.by_rendezvous = self.on_gpu and here.handle == "ipc"
         self._comm = comm
         self._gpu = gpu
         self._near = frozenset(placement.node_ranks)
-        secret = placement.secret if self.described else None
+        secret = placement.secret if self.by_rendezvous else None
         self.memory = MessageMemory(placement.rank, here.timeout_s, secret, here.most_outbox_nbytes)
         self.unexpected = UnexpectedQueue(self, comm, secret)
-        self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.described else here.handle)
+        self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.by_rendezvous else here.handle)
         self.send = self._outgoing.send
         # Staging memory that holds nothing any more: as many arrays as threads receive at once. The system provides no
         # pages for the parts that no message has filled.
@@ -96,7 +96,7 @@ class Messages:
 
     def receiving(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
         """Read the buffer ``name`` of a receive. Return None for host memory into which MPI receives alone."""
-        if self.described:
+        if self.by_rendezvous:
             return self._parse_receive(operation, buf, stream, name)
         operand = parse_on_device(buf, True, name)
         return None if operand is None else self._on_device(operation, buf, operand, stream)
@@ -129,16 +129,16 @@ class Messages:
             buffer = self._outgoing.buffer(send, sent, dest, copies)
             request = buffer.hand_over(send, self._comm, dest, tag)
             pending = PendingSend(buffer, request, device.completion(copies))
-        return self._request(Work(pending.done, device.check), device)
+        return self._request(DeferredWork(pending.done, device.check), device)
 
     def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive into a NumPy array. The length of most messages shows that they are data: no endpoint is made."""
         status = MPI.Status() if status is None else status
-        if self.described and buf.nbytes < DESCRIPTION_NBYTES:
+        if self.by_rendezvous and buf.nbytes < HEADER_NBYTES:
             if not buf.flags.forc or not buf.flags.writeable:
                 _parse(buf, True, "buf")  # raises
-            staging = np.empty(DESCRIPTION_NBYTES, np.uint8)
-            received, room = [staging, DESCRIPTION_NBYTES, MPI.PACKED], staging
+            staging = np.empty(HEADER_NBYTES, np.uint8)
+            received, room = [staging, HEADER_NBYTES, MPI.PACKED], staging
         else:
             received, room = buf, buf
         try:
@@ -146,7 +146,7 @@ class Messages:
         except host_calls.REFUSALS:  # MPI has no type for the elements; it has not received by then
             incoming.recv_into(host_calls.as_bytes(buf, True, "buf"), status)
         nbytes = status.Get_count(MPI.BYTE)
-        if self.described and nbytes == DESCRIPTION_NBYTES:
+        if self.by_rendezvous and nbytes == HEADER_NBYTES:
             buffer = self._receive_buffer(self._parse_receive(operation, buf, None, "buf"))
             if room is not buf:
                 ctypes.memmove(buffer.pointer, _address(room), nbytes)
@@ -179,7 +179,7 @@ class Messages:
         buffer = self._receive_buffer(received)
         mark = self._mark(received)
         request, correct = incoming.irecv_into(buffer.spec)
-        if buffer.is_mpis and correct is None:
+        if buffer.goes_to_mpi and correct is None:
             return request
         return self._pending_receive(buffer, request, correct, mark)
 
@@ -302,7 +302,7 @@ class Messages:
         return Endpoint(operation, host_calls.for_mpi(operand), device=self._device(operation), operand=operand)
 
     def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
-        if not self.described:
+        if not self.by_rendezvous:
             require_host_addresses(buf, operand.name)  # MPI would get them
         device = self._device(operation)
         require_here(f"{operation}: {operand.name}", operand.device, device.device)
@@ -331,7 +331,7 @@ class Messages:
         staged = self._spare.pop() if self._spare else None
         if staged is None or staged[0].size < capacity:
             staged = staging(max(capacity, _LEAST_SPARE_NBYTES))
-        staged[1] = max(capacity, DESCRIPTION_NBYTES)
+        staged[1] = max(capacity, HEADER_NBYTES)
         return staged
 
     def _arrived(self, received: Endpoint, staged: list[Any], status: MPI.Status) -> None:
@@ -340,8 +340,8 @@ class Messages:
         rendezvous = self.memory.made or self.memory.rendezvous(received.device)
         array = received.spec if received.operand is None else array_of(received.spec)
         waits = received.device.waits_beside(received.stream, array)
-        if not waits and status.Get_count(_byte) == DESCRIPTION_NBYTES:
-            packed = staged[0][:DESCRIPTION_NBYTES].tobytes()
+        if not waits and status.Get_count(_byte) == HEADER_NBYTES:
+            packed = staged[0][:HEADER_NBYTES].tobytes()
             nbytes = rendezvous.receive_packed(packed, received, status.source)
             if nbytes:
                 status.Set_elements(_byte, nbytes)
@@ -383,7 +383,9 @@ class Messages:
         before: Callable[[], bool] = _nothing_before,
     ) -> DeferredRequest:
         pending = PendingReceive(buffer, request, correct, mark, before)
-        return self._request(Work(pending.done, buffer.device.check, pending.status, pending.cancel), buffer.device)
+        return self._request(
+            DeferredWork(pending.done, buffer.device.check, pending.status, pending.cancel), buffer.device
+        )
 
-    def _request(self, work: Work, device: MessageDevice) -> DeferredRequest:
+    def _request(self, work: DeferredWork, device: MessageDevice) -> DeferredRequest:
         return DeferredRequest(self._completer.add(work, device.prepare_thread))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.place import LINE_NBYTES, Place
+from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
 
 MOST_IN_FLIGHT = 1024
 DONE = MOST_IN_FLIGHT * LINE_NBYTES
@@ -42,7 +42,7 @@ class InFlight:
         # The counts that the words of a line have when its last message is over; two views of one array.
         self._last = np.zeros((MOST_IN_FLIGHT, 1), np.uint64)
         self._last_of = self._last.data.cast("B").cast("Q")
-        self._places: dict[int, Place] = {}  # by line
+        self._places: dict[int, OutboxSlot] = {}  # by line
         self._nbytes = 0
         self._look_from = _FEW  # as many messages in flight are worth a look
         self._look_from_nbytes = _FEW_NBYTES  # and so are messages of as many bytes
@@ -75,12 +75,12 @@ class InFlight:
         self._used = max(self._used, line + 1)
         return line, self._counts[line]
 
-    def give_up_line(self, place: Place) -> None:
+    def give_up_line(self, place: OutboxSlot) -> None:
         """Free the line of a place whose message is over."""
         self._lines.append(place.line)
         self._counts[place.line] = place.last
 
-    def add(self, place: Place) -> None:
+    def add(self, place: OutboxSlot) -> None:
         """Add the message of a place; begin a look where that is worth it."""
         places, line = self._places, place.line
         places[line] = place
@@ -89,19 +89,19 @@ class InFlight:
         if self._copied is None and (len(places) >= self._look_from or self._nbytes >= self._look_from_nbytes):
             self._begin_copy()
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: OutboxSlot) -> None:
         """Remove a message that is not sent, and whose words nobody has added to."""
         del self._places[place.line]
         place.last = self._last_of[place.line] = place.last - place.counts
         self._nbytes -= place.end - place.begin
 
-    def over(self) -> list[Place]:
+    def over(self) -> list[OutboxSlot]:
         """Return, once, the places whose messages are over by the look that was begun. It does not wait."""
         return self._use_copy() if self._copied is not None and self._copied() else []
 
-    def look(self) -> list[Place]:
+    def look(self) -> list[OutboxSlot]:
         """As `over`, by a look that begins now. It waits for its copy, and for no work of the user."""
-        found: list[Place] = []
+        found: list[OutboxSlot] = []
         for _ in range(1 if self._copied is None else 2):  # the copy that was begun may be old
             if not self._places:  # from the start, or since the old copy was used
                 break
@@ -130,7 +130,7 @@ class InFlight:
         self._device.copy(self._copy, self._words, self._used * LINE_NBYTES, self._stream)
         self._copied = self._device.completion(self._stream)
 
-    def _use_copy(self) -> list[Place]:
+    def _use_copy(self) -> list[OutboxSlot]:
         self._copied = None
         # A message that was sent after the copy was begun has a count that is not there. NumPy compares all lines at
         # once, because a look at each place would take a message some tenths of a microsecond.

@@ -13,7 +13,7 @@ from mpicomm.mpi.location import require_here
 from mpicomm.mpi.overlap import require_separate
 from mpicomm.mpi.span import Span
 from mpicomm.session import Session
-from mpicomm.ways.dispatch import Collectives, MessageCall
+from mpicomm.ways.dispatch import Dispatcher, MessageCall
 
 End = tuple[Any, int, int]
 """A buffer, the rank that it goes to or that fills it, and the tag; a plain tuple, because every message makes two."""
@@ -31,7 +31,7 @@ _NAMES = {
 class InStreamOrder:
     """The messages of one communicator that sendrecv.cu matches. ``collectives`` has the engine that launches it."""
 
-    def __init__(self, collectives: Collectives, session: Session) -> None:
+    def __init__(self, collectives: Dispatcher, session: Session) -> None:
         self._collectives = collectives
         self._session = session
 
@@ -102,7 +102,7 @@ def _message(
         return None
     _, rank, tag = end
     try:
-        peer = session.placement.clique_index_of(rank)
+        peer = session.placement.domain_index_of(rank)
     except InvalidUsageError as error:
         raise InvalidUsageError(f"{operation}: {str(error).replace('peer=', names[1] + '=', 1)}") from None
     elements = None if operand.derived is None else operand.derived[0]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.incoming import Correct, Receiver
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader
 from mpicomm.messages.self_messages import Content, match, start_unpickling
 
 
@@ -29,17 +29,17 @@ class Matched(MPI.Message):
         """Wrap a message of MPI's; ``status`` is that of its probe."""
         source, tag, nbytes = status.source, status.tag, status.Get_count(MPI.BYTE)
         again = None
-        if nbytes == DESCRIPTION_NBYTES and secret is not None:
+        if nbytes == HEADER_NBYTES and secret is not None:
             # The length may be that of a description. MPI shows the content of a message only to a receive, so this
             # receives the message, and sends it once more to this process, where it is matched again.
-            content = np.empty(DESCRIPTION_NBYTES, np.uint8)
-            message.Recv([content, DESCRIPTION_NBYTES, MPI.PACKED])
-            described = Description.unpack(content.tobytes(), secret)
-            nbytes = nbytes if described is None else described.nbytes
+            content = np.empty(HEADER_NBYTES, np.uint8)
+            message.Recv([content, HEADER_NBYTES, MPI.PACKED])
+            header = RendezvousHeader.unpack(content.tobytes(), secret)
+            nbytes = nbytes if header is None else header.nbytes
             message, again = match(content)
         self = cls(message)
         self._receiver, self._nbytes, self._sent_again = receiver, nbytes, again
-        self._carried_nbytes = nbytes if again is None else DESCRIPTION_NBYTES
+        self._carried_nbytes = nbytes if again is None else HEADER_NBYTES
         self.source, self.tag = source, tag
         return self
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from mpicomm.devices.base import Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
-from mpicomm.messages.description import MOST_EXTENTS, Extent, is_for_kernels
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, InFlight
-from mpicomm.messages.place import LINE_NBYTES, Place
+from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
+from mpicomm.messages.rendezvous_header import MOST_EXTENTS, Extent, is_for_kernels
 
 FIRST_BLOCK_NBYTES = 32 << 20
 BLOCK_NBYTES = 2 << 20
@@ -68,9 +68,9 @@ class Outbox:
         self._segments: dict[bytes, Segment] = {}
         self._free: list[tuple[int, int]] = []  # sorted ranges, of which no two touch
         self._in_flight = InFlight(device)
-        self._idle: defaultdict[int, list[Place]] = defaultdict(list)  # by the bytes of their last message
+        self._idle: defaultdict[int, list[OutboxSlot]] = defaultdict(list)  # by the bytes of their last message
 
-    def reserve(self, nbytes: int, *, whole: bool = False) -> Place:
+    def reserve(self, nbytes: int, *, whole: bool = False) -> OutboxSlot:
         """Give a message its place and its description: in one block if it is for kernels, or ``whole``.
 
         Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated.
@@ -84,7 +84,7 @@ class Outbox:
             self._in_flight.add(place)
             return place
 
-    def put_back(self, place: Place) -> None:
+    def put_back(self, place: OutboxSlot) -> None:
         """Make the place of a message idle that this rank does not send, and for which nothing is enqueued."""
         with self._lock:
             self._in_flight.remove(place)
@@ -123,7 +123,7 @@ class Outbox:
         self._device.zero(self._words.segment.pointer, 2 * DONE)
         self._in_flight.set_up(self._words.segment.pointer)
 
-    def _find_place(self, room: int, *, whole: bool) -> Place:
+    def _find_place(self, room: int, *, whole: bool) -> OutboxSlot:
         if room > self._most_nbytes:
             raise self._too_small_for(room)
         if self._words is None:
@@ -142,11 +142,11 @@ class Outbox:
             raise OutboxFullError(f"{MOST_IN_FLIGHT} messages are in flight")
         return place
 
-    def _take_idle(self, room: int) -> Place | None:
+    def _take_idle(self, room: int) -> OutboxSlot | None:
         idle = self._idle.get(room)
         return idle.pop() if idle else None
 
-    def _new_place(self, room: int, *, whole: bool) -> Place | None:
+    def _new_place(self, room: int, *, whole: bool) -> OutboxSlot | None:
         """Return a new place; None where memory or lines are missing."""
         begin = self._take(room, whole=whole) if self._in_flight.has_lines else None
         if begin is None:
@@ -159,9 +159,9 @@ class Outbox:
         line, last = self._in_flight.take_line()
         ready = self._words.segment.pointer + line * LINE_NBYTES
         pointer = self._segments[extents[0].packet].pointer + extents[0].offset if len(extents) == 1 else 0
-        return Place(begin, begin + room, extents, pointer, self._words.packet, line, ready, ready + DONE, last)
+        return OutboxSlot(begin, begin + room, extents, pointer, self._words.packet, line, ready, ready + DONE, last)
 
-    def _look_for_place(self, room: int, *, whole: bool) -> Place | None:
+    def _look_for_place(self, room: int, *, whole: bool) -> OutboxSlot | None:
         """Look which messages are over, and return a place that this leaves; None without one.
 
         A look takes less time than to allocate memory, and to open it on the other rank. A message comes here only
@@ -174,7 +174,7 @@ class Outbox:
             place = self._new_place(room, whole=whole)
         return place
 
-    def _make_idle(self, over: list[Place]) -> None:
+    def _make_idle(self, over: list[OutboxSlot]) -> None:
         for place in over:
             if len(place.extents) == 1:
                 self._idle[place.end - place.begin].append(place)
@@ -241,7 +241,7 @@ class Outbox:
             Extent(block.packet, start - block.begin, stop - start) for block, start, stop in parts if start < stop
         )
 
-    def _await_place(self, room: int, *, whole: bool) -> Place | None:
+    def _await_place(self, room: int, *, whole: bool) -> OutboxSlot | None:
         """Wait for a place as long as the receivers take messages; return None where they take none.
 
         A program that enqueues messages faster than its GPU copies them is held up here, because it would else fill all
@@ -267,6 +267,6 @@ class Outbox:
                 self._give_up(place)
         self._idle.clear()
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: OutboxSlot) -> None:
         self._release(place.begin, place.end)
         self._in_flight.give_up_line(place)

@@ -13,11 +13,11 @@ from mpi4py import MPI
 from mpicomm.devices.base import Backend
 from mpicomm.errors import HandleError
 from mpicomm.log import logger, tell_slow_way
-from mpicomm.messages.description import DESCRIPTION_NBYTES
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outbox import OutboxFullError
-from mpicomm.messages.place import Place
+from mpicomm.messages.outbox_slot import OutboxSlot
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.host_copies import HostCopies, announce
 
 Send = Callable[..., Any]
@@ -97,7 +97,7 @@ class Outgoing:
         rendezvous.fill(place, sent, stream)
         return SendBuffer(place.message, sent, partial(rendezvous.withdraw, place, stream))
 
-    def _place(self, send: Send, sent: Endpoint, dest: int) -> Place | None:
+    def _place(self, send: Send, sent: Endpoint, dest: int) -> OutboxSlot | None:
         """Return a place in the outbox for a message; None if MPI carries the data or the outbox has no room."""
         nbytes, device = sent.nbytes, sent.device
         if not nbytes or dest < 0 or device is None or sent.stream is None:
@@ -107,7 +107,7 @@ class Outgoing:
         elif self._refused:
             warn_once(f"memory is opened as {self._refused!r}, not by IPC handles")
         # The user's buffer of a buffered send has room for the data, and may have none for a description.
-        elif nbytes >= DESCRIPTION_NBYTES or send not in _BUFFERED:
+        elif nbytes >= HEADER_NBYTES or send not in _BUFFERED:
             try:
                 return (self._memory.made or self._memory.rendezvous(device)).reserve(nbytes, whole=not sent.is_flat)
             except (OutboxFullError, HandleError) as error:

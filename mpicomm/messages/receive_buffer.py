@@ -17,10 +17,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.errors import HandleError
-from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import Rendezvous
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader
 from mpicomm.messages.self_messages import unpack
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import read
@@ -55,7 +55,7 @@ class ReceiveBuffer(abc.ABC):
         """The address of the memory that MPI receives into."""
 
     @property
-    def is_mpis(self) -> bool:
+    def goes_to_mpi(self) -> bool:
         """Whether MPI alone completes the receive, because no description can arrive."""
         return self.in_place and not self._rendezvous.describes
 
@@ -66,35 +66,35 @@ class ReceiveBuffer(abc.ABC):
         message that is longer than the buffer.
         """
         nbytes = status.Get_count(MPI.BYTE)
-        described = None
-        if nbytes == DESCRIPTION_NBYTES and not self.is_mpis:
-            described = self._rendezvous.description(self.pointer)
-        if described is None:
+        header = None
+        if nbytes == HEADER_NBYTES and not self.goes_to_mpi:
+            header = self._rendezvous.header(self.pointer)
+        if header is None:
             # Staging memory may be longer than the buffer.
             return self._deliver_eager(nbytes) if nbytes <= self.capacity else Delivery(_refuse)
-        status.Set_elements(MPI.BYTE, described.nbytes)
-        if described.nbytes > self.capacity:
-            return self._drop(described, status.source)
-        return self._deliver_described(described, status.source)
+        status.Set_elements(MPI.BYTE, header.nbytes)
+        if header.nbytes > self.capacity:
+            return self._drop(header, status.source)
+        return self._deliver_rendezvous(header, status.source)
 
     @abc.abstractmethod
     def _deliver_eager(self, nbytes: int) -> Delivery | None:
         """Deliver ``nbytes`` bytes of data that MPI has received; return None where they are in the user's memory."""
 
     @abc.abstractmethod
-    def _deliver_described(self, described: Description, source: int) -> Delivery:
+    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
         """Deliver the message whose description MPI has received."""
 
-    def _drop(self, described: Description, source: int) -> Delivery:
+    def _drop(self, header: RendezvousHeader, source: int) -> Delivery:
         def drop(stream: int) -> None:
-            self._rendezvous.drop(described, source, stream)
+            self._rendezvous.drop(header, source, stream)
             _refuse(stream)
 
         return Delivery(drop)
 
-    def _pull(self, described: Description, pointer: int, source: int, stream: int) -> None:
+    def _pull(self, header: RendezvousHeader, pointer: int, source: int, stream: int) -> None:
         """Copy a message out of its sender's outbox to host memory, and wait for that."""
-        self._rendezvous.pull(described, pointer, source, stream)
+        self._rendezvous.pull(header, pointer, source, stream)
         self.device.synchronize(stream)
         self.device.check()  # raises where the sender did not fill its outbox in time
 
@@ -111,8 +111,8 @@ class HostReceive(ReceiveBuffer):
     def _deliver_eager(self, nbytes: int) -> None:
         return None
 
-    def _deliver_described(self, described: Description, source: int) -> Delivery:
-        return Delivery(lambda stream: self._pull(described, self.pointer, source, stream), blocks=True)
+    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
+        return Delivery(lambda stream: self._pull(header, self.pointer, source, stream), blocks=True)
 
 
 class StagedReceive(ReceiveBuffer):
@@ -143,8 +143,8 @@ class DeviceReceive(StagedReceive):
 
         return Delivery(copy, blocks=True) if nbytes else None
 
-    def _deliver_described(self, described: Description, source: int) -> Delivery:
-        return Delivery(lambda stream: self._rendezvous.receive(described, self.endpoint.pointer, source, stream))
+    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
+        return Delivery(lambda stream: self._rendezvous.receive(header, self.endpoint.pointer, source, stream))
 
 
 class StagedHostReceive(StagedReceive):
@@ -153,8 +153,8 @@ class StagedHostReceive(StagedReceive):
     def _deliver_eager(self, nbytes: int) -> None:
         ctypes.memmove(self._operand.pointer, self.pointer, nbytes)
 
-    def _deliver_described(self, described: Description, source: int) -> Delivery:
-        return Delivery(lambda stream: self._pull(described, self._operand.pointer, source, stream), blocks=True)
+    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
+        return Delivery(lambda stream: self._pull(header, self._operand.pointer, source, stream), blocks=True)
 
 
 class DerivedReceive(StagedReceive):
@@ -166,10 +166,10 @@ class DerivedReceive(StagedReceive):
     def _deliver_eager(self, nbytes: int) -> Delivery | None:
         return Delivery(lambda stream: self._unpack(nbytes, stream), blocks=True) if nbytes else None
 
-    def _deliver_described(self, described: Description, source: int) -> Delivery:
+    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
         def pull_and_unpack(stream: int) -> None:
-            self._pull(described, self.pointer, source, stream)
-            self._unpack(described.nbytes, stream)
+            self._pull(header, self.pointer, source, stream)
+            self._unpack(header.nbytes, stream)
 
         return Delivery(pull_and_unpack, blocks=True)
 
@@ -202,15 +202,15 @@ class DerivedDeviceReceive(DerivedReceive):
 
         return Delivery(unpack_part, blocks=True) if nbytes else None
 
-    def _deliver_described(self, described: Description, source: int) -> Delivery:
-        nbytes, elements = described.nbytes, self._elements
-        if len(described.extents) == 1 and nbytes == elements.layout.nbytes:
-            return Delivery(lambda stream: self._rendezvous.unpack(described, elements, source, stream))
-        by_host = super()._deliver_described(described, source)
+    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
+        nbytes, elements = header.nbytes, self._elements
+        if len(header.extents) == 1 and nbytes == elements.layout.nbytes:
+            return Delivery(lambda stream: self._rendezvous.unpack(header, elements, source, stream))
+        by_host = super()._deliver_rendezvous(header, source)
 
         def unpack_part(stream: int) -> None:
             def fill(place: int) -> None:
-                self._rendezvous.pull(described, place, source, stream)
+                self._rendezvous.pull(header, place, source, stream)
 
             try:
                 self._rendezvous.unpack_part(nbytes, fill, elements, stream)
@@ -222,7 +222,7 @@ class DerivedDeviceReceive(DerivedReceive):
 
 def staging(capacity: int) -> list[Any]:
     """Return memory for a description, or for data that fills a buffer, as MPI takes it."""
-    nbytes = max(capacity, DESCRIPTION_NBYTES)
+    nbytes = max(capacity, HEADER_NBYTES)
     # Packed: this type matches every type of the sender.
     return [np.empty(nbytes, np.uint8), nbytes, MPI.PACKED]
 

@@ -10,13 +10,13 @@ from mpicomm.devices.base import MessageCopy, Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
-from mpicomm.messages import description
-from mpicomm.messages.description import DESCRIPTION_NBYTES, Description, is_for_kernels
+from mpicomm.messages import rendezvous_header
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_flight import DONE
 from mpicomm.messages.outbox import Outbox
-from mpicomm.messages.place import LINE_NBYTES, Place
+from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader, is_for_kernels
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
 
@@ -31,7 +31,7 @@ class Rendezvous:
     block in which its message lies; the receiver opens the block and keeps it open. A wait on the device that ran out
     of time is raised by the device's `check`.
 
-    The outbox has at most ``most_nbytes``. Without a ``secret`` no message is described, and `description` finds none.
+    The outbox has at most ``most_nbytes``. Without a ``secret`` no message is described, and `header` finds none.
     """
 
     def __init__(self, device: MessageDevice, rank: int, secret: bytes | None, most_nbytes: int | None = None) -> None:
@@ -55,28 +55,28 @@ class Rendezvous:
 
     def exceeds(self, nbytes: int) -> bool:
         """Return whether a description can arrive that exceeds a receive buffer of ``nbytes`` bytes."""
-        return self.describes and nbytes < DESCRIPTION_NBYTES
+        return self.describes and nbytes < HEADER_NBYTES
 
-    def description(self, pointer: int) -> Description | None:
+    def header(self, pointer: int) -> RendezvousHeader | None:
         """Return the description that MPI has received to ``pointer``, None for data of the length of one."""
         if self._secret is None:
             return None
-        return Description.unpack(ctypes.string_at(pointer, DESCRIPTION_NBYTES), self._secret)
+        return RendezvousHeader.unpack(ctypes.string_at(pointer, HEADER_NBYTES), self._secret)
 
-    def fill(self, place: Place, sent: Endpoint, stream: int) -> None:
+    def fill(self, place: OutboxSlot, sent: Endpoint, stream: int) -> None:
         """Enqueue the copy of a message into its place."""
         if not sent.is_flat:
             elements = sent.elements
             self.device.pack(table_for(elements.layout), elements.address, place.pointer, stream, unpacks=False)
             self._steps.announce(stream, ready=place.ready, count=place.counts)
-        elif place.nbytes <= description.KERNEL_NBYTES:
+        elif place.nbytes <= rendezvous_header.KERNEL_NBYTES:
             copy = place.copy_in
             if copy is None:
                 copy = place.copy_in = self._steps.copy_in(place.pointer, ready=place.ready)
             copy(stream, sent.pointer, place.nbytes)
         else:
             done = 0
-            for extent, start, piece in place.described.pieces():
+            for extent, start, piece in place.header.pieces():
                 target = self._block(extent.packet, extent.nbytes, self._rank) + extent.offset + start
                 self.device.copy(target, sent.pointer + done, piece, stream)
                 # After each piece, so that the receiver copies it while the next piece goes into the outbox. Pairs with
@@ -84,20 +84,20 @@ class Rendezvous:
                 self._steps.announce(stream, ready=place.ready, count=1)
                 done += piece
 
-    def put_back(self, place: Place) -> None:
+    def put_back(self, place: OutboxSlot) -> None:
         """Release the place of a message that is not filled, and that this rank does not send."""
         self._outbox.put_back(place)
 
-    def withdraw(self, place: Place, stream: int) -> None:
+    def withdraw(self, place: OutboxSlot, stream: int) -> None:
         """Release the place of a message that this rank does not send, but has filled in the same stream."""
         self._steps.release(stream, done=place.done, count=place.counts)
 
-    def receive(self, described: Description, pointer: int, source: int, stream: int) -> None:
+    def receive(self, header: RendezvousHeader, pointer: int, source: int, stream: int) -> None:
         """Enqueue the copy of a message of rank ``source`` to device memory, and the release of its place."""
-        if is_for_kernels(described.nbytes):
-            self._copy_out(described, source)(stream, pointer, described.nbytes)
+        if is_for_kernels(header.nbytes):
+            self._copy_out(header, source)(stream, pointer, header.nbytes)
         else:
-            self.pull(described, pointer, source, stream)
+            self.pull(header, pointer, source, stream)
 
     def receive_packed(self, packed: bytes, received: Endpoint, source: int) -> int:
         """As `receive`, for what MPI has received: return the bytes of the message.
@@ -106,13 +106,13 @@ class Rendezvous:
         """
         known = self._known.get(packed)
         if known is None:
-            described = None if self._secret is None else Description.unpack(packed, self._secret)
-            if described is None or described.nbytes > description.KERNEL_NBYTES:
+            header = None if self._secret is None else RendezvousHeader.unpack(packed, self._secret)
+            if header is None or header.nbytes > rendezvous_header.KERNEL_NBYTES:
                 return 0
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
             # The same description comes again for each message of this length in the same place.
-            known = self._known[packed] = self._copy_out(described, source), described.nbytes
+            known = self._known[packed] = self._copy_out(header, source), header.nbytes
         copy, nbytes = known
         if nbytes > received.nbytes:
             return 0
@@ -120,26 +120,26 @@ class Rendezvous:
         copy(received.stream, received.pointer, nbytes)
         return nbytes
 
-    def pull(self, described: Description, pointer: int, source: int, stream: int) -> None:
+    def pull(self, header: RendezvousHeader, pointer: int, source: int, stream: int) -> None:
         """As `receive`, by copy engines, which also reach memory of the host."""
-        ready, awaits, copied = self._line(described, source), 0, 0
+        ready, awaits, copied = self._line(header, source), 0, 0
         # All blocks are opened before the first wait is enqueued, because opening one may wait for the device.
         parts = [
             (self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset + start, nbytes)
-            for extent, start, nbytes in described.pieces()
+            for extent, start, nbytes in header.pieces()
         ]
         for part, nbytes in parts:
             awaits += 1
-            self._wait(described, ready, awaits, source, stream)
+            self._wait(header, ready, awaits, source, stream)
             self.device.copy(pointer + copied, part, nbytes, stream)
             copied += nbytes
         # Pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
         self._steps.release(stream, done=ready + DONE, count=awaits)
 
-    def unpack(self, described: Description, elements: Elements, source: int, stream: int) -> None:
+    def unpack(self, header: RendezvousHeader, elements: Elements, source: int, stream: int) -> None:
         """As `receive`, for a message in one extent that fills ``elements``, to which a kernel unpacks it."""
-        ready, place, counts = self._line(described, source), self._whole(described, source), described.counts
-        self._wait(described, ready, counts, source, stream)
+        ready, place, counts = self._line(header, source), self._whole(header, source), header.counts
+        self._wait(header, ready, counts, source, stream)
         self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
         # As in `pull`: the count must not be seen before the kernel has read the message.
         self._steps.release(stream, done=ready + DONE, count=counts)
@@ -162,14 +162,14 @@ class Rendezvous:
             self._steps.announce(stream, ready=place.ready, count=place.counts)
             self._steps.release(stream, done=place.done, count=place.counts)
 
-    def drop(self, described: Description, source: int, stream: int) -> None:
+    def drop(self, header: RendezvousHeader, source: int, stream: int) -> None:
         """Release the place of a message that no rank copies, after all of it is in the outbox.
 
         Before that the sender's stream may still write there, and another stream, which does not wait for that one, may
         write the next message to the same place.
         """
-        ready, counts = self._line(described, source), described.counts
-        self._wait(described, ready, counts, source, stream)
+        ready, counts = self._line(header, source), header.counts
+        self._wait(header, ready, counts, source, stream)
         self._steps.release(stream, done=ready + DONE, count=counts)
 
     def is_drained(self) -> bool:
@@ -192,22 +192,22 @@ class Rendezvous:
         """Free the outbox, after every peer's `close_peers`. A second call does nothing."""
         self._outbox.close()
 
-    def _copy_out(self, described: Description, source: int) -> MessageCopy:
-        (extent,) = described.extents
-        ready = self._block(described.words, DONE + described.line + LINE_NBYTES, source) + described.line
+    def _copy_out(self, header: RendezvousHeader, source: int) -> MessageCopy:
+        (extent,) = header.extents
+        ready = self._block(header.words, DONE + header.line + LINE_NBYTES, source) + header.line
         place = self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset
         # It releases the place: pairs with the sender's read of the counts in Outbox, as in `pull`.
         return self._steps.copy_out(place, ready=ready, done=ready + DONE, peer=source)
 
-    def _wait(self, described: Description, ready: int, count: int, source: int, stream: int) -> None:
-        self._steps.wait(stream, ready=ready, done=ready + DONE, count=count, blocks=described.blocks, peer=source)
+    def _wait(self, header: RendezvousHeader, ready: int, count: int, source: int, stream: int) -> None:
+        self._steps.wait(stream, ready=ready, done=ready + DONE, count=count, blocks=header.blocks, peer=source)
 
-    def _line(self, described: Description, source: int) -> int:
-        return self._block(described.words, DONE + described.line + LINE_NBYTES, source) + described.line
+    def _line(self, header: RendezvousHeader, source: int) -> int:
+        return self._block(header.words, DONE + header.line + LINE_NBYTES, source) + header.line
 
-    def _whole(self, described: Description, source: int) -> int:
+    def _whole(self, header: RendezvousHeader, source: int) -> int:
         """Return the address of a message that lies in one extent."""
-        (extent,) = described.extents
+        (extent,) = header.extents
         return self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset
 
     def _block(self, packet: bytes, nbytes: int, source: int) -> int:

@@ -6,9 +6,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.messages.description import DESCRIPTION_NBYTES
 from mpicomm.messages.incoming import Correct, Receiver
 from mpicomm.messages.matched import Matched
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.shown import mprobe, probe, recv
 
 
@@ -44,7 +44,7 @@ class UnexpectedQueue:
                 probe(self._comm, source, tag, seen)
             elif not MPI.Intracomm.Iprobe(self._comm, source, tag, seen):
                 return False
-            if seen.Get_count(MPI.BYTE) != DESCRIPTION_NBYTES:
+            if seen.Get_count(MPI.BYTE) != HEADER_NBYTES:
                 return True
             self._take_up_to(seen.source, seen.tag)
             found = self._find(source, tag)  # None where another thread has received the message in the meantime

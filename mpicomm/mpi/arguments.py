@@ -18,8 +18,8 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.bottom import device_addressed
-from mpicomm.mpi.buffers import Memory, no_buffer, read
-from mpicomm.mpi.derived import Elements, Room, elements_at, require_types
+from mpicomm.mpi.buffers import ArrayMemory, no_buffer, read
+from mpicomm.mpi.derived import Capacity, Elements, elements_at, require_types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.items import datatype_of, index_of, indices_of, is_sequence, items, no_type, pair, uneven
 from mpicomm.mpi.span import Span
@@ -57,7 +57,7 @@ class Operand:
     derived: tuple[Elements, ...] | None = None
     """The elements of a derived datatype in device memory, of each block in vector forms; None for all others."""
     nowhere: bool = False
-    """Whether it has no memory: see `Memory.nowhere`."""
+    """Whether it has no memory: see `ArrayMemory.nowhere`."""
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ def parse(
     blocks: int | None = None,
     writable: bool,
     name: str,
-    memory: Memory | None = None,
+    memory: ArrayMemory | None = None,
     peer: str = "rank",
 ) -> Operand:
     """Read the argument ``name``; local.
@@ -161,7 +161,7 @@ def parse(
 
 
 def parse_vector(
-    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: Memory | None = None
+    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: ArrayMemory | None = None
 ) -> Operand:
     """Read the argument ``name`` of a vector call, with one block for each of ``size`` ranks or other peers; local.
 
@@ -203,7 +203,7 @@ def parse_vector(
 
 
 def parse_typed(
-    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: Memory | None = None
+    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: ArrayMemory | None = None
 ) -> Operand:
     """Read the argument ``name`` of Alltoallw, with a datatype for each of ``size`` ranks or other peers; local.
 
@@ -220,7 +220,7 @@ def parse_typed(
     if buffer is MPI.BOTTOM:
         memory = _memory_of_bottom(spec)
     elif buffer is None:
-        memory = memory or Memory(0, 0, None, False, None, None, nowhere=True)
+        memory = memory or ArrayMemory(0, 0, None, False, None, None, nowhere=True)
     else:
         memory = memory or read(buffer, writable, name)
     if not memory.on_device:
@@ -239,15 +239,15 @@ def parse_typed(
     )  # fmt: skip
 
 
-def _memory_of_bottom(spec: Any) -> Memory:
+def _memory_of_bottom(spec: Any) -> ArrayMemory:
     """Return the memory of an argument with MPI.BOTTOM, in which the addresses are those of a GPU or of the host."""
     device = device_addressed(spec)
-    return Memory(0, 0, None, device is not None, device, None, by_address=device is not None)
+    return ArrayMemory(0, 0, None, device is not None, device, None, by_address=device is not None)
 
 
-def _room_of(memory: Memory, name: str, *, bottom: bool) -> Room:
+def _room_of(memory: ArrayMemory, name: str, *, bottom: bool) -> Capacity:
     nbytes = memory.nbytes if memory.room is None else memory.room
-    return Room(name, memory.pointer, nbytes, memory.device if bottom else None)
+    return Capacity(name, memory.pointer, nbytes, memory.device if bottom else None)
 
 
 def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
@@ -272,7 +272,7 @@ def _first(item: Any) -> Any:
     return item[0] if isinstance(item, (list, tuple)) and item else item
 
 
-def _for_mpi(spec: Any, memory: Memory) -> Any:
+def _for_mpi(spec: Any, memory: ArrayMemory) -> Any:
     """Return the argument that MPI gets. It names exported memory, because a second export would cost as much again."""
     if memory.exported is None or memory.on_device:
         return spec
@@ -285,13 +285,15 @@ def _for_mpi(spec: Any, memory: Memory) -> Any:
 class _Element:
     """The buffer of a specification, and the elements that it holds."""
 
-    def __init__(self, buffer: Any, datatype: Any, writable: bool, name: str, memory: Memory | None = None) -> None:
+    def __init__(
+        self, buffer: Any, datatype: Any, writable: bool, name: str, memory: ArrayMemory | None = None
+    ) -> None:
         self.bottom = buffer is MPI.BOTTOM
         self.absent = buffer is None
         if self.bottom or self.absent:
             if datatype is None:
                 raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
-            self.memory = memory or Memory(0, 0, None, False, None, None, nowhere=self.absent)
+            self.memory = memory or ArrayMemory(0, 0, None, False, None, None, nowhere=self.absent)
         else:
             self.memory = memory or read(buffer, writable, name)
         self.mpi_type: MPI.Datatype | None = None

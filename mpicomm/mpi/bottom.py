@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.devices import where
+from mpicomm.devices import memory_location
 from mpicomm.errors import InvalidUsageError
 
 
@@ -34,7 +34,7 @@ def require_host_addresses(spec: Any, name: str) -> None:
 
 def require_device_addresses(address: int, nbytes: int, device: int, name: str) -> None:
     """Raise `InvalidUsageError` unless ``nbytes`` bytes from ``address`` on are memory of that GPU. Local."""
-    place = where.place_of(address)
+    place = memory_location.place_of(address)
     if place is None or place.managed or place.device != device:
         lies = "in host memory" if place is None or place.managed else f"on GPU {place.device}"
         raise InvalidUsageError(
@@ -50,15 +50,15 @@ def require_device_addresses(address: int, nbytes: int, device: int, name: str) 
 
 def lies_together(address: int, nbytes: int) -> bool:
     """Return whether ``nbytes`` bytes from ``address`` on lie in one allocation of a GPU. Local."""
-    place = where.place_of(address)
+    place = memory_location.place_of(address)
     return place is not None and nbytes <= place.nbytes
 
 
 def _first_on_device(spec: Any) -> tuple[int, int] | None:
-    if not isinstance(spec, (list, tuple)) or not spec or spec[0] is not MPI.BOTTOM or not where.has_driver():
+    if not isinstance(spec, (list, tuple)) or not spec or spec[0] is not MPI.BOTTOM or not memory_location.has_driver():
         return None
     for address in _addresses(list(_flat(spec[1:]))):
-        device = where.lies_on_device(address)
+        device = memory_location.lies_on_device(address)
         if device is not None:
             return address, device
     return None

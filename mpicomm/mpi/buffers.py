@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.devices import where
+from mpicomm.devices import memory_location
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.dlpack import Unversioned, exported_dtype
@@ -37,7 +37,7 @@ class UnknownElementsError(UnknownTypeError, BufferRefusedError):
 
 # Not frozen, because every call makes some, and a frozen one takes a microsecond more to make.
 @dataclass(slots=True, eq=False)
-class Memory:
+class ArrayMemory:
     """Contiguous memory of an object."""
 
     pointer: int
@@ -60,7 +60,7 @@ class Memory:
     """Whether it is no memory: no bytes at address 0, of an object whose class does not say where memory lies."""
 
 
-Reader = Callable[[Any, bool, str], Memory]
+Reader = Callable[[Any, bool, str], ArrayMemory]
 
 _readers: dict[type, Reader] = {}
 
@@ -73,7 +73,7 @@ _DLPACK_HOST = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 _DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
-def read(array: Any, writable: bool, name: str) -> Memory:
+def read(array: Any, writable: bool, name: str) -> ArrayMemory:
     """Return the memory of ``array``, which is the argument ``name`` or part of it; local.
 
     Raises `TypeError` for an object that is no buffer, `InvalidUsageError` for memory that is not contiguous, for
@@ -92,18 +92,18 @@ def is_host_view(a: ndarray[Any, Any]) -> bool:
     A small host call asks this only for arrays whose ``base`` is not None, because NumPy has allocated all others.
     """
     base = a.base
-    if (type(base) is ndarray and base.base is None) or not where.has_driver():
+    if (type(base) is ndarray and base.base is None) or not memory_location.has_driver():
         return True
     return not _by_address(base, _get_address(a))
 
 
-def _by_address(owner: Any, pointer: int) -> where.Place | None:
+def _by_address(owner: Any, pointer: int) -> memory_location.GpuLocation | None:
     """Return where memory at ``pointer`` lies if that is device memory which MPI would take for host memory."""
     while isinstance(owner, (ndarray, memoryview)):
         owner = owner.base if isinstance(owner, ndarray) else owner.obj
     if owner is None or isinstance(owner, _HOST_CLASSES):
         return None
-    place = where.place_of(pointer)
+    place = memory_location.place_of(pointer)
     return None if place is None or place.managed else place
 
 
@@ -123,7 +123,7 @@ def _find_reader(cls: type) -> Reader:
     return _read_other
 
 
-def _read_numpy(array: Any, writable: bool, name: str) -> Memory:
+def _read_numpy(array: Any, writable: bool, name: str) -> ArrayMemory:
     flags = array.flags
     if not flags.forc:
         raise _in_pieces(array.shape, array.strides, name)
@@ -132,25 +132,25 @@ def _read_numpy(array: Any, writable: bool, name: str) -> Memory:
     return _host_or_by_address(array, _get_address(array), array.nbytes, array.dtype, array.base)
 
 
-def _host_or_by_address(buffer: Any, pointer: int, nbytes: int, dtype: np.dtype[Any] | None, owner: Any) -> Memory:
+def _host_or_by_address(buffer: Any, pointer: int, nbytes: int, dtype: np.dtype[Any] | None, owner: Any) -> ArrayMemory:
     """Return the memory of an object of the buffer protocol; ``owner`` says what its memory may be."""
     place = None if owner is None else _by_address(owner, pointer)
     room = None
     if pointer and isinstance(buffer, MPI.buffer) and buffer.obj is None:
         room = _UNKNOWN_NBYTES if place is None else place.nbytes
     if place is None:
-        return Memory(pointer, nbytes, dtype, False, None, buffer, room=room)
-    return Memory(pointer, nbytes, dtype, True, place.device, buffer, by_address=True, room=room)
+        return ArrayMemory(pointer, nbytes, dtype, False, None, buffer, room=room)
+    return ArrayMemory(pointer, nbytes, dtype, True, place.device, buffer, by_address=True, room=room)
 
 
-def _read_cupy(array: Any, writable: bool, name: str) -> Memory:
+def _read_cupy(array: Any, writable: bool, name: str) -> ArrayMemory:
     if not array.flags.forc:
         raise _in_pieces(array.shape, array.strides, name)
     data = array.data
-    return Memory(data.ptr, array.nbytes, array.dtype, True, data.device_id, array)
+    return ArrayMemory(data.ptr, array.nbytes, array.dtype, True, data.device_id, array)
 
 
-def _read_torch(tensor: Any, writable: bool, name: str) -> Memory:
+def _read_torch(tensor: Any, writable: bool, name: str) -> ArrayMemory:
     # PyTorch refuses to export these tensors through DLPack, because their bytes are not the numbers of the tensor.
     if tensor.requires_grad:
         raise InvalidUsageError(f"{name} is a tensor that requires a gradient: pass {name}.detach()")
@@ -172,10 +172,10 @@ def _read_torch(tensor: Any, writable: bool, name: str) -> Memory:
     if not (tensor.is_contiguous() or tensor.permute(*reversed(range(tensor.ndim))).is_contiguous()):
         raise _in_pieces(tensor.shape, [n * itemsize for n in tensor.stride()], name)
     dtype = types.torch_dtype(tensor.dtype)
-    return Memory(pointer, tensor.numel() * itemsize, dtype, device is not None, device, tensor)
+    return ArrayMemory(pointer, tensor.numel() * itemsize, dtype, device is not None, device, tensor)
 
 
-def _read_other(array: Any, writable: bool, name: str) -> Memory:
+def _read_other(array: Any, writable: bool, name: str) -> ArrayMemory:
     if array is MPI.IN_PLACE or array is MPI.BOTTOM:  # both export an empty buffer, which is not what they mean
         raise InvalidUsageError(f"{name}={array!r} alone has no meaning here: pass a buffer")
     view = _view_of(array)
@@ -208,10 +208,10 @@ def is_host_export(array: Any) -> bool:
         kind, _ = array.__dlpack_device__()
     except Exception:  # `read` says why
         return False
-    return int(kind) in _DLPACK_HOST or (int(kind) in _DLPACK_GPU and not where.has_driver())
+    return int(kind) in _DLPACK_HOST or (int(kind) in _DLPACK_GPU and not memory_location.has_driver())
 
 
-def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memory:
+def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> ArrayMemory:
     if not view.contiguous:
         raise _in_pieces(view.shape, view.strides, name)
     if writable and view.readonly:
@@ -227,7 +227,7 @@ def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memor
     return memory
 
 
-def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
+def _read_dlpack(array: Any, writable: bool, name: str) -> ArrayMemory:
     try:
         kind, device = (int(n) for n in array.__dlpack_device__())
     except Exception as error:  # the export of another library may raise any class
@@ -243,12 +243,12 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
         except Exception:
             raise refusal from refusal.__cause__
     # As for a CUDA array interface: the driver knows better, and empty memory has no address to ask for.
-    on_device = kind in _DLPACK_GPU and where.has_driver()
+    on_device = kind in _DLPACK_GPU and memory_location.has_driver()
     if on_device and buffer.nbytes:
-        on_device = where.place_of(buffer.address) is not None
+        on_device = memory_location.place_of(buffer.address) is not None
     ordinal = device if on_device else None
     dtype = _own_dtype(array, kind)
-    return Memory(buffer.address, buffer.nbytes, dtype, on_device, ordinal, buffer, exported=buffer)
+    return ArrayMemory(buffer.address, buffer.nbytes, dtype, on_device, ordinal, buffer, exported=buffer)
 
 
 def _exported(array: Any, writable: bool, protocol: str, name: str) -> MPI.buffer:
@@ -280,16 +280,16 @@ def _own_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
         return types.covered_dtype(name) if name in types.COVERED else None
 
 
-def _read_interface(array: Any, writable: bool, name: str) -> Memory:
+def _read_interface(array: Any, writable: bool, name: str) -> ArrayMemory:
     buffer = _exported(array, writable, "__cuda_array_interface__", name)
     interface = array.__cuda_array_interface__
     dtype = types.interface_dtype(interface["typestr"], array)
     pointer = buffer.address
-    place = where.place_of(pointer) if pointer else None
+    place = memory_location.place_of(pointer) if pointer else None
     # Empty memory has no address to ask for, so the class decides: in a process with GPUs it is a device array.
-    on_device = place is not None or (not pointer and where.has_driver())
+    on_device = place is not None or (not pointer and memory_location.has_driver())
     device = None if place is None else place.device
-    return Memory(pointer, buffer.nbytes, dtype, on_device, device, array, exported=buffer)
+    return ArrayMemory(pointer, buffer.nbytes, dtype, on_device, device, array, exported=buffer)
 
 
 def no_buffer(array: Any, name: str) -> TypeError:

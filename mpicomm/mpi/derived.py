@@ -12,7 +12,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.bottom import lies_together, require_device_addresses
 from mpicomm.mpi.committed import is_committed
 from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
-from mpicomm.mpi.layout import Layout, known_of
+from mpicomm.mpi.layout import DatatypeLayout, known_of
 from mpicomm.mpi.regions import Region, rounds_of
 
 
@@ -21,11 +21,11 @@ class Elements:
     """Elements of a derived datatype: ``layout`` has all of them, from ``address`` on."""
 
     address: int
-    layout: Layout
+    layout: DatatypeLayout
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """The memory of the argument ``name`` in which elements must lie."""
 
     name: str
@@ -34,7 +34,7 @@ class Room:
     device: int | None = None
     """The GPU for MPI.BOTTOM, whose elements lie at any addresses of that GPU; else None."""
 
-    def require(self, address: int, count: int, block: Layout) -> None:
+    def require(self, address: int, count: int, block: DatatypeLayout) -> None:
         """Raise `InvalidUsageError` where ``count`` elements at ``address``, laid out as ``block``, leave the room."""
         if self.device is not None:
             for region in block.regions:
@@ -56,7 +56,7 @@ class Room:
         require_device_addresses(address + begin, end - begin, device, self.name)
 
 
-def elements_at(datatype: MPI.Datatype, room: Room, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:
+def elements_at(datatype: MPI.Datatype, room: Capacity, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:
     """Return the elements of each block, which is a displacement in bytes and a count.
 
     Local. Raises `InvalidUsageError` for a datatype that is not committed, and for elements that leave the room.

@@ -17,7 +17,7 @@ from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, with_buffer
 from mpicomm.mpi.bottom import require_host_addresses
-from mpicomm.mpi.buffers import Memory, array_of, read
+from mpicomm.mpi.buffers import ArrayMemory, array_of, read
 from mpicomm.mpi.location import require_here
 
 _named: set[str] = set()
@@ -27,7 +27,7 @@ _named: set[str] = set()
 class HostCopy:
     """A device buffer, its copy in pinned host memory, and the buffer argument that MPI gets."""
 
-    memory: Memory
+    memory: ArrayMemory
     host: npt.NDArray[np.uint8]
     spec: Any
     written: bool

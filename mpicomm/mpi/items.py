@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.buffers import Memory, UnknownElementsError
+from mpicomm.mpi.buffers import ArrayMemory, UnknownElementsError
 from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
 
 
@@ -95,7 +95,7 @@ def uneven(entries: int, blocks: int, name: str, peer: str) -> InvalidUsageError
     )
 
 
-def no_type(memory: Memory, name: str) -> UnknownElementsError:
+def no_type(memory: ArrayMemory, name: str) -> UnknownElementsError:
     """Return the error for elements that have no type."""
     what = "elements of unknown type" if memory.dtype is None else f"elements of type {memory.dtype}"
     return UnknownElementsError(

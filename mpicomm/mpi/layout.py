@@ -18,7 +18,7 @@ _MOST_REPEATS = 64
 
 # Compared by identity, because keys of known calls hold layouts, and a comparison of regions takes long.
 @dataclass(frozen=True, eq=False)
-class Layout:
+class DatatypeLayout:
     """The regions of an element, and MPI's extent of the element."""
 
     regions: Regions
@@ -42,7 +42,7 @@ class Layout:
         """The byte behind the last one that the element touches; 0 without bytes."""
         return max((region.ends[1] for region in self.regions), default=0)
 
-    def repeated(self, count: int) -> Layout:
+    def repeated(self, count: int) -> DatatypeLayout:
         """Return the layout of ``count`` elements that follow each other."""
         if count == 1:
             return self
@@ -55,26 +55,26 @@ class Layout:
         return found
 
     @cached_property
-    def _repeats(self) -> dict[int, Layout]:
+    def _repeats(self) -> dict[int, DatatypeLayout]:
         """Layouts that `repeated` has made, because a program repeats its calls."""
         return {}
 
 
-def run_of(nbytes: int) -> Layout:
+def run_of(nbytes: int) -> DatatypeLayout:
     """Return the layout of ``nbytes`` consecutive bytes."""
-    return Layout((Region(0, (), nbytes),) if nbytes else (), nbytes, None)
+    return DatatypeLayout((Region(0, (), nbytes),) if nbytes else (), nbytes, None)
 
 
-def together(parts: Iterable[tuple[int, Layout]]) -> Layout:
+def together(parts: Iterable[tuple[int, DatatypeLayout]]) -> DatatypeLayout:
     """Return the layout of parts that are packed one after the other. Each is a displacement in bytes and a layout."""
-    return Layout(joined(_in_turn((displ, part.regions) for displ, part in parts)), 0, None)
+    return DatatypeLayout(joined(_in_turn((displ, part.regions) for displ, part in parts)), 0, None)
 
 
 @dataclass
 class Known:
     """The layout of a datatype, and whether MPI has said that the datatype is committed."""
 
-    layout: Layout | None
+    layout: DatatypeLayout | None
     """None for DATATYPE_NULL alone: were it None for some types, a rank that names one would go another way than the
     ranks that name the same elements by other types."""
     committed: bool
@@ -97,7 +97,7 @@ def known_of(datatype: MPI.Datatype) -> Known:
     return known
 
 
-def layout_of(datatype: MPI.Datatype) -> Layout | None:
+def layout_of(datatype: MPI.Datatype) -> DatatypeLayout | None:
     """Return the layout of a datatype; None where `known_of` knows none. Local."""
     return known_of(datatype).layout
 
@@ -111,15 +111,15 @@ def _key() -> int:
     return _keys[0]
 
 
-def _decoded(datatype: MPI.Datatype) -> Layout | None:
+def _decoded(datatype: MPI.Datatype) -> DatatypeLayout | None:
     if datatype == MPI.DATATYPE_NULL:
         return None
     extent = datatype.extent
     dtype = types.numpy_dtype(datatype) if datatype.is_predefined else None
     if datatype.is_predefined:
         if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
-            return Layout(measured.regions_of(datatype), extent, dtype)
-        return Layout((Region(0, (), datatype.size),) if datatype.size else (), extent, dtype)
+            return DatatypeLayout(measured.regions_of(datatype), extent, dtype)
+        return DatatypeLayout((Region(0, (), datatype.size),) if datatype.size else (), extent, dtype)
     base, combiner, parameters = datatype.decode()
     blocks = _BLOCKS.get(combiner)
     bases = parameters.get("datatypes", [base])
@@ -131,7 +131,7 @@ def _decoded(datatype: MPI.Datatype) -> Layout | None:
     basic = {part.dtype for part in parts if part.regions}
     # A DARRAY, or a type of an MPI that is newer than this table.
     regions = measured.regions_of(datatype) if blocks is None else blocks(parts, parameters)
-    return Layout(regions, extent, basic.pop() if len(basic) == 1 else None)
+    return DatatypeLayout(regions, extent, basic.pop() if len(basic) == 1 else None)
 
 
 def _in_turn(parts: Iterable[tuple[int, Regions]]) -> Iterator[Region]:
@@ -143,40 +143,40 @@ def _in_turn(parts: Iterable[tuple[int, Regions]]) -> Iterator[Region]:
         packed += packed_nbytes(regions)
 
 
-def _dup(parts: Sequence[Layout], parameters: dict[str, Any]) -> Regions:
+def _dup(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
     return parts[0].regions
 
 
-def _contiguous(parts: Sequence[Layout], parameters: dict[str, Any]) -> Regions:
+def _contiguous(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
     return repeated(parts[0].regions, parameters["count"], parts[0].extent)
 
 
-def _vector(parts: Sequence[Layout], parameters: dict[str, Any], *, unit: int | None = None) -> Regions:
+def _vector(parts: Sequence[DatatypeLayout], parameters: dict[str, Any], *, unit: int | None = None) -> Regions:
     part = parts[0]
     block = repeated(part.regions, parameters["blocklength"], part.extent)
     return repeated(block, parameters["count"], parameters["stride"] * (part.extent if unit is None else unit))
 
 
-def _hvector(parts: Sequence[Layout], parameters: dict[str, Any]) -> Regions:
+def _hvector(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
     return _vector(parts, parameters, unit=1)
 
 
-def _indexed(parts: Sequence[Layout], parameters: dict[str, Any], *, unit: int | None = None) -> Regions:
+def _indexed(parts: Sequence[DatatypeLayout], parameters: dict[str, Any], *, unit: int | None = None) -> Regions:
     part, displs = parts[0], parameters["displacements"]
     lengths = parameters.get("blocklengths") or [parameters.get("blocklength", 0)] * len(displs)
     return at_blocks(part.regions, part.extent, displs, lengths, part.extent if unit is None else unit)
 
 
-def _hindexed(parts: Sequence[Layout], parameters: dict[str, Any]) -> Regions:
+def _hindexed(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
     return _indexed(parts, parameters, unit=1)
 
 
-def _struct(parts: Sequence[Layout], parameters: dict[str, Any]) -> Regions:
+def _struct(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
     blocks = zip(parts, parameters["displacements"], parameters["blocklengths"], strict=True)
     return joined(_in_turn((displ, repeated(part.regions, count, part.extent)) for part, displ, count in blocks))
 
 
-def _subarray(parts: Sequence[Layout], parameters: dict[str, Any]) -> Regions:
+def _subarray(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
     part = parts[0]
     dimensions = list(zip(parameters["sizes"], parameters["subsizes"], parameters["starts"], strict=True))
     if parameters["order"] == MPI.ORDER_C:
@@ -189,7 +189,7 @@ def _subarray(parts: Sequence[Layout], parameters: dict[str, Any]) -> Regions:
     return tuple(region.moved(offset, 0) for region in regions)
 
 
-_BLOCKS: dict[str, Callable[[Sequence[Layout], dict[str, Any]], Regions]] = {
+_BLOCKS: dict[str, Callable[[Sequence[DatatypeLayout], dict[str, Any]], Regions]] = {
     "DUP": _dup,
     "RESIZED": _dup,
     "CONTIGUOUS": _contiguous,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mpicomm.kernels.packing import ENTRY, ENTRY_NBYTES, LOOPS, UNIT_NBYTES, PackTable
-from mpicomm.mpi.layout import Layout, run_of
+from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.regions import Region, at_blocks, rounds_of
 
 _MOST_UNITS = 1 << 31  # the kernel counts the units of a region in 32 bits
@@ -20,19 +20,19 @@ class PackJob:
     """Elements of a datatype at address ``memory``, and their place in packed memory."""
 
     memory: int
-    layout: Layout
+    layout: DatatypeLayout
     packed: int
 
 
 @lru_cache(maxsize=256)
-def table_for(layout: Layout) -> PackTable:
+def table_for(layout: DatatypeLayout) -> PackTable:
     """Return the table of one element, whose memory and packed memory are arguments of the launch. Local."""
     return table_of([PackJob(0, layout, 0)])
 
 
 def table_of_blocks(displs: Sequence[int], nbytes: Sequence[int]) -> PackTable:
     """Return the table of blocks of so many bytes at displacements, which are packed one after the other. Local."""
-    return table_of([PackJob(0, Layout(at_blocks(run_of(1).regions, 1, displs, nbytes, 1), 0, None), 0)])
+    return table_of([PackJob(0, DatatypeLayout(at_blocks(run_of(1).regions, 1, displs, nbytes, 1), 0, None), 0)])
 
 
 def table_of(jobs: Iterable[PackJob]) -> PackTable:

@@ -9,7 +9,7 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.devices.where import place_of
+from mpicomm.devices.memory_location import place_of
 
 PlainArray = tuple[int, int, Hashable]
 """The address of a contiguous array on a GPU, its elements, and their type and device.

@@ -27,12 +27,12 @@ _NULL = _Handle(MPI.REQUEST_NULL.handle).value
 _wait = MPI.Grequest.Wait  # looked up once, because a program waits for `super()` behind the device
 
 
-class Work:
+class DeferredWork:
     """Work that MPI does not know, and the generalized request that is completed with it.
 
     The work is done when ``done`` has returned true and ``finish`` has run after it. Neither is called again then.
 
-    A message has a ``status``, which by then holds the result for the request's own status. `Work.cancel` calls
+    A message has a ``status``, which by then holds the result for the request's own status. `DeferredWork.cancel` calls
     ``cancel``, never while ``done`` runs; ``done`` then returns true if the message is cancelled.
     """
 
@@ -177,14 +177,14 @@ class _HoldingPrequest(MPI.Prequest):
 
 
 class DeferredRequest(Driven, MPI.Grequest):
-    """An MPI request (a generalized one) for `Work`.
+    """An MPI request (a generalized one) for `DeferredWork`.
 
     All waits and tests raise the error of the work, also ``MPI.Request.Waitall`` and its kin: see request_lists.py.
     """
 
-    work: Work
+    work: DeferredWork
 
-    def __new__(cls, work: Work) -> Self:
+    def __new__(cls, work: DeferredWork) -> Self:
         """Wrap the generalized request of ``work``."""
         self = super().__new__(cls, work.request)
         self.work = work
@@ -240,11 +240,11 @@ class Completer:
 
     def __init__(self) -> None:
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._pending: deque[Work] = deque()
+        self._pending: deque[DeferredWork] = deque()
         self._running = False
         self._beginning_or_ending = threading.Lock()
 
-    def add(self, work: Work, prepare_thread: Callable[[], None]) -> Work:
+    def add(self, work: DeferredWork, prepare_thread: Callable[[], None]) -> DeferredWork:
         """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``prepare_thread``.
 
         On a thread without a device any call of the CUDA runtime makes a context on the first GPU: half a GiB of memory
@@ -301,13 +301,13 @@ class PersistentRequest(Driven, MPI.Prequest):
     ``MPI.REQUEST_NULL``.
     """
 
-    _begin: Callable[[], Work] | None
-    _started: Work | None
+    _begin: Callable[[], DeferredWork] | None
+    _started: DeferredWork | None
     _handle: Any
     _release: Callable[[], object] | None
 
     @classmethod
-    def of(cls, begin: Callable[[], Work], release: Callable[[], object] | None = None) -> Self:
+    def of(cls, begin: Callable[[], DeferredWork], release: Callable[[], object] | None = None) -> Self:
         """Return a request that calls ``begin`` each time it is started, and ``release`` when it is freed."""
         replace_list_calls()
         self = cls()

@@ -45,7 +45,7 @@ OF_EVENTS: dict[str, Kind] = {**dict.fromkeys(("record", "wait"), ("memory", Fal
 
 
 @dataclass(frozen=True)
-class Signature:
+class MethodSignature:
     """Where the arguments of a method are: position, name and default."""
 
     name: str
@@ -53,7 +53,7 @@ class Signature:
     details: tuple[tuple[int, str, Any], ...]
 
     @classmethod
-    def of(cls, name: str, method: Callable[..., Any]) -> Signature:
+    def of(cls, name: str, method: Callable[..., Any]) -> MethodSignature:
         """Return the signature of a method, whose first argument is the object."""
         try:
             parameters = [*inspect.signature(method).parameters.values()][1:]
@@ -67,7 +67,7 @@ class Signature:
             tuple((place, each.name, each.default) for place, each in places if each.name in _DETAILS),
         )
 
-    def facts(self, called: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Facts:
+    def facts(self, called: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> CallFacts:
         """Return the facts of a call that its arguments say. It raises nothing: the call says what is wrong."""
         details = {}
         for place, name, default in self.details:
@@ -83,11 +83,11 @@ class Signature:
                 dtype = dtype or found[1]
         if self.name == "get":  # it makes an array where none is passed
             nbytes, dtype = called.nbytes, str(called.dtype)
-        return Facts(nbytes, dtype, details)
+        return CallFacts(nbytes, dtype, details)
 
 
 @dataclass(frozen=True)
-class Facts:
+class CallFacts:
     """The facts of a call for its record."""
 
     nbytes: int | None

@@ -20,7 +20,7 @@ from mpicomm.recording.channel import Channel
 from mpicomm.recording.clocks import now_ns
 from mpicomm.recording.record import Interval, current, hear_of_slow_way
 from mpicomm.session import Session
-from mpicomm.ways.dispatch import Collectives
+from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.on_host import InMappedMemory
 
@@ -126,7 +126,7 @@ class RecordedMapped(InMappedMemory):
         super().enqueue(call, blocking=blocking)
 
 
-def record_inside(collectives: Collectives, session: Session) -> None:
+def record_inside(collectives: Dispatcher, session: Session) -> None:
     """Let the parts of a communicator note algorithms and measure work from now on. Local."""
     parts: Any = (session, collectives._mapped, collectives.engines)
     for part, cls in zip(parts, (RecordedSession, RecordedMapped, RecordedEngines), strict=True):
@@ -184,7 +184,7 @@ class _RecordedSteps:
 
     def _recorded(self, step: Callable[..., None]) -> Callable[..., None]:
         def enqueue(stream: int, *arguments: int, **words: int) -> None:
-            with self._work.enqueued(stream, "described", "the receiver's GPU copies it"):
+            with self._work.enqueued(stream, "by_rendezvous", "the receiver's GPU copies it"):
                 step(stream, *arguments, **words)
 
         return enqueue

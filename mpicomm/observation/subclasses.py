@@ -12,7 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.observation.calls import OF_ARRAYS, OF_COMMUNICATORS, OF_EVENTS, Kind, Signature
+from mpicomm.observation.calls import OF_ARRAYS, OF_COMMUNICATORS, OF_EVENTS, Kind, MethodSignature
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.record import Category, Record
 from mpicomm.symmetric.array import SymmetricArray
@@ -59,7 +59,7 @@ def _subclass(cls: Any) -> Any:
 
 def _recorded(cls: Any, name: str, category: Category, numbered: bool) -> Callable[..., Any]:
     method = getattr(cls, name)
-    signature = Signature.of(name, method)
+    signature = MethodSignature.of(name, method)
     operation = name if issubclass(cls, MPI.Comm) else f"{cls.__name__}.{name}"
 
     @functools.wraps(method)

@@ -16,10 +16,10 @@ from mpicomm.p2p.pairs import (
     COPY_ENGINES,
     LOADS,
     STORES,
+    CopyWay,
     End,
     ThroughHost,
     Transfer,
-    Way,
     load_us,
     peer_access,
     store_us,
@@ -32,7 +32,7 @@ WITH, WITHOUT = "peer access", "through host memory"
 
 
 @dataclass(frozen=True)
-class Effort:
+class CopyRounds:
     """How much is measured: copies of ``nbytes``, ``copies`` in each of the timed rounds."""
 
     nbytes: int
@@ -44,10 +44,10 @@ class OneProcess:
     """Measures all pairs of GPUs. ``wrong`` counts the bytes that arrived wrong so far."""
 
     def __init__(self, devices: Sequence[DeviceInfo], options: argparse.Namespace) -> None:
-        self._effort = Effort(options.bytes, options.iters, options.rounds)
+        self._effort = CopyRounds(options.bytes, options.iters, options.rounds)
         self._ends = [End(device, options.bytes) for device in devices]
         self._host = ThroughHost()
-        self._through_host = Way("kernels", False, self._host.copy)
+        self._through_host = CopyWay("kernels", False, self._host.copy)
         self.attributes = attribute_matrices(len(devices))
         self.wrong = 0
 
@@ -101,7 +101,7 @@ class OneProcess:
         access = self.attributes[0].cells
         return own == peer or bool(access[own][peer] and access[peer][own])
 
-    def _bandwidth(self, way: Way, directions: int, copies: int | None = None) -> Callable[[End, End], float]:
+    def _bandwidth(self, way: CopyWay, directions: int, copies: int | None = None) -> Callable[[End, End], float]:
         count, nbytes = copies or self._effort.copies, self._effort.nbytes
 
         def measure(source: End, target: End) -> float:
@@ -115,7 +115,7 @@ class OneProcess:
         transfer = Transfer(source, target, min(_SMALL_NBYTES, self._effort.nbytes))
         return self._measure(COPY_ENGINES, [transfer], _SMALL_COPIES)[0] / _SMALL_COPIES
 
-    def _measure(self, way: Way, transfers: Sequence[Transfer], copies: int) -> tuple[float, int]:
+    def _measure(self, way: CopyWay, transfers: Sequence[Transfer], copies: int) -> tuple[float, int]:
         """Return the median time of a round in microseconds, and how many bytes are wrong then."""
         for transfer in transfers:
             transfer.target.poison()

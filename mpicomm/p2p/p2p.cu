@@ -1,4 +1,5 @@
-// The kernels of `python -m mpicomm.p2p`: one holds a stream, one copies, and two time single stores and loads.
+// The kernels of `python -m mpicomm.p2p`: one holds a stream, one copies, and two time single
+// stores and loads.
 //
 // Every spin ends after a limit, because the GPU or the rank at the other side may never come.
 
@@ -83,7 +84,8 @@ MPICOMM_DEVICE void answer(const Rally& x) {
 
 }  // namespace mpicomm
 
-// Holds its stream until the host has enqueued all work behind it, so that the work takes no time of the host's.
+// Holds its stream until the host has enqueued all work behind it, so that the work takes no time
+// of the host's.
 MPICOMM_KERNEL void mpicomm_p2p_hold(const __grid_constant__ mpicomm::Holding x) {
   const mpicomm::u64 begin = mpicomm::clock_ns();
   while (mpicomm::load_volatile(x.released) == 0 && mpicomm::clock_ns() - begin < x.limit_ns) mpicomm::pause();

@@ -74,7 +74,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Way:
+class CopyWay:
     """How bytes go from one GPU to another."""
 
     name: str
@@ -152,9 +152,9 @@ class ThroughHost:
         return self._words.ctypes.data, self._words[_WORDS:].ctypes.data
 
 
-COPY_ENGINES = Way("copy engines", False, copy_engine)
-STORES = Way("kernels that store", False, lambda transfer, stream: store_or_load(transfer, stream, loads=False))
-LOADS = Way("kernels that load", True, lambda transfer, stream: store_or_load(transfer, stream, loads=True))
+COPY_ENGINES = CopyWay("copy engines", False, copy_engine)
+STORES = CopyWay("kernels that store", False, lambda transfer, stream: store_or_load(transfer, stream, loads=False))
+LOADS = CopyWay("kernels that load", True, lambda transfer, stream: store_or_load(transfer, stream, loads=True))
 
 
 def store_us(host: ThroughHost | None, source: End, target: End) -> float | None:

@@ -84,13 +84,13 @@ def share(
 
         def export() -> _Offer:
             nonlocal swap, own_fd
-            described = signature()
+            by_rendezvous = signature()
             segments._segments[node.rank] = segment = produce()
             handle, own_fd = backend.export(segment)
             if own_fd is not None:
                 temporary.callback(own_fd.close)
                 swap = temporary.enter_context(FdExchange(node.rank, node.size))
-            return _Offer(described, handle.pack(), swap.address if swap else None)
+            return _Offer(by_rendezvous, handle.pack(), swap.address if swap else None)
 
         def open_peers(offers: list[_Offer]) -> None:
             received: dict[int, Descriptor] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpicomm.torch.lane import LANES
+from mpicomm.torch.call_queue import QUEUES
 
 _Callback = Callable[[Any], Any]
 
@@ -17,8 +17,9 @@ def install_places() -> None:
     """Let ``then`` and ``add_done_callback`` of all futures give each callback its place among calls. Local.
 
     A callback runs in the program's thread if the future is complete when the program adds it, and else in the thread
-    of a `Lane`. Its calls have to come at the same place, because the future is complete on some ranks alone. PyTorch
-    makes the futures that ``then`` returns, in a class without subclasses, so this replaces methods of that class.
+    of a `CallQueue`. Its calls have to come at the same place, because the future is complete on some ranks alone.
+    PyTorch makes the futures that ``then`` returns, in a class without subclasses, so this replaces methods of that
+    class.
     """
     future: Any = torch._C.Future
     future.then = _with_place(future.then)
@@ -28,20 +29,20 @@ def install_places() -> None:
 def _with_place(add: Callable[[Any, _Callback], Any]) -> Callable[[Any, _Callback], Any]:
     @wraps(add)
     def add_at_place(future: Any, callback: _Callback) -> Any:
-        return add(future, _at_place(future, callback) if LANES else callback)
+        return add(future, _at_place(future, callback) if QUEUES else callback)
 
     return add_at_place
 
 
 def _at_place(future: Any, callback: _Callback) -> _Callback:
-    places = [(lane, place) for lane in LANES if (place := lane.place(future)) is not None]
+    places = [(queue, place) for queue in QUEUES if (place := queue.place(future)) is not None]
     if not places:
         return callback
 
     def call(done: Any) -> Any:
-        for lane, place in places:
-            if lane.is_here():
-                return lane.call_at(place, callback, done)
+        for queue, place in places:
+            if queue.is_here():
+                return queue.call_at(place, callback, done)
         return callback(done)
 
     return call

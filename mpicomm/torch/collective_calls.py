@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from mpicomm.torch.collectives import Collectives
+from mpicomm.torch.collectives import TensorCollectives
 from mpicomm.torch.works import Tensors, Work
 
 Call = Callable[..., None]
@@ -20,7 +20,7 @@ Given = tuple[Any, ...]
 class CollectiveCalls(c10d.ProcessGroup):
     """The collectives of a group, under the names and with the arguments of PyTorch. All methods are *collective*."""
 
-    collectives: Collectives
+    collectives: TensorCollectives
 
     @abstractmethod
     def _run(

@@ -32,7 +32,7 @@ from mpicomm.torch.tensors import (
 )
 
 
-class Collectives:
+class TensorCollectives:
     """The collectives of one group on tensors. All of them are *collective*.
 
     On tensors of the host a call blocks until its output is there. On tensors of a GPU it is enqueued on PyTorch's

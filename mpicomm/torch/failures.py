@@ -16,7 +16,7 @@ class GroupPeerError(PeerError, RuntimeError):
     """A rank of the group failed or called something else."""
 
 
-def as_expected(error: BaseException, name: str) -> BaseException:
+def translated(error: BaseException, name: str) -> BaseException:
     """Return an error of the call ``name``: of a wait for other ranks as one of the classes above. Local."""
     expected: BaseException
     if isinstance(error, CollectiveTimeoutError):

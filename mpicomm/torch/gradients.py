@@ -24,7 +24,7 @@ class AllreduceState:
             raise InvalidUsageError(f"wire_dtype={wire_dtype}: pass torch.bfloat16, torch.float16, or leave it out")
         self.group = group_of(group)
         self.wire_dtype = wire_dtype
-        self._wires: dict[int, torch.Tensor] = {}
+        self._converted: dict[int, torch.Tensor] = {}
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
@@ -33,23 +33,23 @@ class AllreduceState:
         beside = not bucket.is_last()
         if self.wire_dtype is None or gradients.dtype == self.wire_dtype:
             return self.group.future("average", all_reduce, (gradients, dist.ReduceOp.AVG), gradients, beside=beside)
-        wire = self._wire(bucket.index(), gradients)
+        converted = self._copy_of(bucket.index(), gradients)
 
         def average_wire() -> None:
-            wire.copy_(gradients)
-            all_reduce(wire, dist.ReduceOp.AVG)
-            gradients.copy_(wire)
+            converted.copy_(gradients)
+            all_reduce(converted, dist.ReduceOp.AVG)
+            gradients.copy_(converted)
 
-        return self.group.future("average", average_wire, (), gradients, [wire], beside=beside)
+        return self.group.future("average", average_wire, (), gradients, [converted], beside=beside)
 
-    def _wire(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
+    def _copy_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Return memory for the gradients of a bucket as they travel; on GPUs collective for a new size."""
-        wire = self._wires.get(index)
-        if wire is None or wire.numel() != gradients.numel():  # the first backward pass has other buckets
-            wire = self._wires[index] = self.group.allocate_tensor(
+        converted = self._converted.get(index)
+        if converted is None or converted.numel() != gradients.numel():  # the first backward pass has other buckets
+            converted = self._converted[index] = self.group.allocate_tensor(
                 gradients.numel(), dtype=self.wire_dtype, device=gradients.device
             )
-        return wire
+        return converted
 
 
 def allreduce_hook(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from mpicomm.torch.failures import as_expected
+from mpicomm.torch.failures import translated
 from mpicomm.torch.works import FOREVER, PendingWork, too_late
 from mpicomm.waiting import wait_until
 
@@ -60,7 +60,7 @@ class MessageWork(PendingWork):
                 try:
                     self._over = self._request.Test(status)
                 except Exception as error:
-                    self._over, self._error = True, as_expected(error, self._name)
+                    self._over, self._error = True, translated(error, self._name)
                 if self._over and self._receives:
                     self._source = status.source
         return self._over
@@ -78,7 +78,7 @@ class MessageWork(PendingWork):
         threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
 
 
-class Mover:
+class MessageProgress:
     """Moves messages of the host, in a thread, while the program waits outside MPI, as in a store.
 
     MPI moves a message only inside its calls. Requests for memory of GPUs have a `Completer`, which does as much.
@@ -112,4 +112,4 @@ class Mover:
             pending = [work for work in pending if not work.is_completed()]
 
 
-MOVER = Mover()
+MOVER = MessageProgress()

@@ -22,25 +22,25 @@ def wait_for_all(
     that comes late. The errors begin as gloo's do, because programs look for these words.
     """
     if rank == 0:
-        verdict, missing = _roll_call(store, size, timeout_s, name_all=name_all, step=step)
-        store.set("verdict", json.dumps([verdict, missing]))
-        if verdict:
-            raise GroupTimeoutError(verdict, ranks=missing)
+        agreed_error, missing = _roll_call(store, size, timeout_s, name_all=name_all, step=step)
+        store.set("agreed_error", json.dumps([agreed_error, missing]))
+        if agreed_error:
+            raise GroupTimeoutError(agreed_error, ranks=missing)
         return
     store.set(str(rank), "")
     came = f"Rank {rank} successfully reached {step}"
     came += ", but received errors while waiting for send/recv from rank 0"
-    # Rank 0 may come as late as `timeout_s` after this rank. It writes the verdict at most `timeout_s` after that.
-    if not _comes(store, "verdict", 2 * timeout_s):
+    # Rank 0 may come as late as `timeout_s` after this rank. It writes the agreed error at most `timeout_s` after that.
+    if not _comes(store, "agreed_error", 2 * timeout_s):
         raise GroupTimeoutError(f"{came}: it did not come within {2 * timeout_s:g} s", ranks=[0])
-    verdict, missing = json.loads(store.get("verdict"))
-    if verdict:
-        raise GroupTimeoutError(f"{came}: {verdict}", ranks=missing)
+    agreed_error, missing = json.loads(store.get("agreed_error"))
+    if agreed_error:
+        raise GroupTimeoutError(f"{came}: {agreed_error}", ranks=missing)
 
 
 def forget(store: c10d.Store, size: int) -> None:
     """Delete the keys of a barrier that all ranks have left. Local."""
-    for key in ("verdict", *map(str, range(1, size))):
+    for key in ("agreed_error", *map(str, range(1, size))):
         store.delete_key(key)
 
 

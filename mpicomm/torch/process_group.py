@@ -17,14 +17,14 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.mpi.requests import DeferredRequest
+from mpicomm.torch.call_queue import CallQueue
 from mpicomm.torch.collective_calls import Call, CollectiveCalls, Given
-from mpicomm.torch.collectives import Collectives
-from mpicomm.torch.failures import WAITS, as_expected
-from mpicomm.torch.lane import Lane
+from mpicomm.torch.collectives import TensorCollectives
+from mpicomm.torch.failures import WAITS, translated
 from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
-from mpicomm.torch.parts import part_of
 from mpicomm.torch.streams import Streams
+from mpicomm.torch.subgroups import part_of
 from mpicomm.torch.tensors import DeviceError, flat, movable
 from mpicomm.torch.works import FOREVER, JoinedWork, Tensors, Work, ended
 
@@ -64,10 +64,10 @@ class ProcessGroup(CollectiveCalls):
         self._group_name = self._group_desc = ""
         self.communicator = comm
         self._store = store
-        self.collectives = Collectives(comm)
+        self.collectives = TensorCollectives(comm)
         self._streams = None if comm.device == "cpu" else Streams(comm)
         self._timeout_s = timeout_s
-        self._lane = Lane(f"mpicomm rank {comm.rank} of {comm.size}")
+        self._queue = CallQueue(f"mpicomm rank {comm.rank} of {comm.size}")
         self._coalesced = _Coalesced()
         self._sequence = 0
         self._monitored = 0
@@ -80,8 +80,8 @@ class ProcessGroup(CollectiveCalls):
         self._require_open("barrier")
         begin, limit = getattr(opts, "asyncOp", False), _limit(opts)
         if self._streams is None:
-            return self._lane.run(self.collectives.barrier, (), "barrier", begin=begin, limit=limit)
-        work = self._lane.call("barrier", self._streams.barrier, limit or FOREVER)
+            return self._queue.run(self.collectives.barrier, (), "barrier", begin=begin, limit=limit)
+        work = self._queue.call("barrier", self._streams.barrier, limit or FOREVER)
         if not begin:
             work.wait()
         return work
@@ -171,7 +171,7 @@ class ProcessGroup(CollectiveCalls):
         """Return a tensor of ``size`` elements, on a GPU in symmetric memory: see `SymmetricPool.allocate`."""
         if self._streams is None or torch.device(device).type != "cuda":
             return torch.empty(size, dtype=dtype, device=device)
-        with self._lane:
+        with self._queue:
             return self._streams.allocate(size, dtype)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -222,13 +222,13 @@ class ProcessGroup(CollectiveCalls):
         """
         if not self._open:
             return
-        if self._lane.is_here():
-            with self._lane:  # callbacks that the program has added before this one make their calls
+        if self._queue.is_here():
+            with self._queue:  # callbacks that the program has added before this one make their calls
                 pass
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
         # Freed under a call, the memory would be gone that the call uses, and both would wait for the same messages.
-        with self._lane.last_turn(limit_s) as ended:
+        with self._queue.last_turn(limit_s) as ended:
             if not ended:
                 logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
                 return
@@ -243,7 +243,7 @@ class ProcessGroup(CollectiveCalls):
         The memory of the group is freed with the process, because the other ranks may still use it.
         """
         self._open = False
-        self._lane.close(0)
+        self._queue.close(0)
         self.communicator._unfreed = False  # else Python warns that the program has left it
 
     def future(
@@ -257,11 +257,11 @@ class ProcessGroup(CollectiveCalls):
         self._require_open(name)
         self._sequence += 1
         if not output.is_cuda:
-            work = self._lane.run(partial(call, *given), [output], name, begin=True)
+            work = self._queue.run(partial(call, *given), [output], name, begin=True)
             work.value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
-        return self._lane.call(name, partial(streams.future, beside=beside), call, given, output, inputs)
+        return self._queue.call(name, partial(streams.future, beside=beside), call, given, output, inputs)
 
     def _run(
         self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()
@@ -279,17 +279,17 @@ class ProcessGroup(CollectiveCalls):
         if first.is_cuda:
             streams = self._streams or self._gpu_streams(name, first)
         if not begin and limit is None:
-            self._lane.call(name, call, *given)
+            self._queue.call(name, call, *given)
             if self._coalesced.works is None:
                 return None  # the caller is a function of PyTorch, which would only wait for a work
             return self._joined(ended(outputs))
         work: Work
         if streams is None:
-            work = self._lane.run(partial(call, *given), outputs, name, begin=True, limit=limit)
+            work = self._queue.run(partial(call, *given), outputs, name, begin=True, limit=limit)
         elif begin:
-            work = self._lane.call(name, streams.begin, call, given, outputs, inputs, name, limit)
+            work = self._queue.call(name, streams.begin, call, given, outputs, inputs, name, limit)
         else:
-            self._lane.call(name, call, *given)
+            self._queue.call(name, call, *given)
             work = streams.here(outputs, name, limit or FOREVER)
         if not begin:
             work.wait()
@@ -317,12 +317,12 @@ class ProcessGroup(CollectiveCalls):
         # Autograd may make the tensor require a gradient while a message comes into it.
         memory = movable(flat(tensor.detach(), "tensor"))
         if memory.is_cuda and self._streams is not None and self._streams.capture():
-            self._lane.call(name, call, memory, rank, tag)
+            self._queue.call(name, call, memory, rank, tag)
             return self._joined(ended([tensor]))
         try:
             request = begin(memory, rank, tag)
         except WAITS as error:
-            raise as_expected(error, name) from error
+            raise translated(error, name) from error
         receives, prepare_thread = name == "recv", self.communicator._prepare_thread
         work = MessageWork(request, tensor, f"{name} {other}", self._timeout_s, prepare_thread, receives=receives)
         if not isinstance(request, DeferredRequest):

@@ -41,7 +41,7 @@ _WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in PyTorch
 
 
 @dataclass(frozen=True)
-class Reduction:
+class TorchReduction:
     """How a Communicator carries out a ``ReduceOp`` on elements of one type."""
 
     op: MPI.Op
@@ -60,10 +60,10 @@ class Reduction:
             memory.div_(size, rounding_mode="trunc")
 
 
-_reductions: dict[tuple[int, torch.dtype], Reduction] = {}
+_reductions: dict[tuple[int, torch.dtype], TorchReduction] = {}
 
 
-def reduction_of(op: Any, memory: torch.Tensor, name: str) -> Reduction:
+def reduction_of(op: Any, memory: torch.Tensor, name: str) -> TorchReduction:
     """Return the reduction by a ``ReduceOp`` of ``memory``, the tensor ``name`` as `flat` returns it. Local.
 
     Raises `ElementTypeError` for elements that mpicomm cannot reduce, and `InvalidUsageError` for unknown operations.
@@ -87,7 +87,7 @@ def reduction_of(op: Any, memory: torch.Tensor, name: str) -> Reduction:
                 f"op=PREMUL_SUM multiplies with a factor, and {name} has elements of {memory.dtype}: convert it to a "
                 "type of floats"
             )
-        reduction = _reductions[key] = Reduction(MPI.SUM if whole else _mpi_op(kind, memory.dtype), whole)
+        reduction = _reductions[key] = TorchReduction(MPI.SUM if whole else _mpi_op(kind, memory.dtype), whole)
     if key[0] == _PREMUL_SUM and not isinstance(op, _Kind):
         _, factor = op.__getstate__()  # the only way to the factor from Python
         return replace(reduction, factor=factor)

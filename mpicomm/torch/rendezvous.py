@@ -24,7 +24,8 @@ _STEP = "init_process_group"
 def install_handler() -> None:
     """Let ``env://``, PyTorch's default, ask MPI where the environment names no rank. Local.
 
-    PyTorch has no public way to change what it does without ``init_method``. So this replaces the handler of ``env://``.
+    PyTorch has no public way to change what it does without ``init_method``. So this replaces the handler of
+    ``env://``.
     """
     by_environment = _rendezvous_handlers["env"]
 

@@ -15,7 +15,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.current_stream import CurrentStream, current_stream
-from mpicomm.torch.failures import GroupTimeoutError, as_expected
+from mpicomm.torch.failures import GroupTimeoutError, translated
 from mpicomm.waiting import wait_until
 
 Tensors = Sequence[torch.Tensor]
@@ -165,12 +165,12 @@ class PendingWork(Work):
 
 
 class Order(Protocol):
-    """The order of the calls of a group: see `Lane`."""
+    """The order of the calls of a group: see `CallQueue`."""
 
     futures: dict[int, Sequence[HostWork]]
 
     def hurry(self, number: int) -> None:
-        """See `Lane.hurry`."""
+        """See `CallQueue.hurry`."""
 
 
 class HostWork(PendingWork):
@@ -202,7 +202,7 @@ class HostWork(PendingWork):
         try:
             self._call()
         except BaseException as error:
-            self._error = as_expected(error, self._name)
+            self._error = translated(error, self._name)
         self._call = None  # it keeps the tensors
         self._over.set()
 
@@ -237,7 +237,7 @@ class HostWork(PendingWork):
         super()._settle(ended)
 
 
-class Side(Protocol):
+class StreamSource(Protocol):
     """The streams of a group: see `Streams`."""
 
     comm: Communicator
@@ -250,7 +250,7 @@ class Side(Protocol):
 class StreamWork(Work):
     """A call that is enqueued on a stream, which may capture a graph: see `enqueued`."""
 
-    _side: Side
+    _side: StreamSource
     _stream: torch.cuda.Stream
     _mark: Any
     _name: str
@@ -281,7 +281,7 @@ class StreamWork(Work):
             try:
                 self._side.comm._check_at_once()
             except Exception as error:
-                self._error = as_expected(error, self._name)
+                self._error = translated(error, self._name)
         return True
 
     def _complete(self) -> torch.futures.Future[Any]:
@@ -306,7 +306,9 @@ class StreamWork(Work):
         return future
 
 
-def enqueued(outputs: Tensors, side: Side, stream: Any, mark: Any, name: str, limit: timedelta | None) -> StreamWork:
+def enqueued(
+    outputs: Tensors, side: StreamSource, stream: Any, mark: Any, name: str, limit: timedelta | None
+) -> StreamWork:
     """Return the work of the call ``name`` that ends at ``mark``, a place in the work of ``stream``. Local.
 
     With a ``limit`` a wait waits on the host, too, so long at most; `FOREVER` is no limit. See `ended`.

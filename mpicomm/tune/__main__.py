@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm.api.communicator import Communicator, RankInfo
-from mpicomm.bench.machine import Gpu
+from mpicomm.bench.machine import GpuMachine
 from mpicomm.bench.measure import Effort
 from mpicomm.bench.options import DTYPES
 from mpicomm.cli import arguments
@@ -115,7 +115,7 @@ def main() -> int:
     command_line.show(*(f"# {line}" for line in about), "#")
     longest = max(swept[-1], 8 * comm.size)  # at least one element for each rank
     effort = Effort(options.iters, max(1, options.warmup_iters), 1, _LAUNCHES, graphs=True)
-    timing = Timing(comm, Gpu(), longest, effort)
+    timing = Timing(comm, GpuMachine(), longest, effort)
     results = [
         sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject), before) for subject in subjects
     ]

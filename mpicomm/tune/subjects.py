@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.bench.operations import OPERATIONS, Case, Operation, blocks_of
+from mpicomm.bench.operations import OPERATIONS, BenchOperation, Case, blocks_of
 from mpicomm.collectives.gpu.tuning import TUNED, Kind, algorithms_of, kind_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import is_narrow
@@ -31,7 +31,7 @@ class Subject:
     """The kind of calls that a row of the table is for, and the operation and type to measure it with."""
 
     kind: Kind
-    operation: Operation
+    operation: BenchOperation
     dtype: np.dtype[Any]
 
     @property

@@ -20,7 +20,7 @@ from mpicomm.ways.reader import REFUSALS, Reader
 from mpicomm.ways.witness import Witness
 
 
-class ByMpi:
+class MpiWay:
     """MPI itself, for host arrays: its calls, its requests, and its persistent requests."""
 
     def __init__(self, comm: MPI.Intracomm, session: Session, reader: Reader, witness: Witness) -> None:
@@ -83,7 +83,7 @@ class ByMpi:
 class OnPinnedCopies:
     """MPI, for device arrays: on copies in pinned host memory. It blocks."""
 
-    def __init__(self, session: Session, mpi: ByMpi) -> None:
+    def __init__(self, session: Session, mpi: MpiWay) -> None:
         self._session = session
         self._mpi = mpi
 

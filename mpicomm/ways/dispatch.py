@@ -1,9 +1,9 @@
 """Dispatch: which way each collective call of one communicator goes, and three forms in which a caller waits for it.
 
-Kernels carry collectives on device arrays, and between cliques an engine of room `internode`. Host arrays go through
-mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI itself,
-as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI. `place` has
-the rule of the choice, and why all ranks choose alike.
+Kernels carry collectives on device arrays, and between peer domains an engine of room `internode`. Host arrays go
+through mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI
+itself, as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI.
+`place` has the rule of the choice, and why all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import crossover, selection
 from mpicomm.collectives.host.fast_path import Judge, at_once, plain_calls
 from mpicomm.collectives.operations import Operation
+from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
-from mpicomm.finishes.base import Epilogue
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
 from mpicomm.session import Session
-from mpicomm.ways.by_mpi import ByMpi, OnPinnedCopies
+from mpicomm.ways.by_mpi import MpiWay, OnPinnedCopies
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.on_gpus import OnGpus, root_of
 from mpicomm.ways.on_host import InMappedMemory, OnCopies, WithEpilogue
@@ -46,7 +46,7 @@ class MessageCall(NamedTuple):
     counts: None = None
 
 
-class Collectives:
+class Dispatcher:
     """The collectives of the communicator ``comm``.
 
     The first call that goes through kernels or mapped memory sets ``session`` up, collectively.
@@ -63,7 +63,7 @@ class Collectives:
         self._witness = witness = Witness(session, engines)
         self._reader = reader = Reader(comm, session, witness)
         completer = Completer()
-        self._mpi = ByMpi(comm, session, reader, witness)
+        self._mpi = MpiWay(comm, session, reader, witness)
         self._pinned = OnPinnedCopies(session, self._mpi)
         self._gpus = OnGpus(session, engines, completer, witness)
         self._mapped = InMappedMemory(engines, witness)
@@ -135,7 +135,7 @@ class Collectives:
         if call.on_device:
             self._session.require_gpu(operation.name)
 
-        def begin() -> Work:
+        def begin() -> DeferredWork:
             known = self._begin_known(operation, arguments, stream, algorithm)
             if known is not None:
                 return known
@@ -204,20 +204,20 @@ class Collectives:
         refuse_stream(call.operation.name, call.stream)
         if call.epilogue is not None:
             return self._epilogue
-        if self._is_mpis(call) if blocking else selection.is_mpis_request(call, call.algorithm):
+        if self._is_mpis(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
             return self._mpi
         return self._mapped
 
     def _is_mpis(self, call: Call) -> bool:
-        def is_mpis() -> bool:
-            return selection.is_mpis(call, call.algorithm, self._size, self._nodes, self._crossover)
+        def goes_to_mpi() -> bool:
+            return selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, self._crossover)
 
         measured = self._crossover or self._nodes > 1 or call.algorithm != "auto"
-        if is_mpis() or measured or not selection.depends_on_crossover(call, self._size):
-            return is_mpis()
+        if goes_to_mpi() or measured or not selection.depends_on_crossover(call, self._size):
+            return goes_to_mpi()
         engine = self.engines.on_host(call.operation.name)
         self._judge_with(crossover.learn(self._comm, engine, self._processes))
-        return is_mpis()
+        return goes_to_mpi()
 
     def _judge_with(self, crossover: int) -> None:
         """Take the crossover of two ranks, which is 0 while it is not measured. Local."""
@@ -233,7 +233,7 @@ class Collectives:
         told = operation.send != "counted" or given.counts is not None
         return told and self._plain[method](given.send, given.receive, given.op)
 
-    def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> Work | None:
+    def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> DeferredWork | None:
         """Begin a call on device arrays that was made before; None if it was not."""
         gpu = self.engines.gpu
         if gpu is None:
@@ -243,13 +243,13 @@ class Collectives:
         return None if found is None else self._gpus.until(gpu.begin(found, stream, given.send, given.receive))
 
 
-def _work(begun: Begun) -> Work:
+def _work(begun: Begun) -> DeferredWork:
     """Return a call that was enqueued as work; it is complete where nobody has to wait for it."""
-    if isinstance(begun, Work):
+    if isinstance(begun, DeferredWork):
         return begun
     if begun is not None:
         begun.Wait()
-    work = Work(lambda: True, lambda: None)
+    work = DeferredWork(lambda: True, lambda: None)
     # MPICH ends a program that waits for an open generalized request beside a null one, so this one is complete.
     work.advance()
     return work

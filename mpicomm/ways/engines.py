@@ -8,41 +8,41 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.one_node import OneNode
+from mpicomm.domains.host import HostDomains
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.mapped import MappedChannels
+from mpicomm.domains.mpi_transfers import Transfers
+from mpicomm.domains.network_waits import NetworkWaits
 from mpicomm.errors import CollectiveTimeoutError
-from mpicomm.internode.host import HostCliques
-from mpicomm.internode.layout import Layout
-from mpicomm.internode.mapped import MappedChannels
-from mpicomm.internode.mpi_transfers import Transfers
-from mpicomm.internode.wire_waits import WireWaits
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
     from mpicomm.collectives.gpu.plan_cache import PlanCache
-    from mpicomm.internode.gpu.engine import CliquesEngine
+    from mpicomm.domains.gpu.engine import DomainsEngine
 
 
 class InternodeEngine(NamedTuple):
-    """The engine between cliques, as `Carrier.name` says, and why better ones do not work."""
+    """The engine between peer domains, as `Transport.name` says, and why better ones do not work."""
 
     name: str
     rejected: dict[str, str]
 
 
 class Engines:
-    """The engines of the communicator of ``session``, and the boards on which its ranks say what they call.
+    """The engines of the communicator of ``session``, and the call logs on which its ranks say what they call.
 
     The first engine sets ``session`` up, collectively.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._boards: dict[Group, Board] = {}
+        self._call_logs: dict[Group, CallLog] = {}
         self._host: HostEngine | None = None
-        self._host_cliques: HostCliques | None = None
+        self._host_domains: HostDomains | None = None
         self.gpu: PlanCache | None = None
         """The engine for device arrays, once a call has needed it. A public field, as every known call reads it."""
         self._internode: InternodeEngine | None = None
@@ -50,32 +50,32 @@ class Engines:
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
 
     @cached_property
-    def _layout(self) -> Layout:
-        return Layout(self._session.placement.cliques, self._session.placement.rank)
+    def _layout(self) -> DomainLayout:
+        return DomainLayout(self._session.placement.domains, self._session.placement.rank)
 
     def internode(self, operation: str) -> InternodeEngine | None:
-        """Return the engine that moves memory of the device between cliques, None in one clique.
+        """Return the engine that moves memory of the device between peer domains, None in one peer domain.
 
         Collective where it sets up the engine, else local.
         """
-        if len(self._layout.cliques) == 1:
+        if len(self._layout.domains) == 1:
             return None
         if isinstance(self._session.placement.here.device, str):
             return InternodeEngine("mpi", {})
         self.on_gpu(operation)
         return self._internode
 
-    def board(self, operation: str, *, patient: bool) -> Board:
-        """Return the board of this rank's clique. Collective over all ranks the first time, else local.
+    def call_log(self, operation: str, *, patient: bool) -> CallLog:
+        """Return the call log of this rank's peer domain. Collective over all ranks the first time, else local.
 
         ``patient`` as in `Session.set_up`.
         """
-        board = self._boards.get(self._session.clique) if self._session.is_set_up else None
-        if board is not None:
-            return board
+        call_log = self._call_logs.get(self._session.domain) if self._session.is_set_up else None
+        if call_log is not None:
+            return call_log
         session = self._session.set_up(operation, patient=patient)
         with session.patience() if patient else nullcontext():
-            return self._shared_board(session, session.clique)
+            return self._shared_call_log(session, session.domain)
 
     def on_host(self, operation: str) -> HostEngine:
         """Return the engine for host arrays of this rank's node. Collective over the node the first time, else local.
@@ -86,8 +86,8 @@ class Engines:
             try:
                 session = self._session.set_up(operation)
                 session.require_usable(operation)
-                board = self._shared_board(session, session.node)
-                self._host = session.keep(HostEngine(session.node, board))
+                call_log = self._shared_call_log(session, session.node)
+                self._host = session.keep(HostEngine(session.node, call_log))
             except CollectiveTimeoutError as error:
                 text = str(error).removeprefix(f"{operation}: ")
                 raise CollectiveTimeoutError(
@@ -96,26 +96,26 @@ class Engines:
                 ) from error
         return self._host
 
-    def of_hosts(self, operation: str) -> OneNode | HostCliques:
+    def of_hosts(self, operation: str) -> OneNode | HostDomains:
         """Return the engine for host arrays of all ranks. Collective the first time, else local."""
         if len(self._session.placement.nodes) == 1:
             return OneNode(self.on_host(operation), len(self._session.placement.places))
-        if self._host_cliques is None:
+        if self._host_domains is None:
             session = self._session.set_up(operation)
-            layout = Layout(session.placement.nodes, session.placement.rank)
+            layout = DomainLayout(session.placement.nodes, session.placement.rank)
             # On all nodes together: where one fails, the others would wait for its messages.
-            made: list[WireWaits] = []
+            made: list[NetworkWaits] = []
 
             def make() -> None:
                 self.on_host(operation)
-                made.append(session.keep(WireWaits(session.node)))
+                made.append(session.keep(NetworkWaits(session.node)))
 
             session.group.agree(f"{operation}: set-up", make)
             engine = self.on_host(operation)
             engine.awaited_beyond = made[0].awaited
             transfers = self._transfers_of(session, layout, made[0])
-            self._host_cliques = HostCliques(layout, engine, transfers)
-        return self._host_cliques
+            self._host_domains = HostDomains(layout, engine, transfers)
+        return self._host_domains
 
     def on_gpu(self, operation: str) -> PlanCache:
         """Return the engine for device arrays, with the calls that it knows. Collective the first time, else local."""
@@ -125,28 +125,28 @@ class Engines:
 
             session = self._session.set_up(operation)
             backend = session.gpu(operation)
-            board = self._shared_board(session, session.clique)
+            call_log = self._shared_call_log(session, session.domain)
             on_a_device = session.placement.most_on_a_device
             most_nbytes = session.placement.here.most_shared_nbytes
 
             def make() -> DeviceEngine:
                 # It allocates and waits, which a thread that captures a graph may not do otherwise.
                 with backend.loading():
-                    engine = DeviceEngine(session.clique, backend, session.kind, board, on_a_device, most_nbytes)
+                    engine = DeviceEngine(session.domain, backend, session.kind, call_log, on_a_device, most_nbytes)
                 return session.keep(engine)
 
-            self.gpu = PlanCache(session, make() if len(self._layout.cliques) == 1 else self._of_cliques(session, make))
+            self.gpu = PlanCache(session, make() if len(self._layout.domains) == 1 else self._of_domains(session, make))
         return self.gpu
 
-    def _of_cliques(self, session: Session, make: Callable[[], DeviceEngine]) -> CliquesEngine:
-        """Return an engine for all cliques, on top of one that ``make`` makes for this rank's clique. Collective."""
-        from mpicomm.internode.gpu.choose_carrier import choose_carrier
-        from mpicomm.internode.gpu.engine import CliquesEngine
+    def _of_domains(self, session: Session, make: Callable[[], DeviceEngine]) -> DomainsEngine:
+        """Return an engine for all peer domains, on top of the engine of one domain that ``make`` makes. Collective."""
+        from mpicomm.domains.gpu.choose_transport import choose_transport
+        from mpicomm.domains.gpu.engine import DomainsEngine
 
-        made: list[tuple[DeviceEngine, WireWaits]] = []
-        # On all cliques together: where one fails, the others would wait for its parcels.
+        made: list[tuple[DeviceEngine, NetworkWaits]] = []
+        # On all peer domains together: where one fails, the others would wait for its network messages.
         session.group.agree(
-            "collectives: set-up", lambda: made.append((make(), session.keep(WireWaits(session.clique))))
+            "collectives: set-up", lambda: made.append((make(), session.keep(NetworkWaits(session.domain))))
         )
         engine, waits = made[0]
         transfers = self._transfers_of(session, self._layout, waits)
@@ -158,28 +158,30 @@ class Engines:
             return session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
 
         on_one_node = channels if len(session.placement.nodes) == 1 else None
-        choice = choose_carrier(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
-        self._internode = InternodeEngine(choice.carrier.name, choice.rejected)
-        return session.keep(CliquesEngine(self._layout, engine, backend, choice.carrier))
+        choice = choose_transport(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
+        self._internode = InternodeEngine(choice.transport.name, choice.rejected)
+        return session.keep(DomainsEngine(self._layout, engine, backend, choice.transport))
 
-    def _transfers_of(self, session: Session, layout: Layout, waits: WireWaits) -> Transfers:
+    def _transfers_of(self, session: Session, layout: DomainLayout, waits: NetworkWaits) -> Transfers:
         transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, waits)
         self._transfers.append(transfers)
         return transfers
 
-    def _shared_board(self, session: Session, group: Group) -> Board:
-        if group not in self._boards:
-            self._boards[group] = session.keep(Board(group, session.row))
+    def _shared_call_log(self, session: Session, group: Group) -> CallLog:
+        if group not in self._call_logs:
+            self._call_logs[group] = session.keep(CallLog(group, session.row))
             session.awaited_elsewhere = self._awaited_elsewhere
-            session.group.testimony = session.node.testimony = session.clique.testimony = self._testimony
-        return self._boards[group]
+            session.group.absence_reason = session.node.absence_reason = session.domain.absence_reason = (
+                self._absence_reason
+            )
+        return self._call_logs[group]
 
     def _awaited_elsewhere(self) -> bool:
-        return any(board.ahead() for board in self._boards.values())
+        return any(call_log.ahead() for call_log in self._call_logs.values())
 
-    def _testimony(self) -> str:
+    def _absence_reason(self) -> str:
         """Return why ranks that are not gone may not come to an exchange, and the way out; local."""
         failed = self._host and self._host.broken
         if failed:
             return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
-        return next((said for board in self._boards.values() if (said := board.testimony())), "")
+        return next((said for call_log in self._call_logs.values() if (said := call_log.absence_reason())), "")

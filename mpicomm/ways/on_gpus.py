@@ -1,4 +1,4 @@
-"""The way of calls on device arrays that kernels carry out, in one clique or in several."""
+"""The way of calls on device arrays that kernels carry out, in one peer domain or in several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpicomm.collectives.beside import PinnedCopies
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import require_here
-from mpicomm.mpi.requests import Completer, Work
+from mpicomm.mpi.requests import Completer, DeferredWork
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.witness import Witness
@@ -46,7 +46,7 @@ class OnGpus:
         self._completer = completer
         self._witness = witness
 
-    def enqueue(self, call: Call, *, blocking: bool) -> Work | None:
+    def enqueue(self, call: Call, *, blocking: bool) -> DeferredWork | None:
         """See `Way.enqueue`."""
         operation, given, session = call.operation, call.given, ready(self._session, call)
         if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it has to know of it before
@@ -73,7 +73,7 @@ class OnGpus:
             call.copies.back()
         return None
 
-    def until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> Work:
+    def until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredWork:
         """Return a call that was enqueued as work, which is over when ``done`` says so and ``copies`` are back."""
         backend = self._session.backend
 
@@ -82,4 +82,4 @@ class OnGpus:
             if copies:
                 copies.back()
 
-        return self._completer.add(Work(done, finish), backend.prepare_thread)
+        return self._completer.add(DeferredWork(done, finish), backend.prepare_thread)

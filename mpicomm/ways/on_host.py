@@ -15,7 +15,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.devices.host import array_at
 from mpicomm.mpi.host_copies import HostCopies
 from mpicomm.mpi.location import require_here
-from mpicomm.mpi.requests import Completer, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredWork, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.reader import Reader
@@ -72,12 +72,12 @@ class OnCopies:
         self._carry = carry
         self._prepare = prepare
 
-    def enqueue(self, call: Call, *, blocking: bool) -> Work | None:
+    def enqueue(self, call: Call, *, blocking: bool) -> DeferredWork | None:
         """See `Way.enqueue`."""
         copies, given = self._copies(call)
         begun = self._carry(self._reader.read(call.operation, given, call.algorithm, None), blocking=blocking)
         if isinstance(begun, MPI.Request):
-            return self._completer.add(Work(begun.Test, copies.back), self._session.backend.prepare_thread)
+            return self._completer.add(DeferredWork(begun.Test, copies.back), self._session.backend.prepare_thread)
         copies.back()
         return None
 
@@ -87,11 +87,11 @@ class OnCopies:
         prepared = self._prepare(call.operation, given, info, None, call.algorithm)
         backend = self._session.backend
 
-        def begin() -> Work:
+        def begin() -> DeferredWork:
             copies.again(backend.stream(call.stream, call.device_array))
             copies.ready()
             prepared.Start()
-            return self._completer.add(Work(prepared.Test, copies.back), backend.prepare_thread)
+            return self._completer.add(DeferredWork(prepared.Test, copies.back), backend.prepare_thread)
 
         return PersistentRequest.of(begin, prepared.Free)
 

@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 from mpicomm.collectives.beside import PinnedCopies
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.place import Place
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import BufferRefusedError
@@ -41,7 +41,7 @@ class Reader:
         algorithm: str,
         stream: Any,
         *,
-        place: Place | None = None,
+        place: CallLocation | None = None,
         only_to_check: bool = False,
     ) -> Call:
         """Return a call that was read and checked, with pinned copies of host arrays beside device arrays.
@@ -107,7 +107,7 @@ class Reader:
         operation: Operation,
         arguments: Arguments,
         algorithm: str,
-        place: Place | None = None,
+        place: CallLocation | None = None,
         copies: PinnedCopies | None = None,
     ) -> Call:
         neighborhood, places = self.neighbors() if operation.of_neighbors else None, self._session.placement

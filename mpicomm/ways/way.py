@@ -7,9 +7,9 @@ from typing import Protocol
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Call
-from mpicomm.mpi.requests import Work
+from mpicomm.mpi.requests import DeferredWork
 
-Begun = MPI.Request | Work | None
+Begun = MPI.Request | DeferredWork | None
 """A call that was enqueued: MPI's request, or work that MPI does not know; None where nobody has to wait for it."""
 
 

@@ -1,4 +1,4 @@
-"""The headline table of the project's README.md."""
+"""The headline table of the project's README.md, and the figure above it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from cells import microseconds, nbytes, table
 
 RANKS = (2, 4)
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
+FIGURE = 1 << 20
+"""The bytes of the all-reduce in README's first figure."""
 COMPARED = ("nccl", "nccl-symmetric", "torch")
 NCCL = ("nccl", "nccl-symmetric")
 PLACE = "out-of-place"
@@ -36,6 +38,18 @@ def headline(benches: list[Bench]) -> list[str]:
         f"windows, torch is PyTorch's symmetric memory. {where} {_range_of_means(benches)}"
     )
     return ["", *table(head, rows), "", *textwrap.wrap(text, 120), ""]
+
+
+def figure(benches: list[Bench]) -> list[str]:
+    """Return the lines: one all-reduce between the most ranks, and the faster way of NCCL."""
+    bench = _only(benches, "allreduce", "symmetric", RANKS[-1])
+    outcomes = next(row for row in bench["results"] if row["nbytes"] == FIGURE)["places"][PLACE]
+    own, nccl = outcomes[OWN]["time_us"], min(outcomes[name]["time_us"] for name in NCCL)
+    text = (
+        f"Between {RANKS[-1]} GPUs an all-reduce of {nbytes(FIGURE)} takes {microseconds(own)} us with {OWN}, and "
+        f"{microseconds(nccl)} us with NCCL {bench['peers']['nccl']} ({bench['hardware']}; {bench['date'][:10]})."
+    )
+    return ["", *textwrap.wrap(text, 120), ""]
 
 
 def _only(benches: list[Bench], collective: str, buffers: str, count: int) -> Bench:

@@ -1,7 +1,7 @@
 """Write every measured table from the JSON files beside this script: `python scripts/results/tables.py [--check]`.
 
-It writes README.md in this folder, and the headline table between two markers in the project's README.md. ``--check``
-writes nothing and exits with 1 if one of the two files differs from the text it would write.
+It writes README.md in this folder, and in the project's README.md the headline table and a figure, each between two
+markers. ``--check`` writes nothing and exits with 1 if one of the two files differs from the text it would write.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from bench_tables import COLLECTIVES, anchor, behind, bench_section, bench_title, overview, place, versions_of
 from cells import number, table
-from headline import headline
+from headline import figure, headline
 
 FOLDER = Path(__file__).resolve().parent
-BEGIN = "<!-- headline table: begin -->"
-END = "<!-- headline table: end -->"
+MARKED = {"figure": figure, "headline table": headline}
+"""What stands in the project's README.md between markers of these names."""
 GROUPS = ("Mapped memory", "Messages", "Calls", "Ways compared", "Reliability", "Predicted")
 HEAD = """\
 # Measured
@@ -102,14 +102,17 @@ def all_tables() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def with_headline(readme: str) -> str:
-    """Return the project's README.md with the headline table of now between the markers."""
-    before, found_begin, rest = readme.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not (found_begin and found_end):
-        raise SystemExit(f"README.md has no {BEGIN} ... {END}")
+def with_figures(readme: str) -> str:
+    """Return the project's README.md with the figures of now between their markers."""
     benches, _ = documents()
-    return "\n".join([before + BEGIN, *headline(benches), END + after])
+    for name, lines in MARKED.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, found_begin, rest = readme.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
+            raise SystemExit(f"README.md has no {begin} ... {end}")
+        readme = "\n".join([before + begin, *lines(benches), end + after])
+    return readme
 
 
 def main() -> int:
@@ -118,7 +121,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file differs")
     options = parser.parse_args()
     project = FOLDER.parents[1] / "README.md"
-    wanted = {FOLDER / "README.md": all_tables(), project: with_headline(project.read_text())}
+    wanted = {FOLDER / "README.md": all_tables(), project: with_figures(project.read_text())}
     differing = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in differing:
         if not options.check:

@@ -10,7 +10,7 @@ import pytest
 from mpicomm.devices.cuda.driver import visible_devices
 from mpicomm.doctor.running import job_of
 from mpicomm.doctor.running_report import watch
-from mpicomm.doctor.waits import Line, Wait
+from mpicomm.doctor.waits import Line, RankWait
 from mpicomm.errors import BackendUnavailableError
 from mpicomm.waiting import wait_until
 from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
@@ -58,7 +58,7 @@ comm.Free()
 def test_the_doctor_names_the_late_rank_of_a_job_on_gpus(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    waits: list[Wait] = []
+    waits: list[RankWait] = []
     lines: list[Line] = []
     with (tmp_path / "output").open("w") as output:
         job = subprocess.Popen(

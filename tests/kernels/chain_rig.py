@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainTemplate, layout_of
-from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Region
+from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, ChannelMemory
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
@@ -34,7 +34,7 @@ class ChainRig(MemoryRig[Node]):
     ) -> None:
         def node(team: Team, layout: ChannelMemory) -> Node:
             memory = tuple(self.machine.addresses(self.memory, team.rank))
-            region = Region(memory, layout.nbytes - layout.slots)
+            region = ArenaRegion(memory, layout.nbytes - layout.slots)
             arena: Any = SimpleNamespace(has=lambda request: True, region=lambda request: region)
             return Node(team, arena, blocks)
 

@@ -53,7 +53,7 @@ class DirectRig:
             arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = arrived
 
     def flags(self, rank: int) -> np.ndarray:
-        """Return the inboxes of the LL wire of a rank, of either parity, as words."""
+        """Return the inboxes of the LL protocol of a rank, of either parity, as words."""
         words = self.arenas[rank].bytes[self._layout.flagged : self._layout.sentinels].view(np.uint64)
         return words.reshape(_PARITIES, -1)
 

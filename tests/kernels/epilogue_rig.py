@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.collectives.gpu.algorithms.base import Finish
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues import Epilogue
-from mpicomm.finishes.base import BoundEpilogue
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.span import Span
 from tests.helpers.inputs import patterns
@@ -99,7 +99,7 @@ class FusedCalls:
             )
             signature = Signature("Allreduce", name, count, op, epilogue=whole.text)
             nap_us = int(rng.integers(3000)) if rng.integers(4) == 0 else 0
-            self._rig.run(rank, pattern, signature, finish=Finish(on_ranks[rank], target.address), nap_us=nap_us)
+            self._rig.run(rank, pattern, signature, finish=CallEpilogue(on_ranks[rank], target.address), nap_us=nap_us)
             self._checks.append((target, expected, exact))
             if whole.converts:
                 self._checks.append((scratch, np.zeros_like(part), True))
@@ -112,7 +112,7 @@ class FusedCalls:
 
 def run_fused(
     builds: Builds,
-    wire: Wire,
+    protocol: Protocol,
     epilogue: Epilogue,
     reduction: tuple[str, str],
     result: str = "",
@@ -122,9 +122,9 @@ def run_fused(
     changes: Sequence[Change] = (),
 ) -> None:
     """All-reduces in one hop and in two; their last elements fill no whole packet."""
-    rig = PacketRig(Machine(builds, size), wire, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=2)
+    rig = PacketRig(Machine(builds, size), protocol, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=2)
     calls = FusedCalls(rig, np.random.default_rng(size))
-    for count in (1, 5, 2003) if wire == "sentinel" else (1, 5, 301):
+    for count in (1, 5, 2003) if protocol == "sentinel" else (1, 5, 301):
         for two_shot in (False, True):
             calls.allreduce(epilogue, reduction, result or reduction[0], count, two_shot=two_shot, exact=exact)
     calls.run()

@@ -17,12 +17,12 @@ inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
   std::vector<Late> left, now;  // first, as others have their turn in each store
   for (const Late& each : late()) (arrives(each, who) ? now : left).push_back(each);
   late() = left;
-  for (const Late& each : now) SentinelWire::give_back(each.slot);
+  for (const Late& each : now) SentinelProtocol::give_back(each.slot);
 }
 
 struct Fences {""",
     ),
-    Change("fences.cuh", '#include "memory_order.cuh"', '#include <vector>\n#include "packet_wires.cuh"'),
+    Change("fences.cuh", '#include "memory_order.cuh"', '#include <vector>\n#include "packet_protocols.cuh"'),
     Change(
         "fences.cuh",
         "void say(u32 worker, u32 turns) {",
@@ -38,13 +38,13 @@ struct Fences {""",
     ),
     Change(
         "packet_worker.cuh",
-        "if (ranks >> rank & 1) Wire::give_back(slot(x.team.rank, stage, rank, place));",
+        "if (ranks >> rank & 1) Protocol::give_back(slot(x.team.rank, stage, rank, place));",
         """if (!(ranks >> rank & 1)) continue;
       Pair* const taken = slot(x.team.rank, stage, rank, place);
       if constexpr (kLaps) {
         late().push_back({threadIdx.x, taken, false});
       } else {
-        Wire::give_back(taken);
+        Protocol::give_back(taken);
       }""",
     ),
 ]

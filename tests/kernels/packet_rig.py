@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 
 from mpicomm.collectives.exchange import TwoShot
-from mpicomm.collectives.gpu.algorithms.base import Finish, Node
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
@@ -36,12 +36,12 @@ class SmallLayout(ArenaLayout):
 
 
 class PacketRig:
-    """An arena of one wire for each rank; each rank can send ``inbox_nbytes`` to another."""
+    """An arena of one protocol for each rank; each rank can send ``inbox_nbytes`` to another."""
 
     def __init__(
         self,
         machine: Machine,
-        wire: Wire,
+        protocol: Protocol,
         geometry: Geometry,
         *,
         inbox_nbytes: int = 64 << 10,
@@ -50,7 +50,7 @@ class PacketRig:
     ) -> None:
         self.machine = machine
         self.size = machine.size
-        self._wire = wire
+        self._protocol = protocol
         self._geometry = geometry
         self._changes = changes
         self._layout = layout = SmallLayout(self.size, 1, inbox_nbytes, inbox_nbytes)
@@ -66,14 +66,14 @@ class PacketRig:
             begin_after(launch, arena.bytes, self.size)
 
     def fill_with_old_flags(self, rng: np.random.Generator) -> None:
-        """Let the inboxes of the LL wire hold the flags of launches of the last round of numbers."""
+        """Let the inboxes of the LL protocol hold the flags of launches of the last round of numbers."""
         layout = self._layout
         for arena in self.arenas:
             flagged = arena.bytes[layout.flagged : layout.sentinels]
             flagged[:] = old_flags(flagged.nbytes, rng).view(np.uint8)
 
     def run(
-        self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, finish: Finish | None = None
+        self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, finish: CallEpilogue | None = None
     ) -> None:
         """Enqueue a rank's part of a collective; the geometry of the rig divides the work among threads."""
         call = replace(pattern.call(signature), epilogue=finish)
@@ -85,9 +85,9 @@ class PacketRig:
             node, geometry = self._nodes[rank], self._geometry
             if rows:
                 geometry, nbytes = rows.threads, rows.nbytes
-            inboxes = node.arena.flagged if self._wire == "flagged" else node.arena.sentinels
+            inboxes = node.arena.flagged if self._protocol == "flagged" else node.arena.sentinels
             template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused)
-            launch = template.launch(signature.hash32, (self._wire, inboxes, geometry, nbytes))
+            launch = template.launch(signature.hash32, (self._protocol, inboxes, geometry, nbytes))
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 
     def _node(self, rank: int, timeout_s: float) -> Node:

@@ -1,4 +1,4 @@
-"""Runs of packets of one wire, for several tests: every size, and hundreds of launches from a given one on."""
+"""Runs of packets of one protocol, for several tests: every size, and hundreds of launches from a given one on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_nbytes
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, carried_nbytes
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
@@ -21,12 +21,12 @@ STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
 """Launches after which numbers begin again."""
 
 
-def run_every_size(builds: Builds, wire: Wire, size: int) -> None:
+def run_every_size(builds: Builds, protocol: Protocol, size: int) -> None:
     """Collectives at every size at which something changes."""
-    rig = PacketRig(Machine(builds, size), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
+    rig = PacketRig(Machine(builds, size), protocol, SMALL, inbox_nbytes=INBOX_NBYTES)
     calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
-    room = carried_nbytes(INBOX_NBYTES, wire)
-    most = room - 4 if wire == "flagged" else INBOX_NBYTES * 4
+    room = carried_nbytes(INBOX_NBYTES, protocol)
+    most = room - 4 if protocol == "flagged" else INBOX_NBYTES * 4
     limits = [nbytes for nbytes in (8, 16, _STEP_NBYTES // 2, _STEP_NBYTES, INBOX_NBYTES, most) if nbytes <= most]
     checks = []
     for count in sizes_around(*limits, itemsize=4):
@@ -40,9 +40,9 @@ def run_every_size(builds: Builds, wire: Wire, size: int) -> None:
         check()
 
 
-def run_movements(builds: Builds, wire: Wire, nbytes: int) -> None:
+def run_movements(builds: Builds, protocol: Protocol, nbytes: int) -> None:
     """Collectives that only move data."""
-    rig = PacketRig(Machine(builds, 4), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
+    rig = PacketRig(Machine(builds, 4), protocol, SMALL, inbox_nbytes=INBOX_NBYTES)
     calls = Calls(rig, np.random.default_rng(nbytes))
     checks = [call(nbytes) for call in (calls.bcast, partial(calls.bcast, algorithm="two_shot"), calls.allgather)]
     rig.machine.run(jitter_us=100)
@@ -70,7 +70,13 @@ def run_uneven(
 
 
 def run_long(
-    builds: Builds, wire: Wire, *, start: int, batches: int = 2, changes: Sequence[Change] = (), timeout_s: float = 20
+    builds: Builds,
+    protocol: Protocol,
+    *,
+    start: int,
+    batches: int = 2,
+    changes: Sequence[Change] = (),
+    timeout_s: float = 20,
 ) -> None:
     """Hundreds of small reductions between three ranks, from launch ``start`` on.
 
@@ -78,16 +84,16 @@ def run_long(
     """
     rng = np.random.default_rng(start)
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, wire, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s)
+    rig = PacketRig(machine, protocol, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s)
     rig.start_at(start)
-    if wire == "flagged" and start > 0:  # the round of numbers ends soon, and inboxes are wiped
+    if protocol == "flagged" and start > 0:  # the round of numbers ends soon, and inboxes are wiped
         rig.fill_with_old_flags(rng)
     calls = Calls(rig, rng, nap_us=1000)
     for batch in range(batches):
         machine.clear()
         checks = [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
         checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
-        if wire != "flagged":  # several times the size of the inboxes
+        if protocol != "flagged":  # several times the size of the inboxes
             checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
             checks += [calls.allgather(12000), calls.bcast(20000, "two_shot"), calls.allgather(12000)]
         machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)

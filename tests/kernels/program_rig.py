@@ -11,10 +11,10 @@ from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
-from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Inboxes, Region, Request, escapes_nbytes
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaRegion, Inboxes, Request, escapes_nbytes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes
-from mpicomm.collectives.gpu.algorithms.registry import IN_THE_ARENA
+from mpicomm.collectives.gpu.algorithms.registry import ANY_LENGTH
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
@@ -43,7 +43,7 @@ class Layout(SmallLayout):
 class SimulatedArena:
     """The rig's arena as one rank sees it, with the rig's ``regions``."""
 
-    def __init__(self, layout: SmallLayout, arenas: Sequence[int], regions: Mapping[str, Region]) -> None:
+    def __init__(self, layout: SmallLayout, arenas: Sequence[int], regions: Mapping[str, ArenaRegion]) -> None:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
@@ -53,9 +53,9 @@ class SimulatedArena:
     def has(self, request: Request) -> bool:
         return True
 
-    def region(self, request: Request) -> Region:
+    def region(self, request: Request) -> ArenaRegion:
         if request.what == large_inboxes(self.layout, 1).what:  # the ordinary inboxes, which are used again more often
-            return Region(self.sentinels.pointers, PARITIES * STAGES * self.layout.size * self.sentinels.nbytes)
+            return ArenaRegion(self.sentinels.pointers, PARITIES * STAGES * self.layout.size * self.sentinels.nbytes)
         region = self._regions[request.what]
         assert request.slots_nbytes <= region.slots_nbytes
         return region
@@ -99,7 +99,7 @@ class ProgramRig:
         self.nodes = []
         for rank in range(self.size):
             regions = {
-                what: Region(tuple(machine.addresses(places[what], rank)), slots_nbytes)
+                what: ArenaRegion(tuple(machine.addresses(places[what], rank)), slots_nbytes)
                 for what, slots_nbytes in sizes.items()
             }
             arena_here = SimulatedArena(layout, machine.addresses(arenas, rank), regions)
@@ -112,7 +112,7 @@ class ProgramRig:
         """Enqueue a rank's part of a collective on one stream; ``symmetric`` if its output lies in `outputs`."""
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         call, node = pattern.call(signature, memory), self.nodes[rank]
-        algorithm = IN_THE_ARENA if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)
+        algorithm = ANY_LENGTH if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)
         self.requests += algorithm.memory(call, node)
         for step in algorithm.plan(call, node):
             if isinstance(step, Copy):

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives.exchange import Station
+from mpicomm.collectives.exchange import ChainHop
 from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS
 from mpicomm.mpi.span import Span
 from tests.helpers.inputs import patterns
@@ -109,21 +109,21 @@ def test_no_race(watched_builds: Builds) -> None:
 
 def test_where_a_rank_stands() -> None:
     dtype, span, output = np.dtype(np.int32), Span(4096, 7), Span(8192, 7)
-    told = [[*patterns.bcast(rank, 3, dtype, span, 1, "chain").chain.stations] for rank in range(3)]
+    told = [[*patterns.bcast(rank, 3, dtype, span, 1, "chain").chain.hops] for rank in range(3)]
     assert told == [
-        [Station(None, span, receives=True, sends=False)],
-        [Station(span, None, receives=False, sends=True)],
-        [Station(None, span, receives=True, sends=True)],
+        [ChainHop(None, span, receives=True, sends=False)],
+        [ChainHop(span, None, receives=False, sends=True)],
+        [ChainHop(None, span, receives=True, sends=True)],
     ]
-    first, middle = Station(span, None, receives=False, sends=True), Station(span, None, receives=True, sends=True)
+    first, middle = ChainHop(span, None, receives=False, sends=True), ChainHop(span, None, receives=True, sends=True)
     for root, expected in (
-        (2, [[first], [middle], [Station(span, output, receives=True, sends=False)]]),
-        (0, [[first, Station(None, output, receives=True, sends=False)], [middle], [middle]]),
+        (2, [[first], [middle], [ChainHop(span, output, receives=True, sends=False)]]),
+        (0, [[first, ChainHop(None, output, receives=True, sends=False)], [middle], [middle]]),
     ):
         for rank in range(3):
             pattern = patterns.reduce(rank, 3, dtype, span, output if rank == root else None, "sum", root, "chain")
-            assert [*pattern.chain.stations] == expected[rank]
-            assert pattern.chain.hops == (2 if root else 3)
+            assert [*pattern.chain.hops] == expected[rank]
+            assert pattern.chain.links == (2 if root else 3)
 
 
 MISTAKES = {
@@ -134,7 +134,7 @@ MISTAKES = {
         "chain.cu", "    if (batch == 0) passing.end_slot();", "    if (batch == 1) passing.end_slot();"
     ),
     "a batch more than a slot holds": Change("chain.cu", "if (++batch == x.batches)", "if (++batch > x.batches)"),
-    "ones not put back": Change("chain.cu", "Wire::give_back(incoming + row * kLanes);", ""),
+    "ones not put back": Change("chain.cu", "Protocol::give_back(incoming + row * kLanes);", ""),
     "packets looked at once": Change(
         "chain.cu",
         "if (!await_together(x.team, x.watch(x.previous, received), lane, have_come)) return false;",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.base import Finish
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
 from mpicomm.mpi.span import Span
@@ -49,7 +49,7 @@ def test_the_kernel_after_the_reduction(builds: Builds, epilogue: Epilogue, dtyp
         if dtype == result and offset:
             target = source  # in place
         moved, _ = on_rank(epilogue, machine, 0)
-        finish = Finish(bound(moved, dtype, result, count), target.address)
+        finish = CallEpilogue(bound(moved, dtype, result, count), target.address)
         (launch,) = finish_launches(finish, Span(source.address, count), machine.faults[0], 2)
         kernel = kernel_of(builds, launch.variant)
         machine.launch(0, kernel, [launch.arguments], blocks=launch.blocks, threads=64)
@@ -63,7 +63,7 @@ def test_the_kernel_after_a_failed_one_does_nothing(builds: Builds) -> None:
     machine.failed[0].bytes[:] = 1
     whole = bound(Elementwise("v + 1"), "float32", "float32", values.size)
     place = machine.place(0, values)
-    (launch,) = finish_launches(Finish(whole, place.address), Span(place.address, 100), machine.faults[0], 1)
+    (launch,) = finish_launches(CallEpilogue(whole, place.address), Span(place.address, 100), machine.faults[0], 1)
     machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=1, threads=64)
     machine.run()
     require_same(place.view(np.float32).copy(), values)
@@ -86,7 +86,7 @@ def test_rows_are_normalised(builds: Builds, dtype: str, result: str, hidden: in
     moved, places = on_rank(epilogue, machine, 0)
     source = machine.place(0, values)
     target = source if dtype == result else machine.place(0, np.zeros(values.size, dtype_named(result)))
-    finish = Finish(bound(moved, dtype, result, values.size), target.address)
+    finish = CallEpilogue(bound(moved, dtype, result, values.size), target.address)
     (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
     kernel = kernel_of(builds, launch.variant)
     machine.launch(0, kernel, [launch.arguments], blocks=2, threads=launch.threads)
@@ -103,7 +103,7 @@ def test_the_threads_of_a_row_leave_together_if_some_see_a_failure(builds: Build
     machine, values = Machine(builds, 1), np.ones(64, np.float32)
     epilogue, _ = on_rank(rms_norm(np.zeros(64, np.float32), np.ones(64, np.float32), 0.0), machine, 0)
     source, target = machine.place(0, values), machine.place(0, np.full(64, 7, np.float32))
-    finish = Finish(bound(epilogue, "float32", "float32", values.size), target.address)
+    finish = CallEpilogue(bound(epilogue, "float32", "float32", values.size), target.address)
     (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
     # Another stream reports a failure while the block begins: only one thread sees it.
     late = Change("rms_norm.cu", "load_relaxed(x.failed) == kClear", "threadIdx.x != 5")
@@ -113,7 +113,7 @@ def test_the_threads_of_a_row_leave_together_if_some_see_a_failure(builds: Build
     require_same(target.view(np.float32).copy(), np.full(64, 7, np.float32))
 
 
-CONVERSIONS: list[tuple[Wire, Epilogue, tuple[str, str], str, int]] = [
+CONVERSIONS: list[tuple[Protocol, Epilogue, tuple[str, str], str, int]] = [
     ("flagged", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 2),
     ("sentinel", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 4),
     ("flagged", fp8(np.array([3], np.float32), "float8_e5m2"), ("bfloat16", "avg"), "float8_e5m2", 3),
@@ -128,18 +128,18 @@ CONVERSIONS: list[tuple[Wire, Epilogue, tuple[str, str], str, int]] = [
 
 
 @pytest.mark.parametrize(
-    ("wire", "epilogue", "reduction", "result", "size"), CONVERSIONS, ids=lambda value: str(value)[:40]
+    ("protocol", "epilogue", "reduction", "result", "size"), CONVERSIONS, ids=lambda value: str(value)[:40]
 )
 def test_conversions_in_the_kernel_that_reduces(
-    builds: Builds, wire: Wire, epilogue: Epilogue, reduction: tuple[str, str], result: str, size: int
+    builds: Builds, protocol: Protocol, epilogue: Epilogue, reduction: tuple[str, str], result: str, size: int
 ) -> None:
-    run_fused(builds, wire, epilogue, reduction, result, size=size)
+    run_fused(builds, protocol, epilogue, reduction, result, size=size)
 
 
-@pytest.mark.parametrize("wire", ["flagged", "sentinel"])
+@pytest.mark.parametrize("protocol", ["flagged", "sentinel"])
 @pytest.mark.parametrize("reduction", [("bfloat16", "avg"), ("float64", "a * 2 - b")], ids="-".join)
-def test_in_the_kernel_that_reduces(builds: Builds, wire: Wire, reduction: tuple[str, str]) -> None:
-    run_fused(builds, wire, AFFINE, reduction)
+def test_in_the_kernel_that_reduces(builds: Builds, protocol: Protocol, reduction: tuple[str, str]) -> None:
+    run_fused(builds, protocol, AFFINE, reduction)
 
 
 def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:
@@ -148,7 +148,7 @@ def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:
 
 
 def test_results_that_lose_such_a_word_are_found(builds: Builds) -> None:
-    change = Change("packet_wires.cuh", "(defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))", "1")
+    change = Change("packet_protocols.cuh", "(defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))", "1")
     with pytest.raises(AssertionError, match=CAUGHT):
         run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True, changes=[change])
 
@@ -164,7 +164,7 @@ PLACES = {
         "float64",
     ),
     "to ranks that reduce others": (
-        Change("packet_worker.cuh", "Wire::unit(packet_of(packets, rank))", "Wire::unit(packets[1])"),
+        Change("packet_worker.cuh", "Protocol::unit(packet_of(packets, rank))", "Protocol::unit(packets[1])"),
         "float64",
     ),
 }

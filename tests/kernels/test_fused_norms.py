@@ -10,7 +10,7 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.epilogues import rms_norm
-from mpicomm.finishes.base import Rows
+from mpicomm.epilogues.base import Rows
 from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import FusedCalls

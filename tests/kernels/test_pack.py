@@ -10,7 +10,7 @@ import pytest
 
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, blocks_for
 from mpicomm.mpi import packing
-from mpicomm.mpi.layout import Layout
+from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.packing import PackJob, table_of
 from tests.helpers.inputs.regions import layout as in_turn
 from tests.helpers.inputs.regions import region
@@ -44,7 +44,7 @@ LAYOUTS = {
     "a list within a loop": in_turn(region(8, ((20, 112), _NEAR), 16)),
     "a list around loops": in_turn(region(8, ([1000, 0, 5200], (2, 400), (3, 96)), 40)),
     "a list between loops": in_turn(region(8, ((3, 2000), [700, 300, 0, 40], (2, 20)), 16)),
-    "an array of structures": Layout(
+    "an array of structures": DatatypeLayout(
         (
             region(0, ((100, 64),), 24, 0, (44,)),
             region(32, ((100, 64),), 16, 24, (44,)),
@@ -53,7 +53,7 @@ LAYOUTS = {
         0,
         None,
     ),
-    "listed structures of columns": Layout(
+    "listed structures of columns": DatatypeLayout(
         (
             region(0, ((2, 40), _ANYWHERE[:50]), 8, 0, (1200, 24)),
             region(16, ((2, 40), _ANYWHERE[:50], (2, 16)), 8, 8, (1200, 24, 8)),
@@ -155,7 +155,7 @@ def after_a_failure(builds: Builds, changes: Sequence[Change] = ()) -> None:
 
 def check(
     builds: Builds,
-    layout: Layout,
+    layout: DatatypeLayout,
     offset: int,
     changes: Sequence[Change] = (),
     *,

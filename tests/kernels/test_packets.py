@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
 from tests.helpers.inputs import patterns
@@ -24,7 +24,7 @@ from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_siz
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-WIRES: list[Wire] = ["flagged", "sentinel"]
+PROTOCOLS: list[Protocol] = ["flagged", "sentinel"]
 
 
 class SentinelCalls(Calls):
@@ -35,9 +35,9 @@ class SentinelCalls(Calls):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("wire", WIRES)
-def test_every_size_at_which_something_changes(builds: Builds, wire: Wire, size: int) -> None:
-    run_every_size(builds, wire, size)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_size_at_which_something_changes(builds: Builds, protocol: Protocol, size: int) -> None:
+    run_every_size(builds, protocol, size)
 
 
 @pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 6), (4, 10)])
@@ -47,9 +47,9 @@ def test_one_rank_sends_more_than_the_other(builds: Builds, size: int, laps: int
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("wire", WIRES)
-def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, wire: Wire, start: str) -> None:
-    run_long(builds, wire, start=STARTS[start], batches=4)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, protocol: Protocol, start: str) -> None:
+    run_long(builds, protocol, start=STARTS[start], batches=4)
 
 
 def run_reductions(
@@ -90,9 +90,9 @@ def test_types_of_every_width(builds: Builds, reduction: tuple[str, str]) -> Non
 
 
 @pytest.mark.parametrize("nbytes", [1, 8, 100, 2000])
-@pytest.mark.parametrize("wire", WIRES)
-def test_bytes_are_moved(builds: Builds, wire: Wire, nbytes: int) -> None:
-    run_movements(builds, wire, nbytes)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_bytes_are_moved(builds: Builds, protocol: Protocol, nbytes: int) -> None:
+    run_movements(builds, protocol, nbytes)
 
 
 def run_escapes(builds: Builds, *, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
@@ -197,9 +197,9 @@ def test_a_rank_that_gives_up_keeps_the_earlier_report_of_another(builds: Builds
     assert told[2][0] == mismatch
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_no_race(watched_builds: Builds, wire: Wire) -> None:
-    run_long(watched_builds, wire, start=0, batches=1)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_no_race(watched_builds: Builds, protocol: Protocol) -> None:
+    run_long(watched_builds, protocol, start=0, batches=1)
 
 
 def test_no_race_between_ranks_that_send_unevenly(watched_builds: Builds) -> None:
@@ -208,14 +208,14 @@ def test_no_race_between_ranks_that_send_unevenly(watched_builds: Builds) -> Non
 
 SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
 NO_BARRIER = Change(SOURCE, "if (!__syncthreads_and(ok)) return;", "if (!ok) return;")
-MISTAKES: dict[str, tuple[Wire, Change]] = {
+MISTAKES: dict[str, tuple[Protocol, Change]] = {
     "one set of inboxes": ("flagged", Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")),
     "one set of inboxes of sentinels": ("sentinel", Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")),
     "no wait for the last launch": ("flagged", Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
     "old flags not wiped": ("flagged", Change("ll_flags.cuh", "wipe_flags(inboxes, launch);", ";")),
     "sentinels not put back": (
         "sentinel",
-        Change("packet_wires.cuh", "store_volatile(slot, {absent, absent});", "(void)slot;"),
+        Change("packet_protocols.cuh", "store_volatile(slot, {absent, absent});", "(void)slot;"),
     ),
     "a source that goes on before the relays": (
         "sentinel",
@@ -226,16 +226,18 @@ MISTAKES: dict[str, tuple[Wire, Change]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_seen(builds: Builds, name: str) -> None:
-    wire, change = MISTAKES[name]
+    protocol, change = MISTAKES[name]
     with pytest.raises(AssertionError, match=CAUGHT):
         for _ in range(5):
-            run_long(builds, wire, start=2**30 - 1, batches=4, changes=[change], timeout_s=2)
+            run_long(builds, protocol, start=2**30 - 1, batches=4, changes=[change], timeout_s=2)
 
 
 ESCAPES = {
     "not put back": Change(WORKER, "store_volatile(escape, 0);", ""),
     "looked at once": Change(WORKER, "return code == 0 ? 1u << rank : 0u;", "return 0u;"),
-    "left out": Change("packet_wires.cuh", "return kEscapes && (is_special", "return kEscapes && false && (is_special"),
+    "left out": Change(
+        "packet_protocols.cuh", "return kEscapes && (is_special", "return kEscapes && false && (is_special"
+    ),
 }
 
 
@@ -247,8 +249,8 @@ def test_mistake_with_escapes_is_seen(builds: Builds, name: str) -> None:
 
 
 NANS = {
-    "a number changed with them": Change("packet_wires.cuh", "kSign = 1ull << 63", "kSign = 1ull << 32"),
-    "sent as they are": Change("packet_wires.cuh", "packet.second ^= kSign;\n    return", ";\n    return"),
+    "a number changed with them": Change("packet_protocols.cuh", "kSign = 1ull << 63", "kSign = 1ull << 32"),
+    "sent as they are": Change("packet_protocols.cuh", "packet.second ^= kSign;\n    return", ";\n    return"),
 }
 
 

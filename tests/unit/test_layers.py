@@ -27,8 +27,8 @@ ROOMS = [
     {"devices", "activity"},
     {"devices.cuda"},
     {"mpi"},
-    {"finishes"},
-    {"cluster", "epilogues"},
+    {"epilogues"},
+    {"cluster"},
     {"recording"},
     {"sharing"},
     {"symmetric"},
@@ -36,7 +36,7 @@ ROOMS = [
     {"collectives"},
     {"collectives.host", "collectives.gpu.algorithms"},
     {"collectives.gpu"},
-    {"internode"},
+    {"domains"},
     {"ways"},
     {"messages"},
     {"observation"},
@@ -64,7 +64,7 @@ MPI_USERS = {
     "bench",
     "doctor",
     "p2p",
-} | {name for name in ROOM if name.startswith(("collectives", "internode"))}
+} | {name for name in ROOM if name.startswith(("collectives", "domains"))}
 CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/", "p2p/")
 # They are used as any user of the package would be.
 COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "trace", "tune"}
@@ -148,6 +148,16 @@ def test_no_modules_import_each_other() -> None:
         graph[own] = {known for name in found for known in (name, name.rpartition(".")[0]) if known in names} - {own}
     # It raises CycleError with the modules of a circle.
     assert set(graphlib.TopologicalSorter(graph).static_order()) == names
+
+
+def test_the_document_of_rooms_has_this_order() -> None:
+    docs = ROOT / "mpicomm/docs"
+    table = (docs / "architecture.md").read_text().split("| room |")[1].split("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])]
+    drawn = [name for name in re.findall(r">([\w.]+)</text>", (docs / "rooms.svg").read_text()) if name in ROOM]
+    for names in (named, drawn):
+        assert sorted(names) == sorted(ROOM)
+        assert names == sorted(names, key=lambda name: -ROOM[name]), "a room stands above one that may import it"
 
 
 def test_import_loads_nothing_heavy() -> None:

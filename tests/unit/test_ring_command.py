@@ -68,7 +68,7 @@ def test_all_is_well(nprocs: int, tmp_path: Path) -> None:
     assert "# handle: memfd (the best for this device)" in lines
     assert job.stdout.count("host memory") == nprocs * (nprocs - 1)
     assert lines[-1] == "# OK"
-    # One header, ranks, handle, matrix, blank, head of table, table, verdict: only the first rank wrote.
+    # One header, ranks, handle, matrix, blank, head of table, table, agreed error: only the first rank wrote.
     assert len(lines) == 1 + nprocs + 1 + (2 + nprocs) + 1 + 3 + len(SIZES) + 1
 
     shown = table(job.stdout)

@@ -13,14 +13,13 @@ import mpicomm
 from mpicomm.bench.contenders import OWN
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.model.accuracy import compare, error_of, read_runs
-from mpicomm.bench.model.group import Group, read_group
+from mpicomm.bench.model.group import DomainTimes, read_group
 from mpicomm.bench.model.nccl import ring_us, tree_us
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import Prediction, System, predict
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.options import dtype_and_op
-from mpicomm.bench.results import Results
-from mpicomm.bench.results import Row as ResultRow
+from mpicomm.bench.results import ResultRow, Results
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 
@@ -30,7 +29,7 @@ _UNITS = ("", "", "(B)", "(us)", "(GB/s)", "", "(predicted us)", "(predicted us)
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedRow:
     """The predictions for one size and one number of nodes; NCCL's time is None where it was not measured."""
 
     nodes: int
@@ -74,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
     about = [
         f"mpicomm {mpicomm.__version__} bench {collective} --model: all times below are PREDICTED, none is measured",
         f"network: {network.gb_s:g} GB/s and {network.latency_us:g} us, as --network says, for each rank's card",
-        *group.described(),
+        *group.lines(),
     ]
     command_line.show(
         *(f"# {line}" for line in about), "#", f"#{_line(_HEAD)}", f"#{_line(_UNITS)}", *(row.line() for row in rows)
@@ -93,7 +92,9 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def predictions(group: Group, network: Network, options: argparse.Namespace, sizes: Sequence[int]) -> list[Row]:
+def predictions(
+    group: DomainTimes, network: Network, options: argparse.Namespace, sizes: Sequence[int]
+) -> list[PredictedRow]:
     """Return a row for each number of nodes and each size; raises `InvalidUsageError` as `predict` does."""
     operation, dtype = OPERATIONS[options.collective], dtype_and_op(options)
     rows = []
@@ -102,11 +103,13 @@ def predictions(group: Group, network: Network, options: argparse.Namespace, siz
         for block in blocks_of(operation, sizes, dtype, system.size):
             case = Case(operation, dtype, options.op, block, False, 0, system.size)
             call = (system, operation.name, case.nbytes)
-            rows.append(Row(nodes, case, predict(*call), ring_us(*call), tree_us(*call)))
+            rows.append(PredictedRow(nodes, case, predict(*call), ring_us(*call), tree_us(*call)))
     return rows
 
 
-def write_files(options: argparse.Namespace, about: Sequence[str], rows: Sequence[Row], error: str | None) -> None:
+def write_files(
+    options: argparse.Namespace, about: Sequence[str], rows: Sequence[PredictedRow], error: str | None
+) -> None:
     """Write the files that --json and --plot name."""
     if options.json is not None:
         document = {
@@ -125,7 +128,7 @@ def write_files(options: argparse.Namespace, about: Sequence[str], rows: Sequenc
         draw(as_results(rows), options.plot, f"{options.collective}: predicted, not measured")
 
 
-def as_results(rows: Sequence[Row]) -> Results:
+def as_results(rows: Sequence[PredictedRow]) -> Results:
     """Return the rows in the form that the plot takes: a line for each number of nodes and each way."""
     results = Results(OWN)
     for row in rows:

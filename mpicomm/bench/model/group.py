@@ -25,7 +25,7 @@ STAND_INS = {
 """The collective that the model takes where one was not measured, because as many bytes cross the busiest link."""
 
 
-class Times:
+class MeasuredTimes:
     """Measured times by size: ``points`` are pairs of bytes and microseconds, at least two, by ascending size."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
@@ -55,16 +55,16 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Group:
+class DomainTimes:
     """``ranks`` ranks that map each other's memory, and the times of their collectives by the names of the bench."""
 
     ranks: int
-    own: Mapping[str, Times]
+    own: Mapping[str, MeasuredTimes]
     """mpicomm's times."""
-    nccl: Mapping[str, Times]
+    nccl: Mapping[str, MeasuredTimes]
     """NCCL's times, from the runs with ``--compare nccl``."""
 
-    def times(self, collective: str) -> Times:
+    def times(self, collective: str) -> MeasuredTimes:
         """Return mpicomm's times of a collective or of its stand-in; raises `InvalidUsageError` without any."""
         found = _find(self.own, collective)
         if found is None:
@@ -74,7 +74,7 @@ class Group:
             )
         return found
 
-    def nccl_times(self, collective: str) -> Times | None:
+    def nccl_times(self, collective: str) -> MeasuredTimes | None:
         """Return NCCL's times of a collective or of its stand-in, if there are any."""
         return _find(self.nccl, collective)
 
@@ -82,7 +82,7 @@ class Group:
         """Return mpicomm's time of a collective in the group; ``nbytes`` is the largest buffer of a rank."""
         return self.times(collective).at(nbytes)
 
-    def described(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Return lines that say what was measured, and what is taken for what was not."""
         measured = (
             f"{name} {format_size(times.sizes[0])} to {format_size(times.sizes[-1])}"
@@ -96,13 +96,13 @@ class Group:
         return [f"measured in one group of {self.ranks} ranks: {', '.join(measured)}", *taken]
 
 
-def _find(table: Mapping[str, Times], collective: str) -> Times | None:
+def _find(table: Mapping[str, MeasuredTimes], collective: str) -> MeasuredTimes | None:
     return table.get(collective) or table.get(STAND_INS.get(collective, ""))
 
 
-def read_group(files: Sequence[Path]) -> Group:
+def read_group(files: Sequence[Path]) -> DomainTimes:
     """Read results of one group. Raises `InvalidUsageError` for files that are none, or that do not fit together."""
-    times: dict[str, dict[str, Times]] = {OWN: {}, NCCL: {}}
+    times: dict[str, dict[str, MeasuredTimes]] = {OWN: {}, NCCL: {}}
     sizes: dict[int, Path] = {}
     for path in files:
         document = _read(path)
@@ -112,14 +112,14 @@ def read_group(files: Sequence[Path]) -> Group:
         for contender, found in times.items():
             points = _points(document, contender)
             if len(points) > 1:
-                found[collective] = Times(points)
+                found[collective] = MeasuredTimes(points)
         if collective not in times[OWN]:
             raise InvalidUsageError(f"--from {path} has fewer than two sizes: measure more, as with -b 1K -e 1G")
         sizes[_ranks(path, document)] = path
     if len(sizes) > 1:
         said = ", ".join(f"{path} has {ranks} ranks" for ranks, path in sizes.items())
         raise InvalidUsageError(f"--from: {said}: name runs with as many ranks as a node has")
-    return Group(next(iter(sizes)), times[OWN], times[NCCL])
+    return DomainTimes(next(iter(sizes)), times[OWN], times[NCCL])
 
 
 def _read(path: Path) -> dict[str, Any]:

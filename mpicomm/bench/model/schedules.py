@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpicomm.bench.model.group import Group
+from mpicomm.bench.model.group import DomainTimes
 from mpicomm.bench.model.network import Network
+from mpicomm.domains.cuts import PIECE_NBYTES, domains_at_once, pipelined_piece
 from mpicomm.errors import InvalidUsageError
-from mpicomm.internode.cuts import PIECE_NBYTES, cliques_at_once, piece_in_a_row
 
 PACKING = Network(gb_s=1800, latency_us=1.5)
 """The cost of packing blocks in a GPU's memory, and of unpacking: an H200's in scripts/results/packing-h200.json."""
@@ -25,7 +25,7 @@ PACKING = Network(gb_s=1800, latency_us=1.5)
 class System:
     """``groups`` groups, each like ``group``, with ``network`` between them."""
 
-    group: Group
+    group: DomainTimes
     groups: int
     network: Network
 
@@ -142,7 +142,7 @@ def reduce_scatter(s: System, n: float) -> float:
 def _by_groups(s: System, collective: str, n: float, block_nbytes: float) -> float:
     """Return the time of parts, one after the other, that have at most so many bytes of each block."""
     part = min(n, block_nbytes * s.size)
-    at_once = cliques_at_once(part / s.groups, s.groups)
+    at_once = domains_at_once(part / s.groups, s.groups)
     own_us, some_us = (s.group.us(collective, count * part / s.groups) for count in (1, at_once))
     if at_once > 1:
         some_us += PACKING.step_us(at_once, part / s.groups)
@@ -170,7 +170,7 @@ SCHEDULES: dict[str, dict[str, Schedule]] = {
     "allreduce": {"one step": cut(allreduce_one_step), "two steps": cut(allreduce_two_steps)},
     "allgather": {"rails": allgather},
     "reduce_scatter": {"rails": reduce_scatter},
-    "bcast": {"one step": cut(bcast_one_step), "rails": cut(bcast_by_rails, piece_in_a_row)},
+    "bcast": {"one step": cut(bcast_one_step), "rails": cut(bcast_by_rails, pipelined_piece)},
     "reduce": {"rails": cut(reduce)},
     "alltoall": {"straight": cut(alltoall)},
     "gather": {"straight": cut(gather)},

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call
-from mpicomm.bench.operations import Buffers, Case
+from mpicomm.bench.operations import Case, CaseBuffers
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Peer(Protocol):
     def allocate(self, nbytes: int) -> Any:
         """Return memory of the kind that is fastest for this library, as a NumPy or CuPy array of bytes."""
 
-    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return the ways to carry out a case, by name; the fastest counts. Raises `UnsupportedError`."""
 
     def close(self) -> None:

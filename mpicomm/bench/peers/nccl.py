@@ -9,7 +9,7 @@ from typing import Any
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import expected
 from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.operations import BARRIER, ROOT, Buffers, Case
+from mpicomm.bench.operations import BARRIER, ROOT, Case, CaseBuffers
 from mpicomm.bench.peers import nccl_library
 from mpicomm.bench.peers.base import UnsupportedError, from_first
 
@@ -45,7 +45,7 @@ class Nccl:
         """Return a CuPy array."""
         return self._machine.empty(nbytes)
 
-    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return NCCL's call."""
         dtype = nccl_library.type_of(case.dtype)
         if dtype is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Buffers, Case
+from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers
 from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
 
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the other types have NumPy's names
@@ -55,7 +55,7 @@ class Nvshmem:
         self._held.append(memory)
         return view_bytes(int(memory.handle), nbytes, memory)
 
-    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return NVSHMEM's call for the collectives it has."""
         if case.operation is BARRIER:
             barrier, stream = self._bindings.barrier_all_on_stream, self._stream

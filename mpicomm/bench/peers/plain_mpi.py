@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.mpi_calls import mpi_call
-from mpicomm.bench.operations import IN_PLACE, Buffers, Case
+from mpicomm.bench.operations import IN_PLACE, Case, CaseBuffers
 from mpicomm.bench.peers.base import UnsupportedError
 from mpicomm.mpi import types
 
@@ -44,7 +44,7 @@ class PlainMpi:
         """Return an ordinary array."""
         return self._machine.empty(nbytes)
 
-    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return MPI's call, between copies where the arrays are on a device."""
         if case.operation.reduces and (types.mpi_datatype(case.dtype) is None or case.op == "avg"):
             raise UnsupportedError(f"MPI has no {case.op} of {case.dtype}")
@@ -59,12 +59,12 @@ class PlainMpi:
     def close(self) -> None:
         """Do nothing."""
 
-    def _staged(self, case: Case, buffers: Buffers) -> Call:
+    def _staged(self, case: Case, buffers: CaseBuffers) -> Call:
         if case.in_place and case.operation.places != (IN_PLACE,):
             raise UnsupportedError("copies through the host are never in place")
         send = _pinned(buffers.send)
         receive = send if buffers.receive is buffers.send else _pinned(buffers.receive)
-        call, stream = mpi_call(self._comm, case, Buffers(send, receive), {}), self._machine.stream
+        call, stream = mpi_call(self._comm, case, CaseBuffers(send, receive), {}), self._machine.stream
 
         def run() -> None:
             if send is not None:

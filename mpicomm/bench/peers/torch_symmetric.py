@@ -8,7 +8,7 @@ from typing import Any
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.operations import Buffers, Case
+from mpicomm.bench.operations import Case, CaseBuffers
 from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
 
 
@@ -67,7 +67,7 @@ class TorchSymmetric:
         self._tensors.append(tensor)
         return view_bytes(tensor.data_ptr(), nbytes, tensor)
 
-    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         """Return one-shot and two-shot; in place two-shot alone."""
         if case.name != "allreduce" or case.op != "sum" or case.dtype.name not in ("float32", "bfloat16"):
             raise UnsupportedError("its kernels are for the sum of float32 and bfloat16 in allreduce")

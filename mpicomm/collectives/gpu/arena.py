@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, round_up
@@ -47,9 +47,9 @@ class DeviceArena:
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = self._pointers(self._segments)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
-        """The inboxes of the LL wire."""
+        """The inboxes of the LL protocol."""
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
-        """The inboxes of the sentinel wire."""
+        """The inboxes of the sentinel protocol."""
         self.any_length = self.sentinels
         """The inboxes for messages whose length only two ranks know. All ranks change them behind the same call."""
 
@@ -86,11 +86,11 @@ class DeviceArena:
             raise NoMemoryError(str(error), ranks=error.ranks) from error
         self._regions[request] = segments
 
-    def region(self, request: Request) -> Region:
+    def region(self, request: Request) -> ArenaRegion:
         """Return the smallest region that a request fits into. Local."""
         found = self._find(request)
         assert found is not None, request
-        return Region(self._pointers(self._regions[found]), found.slots_nbytes)
+        return ArenaRegion(self._pointers(self._regions[found]), found.slots_nbytes)
 
     def abort(self) -> None:
         """Let kernels of all ranks give up, as a kernel does that finds a rank in another call. Local, blocking."""

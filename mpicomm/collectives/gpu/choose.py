@@ -9,15 +9,15 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.any_length import inboxes_for, larger_inboxes
-from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, IN_THE_ARENA
+from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, ANY_LENGTH
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
 from mpicomm.collectives.gpu.finish_launches import finish_launches
-from mpicomm.collectives.gpu.mismatch import DeviceCalls
+from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.errors import InvalidUsageError, equal_error
 from mpicomm.log import logger
@@ -55,7 +55,7 @@ def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]
     return None, reason
 
 
-class Choice(NamedTuple):
+class AlgorithmChoice(NamedTuple):
     """The algorithm of a call in words, for records of calls."""
 
     algorithm: str = ""
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
     """Why the call takes a slow way; "" for calls that do not."""
 
 
-NO_CHOICE = Choice()
+NO_CHOICE = AlgorithmChoice()
 """For plans that are parts of calls."""
 
 
@@ -74,7 +74,7 @@ class Prepared(NamedTuple):
     text: str
     """The call in words."""
     steps: list[Step]
-    choice: Choice
+    choice: AlgorithmChoice
 
 
 def _reason(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> str:
@@ -96,13 +96,13 @@ class Preparation:
         tuning: Tuning,
         node: Node,
         arena: DeviceArena,
-        board: Board,
-        calls: DeviceCalls,
+        call_log: CallLog,
+        calls: LoggedCalls,
     ) -> None:
         self._tuning = tuning
         self._node = node
         self._arena = arena
-        self._board = board
+        self._call_log = call_log
         self._calls = calls
         self._refused: dict[str, tuple[int, NoMemoryError]] = {}  # by purpose: the least memory that was refused
 
@@ -116,14 +116,14 @@ class Preparation:
             requests = algorithm.memory(call, self._node)
             text = call.text(into_memory=algorithm.into_memory)
             try:
-                # Before the board is told, because a rank that keeps the plan of another algorithm never comes here.
+                # Before the call log is told, because a rank that keeps the plan of another algorithm never comes here.
                 for request in requests:
                     self._require_possible(request)
-                self._board.post(text)  # before this rank waits for others, which may be in another call
+                self._call_log.post(text)  # before this rank waits for others, which may be in another call
                 for request in requests:
                     self.provide(request)
                 steps = [*algorithm.plan(call, self._node), *self._finish(call, algorithm)]
-                return Prepared(text, steps, Choice(algorithm.name, why, slow))
+                return Prepared(text, steps, AlgorithmChoice(algorithm.name, why, slow))
             except NoMemoryError as error:
                 in_inboxes = algorithm.name == "one_shot" and self._node.size > 1
                 if not in_inboxes and (asked != "auto" or algorithm.name == "one_shot"):
@@ -133,7 +133,7 @@ class Preparation:
                 slow = f"for want of memory for {algorithm.name!r}: {error}"
                 if in_inboxes:
                     _warn_of_memory(call.operation.name, "in the inboxes of the arena alone", str(error))
-                    algorithm = IN_THE_ARENA
+                    algorithm = ANY_LENGTH
                 else:
                     _warn_of_memory(call.operation.name, f"without algorithm {algorithm.name!r}", str(error))
                     table = table.without(algorithm.name)

@@ -14,8 +14,8 @@ from cupy.cuda import runtime
 
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Call
+from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
@@ -27,11 +27,11 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCK
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
-from mpicomm.collectives.gpu.choose import NO_CHOICE, Choice, Preparation
+from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice, Preparation
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
-from mpicomm.collectives.gpu.mismatch import DeviceCalls
+from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import Plan, launching
 from mpicomm.collectives.gpu.tuning import Tuning
@@ -86,9 +86,9 @@ class DeviceEngine:
     carried out is raised by the backend's `check`: `CollectiveTimeoutError` names the rank that did not come,
     `PeerError` says what each rank called. The communicator is unusable then.
 
-    ``on_a_device`` are the most ranks of the communicator that share a device, also those of other nodes and cliques:
-    containers of one machine count as nodes. Calls take at most ``most_nbytes`` of memory beyond the arena. Both are
-    the same numbers on all ranks.
+    ``on_a_device`` are the most ranks of the communicator that share a device, also those of other nodes and peer
+    domains: containers of one machine count as nodes. Calls take at most ``most_nbytes`` of memory beyond the arena.
+    Both are the same numbers on all ranks.
 
     The top of each algorithm's kernel explains how the ranks meet, and why they cannot wait for each other in a circle.
     """
@@ -98,7 +98,7 @@ class DeviceEngine:
         node: Group,
         backend: GpuBackend,
         kind: Kind,
-        board: Board,
+        call_log: CallLog,
         on_a_device: int,
         most_nbytes: int | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class DeviceEngine:
             )
         self._group = node
         self._backend = backend
-        self._board = board
+        self._call_log = call_log
         told = node.exchange("collectives: set-up", lambda: _told(backend))
         # All blocks of all ranks must run at once, because they wait for each other: as many as the smallest of the
         # devices can hold. Ranks that run side by side on a device share its multiprocessors. If they did not, one
@@ -129,7 +129,7 @@ class DeviceEngine:
         """The table of the first rank. All ranks go by it."""
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, multiprocessors))
         self._arena = DeviceArena(node, backend, kind, layout, most_nbytes)
-        calls = DeviceCalls(node, board, backend, self._arena)
+        calls = LoggedCalls(node, call_log, backend, self._arena)
         team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
         for index, rank in enumerate(node.ranks):
             team.arenas[index] = self._arena.pointers[index]
@@ -147,9 +147,9 @@ class DeviceEngine:
             early=backend.info.compute_capability >= (9, 0) and not host_slots and side_by_side == 1,
             host_slots=host_slots,
         )
-        self._longest = LongestMessage(board, calls)
+        self._longest = LongestMessage(call_log, calls)
         self._calls = calls
-        self._preparation = Preparation(self.tuning, self._node, self._arena, board, calls)
+        self._preparation = Preparation(self.tuning, self._node, self._arena, call_log, calls)
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
         self._scratch = GrowingScratch(backend)
@@ -180,7 +180,7 @@ class DeviceEngine:
 
         The launches ``before`` and ``after`` pack and unpack this rank's buffers.
 
-        Collective where the call needs more memory than all calls before, else local. The board is told of it: that
+        Collective where the call needs more memory than all calls before, else local. The call log is told of it: that
         counts as the first time that the plan is enqueued. Where the ranks cannot set up memory for an algorithm that
         was not asked for, they take another one, and a warning says so.
 
@@ -222,9 +222,9 @@ class DeviceEngine:
         """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local."""
         signature = Signature("Barrier", "uint8")
         self._require_open(signature.operation)
-        self._board.post(str(signature))
+        self._call_log.post(str(signature))
         barrier = DirectPlanner.of(self._node).barrier(signature.hash32, after_copies=False)
-        return self._plan(str(signature), [barrier], Choice("one_shot", "there is nothing to choose"))
+        return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """Return a plan that sends one message and receives another; ``text`` says so.
@@ -235,14 +235,14 @@ class DeviceEngine:
         self._require_open(text)
         request = sendrecv_request(self._sendrecv.layout)
         if not self._arena.has(request):
-            self._board.post("the first message in the order of streams, for which all ranks set up memory")
+            self._call_log.post("the first message in the order of streams, for which all ranks set up memory")
             self._preparation.provide(request)
         scratch = self._scratch.of(_packed_nbytes(sent) + _packed_nbytes(received))
         before, sent = self._packed_message(sent, scratch, 0, unpacks=False)
         after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
         launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
         steps = [*before, *([] if launch is None else [launch]), *after]
-        return self._plan(text, steps, Choice("one_shot", "in stream order"), collective=False)
+        return self._plan(text, steps, AlgorithmChoice("one_shot", "in stream order"), collective=False)
 
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
@@ -255,7 +255,9 @@ class DeviceEngine:
         launches = pack_launches(self._backend, [job], pointer, unpacks=unpacks)
         return launches, replace(message, span=Span(pointer, message.span.count))
 
-    def _plan(self, text: str, steps: Sequence[Step], choice: Choice = NO_CHOICE, *, collective: bool = True) -> Plan:
+    def _plan(
+        self, text: str, steps: Sequence[Step], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
+    ) -> Plan:
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
         launches = [step for step in steps if isinstance(step, Launch)]
         if any(self._kernels.find(launch.variant) is None for launch in launches):
@@ -277,14 +279,14 @@ class DeviceEngine:
 
         All ranks enqueue the same collectives in the same order. What is enqueued on different streams, or on different
         streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
-        is for the caller to order (see `StreamOrder`). The board is told of this, not of replays of a graph.
+        is for the caller to order (see `StreamOrder`). The call log is told of this, not of replays of a graph.
         """
         if not self._open:
             self._require_open(plan.text)
         if plan.collective:
             if again:
-                self._board.post(plan.words, plan.count)
-            self._board.ready()  # pairs with `meet` on the other ranks: nothing holds this thread up before its launch
+                self._call_log.post(plan.words, plan.count)
+            self._call_log.ready()  # pairs with `meet` on the other ranks: this thread launches next
             if meets:
                 self._calls.meet()
         if not plan.steps:

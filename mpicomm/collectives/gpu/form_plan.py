@@ -17,7 +17,7 @@ from mpicomm.collectives.gpu.algorithms.direct.plan import most_copied_nbytes
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.template import Filled
-from mpicomm.collectives.gpu.choose import Choice
+from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.devices.cuda.load import Launcher
@@ -45,7 +45,7 @@ class FormPlan(ABC):
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
         self.words = signature.text_without_count()
         self.count = 0
-        """The words and the count of the call that is filled in, for `Board.post`."""
+        """The words and the count of the call that is filled in, for `CallLog.post`."""
         self._hash = signature.hash_without_count
         self._load = load
         self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'
@@ -91,9 +91,9 @@ class FormPlan(ABC):
         return self.text
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> AlgorithmChoice:
         """The algorithm of the call that is filled in, in words."""
-        return Choice(self._chosen.name, self._why)
+        return AlgorithmChoice(self._chosen.name, self._why)
 
     def launch(self, stream: int) -> None:
         """Enqueue the call that is filled in; the device's context must be current."""

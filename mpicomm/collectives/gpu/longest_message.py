@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 from weakref import WeakSet
 
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.mismatch import DeviceCalls
+from mpicomm.collectives.gpu.mismatch import LoggedCalls
 
 _MOST_CALLS_BETWEEN = 1024
 
@@ -34,8 +34,8 @@ class LongestMessage:
     waits for that rank, too.
     """
 
-    def __init__(self, board: Board, calls: DeviceCalls) -> None:
-        self._board = board
+    def __init__(self, call_log: CallLog, calls: LoggedCalls) -> None:
+        self._call_log = call_log
         self._ranks = calls
         self._calls = 0
         self._next = 1
@@ -65,18 +65,18 @@ class LongestMessage:
         """Return the longest message of all ranks in all calls up to the checkpoint before, the same on all ranks.
 
         The first checkpoint has none before it, so its own messages count: ranks wait there, as in every first call.
-        Raises as `DeviceCalls.wait_for`.
+        Raises as `LoggedCalls.wait_for`.
         """
-        board, number = self._board, self._checkpoints
+        call_log, number = self._call_log, self._checkpoints
         self._checkpoints = number + 1
         if number == 0:
-            board.write_longest(0, self._nbytes)
+            call_log.write_longest(0, self._nbytes)
         before = max(0, number - 1)
-        if board.without_longest(before):
-            self._ranks.wait_for(lambda: board.without_longest(before))
-        longest = board.longest(before)
+        if call_log.without_longest(before):
+            self._ranks.wait_for(lambda: call_log.without_longest(before))
+        longest = call_log.longest(before)
         if number:
-            board.write_longest(number, self._nbytes)
+            call_log.write_longest(number, self._nbytes)
         return longest
 
     def make_plans_old(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cupy.cuda import runtime
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.choose import NO_CHOICE, Choice
+from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice
 from mpicomm.devices.cuda.load import Kernel
 from mpicomm.devices.cuda.stream_order import Enqueue
 
@@ -26,11 +26,11 @@ class Plan:
     """
 
     def __init__(
-        self, text: str, steps: Sequence[Enqueue], choice: Choice = NO_CHOICE, *, collective: bool = True
+        self, text: str, steps: Sequence[Enqueue], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
     ) -> None:
         self.text = self.words = text
         self.count = 0
-        """The words and the count of the call for `Board.post`."""
+        """The words and the count of the call for `CallLog.post`."""
         self.choice = choice
         self.collective = collective
         self.private_nbytes: int | None = None

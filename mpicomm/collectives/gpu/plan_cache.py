@@ -18,7 +18,7 @@ from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.choose import Choice
+    from mpicomm.collectives.gpu.choose import AlgorithmChoice
     from mpicomm.session import Session
     from mpicomm.symmetric.registry import Mappings
 
@@ -36,7 +36,7 @@ class AnyPlan(Protocol):
         """The call in words."""
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> AlgorithmChoice:
         """Its algorithm in words."""
 
     @property
@@ -45,7 +45,7 @@ class AnyPlan(Protocol):
 
 
 class Engine(Protocol):
-    """An engine for device arrays: `DeviceEngine`, or one that several cliques have together."""
+    """An engine for device arrays: `DeviceEngine`, or one that several peer domains have together."""
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
         """See `DeviceEngine.prepare_call`."""

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.host.verdict import Verdict
+from mpicomm.collectives.host.agreed_error import AgreedError
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.sharing.segments import share
@@ -76,7 +76,7 @@ class DifferentSize(Exception):
 
 
 class GivenUp(Exception):
-    """There is a verdict, so nothing more will come."""
+    """There is a agreed error, so nothing more will come."""
 
 
 class Channels:
@@ -84,8 +84,8 @@ class Channels:
 
     Per pair of ranks messages are read in the order in which they were sent. Methods that block raise `LateRank` after
     the node's ``timeout_s`` seconds without progress, or soon if ``in_vain`` says that nothing will come, and `GivenUp`
-    when there is a verdict. ``first`` is the number of the last message that counts as sent and read on every channel,
-    the same on all ranks.
+    when there is a agreed error. ``first`` is the number of the last message that counts as sent and read on every
+    channel, the same on all ranks.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Channels:
         inbox_nbytes = _round_up(self._entries * 2 * _WORD, _LINE)
         self._inbox_words = inbox_nbytes // _WORD
         self._returns_at = node.size * self._inbox_words
-        verdict_at = node.size * (inbox_nbytes + _LINE)
-        slots_at = _round_up(verdict_at + Verdict.nbytes(node.size), _PAGE)
+        agreed_error_at = node.size * (inbox_nbytes + _LINE)
+        slots_at = _round_up(agreed_error_at + AgreedError.nbytes(node.size), _PAGE)
         self._stride = _round_up(slot_nbytes, _CACHE_LINE) + _CACHE_LINE
         nbytes = slots_at + slots * self._stride
         backend = HostBackend(node.timeout_s)
@@ -111,7 +111,7 @@ class Channels:
         views = [backend.view(self._segments[index], (nbytes,), np.dtype(np.uint8)) for index in range(node.size)]
         self._addresses = [view.ctypes.data + slots_at for view in views]
         self._words = [view[:slots_at].data.cast("Q") for view in views]
-        self.verdict = Verdict(node, views[0][verdict_at:slots_at].data)
+        self.agreed_error = AgreedError(node, views[0][agreed_error_at:slots_at].data)
         self._sent = [first] * node.size
         self._read = [first] * node.size
         # Per slot its readers, each with the number of the message in the slot on the channel to that reader.
@@ -164,7 +164,7 @@ class Channels:
         """Unmap the peers' arenas; local. This rank cannot send or receive afterwards."""
         self._words.clear()
         self._addresses.clear()
-        self.verdict.close()
+        self.agreed_error.close()
         self._segments.close_peers()
 
     def close_own(self) -> None:
@@ -207,7 +207,7 @@ class Channels:
 
     def _await(self, ready: Callable[[], bool], late: int) -> None:
         def over() -> bool:
-            return ready() or self.verdict.there()
+            return ready() or self.agreed_error.there()
 
         timeout_s, progress = self._node.timeout_s, self._node.progress
         patience_s = min(_PATIENCE_S, timeout_s)
@@ -215,6 +215,6 @@ class Channels:
             self._in_vain() or not wait_until(over, timeout_s - patience_s, progress)
         ):
             raise LateRank(late)
-        # A message that has come counts also after a verdict, so the slowest rank still gets all that it can get.
+        # A message that has come counts also after a agreed error, so the slowest rank still gets all that it can get.
         if not ready():
             raise GivenUp

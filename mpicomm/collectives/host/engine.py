@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.cluster.agreement import Group, require_own_process
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.channels import Channels, DifferentCall, DifferentSize, GivenUp, LateRank
 from mpicomm.collectives.host.reduction import Reducer
@@ -58,12 +58,12 @@ class HostEngine:
     """
 
     def __init__(
-        self, node: Group, board: Board, *, slot_nbytes: int = SLOT_NBYTES, slots: int = SLOTS, first: int = 0
+        self, node: Group, call_log: CallLog, *, slot_nbytes: int = SLOT_NBYTES, slots: int = SLOTS, first: int = 0
     ) -> None:
         self._node = node
-        self._board = board
+        self._call_log = call_log
         self._slot_nbytes = slot_nbytes
-        self._channels = Channels(node, slot_nbytes, max(slots, 2 * (node.size - 1)), first, board.differ)
+        self._channels = Channels(node, slot_nbytes, max(slots, 2 * (node.size - 1)), first, call_log.differ)
         self._peers = [(node.rank + step) % node.size for step in range(1, node.size)]
         self._reducers: dict[tuple[str, np.dtype[Any]], Reducer] = {}
         self._slots: dict[tuple[int, np.dtype[Any]], npt.NDArray[Any]] = {}
@@ -76,7 +76,7 @@ class HostEngine:
     @property
     def broken(self) -> MpicommError | None:
         """The error that has made the engine unusable on any rank; None while it works. Local."""
-        return self._broken or self._channels.verdict.read()
+        return self._broken or self._channels.agreed_error.read()
 
     def run(self, exchanges: Sequence[Exchange], signature: Signature) -> None:
         """Carry out this rank's part of ``exchanges``. Collective in the node, blocking.
@@ -85,7 +85,7 @@ class HostEngine:
         pass the same ``signature`` and equally many exchanges. Raises `InvalidUsageError` for a reduction that is not
         defined, before anything is sent; `PeerError` if ranks called different things; `CollectiveTimeoutError` with
         the name of the rank that did not come within the node's ``timeout_s``. The last two have the same text on all
-        ranks of the node (`Verdict` says how far). A rank that did not have to wait raises them at its next call.
+        ranks of the node (`AgreedError` says how far). A rank that did not have to wait raises them at its next call.
         """
         for exchange in exchanges:
             if exchange.reduction is not None:
@@ -139,28 +139,28 @@ class HostEngine:
                 ranks=self._broken.ranks,
             )
         text, self._channels.hash32 = _described(signature)
-        self._board.post(text)
+        self._call_log.post(text)
         try:
             self.require_not_given_up()
             with np.errstate(all="ignore"):
                 work()
         except (LateRank, DifferentCall, DifferentSize, GivenUp) as reason:
-            verdict = self._channels.verdict
-            self._broken = verdict.read() or verdict.give(self._judge(reason, text))
+            agreed_error = self._channels.agreed_error
+            self._broken = agreed_error.read() or agreed_error.give(self._judge(reason, text))
             raise equal_error(self._broken) from None
         except (CollectiveTimeoutError, PeerError) as error:
-            self._broken = self._channels.verdict.give(error)
+            self._broken = self._channels.agreed_error.give(error)
             raise equal_error(self._broken) from None
         except BaseException as error:
             # Above all a KeyboardInterrupt: the peers would wait for the chunks that this rank does not send or read.
             rank = self._node.ranks[self._node.rank]
             left = PeerError(f"{text}: rank {rank} left in the middle: {type(error).__name__}: {error}", ranks=[rank])
-            self._broken = self._channels.verdict.give(left)
+            self._broken = self._channels.agreed_error.give(left)
             raise
 
     def require_not_given_up(self) -> None:
         """Leave the `call`, by an exception that it handles, where another rank of the node has given it up. Local."""
-        if self._channels.verdict.there():
+        if self._channels.agreed_error.there():
             raise GivenUp
 
     def carry_out(self, exchange: Exchange) -> None:
@@ -247,15 +247,15 @@ class HostEngine:
 
     def _judge(self, reason: Exception, text: str) -> MpicommError:
         ranks = self._node.ranks
-        behind = self._board.behind()
+        behind = self._call_log.behind()
         # Ranks that call different things, with different roots for instance, may wait for each other.
-        if isinstance(reason, LateRank) and not self._board.differ():
-            # The rank that this rank waits for may itself wait for a rank that has not come, so the board says which
+        if isinstance(reason, LateRank) and not self._call_log.differ():
+            # The rank that this rank waits for may itself wait for a rank that has not come, so the call log says which
             # ranks are behind. If none is, all ranks have come, and the awaited rank makes no progress.
             beyond = self.awaited_beyond()
             late = beyond or [ranks[index] for index in behind or [reason.index]]
             did = "did not arrive" if behind or beyond else "made no progress"
-            limit = f"within {self._node.timeout_s:g} s (collective number {self._board.calls} of the communicator)"
+            limit = f"within {self._node.timeout_s:g} s (collective number {self._call_log.calls} of the communicator)"
             return CollectiveTimeoutError(f"{text}: {name_ranks(late)} {did} {limit}", ranks=late)
         if isinstance(reason, DifferentSize):
             source, here = ranks[reason.index], ranks[self._node.rank]
@@ -265,8 +265,8 @@ class HostEngine:
                 ranks=[source, here],
             )
         # This rank may be the first to notice, so ranks that are a little late get time to post their call.
-        wait_until(lambda: not self._board.behind(), _LATE_S)
-        said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, self._board.read(), strict=True))
+        wait_until(lambda: not self._call_log.behind(), _LATE_S)
+        said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, self._call_log.read(), strict=True))
         return PeerError(f"ranks called different things: {said}", ranks=ranks)
 
 

@@ -18,7 +18,7 @@ from numpy import may_share_memory, ndarray
 
 from mpicomm.collectives.host.selection import NEVER, OPS_OF_CROSSOVER, mapped_from
 from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
-from mpicomm.devices.where import has_driver
+from mpicomm.devices.memory_location import has_driver
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.ops import op_name
 from mpicomm.mpi.types import numpy_dtype
@@ -45,8 +45,8 @@ _OWN_TYPES = {
 def plain_calls(size: int, rank: int, nodes: int, crossover: int = 0) -> dict[str, Judge]:
     """Return the judges of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
 
-    ``crossover`` is 0 while it is not measured. The answers agree with `selection.is_mpis`, which decides on ranks that
-    pass their buffers in other forms.
+    ``crossover`` is 0 while it is not measured. The answers agree with `selection.goes_to_mpi`, which decides on ranks
+    that pass their buffers in other forms.
     """
     judges: dict[str, Judge] = {}
     for name, row in OPERATIONS.items():

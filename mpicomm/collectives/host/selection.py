@@ -1,7 +1,7 @@
 """The choice between MPI and mapped memory for collectives on host arrays, and the exchanges on mapped memory.
 
-The sizes are measured: `scripts/measure_host_collectives.py` compares with MPICH 5, which copies from process to
-process, with 2 and with 4 ranks on 2 cores. Reductions gain most, because MPI spends most of their time between its
+The sizes are measured: `scripts/measuring/measure_host_collectives.py` compares with MPICH 5, which copies from process
+to process, with 2 and with 4 ranks on 2 cores. Reductions gain most, because MPI spends most of their time between its
 copies. Collectives that only move data gain little, because memory bounds them in MPI as well. They may lose much,
 because slots pass from cache to cache, which takes four times as long between cores that share no cache.
 """
@@ -96,7 +96,7 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
     return types.mpi_datatype(dtype) is not None
 
 
-def is_mpis(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -> bool:
+def goes_to_mpi(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -> bool:
     """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks."""
     if call.dtype is None or algorithm == "mpi":
         return True
@@ -105,7 +105,7 @@ def is_mpis(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -
     return False
 
 
-def is_mpis_request(call: Call, algorithm: str) -> bool:
+def becomes_mpi_request(call: Call, algorithm: str) -> bool:
     """Return whether a nonblocking or persistent call on host arrays becomes a request of MPI; local."""
     return algorithm == "mpi" or (algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op))
 

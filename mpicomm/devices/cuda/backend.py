@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cuda.bindings import driver
 from cupy.cuda import get_current_stream, runtime
 
-from mpicomm.devices.base import Calls, Link, Scratch
+from mpicomm.devices.base import DifferingCalls, Link, Scratch
 from mpicomm.devices.cuda.arrays import allocation_of, as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
 from mpicomm.devices.cuda.completion import Completions
@@ -29,7 +29,7 @@ from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegmen
 from mpicomm.devices.cuda.message_steps import CudaMessageSteps
 from mpicomm.devices.cuda.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
 from mpicomm.devices.cuda.pack_tables import PackTables
-from mpicomm.devices.cuda.side_streams import SideStreams
+from mpicomm.devices.cuda.side_streams import CudaSideStreams
 from mpicomm.devices.cuda.signal_kernels import SignalKernels
 from mpicomm.devices.cuda.streams import is_tensor, resolve_stream, threads_of
 from mpicomm.devices.descriptor import Descriptor
@@ -60,7 +60,7 @@ class CudaBackend:
         self._devices = devices
         self._threads = threads_of(ordinal)
         self.timeout_ns = int(timeout_s * 1e9)
-        self.calls: Calls | None = None
+        self.calls: DifferingCalls | None = None
         self._lock = threading.Lock()
         self._kernels: SignalKernels | None = None
         self._steps: CudaMessageSteps | None = None
@@ -76,7 +76,7 @@ class CudaBackend:
                 # Non-blocking: else this stream would wait for the user's work on the null stream.
                 self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self._faults = FaultPage(self._context, self._stream)
-            self.side_streams = SideStreams(self._context)
+            self.side_streams = CudaSideStreams(self._context)
         except HandleError:
             self.close()
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from mpicomm.devices.base import Calls
+from mpicomm.devices.base import DifferingCalls
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.devices.host import fence
@@ -70,7 +70,7 @@ class FaultPage:
         self.record.failed = self._failed
         self.faults = Faults(pointer, self._failed)
 
-    def check(self, calls: Calls | None = None) -> None:
+    def check(self, calls: DifferingCalls | None = None) -> None:
         """Raise `CollectiveTimeoutError` or `PeerError` if a record is there: at every call.
 
         Local; does not wait for the device. ``calls`` gives the text of a `PeerError`.

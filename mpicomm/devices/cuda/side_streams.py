@@ -29,7 +29,7 @@ class Mark:
         self._pool.append(self._event)
 
 
-class SideStreams:
+class CudaSideStreams:
     """A pool of streams, and of events. All methods are local, for any thread, and do not block."""
 
     def __init__(self, context: PrimaryContext) -> None:

@@ -21,9 +21,9 @@ def read_device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the package read a `DeviceArray` as it reads arrays of CuPy."""
     from mpicomm.mpi import buffers, plain_arrays
 
-    def read(array: Any, writable: bool, name: str) -> buffers.Memory:
+    def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
         nbytes = array.size * array.dtype.itemsize
-        return buffers.Memory(array.pointer, nbytes, array.dtype, True, ORDINAL, array)
+        return buffers.ArrayMemory(array.pointer, nbytes, array.dtype, True, ORDINAL, array)
 
     monkeypatch.setitem(buffers._readers, DeviceArray, read)
     monkeypatch.setitem(plain_arrays._readers, DeviceArray, lambda array: (array.pointer, array.size, array.dtype))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices import where
+from mpicomm.devices import memory_location
 
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _ranges: dict[int, tuple[int, int]] = {}  # the address of a range, then its length and its GPU
@@ -39,7 +39,7 @@ class _Driver:
     def _answer(self, count: int, attributes: Any, targets: Any, pointer: int) -> int:
         for start, (nbytes, device) in _ranges.items():
             if start <= pointer < start + max(nbytes, 1):
-                # In the order of the questions of `where`: type, managed, ordinal, start and size of the allocation.
+                # `memory_location` asks in this order: type, managed, ordinal, start and size of the allocation.
                 for target, value in zip(targets, (_DEVICE, 0, device, start, nbytes), strict=True):
                     ctypes.c_uint64.from_address(target).value = value
                 return 0
@@ -48,8 +48,8 @@ class _Driver:
 
 
 def _install() -> None:
-    if not isinstance(where._driver, _Driver):
-        where._driver = _Driver(where._driver)  # type: ignore[assignment]
+    if not isinstance(memory_location._driver, _Driver):
+        memory_location._driver = _Driver(memory_location._driver)  # type: ignore[assignment]
 
 
 def content(nbytes: int) -> npt.NDArray[np.uint8]:

@@ -21,6 +21,6 @@ def begin_after(launch: int, head: npt.NDArray[np.uint8], size: int) -> None:
 
 
 def old_flags(nbytes: int, rng: np.random.Generator) -> npt.NDArray[np.uint64]:
-    """Return packets of the LL wire with wrong data and with the flags of launches 2 to 99 of a round."""
+    """Return packets of the LL protocol with wrong data and with the flags of launches 2 to 99 of a round."""
     flags = rng.integers(3, 100, nbytes // SLOT_NBYTES).astype(np.uint64)
     return np.repeat(flags << np.uint64(32) | np.uint64(0xBAD), SLOT_NBYTES // 8)

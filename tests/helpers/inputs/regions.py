@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomm.mpi.layout import Layout
+from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.regions import Loop, Region
 
 
@@ -33,10 +33,10 @@ def region(
     return Region(offset, tuple(made), run_nbytes, packed)
 
 
-def layout(*regions: Region) -> Layout:
+def layout(*regions: Region) -> DatatypeLayout:
     """Return the layout of regions that follow each other in packed memory."""
     moved, packed = [], 0
     for each in regions:
         moved.append(each.moved(0, packed))
         packed += each.nbytes
-    return Layout(tuple(moved), 0, None)
+    return DatatypeLayout(tuple(moved), 0, None)

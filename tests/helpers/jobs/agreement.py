@@ -36,7 +36,7 @@ class Outcome:
     sections: list[tuple[str, str]]
 
 
-def verdict(outcomes: list[Outcome]) -> Outcome:
+def agreed_error(outcomes: list[Outcome]) -> Outcome:
     """Return the outcome that all ranks report: the first failure of a rank, or the common outcome."""
     size = len(outcomes)
     failed = [rank for rank in range(size) if outcomes[rank].outcome == "failed"]
@@ -125,7 +125,7 @@ class RankAgreement:
         )
         if report.failed:
             os.write(self._last_words, f"{mine.phase} failed:\n{mine.text}\n".encode())
-        agreed = verdict(self.allgather(mine))
+        agreed = agreed_error(self.allgather(mine))
         os.ftruncate(self._last_words, 0)
         if agreed.outcome == "failed":
             report.outcome = "failed"

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.kernels.packing import PackTable, RegionEntry
-from mpicomm.mpi.layout import Layout
+from mpicomm.mpi.layout import DatatypeLayout
 
 Bytes = npt.NDArray[np.uint8]
 _PLACE = struct.Struct("=q")
 
 
-def pack(layout: Layout, memory: Bytes, at: int) -> Bytes:
+def pack(layout: DatatypeLayout, memory: Bytes, at: int) -> Bytes:
     """Return the packed bytes of a layout whose buffer begins at index ``at`` of ``memory``.
 
     Its runs must fill packed memory, each byte once.
@@ -29,13 +29,13 @@ def pack(layout: Layout, memory: Bytes, at: int) -> Bytes:
     return packed
 
 
-def unpack(layout: Layout, packed: Bytes, memory: Bytes, at: int) -> None:
+def unpack(layout: DatatypeLayout, packed: Bytes, memory: Bytes, at: int) -> None:
     """Put packed bytes into the places of a layout."""
     for start, place, nbytes in _runs(layout):
         memory[at + start : at + start + nbytes] = packed[place : place + nbytes]
 
 
-def _runs(layout: Layout) -> Iterator[tuple[int, int, int]]:
+def _runs(layout: DatatypeLayout) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of a layout: the place of each in memory and in packed memory, and its bytes."""
     for region in layout.regions:
         rounds = [

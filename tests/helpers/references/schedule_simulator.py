@@ -1,4 +1,4 @@
-"""Schedules over several cliques carried out on arrays, one for each rank, without devices and without MPI."""
+"""Schedules over several peer domains carried out on arrays, one for each rank, without devices and without MPI."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy.typing as npt
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.internode.cuts import Schedule
-from mpicomm.internode.layout import Layout
-from mpicomm.internode.pipeline import DEPTH, carry_out
-from mpicomm.internode.schedules import steps_of
-from mpicomm.internode.steps import Combine, Local, Move, Pack, Step, Wire
+from mpicomm.domains.cuts import Schedule
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.pipeline import DEPTH, carry_out
+from mpicomm.domains.schedules import steps_of
+from mpicomm.domains.steps import Combine, Local, Move, NetworkStep, Pack, Step
 from mpicomm.mpi.span import Span
 from mpicomm.mpi.types import is_narrow
 
@@ -54,27 +54,27 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """The end of a wire."""
+    """The end of a network step."""
 
-    wire: Wire
+    network_step: NetworkStep
 
 
 class Cluster:
-    """The memories of all ranks of some cliques."""
+    """The memories of all ranks of some peer domains."""
 
-    def __init__(self, cliques: Sequence[Sequence[int]]) -> None:
-        size = sum(map(len, cliques))
-        self.layouts = [Layout(cliques, rank) for rank in range(size)]
+    def __init__(self, domains: Sequence[Sequence[int]]) -> None:
+        size = sum(map(len, domains))
+        self.layouts = [DomainLayout(domains, rank) for rank in range(size)]
         self.memories = [Memory() for _ in range(size)]
         self._mail: dict[tuple[int, int], collections.deque[npt.NDArray[np.uint8]]] = collections.defaultdict(
             collections.deque
         )
-        self.wires: collections.Counter[int] = collections.Counter()
-        """The number of times that each rank has exchanged parcels."""
+        self.network_steps: collections.Counter[int] = collections.Counter()
+        """The number of times that each rank has exchanged network messages."""
         self.locals: collections.Counter[int] = collections.Counter()
-        """The number of collectives of its clique that each rank has made."""
+        """The number of collectives of its peer domain that each rank has made."""
         self.sent_nbytes: collections.Counter[int] = collections.Counter()
-        """The bytes that each rank has sent to other cliques."""
+        """The bytes that each rank has sent to other peer domains."""
 
     def run(self, schedule: Schedule, buffers: Callable[[int], Buffers]) -> None:
         """Carry out a collective whose memory ``buffers`` gives for each rank."""
@@ -87,10 +87,10 @@ class Cluster:
             self._exchange(exchanges)
             for rank in ready:
                 waiting[rank] = next(works[rank], None)
-        assert not any(self._mail.values()), "parcels that no rank receives"
+        assert not any(self._mail.values()), "network messages that no rank receives"
 
     def _steps(self, rank: int, schedule: Schedule, buffers: Buffers) -> list[Step | _Arrival]:
-        """Return a rank's steps in the order in which engines carry them out, with an end for each wire."""
+        """Return a rank's steps in the order in which engines carry them out, with an end for each network step."""
         scratch = [0] * DEPTH  # the parts of a call take turns with it, as in engines
         sizes = [-1] * DEPTH
         pieces: list[list[Step]] = []
@@ -104,14 +104,14 @@ class Cluster:
             pieces += steps_of(part, memory)
         steps: list[Step | _Arrival] = []
 
-        def start(wire: Wire) -> Callable[[], object]:
-            steps.append(wire)
-            return lambda: steps.append(_Arrival(wire))
+        def start(network_step: NetworkStep) -> Callable[[], object]:
+            steps.append(network_step)
+            return lambda: steps.append(_Arrival(network_step))
 
         carry_out(pieces, steps.append, start)
         return steps
 
-    def _rank(self, rank: int, steps: Sequence[Step | _Arrival]) -> Iterator[Exchange | Wire]:
+    def _rank(self, rank: int, steps: Sequence[Step | _Arrival]) -> Iterator[Exchange | NetworkStep]:
         memory = self.memories[rank]
         for step in steps:
             if isinstance(step, Pack):
@@ -124,29 +124,29 @@ class Cluster:
             elif isinstance(step, Local):
                 self.locals[rank] += 1
                 yield step.operation.one_shot(step.buffers)
-            elif isinstance(step, Wire):
-                # A network may read the data that it sends as late as the end of the wire, and write received data at
+            elif isinstance(step, NetworkStep):
+                # A network may read the data that it sends as late as the end of the step, and write received data at
                 # once.
-                for parcel in step.receives:
-                    memory.view(parcel.pointer, parcel.nbytes, "u1")[:] = POISON
+                for message in step.receives:
+                    memory.view(message.pointer, message.nbytes, "u1")[:] = POISON
             else:
-                wire = step.wire.without_empty()
-                self.wires[rank] += bool(wire.sends or wire.receives)
-                for parcel in wire.sends:
-                    assert parcel.rank not in self.layouts[rank].ranks
-                    data = memory.view(parcel.pointer, parcel.nbytes, "u1").copy()
-                    self._mail[rank, parcel.rank].append(data)
-                    self.sent_nbytes[rank] += parcel.nbytes
-                yield wire
-                for parcel in wire.receives:
-                    data = self._mail[parcel.rank, rank].popleft()
-                    assert data.size == parcel.nbytes
-                    memory.view(parcel.pointer, parcel.nbytes, "u1")[:] = data
+                network_step = step.network_step.without_empty()
+                self.network_steps[rank] += bool(network_step.sends or network_step.receives)
+                for message in network_step.sends:
+                    assert message.rank not in self.layouts[rank].ranks
+                    data = memory.view(message.pointer, message.nbytes, "u1").copy()
+                    self._mail[rank, message.rank].append(data)
+                    self.sent_nbytes[rank] += message.nbytes
+                yield network_step
+                for message in network_step.receives:
+                    data = self._mail[message.rank, rank].popleft()
+                    assert data.size == message.nbytes
+                    memory.view(message.pointer, message.nbytes, "u1")[:] = data
 
     def _can_go_on(self, rank: int, waiting: Sequence[Any]) -> bool:
         work = waiting[rank]
-        if isinstance(work, Wire):
-            needed = collections.Counter(parcel.rank for parcel in work.receives)
+        if isinstance(work, NetworkStep):
+            needed = collections.Counter(message.rank for message in work.receives)
             return all(len(self._mail[source, rank]) >= count for source, count in needed.items())
         return all(isinstance(waiting[mate], Exchange) for mate in self.layouts[rank].ranks)
 

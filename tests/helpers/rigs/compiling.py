@@ -12,13 +12,15 @@ from mpi4py import MPI
 def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]], comm: MPI.Intracomm) -> None:
     """Let each rank compile some of the kernels for these ``(dtype, op)``, for all. Collective."""
     from mpicomm.collectives.gpu.algorithms.chunks.arguments import exchange_kernel
-    from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, Wire, flags_can_carry, packet_kernel
+    from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, Steps, flags_can_carry, packet_kernel
     from mpicomm.devices.cuda.compile import compile_kernel
 
     variants = [exchange_kernel(pair) for pair in pairs]
-    kinds: list[tuple[Wire, Steps]] = [("sentinel", "one"), ("sentinel", "few"), ("sentinel", "laps")]
+    kinds: list[tuple[Protocol, Steps]] = [("sentinel", "one"), ("sentinel", "few"), ("sentinel", "laps")]
     for pair, fan_out in itertools.product(pairs, (False, True)):
-        flagged: list[tuple[Wire, Steps]] = [("flagged", "one"), ("flagged", "few")] if flags_can_carry(pair[0]) else []
+        flagged: list[tuple[Protocol, Steps]] = (
+            [("flagged", "one"), ("flagged", "few")] if flags_can_carry(pair[0]) else []
+        )
         variants += [packet_kernel(pair, comm.size, *kind, fan_out=fan_out) for kind in kinds + flagged]
     with ThreadPoolExecutor() as pool:
         compiled = [

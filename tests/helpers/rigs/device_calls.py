@@ -1,6 +1,6 @@
 """Collectives on device arrays without GPUs: the engine of the host stands for the engine of GPUs.
 
-The dispatcher, the board and the arguments are real, and so are the ranks. A device array is an array of a
+The dispatcher, the call log and the arguments are real, and so are the ranks. A device array is an array of a
 `ThreadDevice`, or only its address.
 """
 
@@ -59,7 +59,7 @@ def on_host_engine(comm: Any) -> Iterator[Engine]:
     """Let a communicator whose GPU is a `ThreadDevice` carry out calls on device arrays. Collective over all ranks."""
     with engine_of(MPI.COMM_WORLD) as (host, _, _), pytest.MonkeyPatch.context() as patch:
         engines = comm._collectives.engines
-        engine = Engine(host, lambda text: engines.board("test", patient=False).post(text))
+        engine = Engine(host, lambda text: engines.call_log("test", patient=False).post(text))
         cache = PlanCache(comm._session, engine)  # type: ignore[arg-type]
 
         def on_gpu(operation: str) -> PlanCache:

@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
 from tests.helpers.inputs import patterns
@@ -54,9 +54,9 @@ class Rig:
         self.comm = comm
         self.node = session.node
         self.rank, self.size = self.node.rank, self.node.size
-        self._board = Board(session.node)
+        self._call_log = CallLog(session.node)
         self.engine = DeviceEngine(
-            session.node, self.backend, session.kind, self._board, session.placement.most_on_a_device
+            session.node, self.backend, session.kind, self._call_log, session.placement.most_on_a_device
         )
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
@@ -72,10 +72,10 @@ class Rig:
 
     def close(self) -> None:
         self.backend.synchronize()
-        for each in (self.engine, self._board):
+        for each in (self.engine, self._call_log):
             each.close_peers()
         MPI.COMM_WORLD.Barrier()
-        for each in (self.engine, self._board):
+        for each in (self.engine, self._call_log):
             each.close_own()
 
 

@@ -65,7 +65,7 @@ class Rig:
         )
         self.longest: list[int] = []
         """The values that both ranks have written at each checkpoint."""
-        board: Any = SimpleNamespace(
+        call_log: Any = SimpleNamespace(
             post=lambda text, count=0: None,
             differ=lambda: False,
             behind=list,
@@ -75,7 +75,7 @@ class Rig:
             without_longest=lambda checkpoint: [1] * (checkpoint >= len(self.longest)),
             longest=lambda checkpoint: self.longest[checkpoint],
         )
-        self.engine = engine.DeviceEngine(node, backend, "ipc", board, on_a_device, most_nbytes)
+        self.engine = engine.DeviceEngine(node, backend, "ipc", call_log, on_a_device, most_nbytes)
 
     def alltoallv(self, nbytes: int) -> Any:
         """Return the plan of a call in which each rank sends so much to each."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
@@ -29,16 +29,16 @@ FLOAT32 = np.dtype(np.float32)
 @contextlib.contextmanager
 def engine_of(
     comm: MPI.Intracomm, *, slot_nbytes: int = SMALL, slots: int = 2, first: int = 0, timeout_s: float = 20.0
-) -> Iterator[tuple[HostEngine, Board, Group]]:
+) -> Iterator[tuple[HostEngine, CallLog, Group]]:
     """An engine of all ranks; given back in two steps, as a communicator does it, also if it is broken."""
     private = comm.Dup()
     node = Group(private, range(comm.size), timeout_s)
-    board = Board(node)
-    engine = HostEngine(node, board, slot_nbytes=slot_nbytes, slots=slots, first=first)
+    call_log = CallLog(node)
+    engine = HostEngine(node, call_log, slot_nbytes=slot_nbytes, slots=slots, first=first)
     try:
-        yield engine, board, node
+        yield engine, call_log, node
     finally:
-        for part in (engine, board):
+        for part in (engine, call_log):
             part.close_peers()
             comm.Barrier()
             part.close_own()

@@ -15,7 +15,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend
-from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import (
     LONGEST_FOR_KERNELS,
@@ -27,7 +27,7 @@ from tests.helpers.faults.leaks import nothing_leaks
 Array = npt.NDArray[Any]
 
 LARGE = LONGEST_FOR_KERNELS  # int32: four times the bytes that kernels copy
-SIZES = (0, 1, DESCRIPTION_NBYTES // 4, LARGE // 4, LARGE // 4 + 1, LARGE, 5 * LARGE + 3)
+SIZES = (0, 1, HEADER_NBYTES // 4, LARGE // 4, LARGE // 4 + 1, LARGE, 5 * LARGE + 3)
 
 
 class Rig:
@@ -84,11 +84,11 @@ def take_for_gpu(
 @contextlib.contextmanager
 def small_messages() -> Iterator[None]:
     """Let messages of some hundred KiB go in several pieces and lie in several blocks."""
-    from mpicomm.messages import description, outbox
+    from mpicomm.messages import outbox, rendezvous_header
 
     with (
-        mock.patch.object(description, "KERNEL_NBYTES", LONGEST_FOR_KERNELS),
-        mock.patch.object(description, "LEAST_PIECE_NBYTES", 48 << 10),
+        mock.patch.object(rendezvous_header, "KERNEL_NBYTES", LONGEST_FOR_KERNELS),
+        mock.patch.object(rendezvous_header, "LEAST_PIECE_NBYTES", 48 << 10),
         mock.patch.object(outbox, "FIRST_BLOCK_NBYTES", 2 << 20),
     ):
         yield

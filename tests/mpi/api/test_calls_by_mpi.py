@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.api.by_mpi import BUFFERS, MAKERS, wrap
+from mpicomm.api.host_staging import BUFFERS, MAKERS, wrap
 from tests.helpers.fakes import fake_driver
 from tests.helpers.references.reductions import Array
 from tests.helpers.rigs.communicators import array_module, communicator

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.api.by_mpi import wrap
+from mpicomm.api.host_staging import wrap
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.message_rigs import Rig, content, same, take_for_gpu
 

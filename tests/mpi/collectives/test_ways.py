@@ -242,7 +242,7 @@ def test_neighbours_without_memory(rig: Rig, where: str) -> None:
     made.Free()
 
 
-def test_cliques_without_memory_cannot_know(rig: Rig) -> None:
+def test_domains_without_memory_cannot_know(rig: Rig) -> None:
     comm = rig.comm.Dup()
     device = take_for_gpu(comm)
     places = [replace(place, node_key=str(rank % 2)) for rank, place in enumerate(comm._session.placement.places)]

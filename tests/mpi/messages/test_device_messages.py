@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.buffers import read
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.faults.leaks import nothing_leaks
@@ -223,7 +223,7 @@ def test_a_communicator_made_from_another_has_its_own_secret(rig: Rig) -> None:
     same(received, content(2 * part.left + rig.rank % 2, LARGE))
     # A description of the parent, as MPI carries it, is data on the child.
     request = rig.comm.Isend(rig.of(rig.rank, LARGE), rig.right)
-    carried, copy = np.empty(DESCRIPTION_NBYTES, np.uint8), np.empty(DESCRIPTION_NBYTES, np.uint8)
+    carried, copy = np.empty(HEADER_NBYTES, np.uint8), np.empty(HEADER_NBYTES, np.uint8)
     MPI.Intracomm(rig.comm).Recv(carried, rig.left)
     request.Wait()
     half.Sendrecv(carried, half.rank, 0, copy, half.rank, 0)

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.collectives.exchange import Message
-from mpicomm.ways.dispatch import Collectives, MessageCall
+from mpicomm.ways.dispatch import Dispatcher, MessageCall
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import Rig
 
@@ -29,11 +29,11 @@ def enqueued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Messages:
     messages: Messages = []
 
     def enqueue_message(
-        collectives: Collectives, call: MessageCall, stream: Any, sent: Message | None, received: Message | None
+        collectives: Dispatcher, call: MessageCall, stream: Any, sent: Message | None, received: Message | None
     ) -> None:
         messages.append((call.operation, stream, sent, received))
 
-    monkeypatch.setattr(Collectives, "enqueue_message", enqueue_message)
+    monkeypatch.setattr(Dispatcher, "enqueue_message", enqueue_message)
     return messages
 
 

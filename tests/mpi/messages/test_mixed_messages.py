@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, same
 
@@ -18,7 +18,7 @@ MATCHED = ["Mprobe", "Improbe", "Mprobe Irecv"]
 
 
 @pytest.mark.parametrize("way", [*RECEIVES, *MATCHED])
-@pytest.mark.parametrize("count", [DESCRIPTION_NBYTES // 4, LARGE, 5 * LARGE + 3])
+@pytest.mark.parametrize("count", [HEADER_NBYTES // 4, LARGE, 5 * LARGE + 3])
 def test_a_host_array_receives_from_a_device_array(rig: Rig, way: str, count: int) -> None:
     """Also data that has the length of a description."""
     comm, expected, status = rig.comm, content(rig.left, count), MPI.Status()
@@ -110,13 +110,13 @@ def test_datatypes_that_are_no_plain_elements(rig: Rig, on_device: bool) -> None
 def test_probes_tell_the_size_and_take_nothing_away(rig: Rig, receive: str) -> None:
     comm, status = rig.comm, MPI.Status()
     sends = [comm.Isend(rig.of(rig.rank, LARGE + tag, tag), rig.right, tag) for tag in range(4)]
-    sends.append(comm.Isend(np.full(DESCRIPTION_NBYTES, 9, np.uint8), rig.right, 4))
+    sends.append(comm.Isend(np.full(HEADER_NBYTES, 9, np.uint8), rig.right, 4))
     comm.Barrier()
     for _ in range(2):
         assert comm.Iprobe(rig.left, 2, status)  # after two others
         assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, 2, LARGE + 2)
         comm.Probe(rig.left, 4, status)
-        assert (status.source, status.tag, status.Get_count(MPI.BYTE)) == (rig.left, 4, DESCRIPTION_NBYTES)
+        assert (status.source, status.tag, status.Get_count(MPI.BYTE)) == (rig.left, 4, HEADER_NBYTES)
     assert not comm.Iprobe(rig.left, 99)
     for tag in range(4):  # in the order in which they were sent, although a later one was probed first
         comm.Probe(rig.left, MPI.ANY_TAG, status)
@@ -134,15 +134,15 @@ def test_probes_tell_the_size_and_take_nothing_away(rig: Rig, receive: str) -> N
             host = received.get()
         assert (status.source, status.tag) == (rig.left, tag)
         assert host.tobytes() == content(rig.left, LARGE + tag, tag).tobytes()
-    last = np.zeros(DESCRIPTION_NBYTES, np.uint8)
+    last = np.zeros(HEADER_NBYTES, np.uint8)
     comm.Recv(last, rig.left, 4, status)
-    assert (last == 9).all() and (status.source, status.Get_count(MPI.BYTE)) == (rig.left, DESCRIPTION_NBYTES)
+    assert (last == 9).all() and (status.source, status.Get_count(MPI.BYTE)) == (rig.left, HEADER_NBYTES)
     MPI.Request.Waitall(sends)
     assert not comm.Iprobe()
 
 
 def test_python_objects_of_the_length_of_a_description(rig: Rig) -> None:
-    sent = next(b"x" * n for n in range(DESCRIPTION_NBYTES) if len(MPI.pickle.dumps(b"x" * n)) == DESCRIPTION_NBYTES)
+    sent = next(b"x" * n for n in range(HEADER_NBYTES) if len(MPI.pickle.dumps(b"x" * n)) == HEADER_NBYTES)
     takes: list[Callable[[], object]] = [
         lambda: rig.comm.recv(),
         lambda: rig.comm.irecv().wait(),
@@ -151,7 +151,7 @@ def test_python_objects_of_the_length_of_a_description(rig: Rig) -> None:
     for take in takes:
         request, status = rig.comm.isend(sent, rig.right), MPI.Status()
         rig.comm.Probe(status=status)
-        assert status.Get_count(MPI.BYTE) == DESCRIPTION_NBYTES
+        assert status.Get_count(MPI.BYTE) == HEADER_NBYTES
         assert take() == sent
         request.wait()
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES, KERNEL_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, KERNEL_NBYTES
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.references.reductions import Array
@@ -202,7 +202,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
 @pytest.mark.parametrize("on_device", ["sender", "receiver"])
 @pytest.mark.parametrize("way", ["Recv", "Irecv", "Waitall", "Sendrecv", "Mprobe"])
 def test_one_side_on_the_host(comm: mpicomm.Communicator, xp: Any, on_device: str, way: str) -> None:
-    for tag, count in enumerate((*SIZES, DESCRIPTION_NBYTES // 4)):
+    for tag, count in enumerate((*SIZES, HEADER_NBYTES // 4)):
         there, here = Ring(comm, xp, np.dtype(np.float32), count), Ring(comm, np, np.dtype(np.float32), count)
         sender, receiver = (there, here) if on_device == "sender" else (here, there)
         status = MPI.Status()

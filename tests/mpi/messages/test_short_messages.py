@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from tests.helpers.rigs.message_rigs import Rig, content, same
 
-COUNTS = (1, 2, 7, DESCRIPTION_NBYTES // 4 - 1, DESCRIPTION_NBYTES // 4)
+COUNTS = (1, 2, 7, HEADER_NBYTES // 4 - 1, HEADER_NBYTES // 4)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -60,7 +60,7 @@ def test_one_side_is_in_host_memory(rig: Rig, count: int, host: str, blocking: b
 def test_a_message_that_is_too_long(rig: Rig, sender: str, receiver: str) -> None:
     received: Any = np.zeros(8, np.int32) if receiver == "host" else rig.empty(8)
     room = received[:3] if receiver == "host" else [received, 3, MPI.INT32_T]
-    for count in (4, DESCRIPTION_NBYTES // 4):
+    for count in (4, HEADER_NBYTES // 4):
         request = rig.comm.Isend(content(0, count) if sender == "host" else rig.of(0, count), rig.right)
         with pytest.raises(MPI.Exception) as raised:
             if receiver == "probed":

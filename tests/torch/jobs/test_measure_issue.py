@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.helpers.jobs.mpiexec import ROOT, environment, run_job
 
-SCRIPT = ROOT / "scripts/measure_issue.py"
+SCRIPT = ROOT / "scripts/measuring/measure_issue.py"
 SHORT = ("--kib=4", "--calls=5")
 
 

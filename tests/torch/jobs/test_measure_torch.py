@@ -15,7 +15,7 @@ def test_the_tables_have_both_backends_and_the_version_of_pytorch(tmp_path: Path
     shutil.copytree(ROOT / "scripts/results", tmp_path / "scripts/results")
     shutil.copy(ROOT / "README.md", tmp_path)
     file = tmp_path / "scripts/results/torch-here.json"
-    script = str(ROOT / "scripts/measure_torch.py")
+    script = str(ROOT / "scripts/measuring/measure_torch.py")
     result = run_job(2, script, "--kib=4", "--rounds=1", f"--json={file}", CUDA_VISIBLE_DEVICES="")
     assert (result.returncode, result.stderr) == (0, "")
     calls, training = json.loads(file.read_text())

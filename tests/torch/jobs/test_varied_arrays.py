@@ -12,7 +12,7 @@ import torch
 
 from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE
 
-sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts/measuring"))
 from varied_arrays import Pools
 
 CALLS = 12

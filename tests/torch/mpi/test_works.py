@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.torch.lane import Lane
+from mpicomm.torch.call_queue import CallQueue
 from mpicomm.torch.works import HostWork
 from tests.helpers.inputs.torch_cases import Case, Op, finish, reduced, require_same, while_the_last_rank_is_late
 
@@ -156,7 +156,7 @@ def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(200):
-            work = HostWork(Lane("lane"), lambda: None, [], "call")
+            work = HostWork(CallQueue("queue"), lambda: None, [], "call")
             futures: list[torch.futures.Future[list[torch.Tensor]]] = []
             both = threading.Barrier(2)
 

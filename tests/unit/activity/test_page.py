@@ -10,17 +10,17 @@ import sys
 import pytest
 
 from mpicomm.activity import layout
-from mpicomm.activity.page import Member, Row, begin_mpis, page
+from mpicomm.activity.page import CommunicatorRow, Member, begin_mpis, page
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
-from mpicomm.activity.reading import Activity, Calls, Message, OtherVersionError, read_activity
+from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, read_activity
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.jobs.mpiexec import environment
 
 ALONE = [Member("host", 1, 0)]
 
 
-def opened(processes: list[Member], rank: int = 0) -> Row:
-    row = Row()
+def opened(processes: list[Member], rank: int = 0) -> CommunicatorRow:
+    row = CommunicatorRow()
     row.open(rank, processes, [rank], "cpu")
     return row
 
@@ -31,7 +31,7 @@ def read() -> Activity:
     return found
 
 
-def of(name: str) -> Calls:
+def of(name: str) -> RankCalls:
     """The only communicator of that name."""
     (found,) = [calls for calls in read().communicators if calls.name == name]
     return found
@@ -63,7 +63,7 @@ def test_messages_that_go_on() -> None:
     assert (of("rank 43").receive, of("rank 43").send) == (None, None)
     words = row.words
     words[layout.RECEIVES], words[layout.TAG], words[layout.SOURCE] = 3, -1, -2
-    assert of("rank 43").receive == Message(-2, -1, 3)
+    assert of("rank 43").receive == BlockedMessage(-2, -1, 3)
 
 
 def test_communicators_of_the_same_ranks_have_different_names_and_keys() -> None:

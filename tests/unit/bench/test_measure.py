@@ -14,16 +14,16 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.bench.contenders import Contender, Contenders
 from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, Host, Times
+from mpicomm.bench.machine import Call, CallTimes, HostMachine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
-from mpicomm.bench.operations import OPERATIONS, Buffers, Case
+from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers
 from mpicomm.bench.own import Mpicomm
 
 FLOAT = np.dtype(np.float32)
 CASE = Case(OPERATIONS["allreduce"], FLOAT, "sum", 100, False, 0, 1)
 
 
-class Replaying(Host):
+class Replaying(HostMachine):
     """A host that can capture calls; each launch makes the first byte of ``corrupt`` wrong."""
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class Replaying(Host):
         if self.corrupt is not None:
             self.corrupt[0] ^= 1
 
-    def time_graph(self, graph: Any) -> Times:
-        return Times(7e-6)
+    def time_graph(self, graph: Any) -> CallTimes:
+        return CallTimes(7e-6)
 
 
 class Library:
@@ -57,13 +57,13 @@ class Library:
     def allocate(self, nbytes: int) -> Any:
         return np.empty(nbytes, np.uint8)
 
-    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+    def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         return {way: partial(self._run, buffers, change) for way, change in self.ways.items()}
 
     def close(self) -> None:
         pass
 
-    def _run(self, buffers: Buffers, change: Any) -> None:
+    def _run(self, buffers: CaseBuffers, change: Any) -> None:
         buffers.receive[:] = buffers.send
         change(buffers)
 
@@ -74,7 +74,7 @@ def comm() -> Iterator[mpicomm.Communicator]:
         yield comm
 
 
-def right(buffers: Buffers) -> None:
+def right(buffers: CaseBuffers) -> None:
     """Leave the result as it is, because the sum of one rank is its input."""
 
 
@@ -117,12 +117,12 @@ def test_a_capture_that_fails_leaves_the_calls(comm: mpicomm.Communicator, monke
 
 
 def test_the_fastest_way_counts_and_a_broken_one_is_left_out(comm: mpicomm.Communicator) -> None:
-    def slow(buffers: Buffers) -> None:
+    def slow(buffers: CaseBuffers) -> None:
         import time
 
         time.sleep(1e-3)
 
-    def broken(buffers: Buffers) -> None:
+    def broken(buffers: CaseBuffers) -> None:
         raise RuntimeError("no such kernel")
 
     ways = {"slow": slow, "fast": right, "broken": broken}
@@ -133,7 +133,7 @@ def test_the_fastest_way_counts_and_a_broken_one_is_left_out(comm: mpicomm.Commu
 
 
 def test_wrong_elements_of_any_way_are_counted(comm: mpicomm.Communicator) -> None:
-    def corrupt(buffers: Buffers) -> None:
+    def corrupt(buffers: CaseBuffers) -> None:
         buffers.receive.view(np.uint32)[[3, 99]] ^= 1
 
     outcome = measure(comm, Library({"right": right, "corrupt": corrupt}))[0]["other"]
@@ -153,7 +153,7 @@ def test_all_bits_are_compared_if_a_call_reduces_in_rank_order(
     algorithm: str, on_host: bool, on_gpus: bool, comm: mpicomm.Communicator
 ) -> None:
     gpu: Any = SimpleNamespace(stream="a stream")
-    for machine, exact in ((Host(), on_host), (gpu, on_gpus)):
+    for machine, exact in ((HostMachine(), on_host), (gpu, on_gpus)):
         assert Mpicomm(comm, machine, symmetric=False, algorithm=algorithm).exact == exact
 
 
@@ -162,7 +162,7 @@ def test_what_a_graph_of_mpicomm_leaves_is_checked(comm: mpicomm.Communicator) -
     library = Library({"": right})
     prepare = library.prepare
 
-    def remember(case: Case, buffers: Buffers) -> Mapping[str, Call]:
+    def remember(case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
         machine.corrupt = buffers.receive
         return prepare(case, buffers)
 

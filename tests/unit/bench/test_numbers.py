@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpicomm.bench.content import Content, expected, random_data, reduce_in_order
-from mpicomm.bench.operations import BARRIER, OPERATIONS, Buffers, Case, blocks_of, buffers
+from mpicomm.bench.operations import BARRIER, OPERATIONS, Case, CaseBuffers, blocks_of, buffers
 from mpicomm.mpi.types import covered_dtype
 
 FLOAT = np.dtype(np.float32)
@@ -77,7 +77,7 @@ def test_what_allgatherv_receives_lies_in_the_order_of_the_ranks() -> None:
         assert one.sent()[0] == 4 * [one.received()[0][rank]]
 
 
-def world(name: str, size: int, block: int, in_place: bool, front: bool) -> list[tuple[Case, Buffers]]:
+def world(name: str, size: int, block: int, in_place: bool, front: bool) -> list[tuple[Case, CaseBuffers]]:
     """Return the case of each rank, and its buffers in two arrays of that rank."""
     found = []
     for rank in range(size):
@@ -87,7 +87,7 @@ def world(name: str, size: int, block: int, in_place: bool, front: bool) -> list
     return found
 
 
-def carry_out(ranks: list[tuple[Case, Buffers]]) -> None:
+def carry_out(ranks: list[tuple[Case, CaseBuffers]]) -> None:
     """Carry out a collective in the plainest way, on copies of all inputs."""
     name, size, block = ranks[0][0].name, ranks[0][0].size, ranks[0][0].block
     sent = [None if place.send is None else place.send.view(FLOAT).copy() for _, place in ranks]
@@ -147,8 +147,8 @@ def test_data_from_elsewhere_in_the_array_is_found() -> None:
     count = 1_300_000  # beyond one period
     content = Content(np, FLOAT, "sum", 2, count, reduces=False)
     one = case("sendrecv", rank=1, size=2, block=count)
-    place = Buffers(np.empty(one.nbytes, np.uint8), np.empty(one.nbytes, np.uint8))
-    content.prepare(dataclasses.replace(one, rank=0), Buffers(place.receive, None))
+    place = CaseBuffers(np.empty(one.nbytes, np.uint8), np.empty(one.nbytes, np.uint8))
+    content.prepare(dataclasses.replace(one, rank=0), CaseBuffers(place.receive, None))
     assert content.count_wrong(one, place, exact=True) == 0
     words = place.receive.view(np.uint32)
     words[:] = np.roll(words, 1 << 20)
@@ -179,7 +179,7 @@ def test_sums_in_another_order_are_near_but_not_the_same() -> None:
     one = case("allreduce", block=5000)
     content = Content(np, FLOAT, "sum", 4, 5000, reduces=True)
     other = (data[3] + data[2]) + (data[1] + data[0])
-    place = Buffers(data[0].view(np.uint8), other.view(np.uint8))
+    place = CaseBuffers(data[0].view(np.uint8), other.view(np.uint8))
     assert content.count_wrong(one, place, exact=True) > 0
     assert content.count_wrong(one, place, exact=False) == 0
 

@@ -13,7 +13,7 @@ import pytest
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import OPERATIONS, Case
 from mpicomm.bench.plot import draw, lines_of
-from mpicomm.bench.results import Results, Row
+from mpicomm.bench.results import ResultRow, Results
 from mpicomm.bench.table import Table
 
 PLACES = ("out-of-place", "in-place")
@@ -27,7 +27,7 @@ def outcome(time_us: float, wrong: int | None = 0, eager: str = "", issue_us: fl
 def results() -> Results:
     small = dataclasses.replace(CASE, block=256)
     rows = [
-        Row(
+        ResultRow(
             small,
             {
                 "out-of-place": {"mpicomm": outcome(3.0), "nccl": outcome(9.0), "mpi": outcome(30.0, eager="held")},
@@ -35,7 +35,7 @@ def results() -> Results:
             },
             {"out-of-place": {}, "in-place": {"mpi": "not in place"}},
         ),
-        Row(
+        ResultRow(
             CASE,
             {
                 "out-of-place": {"mpicomm": outcome(4200.0), "nccl": outcome(4100.0)},

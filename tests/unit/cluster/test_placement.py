@@ -355,12 +355,12 @@ def test_more_ranks_than_kernels_serve_are_few_parts_of_about_one_size(size: int
     assert [len(part) for part in found] == parts
 
 
-def test_ranks_of_gpus_are_cliques_of_as_many_as_kernels_serve() -> None:
+def test_ranks_of_gpus_are_domains_of_as_many_as_kernels_serve() -> None:
     places = [place(visible=[A], device=0) for _ in range(10)]
-    assert [len(ranks) for ranks in Placement(places, 0).cliques] == [5, 5]
-    assert Placement(places, 7).clique_ranks == (5, 6, 7, 8, 9)
+    assert [len(ranks) for ranks in Placement(places, 0).domains] == [5, 5]
+    assert Placement(places, 7).domain_ranks == (5, 6, 7, 8, 9)
     on_the_cpu = [place(device="cpu") for _ in range(10)]
-    assert [len(ranks) for ranks in Placement(on_the_cpu, 0).cliques] == [10]
+    assert [len(ranks) for ranks in Placement(on_the_cpu, 0).domains] == [10]
 
 
 def test_ranks_of_several_nodes_may_share_a_gpu() -> None:

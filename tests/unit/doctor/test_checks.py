@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import mpicomm
-from mpicomm.cli.launch import Launch, launch_of
-from mpicomm.doctor.facts import Facts, Gpu, Memory, family_of
-from mpicomm.doctor.report import CHECKS, examine, lines, readme_table
+from mpicomm.cli.launch import JobLaunch, launch_of
+from mpicomm.doctor.facts import MemoryFacts, RankFacts, VisibleGpu, family_of
+from mpicomm.doctor.report import CHECKS, examine, lines
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ofi --with-pm=hydra"
-STARTED_BY_OPEN_MPI = Launch("Open MPI", 0, 2, 2)
-STARTED_BY_HYDRA = Launch("MPICH", 0, 2, 2)
-GPUS = (Gpu("aa", "NVIDIA H200"), Gpu("bb", "NVIDIA H200"))
+STARTED_BY_OPEN_MPI = JobLaunch("Open MPI", 0, 2, 2)
+STARTED_BY_HYDRA = JobLaunch("MPICH", 0, 2, 2)
+GPUS = (VisibleGpu("aa", "NVIDIA H200"), VisibleGpu("bb", "NVIDIA H200"))
 
 
-def healthy(**changed: Any) -> list[Facts]:
+def healthy(**changed: Any) -> list[RankFacts]:
     """Two ranks of one machine with two GPUs, without any fault except the facts that are ``changed`` on both."""
-    base = Facts(
+    base = RankFacts(
         boot_id="boot",
         kernel="6.8.0",
         namespaces={"net": "n", "ipc": "i", "pid": "p", "user": "u"},
@@ -35,16 +33,18 @@ def healthy(**changed: Any) -> list[Facts]:
         driver_cuda=13,
         cupy=("cupy-cuda13x",),
     )
-    return [replace(base, rank=rank, memory=Memory(str(rank), GPUS[rank].uuid, "ipc"), **changed) for rank in range(2)]
+    return [
+        replace(base, rank=rank, memory=MemoryFacts(str(rank), GPUS[rank].uuid, "ipc"), **changed) for rank in range(2)
+    ]
 
 
-def with_last(**changed: Any) -> list[Facts]:
+def with_last(**changed: Any) -> list[RankFacts]:
     """The healthy ranks, with changes on the last one."""
     first, last = healthy()
     return [first, replace(last, **changed)]
 
 
-def using(*memories: Memory, **changed: Any) -> list[Facts]:
+def using(*memories: MemoryFacts, **changed: Any) -> list[RankFacts]:
     """The healthy ranks with other memory, and changes on both."""
     return [replace(one, memory=memory) for one, memory in zip(healthy(**changed), memories, strict=True)]
 
@@ -54,41 +54,44 @@ def other_namespace(*names: str) -> dict[str, str]:
     return {**healthy()[0].namespaces, **dict.fromkeys(names, "other")}
 
 
-def found(job: list[Facts]) -> dict[str, list[str]]:
+def found(job: list[RankFacts]) -> dict[str, list[str]]:
     return {check.name: faults for check, faults in examine(job) if faults}
 
 
 HIDDEN = [replace(one, gpus=(GPUS[one.rank],), variables={"CUDA_VISIBLE_DEVICES": "0"}) for one in healthy()]
-MIG = tuple(Gpu(uuid, "NVIDIA H100 80GB HBM3 MIG 1g.10gb") for uuid in ("aa", "bb"))
-CONSUMER = (Gpu("aa", "NVIDIA GeForce RTX 4090", ("bb",)), Gpu("bb", "NVIDIA GeForce RTX 4090", ("aa",)))
+MIG = tuple(VisibleGpu(uuid, "NVIDIA H100 80GB HBM3 MIG 1g.10gb") for uuid in ("aa", "bb"))
+CONSUMER = (VisibleGpu("aa", "NVIDIA GeForce RTX 4090", ("bb",)), VisibleGpu("bb", "NVIDIA GeForce RTX 4090", ("aa",)))
 STAGED = [
-    Memory("0", "aa", "staged", {"ipc": "no peer access"}),
-    Memory("1", "bb", "staged", {"ipc": "no peer access"}),
+    MemoryFacts("0", "aa", "staged", {"ipc": "no peer access"}),
+    MemoryFacts("1", "bb", "staged", {"ipc": "no peer access"}),
 ]
-REFUSED = [Memory("0", "aa", "fd", {"ipc": "cuIpcOpenMemHandle failed"}), Memory("1", "bb", "fd", {"ipc": "..."})]
-BROKEN = [Memory(error="no handle kind works")] * 2
+REFUSED = [
+    MemoryFacts("0", "aa", "fd", {"ipc": "cuIpcOpenMemHandle failed"}),
+    MemoryFacts("1", "bb", "fd", {"ipc": "..."}),
+]
+BROKEN = [MemoryFacts(error="no handle kind works")] * 2
 
 
 @pytest.mark.parametrize(
     ("job", "name", "said"),
     [
-        ([Facts(mpi_error="libmpi.so.40: cannot open")], "library", "libmpi.so.40"),
-        ([Facts(launch=STARTED_BY_OPEN_MPI, mpi=MPICH)], "launcher", "MPICH Version: 5.0.2: it cannot start"),
-        ([Facts(launch=STARTED_BY_HYDRA, mpi=OPEN_MPI, world_size=1)], "launcher", "alone in MPI.COMM_WORLD"),
+        ([RankFacts(mpi_error="libmpi.so.40: cannot open")], "library", "libmpi.so.40"),
+        ([RankFacts(launch=STARTED_BY_OPEN_MPI, mpi=MPICH)], "launcher", "MPICH Version: 5.0.2: it cannot start"),
+        ([RankFacts(launch=STARTED_BY_HYDRA, mpi=OPEN_MPI, world_size=1)], "launcher", "alone in MPI.COMM_WORLD"),
         (
-            [Facts(launch=Launch("Slurm", 0, 4), mpi=OPEN_MPI, world_size=1)],
+            [RankFacts(launch=JobLaunch("Slurm", 0, 4), mpi=OPEN_MPI, world_size=1)],
             "launcher",
             "Slurm has started 4 ranks, but mpi4py uses Open MPI v5.0.11: ",
         ),
         (
-            [Facts(mpiexec="/usr/bin/mpiexec", mpiexec_family="Open MPI", mpi=MPICH)],
+            [RankFacts(mpiexec="/usr/bin/mpiexec", mpiexec_family="Open MPI", mpi=MPICH)],
             "mpiexec",
             "/usr/bin/mpiexec belongs to Open MPI",
         ),
         (with_last(threads_multiple=False), "threads", "MPI on rank 1 has"),
         (healthy(shm_free=16 << 20), "shm", "has 16M free; 2 ranks may need 32 MiB"),
         (healthy(shm_free=None), "shm", "is missing"),
-        ([Facts(launch=STARTED_BY_HYDRA, shm_free=64 << 10)], "shm", "2 ranks"),
+        ([RankFacts(launch=STARTED_BY_HYDRA, shm_free=64 << 10)], "shm", "2 ranks"),
         (with_last(namespaces=other_namespace("net")), "network", "rank 0 and rank 1 in different network"),
         (
             with_last(namespaces=other_namespace("pid"), unreadable=(0,), unreadable_reason="No such process"),
@@ -98,7 +101,7 @@ BROKEN = [Memory(error="no handle kind works")] * 2
         (with_last(unreadable=(0,), unreadable_reason="Operation not permitted"), "process-memory", "seccomp or Yama"),
         (healthy(locked_limit=8 << 20, infiniband=True), "locked", "rank 1 may lock 8M of memory, and InfiniBand"),
         (
-            using(*(Memory(error="none", rejected={"staged": "refused"}),) * 2, locked_limit=64 << 10),
+            using(*(MemoryFacts(error="none", rejected={"staged": "refused"}),) * 2, locked_limit=64 << 10),
             "locked",
             "pinned memory was refused",
         ),
@@ -111,7 +114,7 @@ BROKEN = [Memory(error="no handle kind works")] * 2
             "visible",
             "rank 1 does not see the GPU of rank 0, because the launcher hides it",
         ),
-        (using(*(Memory("0", "aa", "ipc"),) * 2), "shared", "ranks 0, 1 share a GPU"),
+        (using(*(MemoryFacts("0", "aa", "ipc"),) * 2), "shared", "ranks 0, 1 share a GPU"),
         (healthy(gpus=MIG), "mig", "ranks 0, 1 use different MIG instances"),
         (using(*STAGED, kernel="5.15.153.1-microsoft-standard-WSL2"), "wsl", "ranks 0, 1"),
         (using(*BROKEN, kernel="5.15.153.1-microsoft-standard-WSL2"), "wsl", "ranks 0, 1"),
@@ -139,7 +142,7 @@ BROKEN = [Memory(error="no handle kind works")] * 2
         ),
     ],
 )
-def test_a_fault_is_found(job: list[Facts], name: str, said: str) -> None:
+def test_a_fault_is_found(job: list[RankFacts], name: str, said: str) -> None:
     faults = found(job)
     assert any(said in fault for fault in faults[name]), faults[name]
 
@@ -153,9 +156,9 @@ def test_a_fault_is_found(job: list[Facts], name: str, said: str) -> None:
         healthy(cupy=("cupy",)),
         healthy(kernel="5.15.153.1-microsoft-standard-WSL2"),  # although memory opens
         healthy(locked_limit=8 << 20),  # without anything that needs locked memory
-        healthy(launch=Launch("Slurm", 0, 1)),  # mpiexec in a job step of Slurm that has one task
+        healthy(launch=JobLaunch("Slurm", 0, 1)),  # mpiexec in a job step of Slurm that has one task
         healthy(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}),
-        [replace(one, memory=Memory("0", "aa", "ipc")) for one in healthy(shared_service=True)],
+        [replace(one, memory=MemoryFacts("0", "aa", "ipc")) for one in healthy(shared_service=True)],
         # MPI does not try to read the memory of others
         healthy(unreadable=(0,), variables={"MPIR_CVAR_CH4_CMA_ENABLE": "0"}),
         healthy(unreadable=(0,), mpi=OPEN_MPI, variables={"OMPI_MCA_smsc": "^cma"}),
@@ -163,38 +166,38 @@ def test_a_fault_is_found(job: list[Facts], name: str, said: str) -> None:
         [replace(one, boot_id=f"boot{one.rank}", host=f"host{one.rank}") for one in HIDDEN],
         [replace(one, namespaces={"net": f"net{one.rank}"}, boot_id=f"boot{one.rank}") for one in healthy()],
         [replace(one, namespaces={"net": f"net{one.rank}"}, variables={"MPICOMM_HOSTID": "a"}) for one in healthy()],
-        [Facts(launch=STARTED_BY_OPEN_MPI, mpi=f"{MPICH} --with-pmix", shm_free=1 << 30)],  # before MPI starts
-        [Facts(mpiexec="/usr/bin/mpiexec", mpiexec_family="MPICH", mpi="Intel(R) MPI Library 2021.13", shm_free=0)],
+        [RankFacts(launch=STARTED_BY_OPEN_MPI, mpi=f"{MPICH} --with-pmix", shm_free=1 << 30)],  # before MPI starts
+        [RankFacts(mpiexec="/usr/bin/mpiexec", mpiexec_family="MPICH", mpi="Intel(R) MPI Library 2021.13", shm_free=0)],
     ],
 )
-def test_what_is_no_fault_is_not_found(job: list[Facts]) -> None:
+def test_what_is_no_fault_is_not_found(job: list[RankFacts]) -> None:
     assert found(job) == {}
 
 
 @pytest.mark.parametrize(
     "job", [using(*STAGED, gpus=CONSUMER), [replace(one, memory=REFUSED[one.rank]) for one in HIDDEN]]
 )
-def test_refused_memory_is_no_second_fault_if_a_fault_explains_it(job: list[Facts]) -> None:
+def test_refused_memory_is_no_second_fault_if_a_fault_explains_it(job: list[RankFacts]) -> None:
     assert "memory" not in found(job)
 
 
 @pytest.mark.parametrize(
     ("variables", "launch"),
     [
-        ({}, Launch()),
-        ({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "2"}, Launch("MPICH", 3, 4, 2)),
+        ({}, JobLaunch()),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "2"}, JobLaunch("MPICH", 3, 4, 2)),
         (
             {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            Launch("Open MPI", 1, 2, 2),
+            JobLaunch("Open MPI", 1, 2, 2),
         ),
         (
             {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
-            Launch("Slurm", 9, 16, 8),
+            JobLaunch("Slurm", 9, 16, 8),
         ),
-        ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, Launch()),  # a batch script
+        ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, JobLaunch()),  # a batch script
     ],
 )
-def test_what_launchers_say(variables: dict[str, str], launch: Launch) -> None:
+def test_what_launchers_say(variables: dict[str, str], launch: JobLaunch) -> None:
     assert launch_of(variables) == launch
 
 
@@ -214,15 +217,9 @@ def test_families(said: str, family: str) -> None:
     assert family_of(said) == family
 
 
-def test_a_report_has_the_cause_and_the_mend() -> None:
+def test_a_report_has_the_cause_and_the_fix() -> None:
     report = lines(examine(healthy(shm_free=0)))
     at = next(index for index, line in enumerate(report) if line.startswith("FAULT shm: /dev/shm on host has 0"))
     assert "--shm-size" in report[at + 1]
     assert "ok    library: mpi4py finds the library of its MPI" in report
     assert len(report) == len(CHECKS) + 1
-
-
-def test_the_table_of_troubles_is_made_of_the_checks() -> None:
-    readme = (Path(mpicomm.__file__).parents[1] / "README.md").read_text()
-    between = readme.partition("<!-- table of troubles: begin -->")[2].partition("<!-- table of troubles: end -->")[0]
-    assert between.strip() == readme_table(), "write report.readme_table() between the marks"

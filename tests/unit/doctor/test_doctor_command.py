@@ -106,8 +106,8 @@ def test_containers(namespaces: str, name: str, said: str, report: Path) -> None
 
 
 @pytest.mark.needs_root
-@pytest.mark.skipif(not IS_MPICH, reason="the mend of Open MPI is another")
-def test_the_mend_of_containers_works() -> None:
+@pytest.mark.skipif(not IS_MPICH, reason="the fix of Open MPI is another")
+def test_the_fix_of_containers_works() -> None:
     require_namespaces("--pid")
     code = """
 import numpy as np

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.activity.page import Member, Row
+from mpicomm.activity.page import CommunicatorRow, Member
 from mpicomm.doctor.running import job_of
 from mpicomm.doctor.running_report import watch
-from mpicomm.doctor.waits import Wait
+from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
 from mpicomm.waiting import wait_until
 from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, sharing_of_cores
@@ -101,7 +101,7 @@ SAID = {
 
 
 def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
-    found: list[Wait] = []
+    found: list[RankWait] = []
 
     def is_seen(call: str) -> bool:
         (seen,) = watch(lambda: [job_of(job.mpiexec.pid)], LOOK_S)
@@ -119,9 +119,9 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
         if call == "Allreduce":
             said = doctor("--pid", str(job.late), "--longer-than", str(LOOK_S))
             assert (said.returncode, said.stderr) == (1, "")
-            first, mend, *table = said.stdout.splitlines()
+            first, fix, *table = said.stdout.splitlines()
             assert first.startswith("WAIT for ") and f" s or longer: {SAID[call].format(late=job.late)}" in first
-            assert mend == f"      mend: `py-spy dump --pid {job.late}` shows where that rank is"
+            assert fix == f"      fix: `py-spy dump --pid {job.late}` shows where that rank is"
             rows = [row.split("│") for row in table if "world" in row]
             assert [[cell.strip() for cell in (row[2], row[4], row[5], row[7])] for row in rows] == [
                 ["0", "Allreduce", "3", "rank 2"],
@@ -138,7 +138,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
 
 
 def test_no_rank_waits_in_a_single_process() -> None:
-    row = Row()
+    row = CommunicatorRow()
     row.open(0, [Member("host", os.getpid(), 0)], [0], "cpu")
     row.post("Allreduce(float64, count=4)")
     said = doctor("--pid", str(os.getpid()), "--longer-than", str(LOOK_S))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mpicomm.activity.reading import Activity, Calls, Message, Step
+from mpicomm.activity.reading import Activity, BlockedMessage, RankCalls, Step
 from mpicomm.doctor.processes import Process
 from mpicomm.doctor.running import Job, Rank
 from mpicomm.doctor.waits import Look
@@ -14,12 +14,12 @@ NOW_NS = 100_000_000_000
 SUM = "Allreduce(float64, count=4, op=sum)"
 
 
-def calls(rank: int, made: int, last: str = SUM, *, ago_s: float | None = 10.0, size: int = 3) -> Calls:
+def calls(rank: int, made: int, last: str = SUM, *, ago_s: float | None = 10.0, size: int = 3) -> RankCalls:
     since_ns = None if ago_s is None else NOW_NS - int(ago_s * 1e9)
-    return Calls(7, "world", rank, size, tuple(range(size)), made, last, since_ns, False, None, None)
+    return RankCalls(7, "world", rank, size, tuple(range(size)), made, last, since_ns, False, None, None)
 
 
-def rank(number: int, *communicators: Calls, step: Step | None = None, **process: object) -> Rank:
+def rank(number: int, *communicators: RankCalls, step: Step | None = None, **process: object) -> Rank:
     facts = replace(Process(1000 + number, 1, "python"), **process)  # type: ignore[arg-type]
     return Rank(facts, Activity(1000 + number, number, 3, step, communicators), 1, NOW_NS)
 
@@ -79,7 +79,7 @@ def test_a_call_is_the_same_in_mpi_and_in_mapped_memory() -> None:
 
 
 def test_ranks_that_send_to_each_other() -> None:
-    ranks = [rank(each, replace(calls(each, 5), send=Message(1 - each, 3, 9))) for each in range(2)]
+    ranks = [rank(each, replace(calls(each, 5), send=BlockedMessage(1 - each, 3, 9))) for each in range(2)]
     assert texts(*ranks) == [
         f"rank {each} waits in a send to rank {1 - each} (tag 3) of world. Rank {1 - each} (process {1001 - each}) "
         f"sends to rank {each} (tag 3) of world, and has begun no collective call since {SUM} 10.0 s ago"
@@ -88,20 +88,20 @@ def test_ranks_that_send_to_each_other() -> None:
 
 
 def test_a_receive_from_any_rank() -> None:
-    (said,) = texts(rank(0, replace(calls(0, 5), receive=Message(-2, -1, 1))), rank(1, calls(1, 5)))
+    (said,) = texts(rank(0, replace(calls(0, 5), receive=BlockedMessage(-2, -1, 1))), rank(1, calls(1, 5)))
     assert said == "rank 0 waits in a receive from any rank of world"
 
 
 def test_messages_one_after_the_other_are_no_wait() -> None:
     def receiving(number: int) -> list[Rank]:
-        return [rank(0, replace(calls(0, 5), receive=Message(1, 0, number))), rank(1, calls(1, 5))]
+        return [rank(0, replace(calls(0, 5), receive=BlockedMessage(1, 0, number))), rank(1, calls(1, 5))]
 
     assert look(receiving(8), [earlier(each) for each in receiving(7)]).waits() == []
 
 
 def test_a_chain_of_waits_begins_with_the_rank_that_does_not_wait() -> None:
     step = Step("Free", NOW_NS - int(60e9), (0, 1, 2))
-    ranks = [rank(0, step=step), rank(1, replace(calls(1, 5), receive=Message(2, 3, 9))), rank(2, calls(2, 5))]
+    ranks = [rank(0, step=step), rank(1, replace(calls(1, 5), receive=BlockedMessage(2, 3, 9))), rank(2, calls(2, 5))]
     first, second = look(ranks).waits()
     assert first.text.startswith("rank 1 waits in a receive from rank 2 (tag 3) of world. Rank 2 (process 1002) sleeps")
     assert second.text == (

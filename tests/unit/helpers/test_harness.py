@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.jobs.agreement import Outcome, verdict
+from tests.helpers.jobs.agreement import Outcome, agreed_error
 
 ROOT = Path(__file__).parents[3]
 
@@ -157,15 +157,15 @@ def outcome(what: str, stopped: float = 0.0) -> Outcome:
     return Outcome("test call", what, stopped, f"{what} at {stopped}", [])
 
 
-def test_verdict_is_the_earliest_failure() -> None:
-    agreed = verdict([outcome("failed", 2.0), outcome("passed"), outcome("failed", 1.0)])
+def test_agreed_error_is_the_earliest_failure() -> None:
+    agreed = agreed_error([outcome("failed", 2.0), outcome("passed"), outcome("failed", 1.0)])
     assert agreed.outcome == "failed"
     assert agreed.text == "failed on ranks [0, 2] of 3; first on rank 2:\n\nfailed at 1.0"
 
 
-def test_verdict_on_a_skip_of_one_rank() -> None:
-    assert verdict([outcome("skipped"), outcome("skipped")]).outcome == "skipped"
-    agreed = verdict([outcome("passed"), outcome("skipped")])
+def test_agreed_error_on_a_skip_of_one_rank() -> None:
+    assert agreed_error([outcome("skipped"), outcome("skipped")]).outcome == "skipped"
+    agreed = agreed_error([outcome("passed"), outcome("skipped")])
     assert agreed.outcome == "failed"
     assert "rank 1: test call: skipped" in agreed.text
 

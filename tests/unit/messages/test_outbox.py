@@ -18,7 +18,7 @@ from mpicomm.messages import outbox
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
-from mpicomm.messages.place import Place
+from mpicomm.messages.outbox_slot import OutboxSlot
 from tests.helpers.fakes.message_devices import ThreadDevice
 
 MOST = 24 << 20
@@ -40,46 +40,46 @@ def box(device: ThreadDevice) -> Iterator[Outbox]:
     box.close()
 
 
-def places(box: Outbox, place: Place) -> list[tuple[int, int]]:
+def places(box: Outbox, place: OutboxSlot) -> list[tuple[int, int]]:
     found = []
-    for extent in place.described.extents:
+    for extent in place.header.extents:
         segment = box.find(extent.packet)
         assert segment is not None and extent.offset + extent.nbytes <= segment.nbytes
         found.append((segment.pointer + extent.offset, segment.pointer + extent.offset + extent.nbytes))
     return found
 
 
-def finish(box: Outbox, place: Place) -> None:
+def finish(box: Outbox, place: OutboxSlot) -> None:
     """Set the `done` words, as the receiver does when it has copied the message."""
-    words = box.find(place.described.words)
+    words = box.find(place.header.words)
     assert words is not None
-    done = array_at(words.pointer + place.described.line + DONE, MESSAGE_WORDS, np.dtype(np.uint64))
-    done += np.uint64(place.described.counts)
+    done = array_at(words.pointer + place.header.line + DONE, MESSAGE_WORDS, np.dtype(np.uint64))
+    done += np.uint64(place.header.counts)
 
 
 def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: ThreadDevice) -> None:
     rng = random.Random(5)
-    in_flight: list[Place] = []
+    in_flight: list[OutboxSlot] = []
     for number in range(400):
         nbytes = rng.choice((1, 40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1))
         try:
-            described = box.reserve(nbytes)
+            header = box.reserve(nbytes)
         except OutboxFullError:
             assert sum(each.nbytes for each in in_flight) + nbytes > MOST // 3, "there should have been room"
-            described = None
-        if described is not None:
-            assert sum(stop - start for start, stop in places(box, described)) == nbytes
-            taken = sorted(place for each in (*in_flight, described) for place in places(box, each))
+            header = None
+        if header is not None:
+            assert sum(stop - start for start, stop in places(box, header)) == nbytes
+            taken = sorted(place for each in (*in_flight, header) for place in places(box, each))
             ends = [0, *(stop for _, stop in taken)]
             assert all(end <= start for end, (start, _) in zip(ends, taken, strict=False)), number
-            in_flight.append(described)
-        while in_flight and (described is None or rng.random() < 0.5):
+            in_flight.append(header)
+        while in_flight and (header is None or rng.random() < 0.5):
             finish(box, in_flight.pop(rng.randrange(len(in_flight))))
-            described = in_flight[-1] if in_flight else None
+            header = in_flight[-1] if in_flight else None
     for each in in_flight:
         finish(box, each)
     assert box.is_drained()
-    assert len(box.reserve(MOST).described.extents) <= 8  # the whole outbox is one range again
+    assert len(box.reserve(MOST).header.extents) <= 8  # the whole outbox is one range again
     assert device.allocated <= MOST + (1 << 20)
 
 
@@ -94,13 +94,13 @@ def test_what_is_not_received_keeps_its_place(box: Outbox) -> None:
 
 def test_a_line_that_is_used_again_waits_for_its_next_message(box: Outbox) -> None:
     first, *others = (box.reserve(100_000) for _ in range(3))
-    for described in (first, *others):
-        finish(box, described)
+    for header in (first, *others):
+        finish(box, header)
     assert box.is_drained()
     for _ in range(2000):
-        described = box.reserve(100_000)
+        header = box.reserve(100_000)
         assert not box.is_drained()
-        finish(box, described)
+        finish(box, header)
         assert box.is_drained()
 
 
@@ -123,8 +123,8 @@ def test_a_look_that_began_before_the_last_message_was_read_may_find_all_read(no
     device.late = late
     box = Outbox(cast(MessageDevice, device), SECRET, 8 << 20)
     for count in (3, 2, 3, 1, 3, 3):
-        for described in [box.reserve(2 << 20) for _ in range(count)]:
-            finish(box, described)
+        for header in [box.reserve(2 << 20) for _ in range(count)]:
+            finish(box, header)
     for _ in range(300):
         finish(box, box.reserve(40_000))
     box.close()
@@ -149,7 +149,7 @@ def test_a_loop_of_many_lengths_takes_no_more_than_the_messages_in_flight(no_lea
     double = ThreadDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
     box = Outbox(cast(MessageDevice, double), SECRET)
     lengths = [4, 16_384, 12_000_000, 68, 2_800_000, 6_000_004, 256, 12_000_000]
-    in_flight: list[Place] = []
+    in_flight: list[OutboxSlot] = []
     most_nbytes = 0
     for number in range(400):
         in_flight.append(box.reserve(lengths[number // 2 % len(lengths)]))

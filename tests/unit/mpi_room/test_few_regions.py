@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.kernels.packing import ENTRY_NBYTES
-from mpicomm.mpi.layout import Layout, layout_of, together
+from mpicomm.mpi.layout import DatatypeLayout, layout_of, together
 from mpicomm.mpi.packing import table_for, table_of_blocks
 from mpicomm.mpi.regions import Region
 from tests.helpers.inputs.regions import region
@@ -16,7 +16,7 @@ from tests.helpers.references.reference_packing import runs_of
 _CUBE = [10, 20, 30]
 
 
-def _layout(datatype: MPI.Datatype, count: int = 1) -> Layout:
+def _layout(datatype: MPI.Datatype, count: int = 1) -> DatatypeLayout:
     layout = layout_of(datatype)
     assert layout is not None
     datatype.Free()

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from mpicomm.mpi.layout import Layout, layout_of
+from mpicomm.mpi.layout import DatatypeLayout, layout_of
 from mpicomm.mpi.packing import PackJob, table_of
 from mpicomm.mpi.regions import Region, joined
 from tests.helpers.inputs.regions import region
@@ -144,7 +144,7 @@ def test_a_loop_goes_on_only_if_it_does_in_packed_memory() -> None:
 
 
 def places(regions: Sequence[Region]) -> list[tuple[int, int, int]]:
-    return list(runs_of(table_of([PackJob(0, Layout(tuple(regions), 0, None), 0)])))
+    return list(runs_of(table_of([PackJob(0, DatatypeLayout(tuple(regions), 0, None), 0)])))
 
 
 def check(datatype: MPI.Datatype, count: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
 
 LONG_S = 20
 TAG = 5
@@ -21,7 +21,7 @@ Switch = Callable[[], object]
 completer = Completer()
 
 
-def own(number: int = 0, error: Exception | None = None) -> tuple[Work, Switch]:
+def own(number: int = 0, error: Exception | None = None) -> tuple[DeferredWork, Switch]:
     """Work that is done when the test says so, with a status that counts ``number`` bytes."""
     done: list[bool] = []
     status = MPI.Status()
@@ -34,7 +34,7 @@ def own(number: int = 0, error: Exception | None = None) -> tuple[Work, Switch]:
             raise error
         return bool(done)
 
-    return completer.add(Work(ask, lambda: None, status), lambda: None), lambda: done.append(True)
+    return completer.add(DeferredWork(ask, lambda: None, status), lambda: None), lambda: done.append(True)
 
 
 class Mixture:
@@ -204,7 +204,7 @@ def test_a_list_that_waits_lets_mpi_go_on_with_the_others() -> None:
     content = bytearray(1 << 20)
     receive = comm.Irecv(content, 0, 1)
     send = comm.Isend(b"7" * (1 << 20), 0, 1)
-    work = Work(lambda: content[-1] == ord("7"), lambda: None)
+    work = DeferredWork(lambda: content[-1] == ord("7"), lambda: None)
     requests = [DeferredRequest(work), receive, send]
     MPI.Request.Waitall(requests)
     assert requests == [NULL] * 3
@@ -215,7 +215,7 @@ def test_startall_starts_requests_of_all_kinds() -> None:
     comm = MPI.Intracomm(MPI.COMM_SELF).Dup()
     content, started = bytearray(3), []
 
-    def begin() -> Work:
+    def begin() -> DeferredWork:
         started.append(True)
         work, done = own()
         done()
@@ -241,7 +241,7 @@ def test_cancelled_requests_in_lists(method: str) -> None:
         cancelled.append(True)
         status.Set_cancelled(True)
 
-    work = completer.add(Work(lambda: bool(cancelled), lambda: None, status, cancel), lambda: None)
+    work = completer.add(DeferredWork(lambda: bool(cancelled), lambda: None, status, cancel), lambda: None)
     request = DeferredRequest(work)
     statuses: list[MPI.Status] = []
     getattr(request, method)()

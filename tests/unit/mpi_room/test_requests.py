@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.mpi import requests
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
 
 LONG_S = 20
 
@@ -36,10 +36,10 @@ def nothing() -> None:
     """Stand in for a function that makes a device current."""
 
 
-def done_after(looks: int) -> Work:
+def done_after(looks: int) -> DeferredWork:
     """Work that is done after so many looks."""
     left = iter(range(looks))
-    return Work(lambda: next(left, None) is None, lambda: None)
+    return DeferredWork(lambda: next(left, None) is None, lambda: None)
 
 
 def test_work_is_completed_without_a_wait() -> None:
@@ -55,7 +55,7 @@ def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:
         seen.append((what, threading.current_thread().name))
         return True
 
-    work = Work(lambda: note("looks"), nothing)
+    work = DeferredWork(lambda: note("looks"), nothing)
     complete(Completer().add(work, lambda: nothing() if note("has a device") else None).request)
     assert seen == [("has a device", "mpicomm completer"), ("looks", "mpicomm completer")]
 
@@ -98,7 +98,7 @@ def test_the_thread_does_not_drive_the_work_of_another_one() -> None:
         asked.append(threading.current_thread().name)
         return True
 
-    completer, work = Completer(), Work(ask, nothing)
+    completer, work = Completer(), DeferredWork(ask, nothing)
     work.driven = True
     completer.add(work, nothing)
     for _ in range(3):  # each look takes all pending work
@@ -118,7 +118,7 @@ def test_who_drives_work_says_so_for_as_long() -> None:
             raise KeyboardInterrupt
         return False
 
-    work = Work(ask, nothing)
+    work = DeferredWork(ask, nothing)
     work.drive()
     assert said == [True, True, True]
     assert not work.driven
@@ -149,7 +149,7 @@ def test_pauses_are_short_while_there_was_something_to_complete(monkeypatch: pyt
 
     monkeypatch.setattr(requests, "time", Clock)
     completer = Completer()
-    completer._pending += [Work(lambda: False, nothing), Work(lambda: done, nothing)]
+    completer._pending += [DeferredWork(lambda: False, nothing), DeferredWork(lambda: done, nothing)]
     with pytest.raises(EndOfTestError):
         completer._run(nothing)
     assert pauses[:99] == [50e-6] * 99
@@ -163,7 +163,7 @@ def test_what_went_wrong_is_raised_by_wait_and_test(where: str) -> None:
         raise ValueError("it went wrong")
 
     for way in ("Wait", "Test"):
-        work = Work(fail, lambda: None) if where == "done" else Work(lambda: True, fail)  # type: ignore[arg-type]
+        work = DeferredWork(fail, lambda: None) if where == "done" else DeferredWork(lambda: True, fail)  # type: ignore[arg-type]
         request = DeferredRequest(Completer().add(work, nothing))
         with pytest.raises(ValueError, match="it went wrong"):
             getattr(request, way)()

@@ -16,7 +16,9 @@ NAMES = ("scripts/results/predicted-8-h200.json", "scripts/results/predicted-aga
 
 def test_the_predictions_equal_the_models(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([sys.executable, str(tmp_path / "scripts/predict.py")], env=environment(), check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, str(tmp_path / "scripts/measuring/predict.py")], env=environment(), check=True, timeout=60
+    )
     new, published = ([table for name in NAMES for table in _tables(root / name)] for root in (tmp_path, ROOT))
     for table, known in zip(new, published, strict=True):
         for field in ("title", "text", "columns", "rows", "hardware"):

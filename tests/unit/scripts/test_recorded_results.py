@@ -37,11 +37,11 @@ def job(nprocs: int, *arguments: str, **variables: str) -> None:
 
 def test_rows_of_long_runs_share_a_table(project: Path) -> None:
     file = project / "scripts/results/soak-here.json"
-    soak = ("-m", "mpi4py", str(ROOT / "scripts/soak.py"), "--device=cpu", f"--json={file}")
+    soak = ("-m", "mpi4py", str(ROOT / "scripts/testing/soak.py"), "--device=cpu", f"--json={file}")
     job(2, *soak, "--communicators=100")
     job(2, *soak, "--registrations=100")
-    run(project, "scripts/fuzz.py", "--packets=300", f"--json={file}")
-    run(project, "scripts/soak_deaths.py", "--device=cpu", "--trials=3", f"--json={file}")
+    run(project, "scripts/testing/fuzz.py", "--packets=300", f"--json={file}")
+    run(project, "scripts/testing/soak_deaths.py", "--device=cpu", "--trials=3", f"--json={file}")
     shown = tables(project).split("[soak-here.json]")[1].split("###")[0]
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| ")][2:]
     assert [row[2] for row in rows] == ["100 communicators", "100 registrations", "300", "3"]
@@ -51,7 +51,7 @@ def test_rows_of_long_runs_share_a_table(project: Path) -> None:
 
 def test_a_table_has_one_hardware(project: Path) -> None:
     file = project / "other.json"
-    fuzz = ("scripts/fuzz.py", "--packets=3", f"--json={file}")
+    fuzz = ("scripts/testing/fuzz.py", "--packets=3", f"--json={file}")
     run(project, *fuzz)
     document = json.loads(file.read_text())
     file.write_text(json.dumps({**document, "hardware": "another machine"}))
@@ -62,7 +62,7 @@ def test_a_table_has_one_hardware(project: Path) -> None:
 
 def test_one_file_of_measured_memory_has_several_tables(project: Path) -> None:
     file = project / "scripts/results/memory-here.json"
-    job(2, str(ROOT / "scripts/measure.py"), "--json", str(file), MPICOMM_DEVICE="cpu")
+    job(2, str(ROOT / "scripts/measuring/measure.py"), "--json", str(file), MPICOMM_DEVICE="cpu")
     shown = tables(project)
     assert shown.count("[memory-here.json](memory-here.json)") == 2
     assert "| step | 2 ranks, cpu, `memfd`, ms |" in shown
@@ -71,7 +71,7 @@ def test_one_file_of_measured_memory_has_several_tables(project: Path) -> None:
 
 def test_collectives_of_the_host_have_a_row_for_each_way(project: Path) -> None:
     file = project / "scripts/results/collectives-here.json"
-    script = str(ROOT / "scripts/measure_host_collectives.py")
+    script = str(ROOT / "scripts/measuring/measure_host_collectives.py")
     job(2, script, "--kib=16", "--only=Allreduce,Scan", "--rounds=1", f"--json={file}")
     rows = [row[:3] for row in json.loads(file.read_text())["rows"]]
     assert ["Scan", "16 KiB", "one_shot"] in rows and ["Allreduce", "16 KiB", "two_shot"] in rows
@@ -81,7 +81,7 @@ def test_collectives_of_the_host_have_a_row_for_each_way(project: Path) -> None:
 def test_a_result_of_the_bench_becomes_a_section_without_names_of_machines(project: Path, tmp_path: Path) -> None:
     result = tmp_path / "bench.json"
     job(2, "-m", "mpicomm.bench", "scatter", "-D", "cpu", "-e", "1K", "-n", "2", "-J", str(result), "-c", "1")
-    run(project, "scripts/add_result.py", str(result), "scatter-here")
+    run(project, "scripts/measuring/add_result.py", str(result), "scatter-here")
     added = (project / "scripts/results/scatter-here.json").read_text()
     assert json.loads(result.read_text())["ranks"][0]["host"] not in added and str(tmp_path) not in added
     shown = tables(project)

@@ -24,7 +24,11 @@ def test_the_files_are_up_to_date() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "marker"),
-    [("README.md", "<!-- headline table: end -->"), ("scripts/results/README.md", "## Overview")],
+    [
+        ("README.md", "<!-- headline table: end -->"),
+        ("README.md", "<!-- figure: end -->"),
+        ("scripts/results/README.md", "## Overview"),
+    ],
 )
 def test_a_figure_typed_by_hand_is_found(changed: str, marker: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "scripts/results", tmp_path / "scripts/results")

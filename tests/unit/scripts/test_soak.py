@@ -10,12 +10,12 @@ from tests.helpers.jobs.mpiexec import ROOT, environment, run_job
 
 # test_recorded_results.py makes communicators and registers memory.
 def test_nothing_is_wrong_and_nothing_grows() -> None:
-    result = run_job(2, "-m", "mpi4py", str(ROOT / "scripts/soak.py"), "--device=cpu", "--seconds=3")
+    result = run_job(2, "-m", "mpi4py", str(ROOT / "scripts/testing/soak.py"), "--device=cpu", "--seconds=3")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "all results are right" in result.stdout
 
 
 def test_damaged_packets_are_refused() -> None:
-    command = [sys.executable, "scripts/fuzz.py", "--packets=30000"]
+    command = [sys.executable, "scripts/testing/fuzz.py", "--packets=30000"]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

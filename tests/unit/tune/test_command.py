@@ -15,7 +15,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.machine import Host
+from mpicomm.bench.machine import HostMachine
 from mpicomm.bench.measure import Effort, Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.collectives.gpu import tuning_file
@@ -209,7 +209,7 @@ def test_no_algorithm_may_round_in_another_order(comm: mpicomm.Communicator, mon
 
     monkeypatch.setattr(mpicomm.Communicator, "Allreduce", rounded)
     subject = subjects_of(["allreduce"], FLOAT)[0]
-    measure = Timing(comm, Host(), KIB, Effort(1, 1, 1, 1, graphs=True)).of(subject)
+    measure = Timing(comm, HostMachine(), KIB, Effort(1, 1, 1, 1, graphs=True)).of(subject)
     outcomes, silent = measure(subject.cases([KIB], 0, 1)[0])
     wrong = {name: outcome.wrong for name, outcome in outcomes.items()}
     assert wrong == dict.fromkeys(("one_shot", "two_shot", "copy_engine"), 256)

@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
-from mpicomm.finishes.base import BoundEpilogue
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
@@ -61,7 +61,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Finish:
+class CallEpilogue:
     """The epilogue of a call, and the place of the elements that it makes."""
 
     epilogue: BoundEpilogue
@@ -79,7 +79,7 @@ class GpuCall:
     """Bytes of the whole call, by which a table chooses; 0 where ranks may know different numbers."""
     memory: Mapped | None = None
     """The place of all ranks' output, if that is symmetric memory."""
-    epilogue: Finish | None = None
+    epilogue: CallEpilogue | None = None
 
     @classmethod
     def of(cls, call: Call, mappings: Mappings, scratch: Span | None) -> GpuCall:
@@ -89,7 +89,7 @@ class GpuCall:
             memory = mappings.find(output.pointer, output.nbytes)
         finish = None
         if call.epilogue is not None and call.receive is not None:
-            finish = Finish(call.epilogue, call.receive.pointer)
+            finish = CallEpilogue(call.epilogue, call.receive.pointer)
         return cls(call.operation, call.signature, call.buffers(scratch), call.nbytes or 0, memory, finish)
 
     @property

@@ -68,7 +68,7 @@ class ChannelMemory(ChannelWords):
 
 
 def escapes_nbytes(slots_nbytes: int) -> int:
-    """Return the size of the escapes of slots of the sentinel wire: a byte for each slot, behind the slots."""
+    """Return the size of the escapes of slots of the sentinel protocol: a byte for each slot, behind the slots."""
     return slots_nbytes // PACKET_SLOT_NBYTES
 
 
@@ -77,8 +77,9 @@ class ArenaLayout:
     """The layout of each rank's arena.
 
     First come the head and the arrival words of direct.cu. Then comes the memory of packets.cu: the inboxes of the LL
-    wire and the inboxes of the sentinel wire, each for both parities, all stages and every rank; the escapes of the
-    sentinel wire; and the words of fences. Last come the `ChannelWords` of exchange.cu, whose slots are a `Region`.
+    protocol and the inboxes of the sentinel protocol, each for both parities, all stages and every rank; the escapes of
+    the sentinel protocol; and the words of fences. Last come the `ChannelWords` of exchange.cu, whose slots are a
+    `ArenaRegion`.
     """
 
     size: int
@@ -86,12 +87,12 @@ class ArenaLayout:
 
     @cached_property
     def flagged_inbox_nbytes(self) -> int:
-        """The size of one inbox of the LL wire, half of which is data."""
+        """The size of one inbox of the LL protocol, half of which is data."""
         return self.inbox_nbytes(_FLAGGED_NBYTES)
 
     @cached_property
     def sentinel_inbox_nbytes(self) -> int:
-        """The size of one inbox of the sentinel wire."""
+        """The size of one inbox of the sentinel protocol."""
         return self.inbox_nbytes(_SENTINEL_NBYTES)
 
     def inbox_nbytes(self, nbytes: int) -> int:
@@ -105,13 +106,13 @@ class ArenaLayout:
 
     @property
     def large_inboxes_nbytes(self) -> list[int]:
-        """The sizes that large inboxes of the sentinel wire may have, the smallest first."""
+        """The sizes that large inboxes of the sentinel protocol may have, the smallest first."""
         doublings = (_MOST_LARGE_NBYTES // _SENTINEL_NBYTES).bit_length()
         return [self.inbox_nbytes(_SENTINEL_NBYTES << number) for number in range(1, doublings)]
 
     @property
     def most_inbox_nbytes(self) -> int:
-        """The size of one inbox of the sentinel wire at most."""
+        """The size of one inbox of the sentinel protocol at most."""
         return self.inbox_nbytes(_MOST_LARGE_NBYTES)
 
     @property
@@ -121,21 +122,21 @@ class ArenaLayout:
 
     @property
     def flagged(self) -> int:
-        """The offset of the inboxes of the LL wire."""
+        """The offset of the inboxes of the LL protocol."""
         return self.arrivals + self.size * ARRIVALS_NBYTES
 
     def flagged_inboxes(self, arena: int) -> FlaggedInboxes:
-        """Return the inboxes of the LL wire, in the arena at address ``arena``, as kernels need them."""
+        """Return the inboxes of the LL protocol, in the arena at address ``arena``, as kernels need them."""
         return FlaggedInboxes(arena + self.flagged, STAGES * self.size * self.flagged_inbox_nbytes)
 
     @cached_property
     def sentinels(self) -> int:
-        """The offset of the inboxes of the sentinel wire, which hold `ABSENT` at first; all else holds zeros."""
+        """The offset of the inboxes of the sentinel protocol, which hold `ABSENT` at first; all else holds zeros."""
         return self.flagged + PARITIES * STAGES * self.size * self.flagged_inbox_nbytes
 
     @cached_property
     def escapes(self) -> int:
-        """The offset of the escapes of the inboxes of the sentinel wire."""
+        """The offset of the escapes of the inboxes of the sentinel protocol."""
         return self.sentinels + PARITIES * STAGES * self.size * self.sentinel_inbox_nbytes
 
     @cached_property
@@ -181,7 +182,7 @@ class ArenaLayout:
 
 @dataclass(frozen=True)
 class Inboxes:
-    """The address at which each rank's inboxes of one wire begin, and the size of one inbox."""
+    """The address at which each rank's inboxes of one protocol begin, and the size of one inbox."""
 
     pointers: tuple[int, ...]
     nbytes: int
@@ -191,8 +192,8 @@ class Inboxes:
 class Request:
     """Memory of the same size on every rank that a call needs beyond the arena: words, then slots.
 
-    Words and slots hold zeros at first. Slots of the sentinel wire hold `ABSENT` instead, and their escapes, a byte for
-    each slot, follow them.
+    Words and slots hold zeros at first. Slots of the sentinel protocol hold `ABSENT` instead, and their escapes, a byte
+    for each slot, follow them.
     """
 
     what: str
@@ -208,7 +209,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Region:
+class ArenaRegion:
     """Memory of every rank for a `Request`: its addresses, and the size of its slots, at least as requested."""
 
     pointers: tuple[int, ...]
@@ -224,11 +225,11 @@ class Arena(Protocol):
 
     @property
     def flagged(self) -> Inboxes:
-        """The inboxes of the LL wire."""
+        """The inboxes of the LL protocol."""
 
     @property
     def sentinels(self) -> Inboxes:
-        """The inboxes of the sentinel wire."""
+        """The inboxes of the sentinel protocol."""
 
     @property
     def any_length(self) -> Inboxes:
@@ -237,5 +238,5 @@ class Arena(Protocol):
     def has(self, request: Request) -> bool:
         """Return whether there is memory for a request; local, the same on all ranks."""
 
-    def region(self, request: Request) -> Region:
+    def region(self, request: Request) -> ArenaRegion:
         """Return memory for a request; collective if the ranks have to set it up, else local."""

@@ -10,18 +10,18 @@ from mpicomm.collectives.gpu.algorithms.chunks import plan as chunks
 from mpicomm.collectives.gpu.algorithms.copies.plan import CopyEngines
 from mpicomm.collectives.gpu.algorithms.direct.plan import IntoMemory
 from mpicomm.collectives.gpu.algorithms.packets import plan as packets
-from mpicomm.collectives.gpu.algorithms.packets.any_length import OfAnyLength
+from mpicomm.collectives.gpu.algorithms.packets.any_length import AnyLengthPackets
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
-IN_THE_ARENA = OfAnyLength()
+ANY_LENGTH = AnyLengthPackets()
 """The algorithm for calls for which there is no memory beyond the arena, between several ranks."""
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     IntoMemory(),
-    IN_THE_ARENA,
-    packets.OneShot(),
-    chunks.OneShot(),
-    packets.TwoShot(),
+    ANY_LENGTH,
+    packets.PacketOneShot(),
+    chunks.ChunkedOneShot(),
+    packets.PacketTwoShot(),
     AlongRanks(),
     CopyEngines(),
     chunks.Ring(),

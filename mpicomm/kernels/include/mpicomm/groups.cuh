@@ -1,7 +1,7 @@
 // Groups: the threads that call a function together.
 //
-// All threads of the group call the function with the same arguments, and none of them may have returned from the
-// kernel. A block may have one to three dimensions and any number of threads.
+// All threads of the group call the function with the same arguments, and none of them may have
+// returned from the kernel. A block may have one to three dimensions and any number of threads.
 #pragma once
 
 #include "../../memory_order.cuh"
@@ -29,7 +29,8 @@ struct Warp {
     const u32 threads = threads_of_block() - thread_of_block() / kLanes * kLanes;
     return threads < kLanes ? threads : kLanes;
   }
-  // Waits for all threads of the group. Each of them then sees the stores that the others made before.
+  // Waits for all threads of the group. Each of them then sees the stores that the others made
+  // before.
   MPICOMM_DEVICE void sync() const { __syncwarp(kWarp); }
   // As sync, and returns whether `value` is true on all threads.
   MPICOMM_DEVICE bool all(bool value) const {

@@ -1,16 +1,17 @@
-// Messages in LL packets: 16 bytes {data, epoch, data, epoch} with 8 bytes of data. The receiver polls its own memory
-// until each packet has come. So a message takes one trip across the link, where a put and a signal take two in a row.
-// It takes twice the bytes: packets are for messages of up to some KiB.
+// Messages in LL packets: 16 bytes {data, epoch, data, epoch} with 8 bytes of data. The receiver
+// polls its own memory until each packet has come. So a message takes one trip across the link,
+// where a put and a signal take two in a row. It takes twice the bytes: packets are for messages of
+// up to some KiB.
 #pragma once
 
-#include "../../flag_wire.cuh"
+#include "../../flag_protocol.cuh"
 #include "flags.cuh"
 
 namespace mpicomm {
 
 // The memory that the packets of a message of `nbytes` take.
 MPICOMM_DEVICE constexpr u64 packets_nbytes(u64 nbytes) {
-  return (nbytes + FlagWire::kUnitNbytes - 1) / FlagWire::kUnitNbytes * kPacketNbytes;
+  return (nbytes + FlagProtocol::kUnitNbytes - 1) / FlagProtocol::kUnitNbytes * kPacketNbytes;
 }
 
 // Returns the data of one packet, of which `nbytes` are left; bytes beyond these are zero.
@@ -23,46 +24,46 @@ MPICOMM_DEVICE void store_packet_data(u8* to, const Packet& data, u32 width, u64
   else store_any(to, data, width, nbytes < 8 ? nbytes : 8);
 }
 
-// Sends `nbytes` to `slots` in the memory of a peer: packets_nbytes(nbytes) bytes at a multiple of 16, in a
-// SymmetricArray that is zero at first. `from` may have any address.
+// Sends `nbytes` to `slots` in the memory of a peer: packets_nbytes(nbytes) bytes at a multiple of
+// 16, in a SymmetricArray that is zero at first. `from` may have any address.
 //
-// `epoch` is the number of the message: not 0, larger than those of all earlier messages in these slots, and the same
-// on the receiver. After 2^32 - 1 messages the ranks zero the slots between two barriers, and begin with 1 again.
+// `epoch` is the number of the message: not 0, larger than those of all earlier messages in these
+// slots, and the same on the receiver. After 2^32 - 1 messages the ranks zero the slots between two
+// barriers, and begin with 1 again.
 //
-// The sender must know that the receiver has taken the last message from these slots. If both ranks send to each other,
-// two sets of slots in turns do: a rank that has received message n knows that the peer was done with message n - 1,
-// and stores message n + 1 where message n - 1 was.
+// The sender must know that the receiver has taken the last message from these slots. If both ranks
+// send to each other, two sets of slots in turns do: a rank that has received message n knows that
+// the peer was done with message n - 1, and stores message n + 1 where message n - 1 was.
 //
-// Orders: it reads `from` after all stores that threads of the group made before the call. It publishes no other
-// stores: the receiver may read this data alone.
-// Who: all threads of the group.
+// Orders: it reads `from` after all stores that threads of the group made before the call. It
+// publishes no other stores: the receiver may read this data alone. Who: all threads of the group.
 // Timeout: it waits for no other rank.
 template <class Group>
 MPICOMM_DEVICE void send_packets(Group group, void* slots, const void* from, u64 nbytes, u32 epoch) {
   group.sync();  // a thread sends bytes that other threads of the group may have stored
   const u8* const data = static_cast<const u8*>(from);
   const u32 width = width_of(data);
-  const u64 stride = static_cast<u64>(group.size()) * FlagWire::kUnitNbytes;
-  for (u64 at = static_cast<u64>(group.number()) * FlagWire::kUnitNbytes; at < nbytes; at += stride) {
+  const u64 stride = static_cast<u64>(group.size()) * FlagProtocol::kUnitNbytes;
+  for (u64 at = static_cast<u64>(group.number()) * FlagProtocol::kUnitNbytes; at < nbytes; at += stride) {
     const Packet unit = load_packet_data(data + at, width, nbytes - at);
-    store_volatile(static_cast<Pair*>(slots) + at / FlagWire::kUnitNbytes, FlagWire::packet(unit, epoch));
+    store_volatile(static_cast<Pair*>(slots) + at / FlagProtocol::kUnitNbytes, FlagProtocol::packet(unit, epoch));
   }
 }
 
-// Receives `nbytes` from `slots` in this rank's memory into `to`, which may have any address, and returns true. The
-// number of threads may differ from the sender's.
+// Receives `nbytes` from `slots` in this rank's memory into `to`, which may have any address, and
+// returns true. The number of threads may differ from the sender's.
 //
-// Orders: all threads of the group may read `to` after the call. It acquires nothing else of what the sender did.
-// Who: all threads of the group.
-// Timeout: it returns false if a packet does not come within `timeout_ns`; `to` may hold a part of the message.
+// Orders: all threads of the group may read `to` after the call. It acquires nothing else of what
+// the sender did. Who: all threads of the group. Timeout: it returns false if a packet does not
+// come within `timeout_ns`; `to` may hold a part of the message.
 template <class Group>
 MPICOMM_DEVICE bool receive_packets(
     Group group, void* to, const void* slots, u64 nbytes, u32 epoch, u64 timeout_ns) {
   constexpr u32 kAtOnce = 4;
   u8* const data = static_cast<u8*>(to);
   const u32 width = width_of(data);
-  const u64 begin = static_cast<u64>(group.number()) * FlagWire::kUnitNbytes;
-  const u64 stride = static_cast<u64>(group.size()) * FlagWire::kUnitNbytes;
+  const u64 begin = static_cast<u64>(group.number()) * FlagProtocol::kUnitNbytes;
+  const u64 stride = static_cast<u64>(group.size()) * FlagProtocol::kUnitNbytes;
   bool come = true;
   for (u64 first = begin; first < nbytes; first += kAtOnce * stride) {
     Pair packets[kAtOnce];
@@ -72,11 +73,11 @@ MPICOMM_DEVICE bool receive_packets(
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
         const u64 at = first + i * stride;
-        if (at < nbytes) packets[i] = load_volatile(static_cast<const Pair*>(slots) + at / FlagWire::kUnitNbytes);
+        if (at < nbytes) packets[i] = load_volatile(static_cast<const Pair*>(slots) + at / FlagProtocol::kUnitNbytes);
       }
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
-        if (first + i * stride < nbytes) all = all && FlagWire::has_come(packets[i], epoch);
+        if (first + i * stride < nbytes) all = all && FlagProtocol::has_come(packets[i], epoch);
       }
       return all;
     };
@@ -85,7 +86,7 @@ MPICOMM_DEVICE bool receive_packets(
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {
       const u64 at = first + i * stride;
-      if (at < nbytes) store_packet_data(data + at, FlagWire::unit(packets[i]), width, nbytes - at);
+      if (at < nbytes) store_packet_data(data + at, FlagProtocol::unit(packets[i]), width, nbytes - at);
     }
   }
   return group.all(come);  // without the barrier a thread could read bytes that another thread has not stored yet

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.reduction import OPERATIONS, is_supported
@@ -288,15 +288,15 @@ def test_real_slots(comm_world: MPI.Intracomm) -> None:
     rank, size = comm_world.rank, comm_world.size
     private = comm_world.Dup()
     node = Group(private, range(size), 20.0)
-    board = Board(node)
-    engine = HostEngine(node, board)
+    call_log = CallLog(node)
+    engine = HostEngine(node, call_log)
     count = 3_000_001
     parts = [np.random.default_rng(peer).integers(0, 1000, count).astype(np.int32) for peer in range(size)]
     out = np.zeros(count, np.int32)
     steps = patterns.allreduce(rank, size, out.dtype, span(parts[rank]), span(out), "sum", piece_nbytes=size << 20)
     engine.run(steps, CALL)
     np.testing.assert_array_equal(out, np.sum(parts, 0, dtype=np.int32))
-    for part in (engine, board):
+    for part in (engine, call_log):
         part.close_peers()
         comm_world.Barrier()
         part.close_own()
@@ -308,14 +308,14 @@ def test_closing_gives_everything_back(comm_world: MPI.Intracomm) -> None:
         pass  # descriptors that MPI opens at first
     comm_world.Barrier()
     with nothing_leaks():
-        with engine_of(comm_world) as (engine, board, _):
+        with engine_of(comm_world) as (engine, call_log, _):
             a = np.ones(3000, np.float32)
             at = (comm_world.rank, comm_world.size, FLOAT32)
             engine.run(patterns.allreduce(*at, span(a), span(a), "sum"), CALL)
         with pytest.raises(InvalidUsageError, match="Test: the communicator was freed"):
             engine.run([], CALL)
         with pytest.raises(InvalidUsageError, match="freed"):
-            board.post("x")
+            call_log.post("x")
         assert engine.broken is None
 
 
@@ -323,9 +323,9 @@ def test_ranks_must_ask_for_the_same_slots(comm_world: MPI.Intracomm) -> None:
     if comm_world.size == 1:
         pytest.skip("needs two ranks")
     node = Group(comm_world, range(comm_world.size), 20.0, tag=77)
-    board = Board(node)
+    call_log = CallLog(node)
     with raises_everywhere(comm_world, InvalidUsageError, match="host arena: the ranks differ"):
-        HostEngine(node, board, slots=2 + 2 * comm_world.size + comm_world.rank)
-    board.close_peers()
+        HostEngine(node, call_log, slots=2 + 2 * comm_world.size + comm_world.rank)
+    call_log.close_peers()
     comm_world.Barrier()
-    board.close_own()
+    call_log.close_own()

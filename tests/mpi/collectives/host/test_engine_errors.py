@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host.agreed_error import AgreedError
 from mpicomm.collectives.host.channels import Channels
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.host.verdict import Verdict
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import CollectiveTimeoutError, PeerError
@@ -160,14 +160,14 @@ def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intr
             engine.run(chain, CALL)
 
 
-def test_ranks_that_give_up_at_once_give_the_same_verdict(
+def test_ranks_that_give_up_at_once_give_the_same_agreed_error(
     comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, size, rounds = comm_world.rank, comm_world.size, 50
     node = Group(comm_world, range(size), 20.0, tag=79)
     backend = HostBackend(20.0)
-    nbytes = Verdict.nbytes(size)
-    segments = share(node, backend, "verdicts", lambda: backend.allocate("memfd", rounds * nbytes), lambda: None)
+    nbytes = AgreedError.nbytes(size)
+    segments = share(node, backend, "agreed_errors", lambda: backend.allocate("memfd", rounds * nbytes), lambda: None)
     memory = backend.view(segments[0], (rounds * nbytes,), np.dtype(np.uint8)).data
     rng = np.random.default_rng(rank)
 
@@ -177,30 +177,30 @@ def test_ranks_that_give_up_at_once_give_the_same_verdict(
             time.sleep(2e-3 * rng.random())
         fence()
 
-    monkeypatch.setattr("mpicomm.collectives.host.verdict.fence", interrupted_fence)
+    monkeypatch.setattr("mpicomm.collectives.host.agreed_error.fence", interrupted_fence)
     for number in range(rounds):
-        verdict = Verdict(node, memory[number * nbytes : (number + 1) * nbytes])
-        assert not verdict.there() and verdict.read() is None
+        agreed_error = AgreedError(node, memory[number * nbytes : (number + 1) * nbytes])
+        assert not agreed_error.there() and agreed_error.read() is None
         comm_world.Barrier()
         if rng.random() < 0.5:
             time.sleep(1e-5 * rng.random())
         mine = (PeerError if rank % 2 else CollectiveTimeoutError)(f"{number} by {rank} " + "x" * 200, ranks=[rank])
-        given = verdict.give(mine)
-        told = verdict.read()
-        assert told is not None and verdict.there()
+        given = agreed_error.give(mine)
+        told = agreed_error.read()
+        assert told is not None and agreed_error.there()
         texts = comm_world.allgather([(type(error).__name__, str(error), error.ranks) for error in (given, told)])
         assert len(set(itertools.chain(*texts))) == 1, texts
-        verdict.close()
-        assert not verdict.there()
+        agreed_error.close()
+        assert not agreed_error.there()
     del memory
-    segments.close("verdicts")
+    segments.close("agreed_errors")
 
 
-def test_a_verdict_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> None:
+def test_a_agreed_error_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> None:
     node = Group(MPI.COMM_SELF, [0], 20.0, tag=80)
-    verdict = Verdict(node, memoryview(bytearray(Verdict.nbytes(1))))
-    given = verdict.give(PeerError("ä" * 10_000, ranks=[3]))
-    told = verdict.read()
+    agreed_error = AgreedError(node, memoryview(bytearray(AgreedError.nbytes(1))))
+    given = agreed_error.give(PeerError("ä" * 10_000, ranks=[3]))
+    told = agreed_error.read()
     assert told is not None and str(told) == str(given) and str(told).startswith("ä" * 100)
     assert told.ranks == (3,)
 

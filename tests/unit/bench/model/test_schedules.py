@@ -10,17 +10,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpicomm.bench.model.group import Group, Times
+from mpicomm.bench.model.group import DomainTimes, MeasuredTimes
 from mpicomm.bench.model.nccl import ring_us, tree_us
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import SCHEDULES, System, predict
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.domains.cuts import PIECE_NBYTES
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.schedules import schedule_of, steps_of
+from mpicomm.domains.steps import Local
 from mpicomm.errors import InvalidUsageError
-from mpicomm.internode.cuts import PIECE_NBYTES
-from mpicomm.internode.layout import Layout
-from mpicomm.internode.schedules import schedule_of, steps_of
-from mpicomm.internode.steps import Local
 from mpicomm.mpi.span import Span
 from tests.unit.bench.model.systems import NETWORK, SIZES, flat_system, recorded_system, timed
 
@@ -46,14 +46,14 @@ def test_a_chain_takes_the_best_number_of_pieces(nbytes: int) -> None:
 
 
 def test_times_between_sizes_lie_on_a_line_of_logarithms() -> None:
-    times = Times([(100, 2.0), (400, 8.0), (1600, 8.0)])
+    times = MeasuredTimes([(100, 2.0), (400, 8.0), (1600, 8.0)])
     assert [times.at(size) for size in (100, 400, 1600)] == pytest.approx([2, 8, 8])
     assert times.at(200) == pytest.approx(4)
     assert times.at(800) == pytest.approx(8)
 
 
 def test_times_outside_the_measured_sizes_are_latency_and_bandwidth() -> None:
-    times = Times([(100, 2.0), (200, 3.0), (400, 7.0)])
+    times = MeasuredTimes([(100, 2.0), (200, 3.0), (400, 7.0)])
     assert times.at(1) == 2
     assert times.at(1400) == pytest.approx(7 + 1000 / 50)  # the line through the last two: 200 bytes in 4 us
 
@@ -107,7 +107,7 @@ def test_a_group_reduces_the_blocks_of_some_groups_while_the_network_carries_oth
 @pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block"])
 def test_a_group_has_as_many_steps_as_in_the_schedule(name: str, groups: int, nbytes_of_group: int) -> None:
     nbytes, size = groups * nbytes_of_group, groups * 4
-    layout = Layout([range(first, first + 4) for first in range(0, size, 4)], 0)
+    layout = DomainLayout([range(first, first + 4) for first in range(0, size, 4)], 0)
     block = Span(1 << 40, nbytes // size)
     buffers = Buffers(0, size, np.dtype(np.int8), send=block, blocks=[block] * size)
     if name == "Reduce_scatter_block":
@@ -133,7 +133,7 @@ def test_one_group_takes_its_measured_time(collective: str) -> None:
 @pytest.mark.parametrize("collective", SCHEDULES)
 def test_more_bytes_and_more_nodes_take_longer(collective: str) -> None:
     # Recorded times do not all grow with the size, because of noise. These are from a formula.
-    group = Group(8, {name: timed(lambda size: 3 + size / 300e3) for name in SCHEDULES}, {})
+    group = DomainTimes(8, {name: timed(lambda size: 3 + size / 300e3) for name in SCHEDULES}, {})
     nodes, sizes = ([1 << power for power in powers] for powers in (range(1, 11), range(4, 34)))
     times = {
         (count, size): predict(System(group, count, NETWORK), collective, size).time_us
@@ -155,9 +155,9 @@ def test_a_slower_network_takes_longer(collective: str) -> None:
 
 
 def test_what_was_not_measured_has_a_stand_in_or_an_error() -> None:
-    group = Group(4, {"allgather": timed(lambda size: 3.0)}, {})
+    group = DomainTimes(4, {"allgather": timed(lambda size: 3.0)}, {})
     assert group.us("reduce_scatter", KIB) == 3
-    assert "reduce_scatter is taken to last as long as allgather" in group.described()
+    assert "reduce_scatter is taken to last as long as allgather" in group.lines()
     with pytest.raises(
         InvalidUsageError, match=r"--from has no times of bcast, only of allgather: write them with .* bcast"
     ):
@@ -192,6 +192,6 @@ def test_tree_of_nccl() -> None:
 def test_nccl_is_no_faster_than_in_one_group(
     predictor: Callable[[System, str, float], float | None], collective: str
 ) -> None:
-    slow = Group(4, {collective: timed(lambda size: 2.0)}, {collective: timed(lambda size: 8 + size / 1e3)})
+    slow = DomainTimes(4, {collective: timed(lambda size: 2.0)}, {collective: timed(lambda size: 8 + size / 1e3)})
     found = predictor(System(slow, 2, NETWORK), collective, 64 * MIB)
     assert found is not None and found >= 8 + 64 * MIB / 1e3

@@ -49,7 +49,7 @@ def test_a_request_takes_the_smallest_region_of_its_purpose_that_it_fits_into(mo
     assert not machine.arena.has(Request("copies", MIB, words_nbytes=128))
 
 
-def test_slots_of_the_sentinel_wire_have_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_the_sentinel_protocol_have_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     machine.arena.set_up(Request("chain", 32 * MIB, words_nbytes=MIB, sentinel=True))
     machine.arena.set_up(Request("slots", 32 * MIB, words_nbytes=MIB))

@@ -19,7 +19,7 @@ from mpicomm.collectives.gpu.algorithms import registry
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
 from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainTemplate, cut, layout_of
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     SLOT_NBYTES,
@@ -27,9 +27,9 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     most_workers,
 )
 from mpicomm.collectives.gpu.algorithms.packets.geometry import MAX_BLOCKS, Geometry
+from mpicomm.collectives.gpu.algorithms.packets.protocols import ProtocolLimits, one_shot_limits, packet_protocol
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import sized_ways
-from mpicomm.collectives.gpu.algorithms.packets.wires import WireLimits, one_shot_limits, packet_wire
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
@@ -55,25 +55,25 @@ KIB, MIB = 1 << 10, 1 << 20
     link_speed=st.floats(0.1, 10),
     operation=st.sampled_from([operations.ALLREDUCE, operations.REDUCE]),
 )
-def test_a_wire_carries_the_type_and_as_much_as_it_may(
+def test_a_protocol_carries_the_type_and_as_much_as_it_may(
     nbytes: int, dtype: str | None, link_speed: float, operation: Operation
 ) -> None:
     reduction = (dtype, "sum") if dtype else None
     limits = one_shot_limits(operation, reduction, node_of(0, 4, link_speed=link_speed))
-    wire, (flagged, sentinel) = packet_wire(nbytes, limits), limits
-    if wire == "flagged":
+    protocol, (flagged, sentinel) = packet_protocol(nbytes, limits), limits
+    if protocol == "flagged":
         assert 0 < nbytes <= flagged
         assert dtype is None or flags_can_carry(dtype)
-    if wire == "sentinel":
+    if protocol == "sentinel":
         assert 0 < nbytes <= sentinel
-    if wire is None:
+    if protocol is None:
         assert nbytes == 0 or nbytes > sentinel
 
 
 def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
     """The threads for messages of so many packets."""
     node = replace(node_of(0, size), multiprocessors=most_blocks)
-    way = sized_ways(WireLimits(0, 1 << 62), node, fan_out=fan_out)(16 * units)
+    way = sized_ways(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out)(16 * units)
     assert way is not None
     return way[2]
 
@@ -128,7 +128,7 @@ def test_slots_of_a_chain_grow_with_its_messages() -> None:
 def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_host(host_slots: bool) -> None:
     layout, tag = ArenaLayout(2, 64), 1
     inboxes = Inboxes((4096, 8192), layout.sentinel_inbox_nbytes)
-    region = Region((4096, 8192), 8 * layout.large_inbox_nbytes(64 * MIB))
+    region = ArenaRegion((4096, 8192), 8 * layout.large_inbox_nbytes(64 * MIB))
     arena: Any = SimpleNamespace(
         layout=layout, flagged=inboxes, sentinels=inboxes, has=lambda request: True, region=lambda request: region
     )
@@ -136,7 +136,7 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
     for nbytes, again in ((KIB, False), (64 * MIB, True)):
         span = Span(4096, nbytes)
         (exchange,) = patterns.alltoall(0, 2, np.dtype(np.uint8), [span] * 2, [span] * 2)
-        way = sized_ways(WireLimits(0, 1 << 62), node)(nbytes)
+        way = sized_ways(ProtocolLimits(0, 1 << 62), node)(nbytes)
         assert way is not None
         options = PacketTemplate(node, exchange, None).launch(tag, way).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)
@@ -164,8 +164,8 @@ class Arena:
     def has(self, request: Request) -> bool:
         return True
 
-    def region(self, request: Request) -> Region:
-        return Region(self._bases, request.slots_nbytes)
+    def region(self, request: Request) -> ArenaRegion:
+        return ArenaRegion(self._bases, request.slots_nbytes)
 
 
 def node_of(rank: int, size: int, *, link_speed: float = 1.0) -> Node:

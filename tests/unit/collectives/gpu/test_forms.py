@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
@@ -49,8 +49,8 @@ class Arena:
     def has(self, request: Request) -> bool:
         return self._regions
 
-    def region(self, request: Request) -> Region:
-        return Region(tuple(rank << 43 for rank in range(1, self.layout.size + 1)), request.slots_nbytes)
+    def region(self, request: Request) -> ArenaRegion:
+        return ArenaRegion(tuple(rank << 43 for rank in range(1, self.layout.size + 1)), request.slots_nbytes)
 
 
 class Device:

@@ -20,7 +20,7 @@ pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda
 
 from mpicomm.collectives.gpu import choose
 from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within
 from mpicomm.collectives.gpu.algorithms.steps import Launch
@@ -88,13 +88,13 @@ class Arena:
             raise NoMemoryError("rank 0: out of memory")
         self.regions.append(request)
 
-    def region(self, request: Request) -> Region:
+    def region(self, request: Request) -> ArenaRegion:
         assert request in self.regions
-        return Region(tuple(len(self.regions) << 41 for _ in range(self._world.size)), request.slots_nbytes)
+        return ArenaRegion(tuple(len(self.regions) << 41 for _ in range(self._world.size)), request.slots_nbytes)
 
 
-class Board:
-    """The words of the board for longest messages, and the wait for them, as one rank sees them."""
+class CallLog:
+    """The words of the call log for longest messages, and the wait for them, as one rank sees them."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -121,11 +121,11 @@ class Rank:
     def __init__(self, world: World, rank: int, *, remembers: bool) -> None:
         self.world, self.rank, self._remembers = world, rank, remembers
         self.arena = Arena(world, rank)
-        words: Any = Board(world, rank)
+        words: Any = CallLog(world, rank)
         self._longest = LongestMessage(words, words)
         node = Node(Team(size=world.size, rank=rank), self.arena, MULTIPROCESSORS)
-        board, calls = SimpleNamespace(post=self._post), SimpleNamespace(require_same=self._require_same)
-        self._preparation = Preparation(table(), node, self.arena, board, calls)  # type: ignore[arg-type]
+        call_log, calls = SimpleNamespace(post=self._post), SimpleNamespace(require_same=self._require_same)
+        self._preparation = Preparation(table(), node, self.arena, call_log, calls)  # type: ignore[arg-type]
         self._plans: dict[object, Any] = {}
         self.posted = 0
 
@@ -233,8 +233,8 @@ def test_ranks_tell_each_other_less_and_less_often_but_always_again() -> None:
 @pytest.mark.parametrize("steady", [1, 10, 1000, 50_000])
 def test_a_rank_goes_on_until_it_is_a_checkpoint_ahead(steady: int) -> None:
     world = World(2)
-    boards: list[Any] = [Board(world, rank) for rank in range(2)]
-    first, second = (LongestMessage(board, board) for board in boards)
+    call_logs: list[Any] = [CallLog(world, rank) for rank in range(2)]
+    first, second = (LongestMessage(call_log, call_log) for call_log in call_logs)
 
     def call(longest: LongestMessage, nbytes: int) -> int | None:
         return longest.agree() if longest.count(nbytes) else None
@@ -245,14 +245,14 @@ def test_a_rank_goes_on_until_it_is_a_checkpoint_ahead(steady: int) -> None:
     for _ in range(steady):
         call(first, 7)
         call(second, 7)
-    waits = [board.waits for board in boards]
+    waits = [call_log.waits for call_log in call_logs]
     ahead = max(1, min(steady // 5, 1024))
     told = [answer for _ in range(ahead) if (answer := call(first, 9)) is not None]
-    assert [board.waits for board in boards] == waits
+    assert [call_log.waits for call_log in call_logs] == waits
     assert set(told) <= {7} or steady == 1
     for _ in range(ahead):
         call(second, 8)
-    assert call(second, 8) in (None, 7, 9) and [board.waits for board in boards] == waits
+    assert call(second, 8) in (None, 7, 9) and [call_log.waits for call_log in call_logs] == waits
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -42,8 +42,8 @@ class Calls:
     def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         from mpicomm.collectives.gpu.plan_cache import PlanCache
 
-        def read(array: Any, writable: bool, name: str) -> buffers.Memory:
-            return buffers.Memory(array.data.ptr, array.nbytes, FLOAT, True, 0, array)
+        def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
+            return buffers.ArrayMemory(array.data.ptr, array.nbytes, FLOAT, True, 0, array)
 
         monkeypatch.setitem(buffers._readers, Array, read)
         monkeypatch.setattr(sys.modules["cupy"], "ndarray", Array, raising=False)

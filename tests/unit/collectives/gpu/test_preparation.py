@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 
 from mpicomm.collectives.gpu import choose
-from mpicomm.collectives.gpu.algorithms.base import Finish, Node
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, Node
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, OVERSEERS
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
@@ -58,9 +58,9 @@ class Arena:
             raise self.failures[request.what]
         self._there.append(request)
 
-    def region(self, request: Request) -> Region:
+    def region(self, request: Request) -> ArenaRegion:
         assert request in self._there
-        return Region((0, 1 << 32, 2 << 32), request.slots_nbytes)
+        return ArenaRegion((0, 1 << 32, 2 << 32), request.slots_nbytes)
 
 
 class Rig:
@@ -68,8 +68,8 @@ class Rig:
         self.arena = Arena({what.replace("_", ": "): error for what, error in failures.items()})
         self.posted: list[str] = []
         node = Node(Team(size=3, rank=0), self.arena, 8, most_staged_nbytes=1 << 30)
-        board, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
-        self._preparation = Preparation(TABLE, node, self.arena, board, calls)  # type: ignore[arg-type]
+        call_log, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
+        self._preparation = Preparation(TABLE, node, self.arena, call_log, calls)  # type: ignore[arg-type]
 
     def steps(self, count: int, asked: str = "auto", result: str = "", hidden: int = 0) -> list[Step]:
         """Return the steps of an all-reduce, with an epilogue to ``result`` or of rows of ``hidden`` elements."""
@@ -79,12 +79,12 @@ class Rig:
         if result:
             receive = parse(np.empty(count, result), writable=True, name="recvbuf")
             epilogue = Elementwise("v * i").bind("Allreduce", FLOAT32, receive)
-            call = replace(call, epilogue=Finish(epilogue, output.pointer if result == "float32" else 3 << 40))
+            call = replace(call, epilogue=CallEpilogue(epilogue, output.pointer if result == "float32" else 3 << 40))
         if hidden:
             receive = parse(np.empty(count, np.float32), writable=True, name="recvbuf")
             residual, weight = np.empty(count, np.float32), np.empty(hidden, np.float32)
             norm = rms_norm(residual, weight).bind("Allreduce", FLOAT32, receive)
-            call = replace(call, epilogue=Finish(norm, output.pointer))
+            call = replace(call, epilogue=CallEpilogue(norm, output.pointer))
         return self._preparation.steps(call, asked)[1]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpicomm.mpi.requests import Completer, Work
+from mpicomm.mpi.requests import Completer, DeferredWork
 from tests.helpers.fakes.fake_cuda import FakeCuda
 
 LONG_S = 20
@@ -34,7 +34,7 @@ def test_requests_are_completed_whatever_other_threads_capture(cuda: FakeCuda, b
         return len(seen) == 3
 
     backend.make_current()  # as the creation of a communicator does
-    work = Work(look, lambda: seen.append(cuda.mode))
+    work = DeferredWork(look, lambda: seen.append(cuda.mode))
     request = Completer().add(work, backend.prepare_thread).request
     until = time.monotonic() + LONG_S
     while not request.Test():

@@ -15,8 +15,8 @@ CHAIN_SLOTS = 2
 BATCH_NBYTES = 2 * 1024
 
 
-class Place(ctypes.Structure):
-    """The host's copy of ``Place`` in chain.cu: a place of a rank in the chain."""
+class HopArguments(ctypes.Structure):
+    """The host's copy of ``Hop`` in chain.cu: a hop of this rank in the chain."""
 
     _fields_ = [
         ("own", ctypes.c_uint64),
@@ -31,7 +31,7 @@ class ChainArguments(ctypes.Structure):
 
     _fields_ = [
         ("team", Team),
-        ("places", Place * 2),
+        ("places", HopArguments * 2),
         ("nbytes", ctypes.c_uint64),
         ("batch_nbytes", ctypes.c_uint64),
         ("memory", ctypes.c_uint64 * MAX_RANKS),

@@ -1,53 +1,67 @@
-// Moves one message along a chain of ranks. Each rank sends on the packets that come from the rank before, as they are
-// or reduced with its own contribution. Each rank launches one kernel. Where one rank sends to all, or all send to one,
-// a chain is faster than shards that other ranks pass on: every link has one sender, and a link carries less when
-// several ranks send to one at a time.
+// Moves one message along a chain of ranks. Each rank sends on the packets that come from the rank
+// before, as they are or reduced with its own contribution. Each rank launches one kernel. Where
+// one rank sends to all, or all send to one, a chain is faster than shards that other ranks pass
+// on: every link has one sender, and a link carries less when several ranks send to one at a time.
 //
-// The message travels in packets that show by themselves whether they have come, on the sentinel wire
-// (packet_wires.cuh). So a rank passes on data without a release. The pieces can be small, and the first of them reach
-// the end of the chain soon after they were sent.
+// The message travels in packets that show by themselves whether they have come, on the sentinel
+// protocol (packet_protocols.cuh). So a rank passes on data without a release. The pieces can be
+// small, and the first of them reach the end of the chain soon after they were sent.
 //
-// Channels. A warp of a rank and the same warp of the next rank are a channel. Slots, epochs, flags and credit are
+// Channels. A warp of a rank and the same warp of the next rank are a channel. Slots, epochs, flags
+// and credit are
 // those of channel_words.cuh, with these differences:
-// - The message is cut into batches, of a few packets for each lane, which the channels carry in turn. A slot holds
+// - The message is cut into batches, of a few packets for each lane, which the channels carry in
+// turn. A slot holds
 //   several batches. Epochs count slots, not chunks, and each launch begins with a new slot.
-// - The packets of a slot need no flag. The flag of the first slot of a launch says which call it is, {e, tag}, because
-//   packets do not say that. The sender stores it before the packets, and the receiver waits for it. The sender stores
-//   the flags of the other slots, too, though no receiver waits for them. Epochs wrap around: a flag that was left as
+// - The packets of a slot need no flag. The flag of the first slot of a launch says which call it
+// is, {e, tag}, because
+//   packets do not say that. The sender stores it before the packets, and the receiver waits for
+// it. The sender stores
+//   the flags of the other slots, too, though no receiver waits for them. Epochs wrap around: a
+// flag that was left as
 //   it is would look new 2^31 slots later, when a launch begins with that slot.
-// - The receiver gives credit for a slot, not for each batch. Credit travels against the data that comes from the rank
+// - The receiver gives credit for a slot, not for each batch. Credit travels against the data that
+// comes from the rank
 //   before, and takes a part of the bandwidth of the links.
 // - Credit comes after a fence instead of a release, see below.
 //
 //     sender                                             receiver
-//     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {} if the launch begins
-//     store_relaxed(flag, e)                             while (load_volatile(packets) are not all there) {}
+//     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {} if the
+// launch begins
+//     store_relaxed(flag, e)                             while (load_volatile(packets) are not all
+// there) {}
 //     store_volatile(packets of each batch)              store_volatile(packets, "absent")
-//                                                        __syncwarp(), fence_slots(), store_relaxed(credit, e)
+//                                                        __syncwarp(), fence_slots(),
+// store_relaxed(credit, e)
 //
-// Why a slot may be used again. The receiver resets the packets of a slot. The resets must be in the slot before the
-// sender stores there again, or they could arrive after the next packets and wipe these out. So the receiver gives
-// credit after fence_slots: memory_order.cuh explains the scope of this fence, and what it rests on where the PTX
-// memory model promises nothing. The receiver's loads of the slot are over by then, because it repeated each until the
-// packet was there. The sender stores the flag of a slot after it has credit for the slot, as it stores the packets. So
-// the flag that stood in the same word before is still there when the receiver looks for it.
+// Why a slot may be used again. The receiver resets the packets of a slot. The resets must be in
+// the slot before the sender stores there again, or they could arrive after the next packets and
+// wipe these out. So the receiver gives credit after fence_slots: memory_order.cuh explains the
+// scope of this fence, and what it rests on where the PTX memory model promises nothing. The
+// receiver's loads of the slot are over by then, because it repeated each until the packet was
+// there. The sender stores the flag of a slot after it has credit for the slot, as it stores the
+// packets. So the flag that stood in the same word before is still there when the receiver looks
+// for it.
 //
-// Why that cannot deadlock. A batch waits for the batch before it in its channel, for the same batch on the rank
-// before, and for the next rank to be done with the slot kChainSlots epochs earlier. The first rank of the chain has
-// its batches, the last rank takes all packets that come, and the last slot of a launch gets credit like any other. The
-// root of a reduction may be the first rank, too: it then has two places in the chain, for sending and for receiving.
-// Different blocks serve these places and do not wait for each other. All blocks of a launch run at once (team.cuh):
-// the host launches no more than the smallest device holds, two for each multiprocessor.
+// Why that cannot deadlock. A batch waits for the batch before it in its channel, for the same
+// batch on the rank before, and for the next rank to be done with the slot kChainSlots epochs
+// earlier. The first rank of the chain has its batches, the last rank takes all packets that come,
+// and the last slot of a launch gets credit like any other. The root of a reduction may be the
+// first rank, too: it then has two places in the chain, for sending and for receiving.
+// Different blocks serve these places and do not wait for each other. All blocks of a launch run at
+// once (team.cuh): the host launches no more than the smallest device holds, two for each
+// multiprocessor.
 //
-// Why `own` may be `output`. A lane reads both contributions to a packet before it writes the result, and what it has
-// read ahead belongs to the next batch. On a rank that is first and last, one place reads `own` and the other writes
-// `output`. That needs no fence: the packet that is written has come around the chain from the one that was read, and
-// each access on its way depends on the access before.
+// Why `own` may be `output`. A lane reads both contributions to a packet before it writes the
+// result, and what it has read ahead belongs to the next batch. On a rank that is first and last,
+// one place reads `own` and the other writes `output`. That needs no fence: the packet that is
+// written has come around the chain from the one that was read, and each access on its way depends
+// on the access before.
 
-#define MPICOMM_SENTINEL  // the wire
+#define MPICOMM_SENTINEL  // the protocol
 
 #include "channel_words.cuh"
-#include "packet_wires.cuh"
+#include "packet_protocols.cuh"
 #if defined(MPICOMM_DTYPE)
 #include "reduce_packets.cuh"
 #endif
@@ -63,7 +77,7 @@ constexpr u32 kBatchPackets = kBatchNbytes / kPacketNbytes;
 constexpr u32 kRows = kBatchPackets / kLanes;  // rows of a batch; a row is one packet for each lane
 
 // A place of a rank in the chain.
-struct Place {
+struct Hop {
   const u8* own;  // the contribution that the rank adds, or null
   u8* output;     // where the rank keeps the result, or null
   u32 receives;   // whether there is a rank before
@@ -72,7 +86,7 @@ struct Place {
 
 struct Chain {
   Team team;
-  Place places[2];  // the second is for a rank that is first and last
+  Hop places[2];  // the second is for a rank that is first and last
   u64 nbytes;
   u64 batch_nbytes;       // at most kBatchNbytes
   u8* memory[kMaxRanks];  // the memory of every rank for chains, as mapped on this rank; its counts come first
@@ -105,7 +119,7 @@ struct Chain {
     return memory[owner] + slots + channels * kChainSlots * slot_nbytes + begin / kPacketNbytes;
   }
 
-  MPICOMM_DEVICE const Place& place() const { return places[blockIdx.x / blocks]; }
+  MPICOMM_DEVICE const Hop& place() const { return places[blockIdx.x / blocks]; }
   // The channel of this thread's warp.
   MPICOMM_DEVICE u32 channel() const { return threadIdx.x / kLanes * blocks + blockIdx.x % blocks; }
   // The distance from one batch of a channel to the next.
@@ -124,7 +138,7 @@ struct Rows {
 // The work of one warp: what it takes, reduces and sends on.
 struct Passing {
   const Chain& x;
-  const Place place;
+  const Hop place;
   const u32 lane, channel;
   u32 received, sent;  // the epochs of the last slots that were received and sent
   u32 credit = sent - kChainSlots;  // the credit that this rank has at least
@@ -165,26 +179,29 @@ struct Passing {
     return reinterpret_cast<Pair*>(x.slot(owner, channel, epoch)) + lane;
   }
 
-  // Waits until this rank may store in slot `sent` of the next rank. False means that the kernel must leave.
+  // Waits until this rank may store in slot `sent` of the next rank. False means that the kernel
+  // must leave.
   MPICOMM_DEVICE bool await_credit() {
     const u32 awaited = sent - kChainSlots;
     const auto has_credit = [&] {
-      // Pairs with the receiver's store of credit in end_slot: its resets of the slot have arrived. With a plain load
-      // the stores to the slot could overtake the load, and the resets would wipe them out.
+      // Pairs with the receiver's store of credit in end_slot: its resets of the slot have arrived.
+      // With a plain load the stores to the slot could overtake the load, and the resets would wipe
+      // them out.
       if (static_cast<i32>(credit - awaited) < 0) credit = epoch_of(load_acquire(x.credit(x.team.rank, channel)));
       return static_cast<i32>(credit - awaited) >= 0;
     };
     return await_together(x.team, x.watch(x.next, awaited), lane, has_credit);
   }
 
-  // Takes the escapes of the packets of a batch that have one. False means that the kernel must leave.
+  // Takes the escapes of the packets of a batch that have one. False means that the kernel must
+  // leave.
   template <bool whole>
   MPICOMM_DEVICE bool take_escapes(u64 begin, Rows<Pair>& in) const {
     bool ok = true;
 #pragma unroll
     for (u32 row = 0; row < kRows; ++row) {
       const u64 at = begin + (row * kLanes + lane) * kPacketNbytes;
-      const bool escaped = (whole || at < end(begin)) && Wire::has_escape(in.of[row]);
+      const bool escaped = (whole || at < end(begin)) && Protocol::has_escape(in.of[row]);
       u8* const escape = x.escape(x.team.rank, incoming + row * kLanes);
       u32 code = 0;
       const auto has_come = [&] {
@@ -194,19 +211,20 @@ struct Passing {
       ok = ok && await_together(x.team, x.watch(x.previous, received), lane, has_come);
       if (!ok || !escaped) continue;
       in.of[row] = unescaped(in.of[row], code);
-      // The escape is reset together with the packets, before the credit for the slot: a reset that arrives later could
-      // wipe out the next escape of the packet.
+      // The escape is reset together with the packets, before the credit for the slot: a reset that
+      // arrives later could wipe out the next escape of the packet.
       store_volatile(escape, 0);
     }
     return ok;
   }
 
   MPICOMM_DEVICE void send(Pair* slot, const Pair& packet) const {
-    if (Wire::has_escape(packet)) store_escaped(slot, x.escape(x.next, slot), packet);
+    if (Protocol::has_escape(packet)) store_escaped(slot, x.escape(x.next, slot), packet);
     else store_volatile(slot, packet);
   }
 
-  // Takes, reduces, sends on and keeps the batch that begins at `begin`. False means that the kernel must leave.
+  // Takes, reduces, sends on and keeps the batch that begins at `begin`. False means that the
+  // kernel must leave.
   template <bool whole>
   MPICOMM_DEVICE bool pass_on(u64 begin) {
     Rows<Packet> out = own;
@@ -215,19 +233,19 @@ struct Passing {
       const auto have_come = [&] {
         bool come = true;
         for_packets<whole>(begin, [&](u32 row, u64) { in.of[row] = load_volatile(incoming + row * kLanes); });
-        for_packets<whole>(begin, [&](u32 row, u64) { come &= Wire::has_come(in.of[row], {}); });
+        for_packets<whole>(begin, [&](u32 row, u64) { come &= Protocol::has_come(in.of[row], {}); });
         return come;
       };
       if (!await_together(x.team, x.watch(x.previous, received), lane, have_come)) return false;
       bool escaped = false;
-      for_packets<whole>(begin, [&](u32 row, u64) { escaped |= Wire::has_escape(in.of[row]); });
+      for_packets<whole>(begin, [&](u32 row, u64) { escaped |= Protocol::has_escape(in.of[row]); });
       if (__any_sync(kWarp, escaped) && !take_escapes<whole>(begin, in)) return false;
-      for_packets<whole>(begin, [&](u32 row, u64) { Wire::give_back(incoming + row * kLanes); });
+      for_packets<whole>(begin, [&](u32 row, u64) { Protocol::give_back(incoming + row * kLanes); });
       incoming += kBatchPackets;
       for_packets<whole>(begin, [&](u32 row, u64) {
-        out.of[row] = Wire::unit(in.of[row]);
-        // The packet that comes is the reduction of all ranks before. With this rank's contribution second, the order
-        // of the reduction is that of the ranks.
+        out.of[row] = Protocol::unit(in.of[row]);
+        // The packet that comes is the reduction of all ranks before. With this rank's contribution
+        // second, the order of the reduction is that of the ranks.
 #if defined(MPICOMM_DTYPE)
         if (place.own != nullptr) out.of[row] = reduce_packets(out.of[row], own.of[row]);
 #endif
@@ -238,8 +256,8 @@ struct Passing {
       Rows<Pair> going;
       bool escapes = false;
       for_packets<whole>(begin, [&](u32 row, u64) {
-        going.of[row] = Wire::packet(out.of[row], {});
-        escapes |= Wire::has_escape(going.of[row]);
+        going.of[row] = Protocol::packet(out.of[row], {});
+        escapes |= Protocol::has_escape(going.of[row]);
       });
       if (!escapes) {
         for_packets<whole>(begin, [&](u32 row, u64) { store_volatile(outgoing + row * kLanes, going.of[row]); });
@@ -257,16 +275,16 @@ struct Passing {
     return true;
   }
 
-  // Begins the next slot on both sides. `first` is whether the launch begins with it. False means that the kernel must
-  // leave.
+  // Begins the next slot on both sides. `first` is whether the launch begins with it. False means
+  // that the kernel must leave.
   MPICOMM_DEVICE bool begin_slot(bool first) {
     received += place.receives;
     sent += place.sends;
     if (place.receives) incoming = packets(x.team.rank, received);
     if (place.sends) outgoing = packets(x.next, sent);
     if (place.sends && !await_credit()) return false;
-    // Pairs with the next rank's load in await_epoch below. Relaxed: the store publishes nothing, because the reader
-    // needs the word alone.
+    // Pairs with the next rank's load in await_epoch below. Relaxed: the store publishes nothing,
+    // because the reader needs the word alone.
     if (place.sends && lane == 0) store_relaxed(x.flag(x.next, channel, sent), word_of(sent, x.tag));
     if (!first) return true;
     bool same = true;
@@ -278,9 +296,10 @@ struct Passing {
 
   MPICOMM_DEVICE void end_slot() {
     if (!place.receives) return;
-    // The store of credit pairs with the load by the rank before, in await_credit. The barrier orders the resets of all
-    // lanes before the fence of one lane. The fence has the resets in the slot before the credit leaves: without it
-    // they could wipe out the next packets of the rank before.
+    // The store of credit pairs with the load by the rank before, in await_credit. The barrier
+    // orders the resets of all lanes before the fence of one lane. The fence has the resets in the
+    // slot before the credit leaves: without it they could wipe out the next packets of the rank
+    // before.
     __syncwarp(kWarp);
     if (lane != 0) return;
     fence_slots();
@@ -289,18 +308,21 @@ struct Passing {
 };
 
 MPICOMM_DEVICE void run(const Chain& x) {
-  // The kernel ahead may still write counts, slots and `own`: this kernel loads and stores nothing before that is over.
+  // The kernel ahead may still write counts, slots and `own`: this kernel loads and stores nothing
+  // before that is over.
   wait_for_predecessor();
-  // All warps call this, also those without work. Blocks of the next kernel then wait beside the blocks of this one.
-  // They keep no block of this kernel from running, because all of its blocks run by then.
+  // All warps call this, also those without work. Blocks of the next kernel then wait beside the
+  // blocks of this one. They keep no block of this kernel from running, because all of its blocks
+  // run by then.
   let_successor_start();
   const u32 lane = threadIdx.x % kLanes, channel = x.channel();
   const u64 first = channel * x.batch_nbytes;
   if (first >= x.nbytes) return;  // the whole warp, because it has no batch
-  // One lane looks whether a rank has given up before. The warp heeds the result before it stores anything.
+  // One lane looks whether a rank has given up before. The warp heeds the result before it stores
+  // anything.
   Health health;
   if (lane == 0) health = load_health(x.team);
-  const Place& place = x.place();
+  const Hop& place = x.place();
   Passing passing{
       x,
       place,
@@ -321,9 +343,9 @@ MPICOMM_DEVICE void run(const Chain& x) {
     if (batch == 0) passing.end_slot();
   }
   if (batch != 0) passing.end_slot();
-  // The next of these kernels reads the counts when this one is over, on whichever stream the host puts it. All lanes
-  // have read them above. The votes since then order no memory, so without this barrier a lane could read the new
-  // count.
+  // The next of these kernels reads the counts when this one is over, on whichever stream the host
+  // puts it. All lanes have read them above. The votes since then order no memory, so without this
+  // barrier a lane could read the new count.
   __syncwarp(kWarp);
   if (lane == 0 && place.receives) *x.count(false, channel) = passing.received;
   if (lane == 0 && place.sends) *x.count(true, channel) = passing.sent;

@@ -28,7 +28,7 @@ from mpicomm.kernels.team import LANES
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.types import is_narrow
 
-# Blocks of one launch, as measured on H200s: half of them if a batch would not be full or a rank has two stations.
+# Blocks of one launch, as measured on H200s: half of them if a batch would not be full or a rank has two hops.
 _MOST_BLOCKS = 128
 # A reader gives credit per slot, and credit travels against the data: on H200s smaller slots slow the data down.
 _MOST_SLOT_NBYTES = 32 * 1024
@@ -66,7 +66,7 @@ class AlongRanks(Algorithm):
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
         chain = _chain(call)
-        return (_request(layout_of(chain.nbytes, chain.hops, node)),)
+        return (_request(layout_of(chain.nbytes, chain.links, node)),)
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
@@ -91,13 +91,13 @@ def _request(layout: ChannelMemory) -> Request:
     return Request("collectives: chain", slots_nbytes, words_nbytes=layout.slots, sentinel=True)
 
 
-def layout_of(nbytes: int, hops: int, node: Node) -> ChannelMemory:
-    """Return the layout of each rank's memory for a chain of messages of ``nbytes`` over ``hops`` links.
+def layout_of(nbytes: int, links: int, node: Node) -> ChannelMemory:
+    """Return the layout of each rank's memory for a chain of messages of ``nbytes`` over ``links`` links.
 
     A slot holds all that one channel carries of a message, up to a limit. All channels lead to one neighbour each way.
     Escapes follow the slots.
     """
-    blocks, batch_nbytes = cut(nbytes, hops, node)
+    blocks, batch_nbytes = cut(nbytes, links, node)
     batches = -(-nbytes // (blocks * _WARPS * batch_nbytes))
     slot_nbytes = BATCH_NBYTES
     while slot_nbytes < min(batches * BATCH_NBYTES, _MOST_SLOT_NBYTES):
@@ -105,21 +105,21 @@ def layout_of(nbytes: int, hops: int, node: Node) -> ChannelMemory:
     return ChannelMemory(1, _most_blocks_of(node) * _WARPS, CHAIN_SLOTS * slot_nbytes)
 
 
-def cut(nbytes: int, hops: int, node: Node) -> tuple[int, int]:
-    """Return the blocks for one station and the size of a batch.
+def cut(nbytes: int, links: int, node: Node) -> tuple[int, int]:
+    """Return the blocks for one hop and the size of a batch.
 
-    They are the same on all ranks, because both sides of a channel must cut messages alike. A chain of as many hops as
-    ranks comes back to the first rank, which then has two stations.
+    They are the same on all ranks, because both sides of a channel must cut messages alike. A chain of as many links as
+    ranks comes back to the first rank, which then has two hops.
     """
     half = _MOST_BLOCKS // 2
-    wanted = half if hops == node.size else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))
+    wanted = half if links == node.size else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))
     blocks = min(wanted, _most_blocks_of(node))
     batch_nbytes = min(BATCH_NBYTES, -(-nbytes // (blocks * _WARPS * _UNIT_NBYTES)) * _UNIT_NBYTES)
     return min(blocks, -(-nbytes // batch_nbytes)), batch_nbytes
 
 
 def _most_blocks_of(node: Node) -> int:
-    # A multiprocessor holds two blocks, so the blocks of both stations of a rank run at once.
+    # A multiprocessor holds two blocks, so the blocks of both hops of a rank run at once.
     return min(_MOST_BLOCKS, node.multiprocessors)
 
 
@@ -136,22 +136,22 @@ class ChainTemplate:
         self._reduction = reduction
         self.early = node.early
         self.arguments = ChainArguments(team=node.team, previous=(rank - 1) % size, next=(rank + 1) % size)
-        for place, station in zip(self.arguments.places, chain.stations, strict=False):
-            place.receives, place.sends = station.receives, station.sends
+        for place, hop in zip(self.arguments.places, chain.hops, strict=False):
+            place.receives, place.sends = hop.receives, hop.sends
 
     def write(self, places: Sequence[tuple[int, int]], nbytes: int, tag: int) -> Filled | None:
         """Write a call of at least one byte into `arguments`; return None where the arena has no memory for it.
 
-        ``places`` are the addresses of the own data and of the output of each station. The ranks must agree in ``tag``.
+        ``places`` are the addresses of the own data and of the output of each hop. The ranks must agree in ``tag``.
         """
-        node, hops, arguments = self._node, self._chain.hops, self.arguments
-        layout = layout_of(nbytes, hops, node)
+        node, links, arguments = self._node, self._chain.links, self.arguments
+        layout = layout_of(nbytes, links, node)
         request = _request(layout)
         if not node.arena.has(request):
             return None
         region = node.arena.region(request)
         layout = replace(layout, channel_nbytes=region.slots_nbytes // layout.channels)
-        blocks, batch_nbytes = cut(nbytes, hops, node)
+        blocks, batch_nbytes = cut(nbytes, links, node)
         slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
         for place, (own, output) in zip(arguments.places, places, strict=False):
             place.own, place.output = own, output
@@ -164,7 +164,7 @@ class ChainTemplate:
 
     def launch(self, tag: int) -> Launch:
         """Return the launch of the chain itself, whose spans say the addresses and the length. The arena has memory."""
-        pairs = [(station.own, station.output) for station in self._chain.stations]
+        pairs = [(hop.own, hop.output) for hop in self._chain.hops]
         places = [(own.pointer if own else 0, output.pointer if output else 0) for own, output in pairs]
         filled = self.write(places, self._chain.nbytes, tag)
         assert filled is not None
@@ -181,7 +181,7 @@ class ChainCalls(ChainTemplate):
 
     def __init__(self, form: Form, node: Node) -> None:
         super().__init__(node, form.chain, form.reduction)
-        pairs = [(station.own, station.output) for station in form.chain.stations]
+        pairs = [(hop.own, hop.output) for hop in form.chain.hops]
         self._buffers = [(form.piece(own).buffer, form.piece(output).buffer) for own, output in pairs]
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:

@@ -15,7 +15,7 @@ SLOTS = 2
 PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
 
 
-class Link(ctypes.Structure):
+class ChunkLink(ctypes.Structure):
     """The host's copy of ``Link`` in exchange.cu: the message to, or from, one rank."""
 
     _fields_ = [
@@ -32,8 +32,8 @@ class ExchangeArguments(ctypes.Structure):
 
     _fields_ = [
         ("team", Team),
-        ("sends", Link * MAX_RANKS),
-        ("receives", Link * MAX_RANKS),
+        ("sends", ChunkLink * MAX_RANKS),
+        ("receives", ChunkLink * MAX_RANKS),
         ("own", ctypes.c_uint64),
         ("output", ctypes.c_uint64),
         ("counts", ctypes.c_uint64),

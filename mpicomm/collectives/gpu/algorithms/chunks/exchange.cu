@@ -1,28 +1,31 @@
-// One exchange: every rank sends a message to every rank, and places or reduces the messages that it receives. Each
-// rank launches one kernel.
+// One exchange: every rank sends a message to every rank, and places or reduces the messages that
+// it receives. Each rank launches one kernel.
 //
-// Channels. Block b of a rank talks to block b of each other rank and to no other block. Two ranks, a direction and a
-// block number are a channel, with `kSlots` slots: channel_words.cuh explains slots, epochs, flags and credit. Flags
-// and credit lie in the ranks' arenas. The tag of a flag says which call the chunk belongs to. A channel carries its
-// part of the message in chunks.
+// Channels. Block b of a rank talks to block b of each other rank and to no other block. Two ranks,
+// a direction and a block number are a channel, with `kSlots` slots: channel_words.cuh explains
+// slots, epochs, flags and credit. Flags and credit lie in the ranks' arenas. The tag of a flag
+// says which call the chunk belongs to. A channel carries its part of the message in chunks.
 //
-// Steps. In step k a block waits. Then it sends chunk k to each rank that gets one, this rank too, and takes chunk k-1
-// from each other rank that sends one. Then it raises its flags and gives its credit.
+// Steps. In step k a block waits. Then it sends chunk k to each rank that gets one, this rank too,
+// and takes chunk k-1 from each other rank that sends one. Then it raises its flags and gives its
+// credit.
 //
-// Chunks. A release waits until all earlier stores have arrived. The links are idle meanwhile, because all blocks are
-// about as far. So chunks are large, and releases are rare.
+// Chunks. A release waits until all earlier stores have arrived. The links are idle meanwhile,
+// because all blocks are about as far. So chunks are large, and releases are rare.
 //
-// Why that cannot deadlock. In step k a block waits for the flags of chunks k-1, which the same block of a peer raises
-// at the end of its step k-1. It also waits for the credit of chunks k-kSlots, which the peer gives at the end of its
-// step k-kSlots+1: that is step k-1 or an earlier one, because kSlots >= 2. Of all blocks of all ranks that are not
-// done, look at one in the earliest exchange, and there in the smallest step; all ranks count both alike. Its kernel
-// has begun, because all earlier exchanges of its rank are done. It waits only for blocks in smaller steps or earlier
-// exchanges, which are done. So it goes on. That needs all blocks of a launch to run at once: see team.cuh.
+// Why that cannot deadlock. In step k a block waits for the flags of chunks k-1, which the same
+// block of a peer raises at the end of its step k-1. It also waits for the credit of chunks
+// k-kSlots, which the peer gives at the end of its step k-kSlots+1: that is step k-1 or an earlier
+// one, because kSlots >= 2. Of all blocks of all ranks that are not done, look at one in the
+// earliest exchange, and there in the smallest step; all ranks count both alike. Its kernel has
+// begun, because all earlier exchanges of its rank are done. It waits only for blocks in smaller
+// steps or earlier exchanges, which are done. So it goes on. That needs all blocks of a launch to
+// run at once: see team.cuh.
 //
-// Why `own` may be the output. If the memory that a rank sends is also the output of its reduction, it is as long as
-// each message to this rank. So its bytes are cut into the same channels and chunks. The block that writes a chunk of
-// the output has sent that chunk to all ranks in an earlier step. And the thread that writes a result has read this
-// rank's contribution to it before.
+// Why `own` may be the output. If the memory that a rank sends is also the output of its reduction,
+// it is as long as each message to this rank. So its bytes are cut into the same channels and
+// chunks. The block that writes a chunk of the output has sent that chunk to all ranks in an
+// earlier step. And the thread that writes a result has read this rank's contribution to it before.
 
 #include "channel_words.cuh"
 #if defined(MPICOMM_DTYPE)
@@ -36,7 +39,8 @@ namespace mpicomm {
 constexpr u32 kThreads = 512;
 constexpr u32 kSlots = 2;
 
-// The message to, or from, one rank. The part of a channel lies at [channel * stride, (channel + 1) * stride).
+// The message to, or from, one rank. The part of a channel lies at [channel * stride, (channel + 1)
+// * stride).
 struct Link {
   u8* pointer;  // null for a message that is received to be reduced
   u64 nbytes;
@@ -87,7 +91,8 @@ MPICOMM_DEVICE Part part_of(const Link& link, u32 channel, u64 slot_nbytes) {
   return {begin, nbytes, static_cast<u32>((nbytes + slot_nbytes - 1) / slot_nbytes), 0};
 }
 
-// The strides of slots depend on the arena alone. With strides of the message, chunks of two messages could overlap.
+// The strides of slots depend on the arena alone. With strides of the message, chunks of two
+// messages could overlap.
 MPICOMM_DEVICE u8* slot_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
   const u64 number = (static_cast<u64>(sender) * exchange.channels + channel) * kSlots + epoch % kSlots;
   return exchange.slots[owner] + number * exchange.slot_nbytes;
@@ -145,9 +150,9 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
   const u32 thread = threadIdx.x, channel = blockIdx.x, rank = exchange.team.rank, size = exchange.team.size;
   __shared__ Part parts[2 * kMaxRanks];  // the parts that this block receives from each rank, then those that it sends
 
-  // Thread r keeps the channel from rank r, thread kMaxRanks + r the channel to rank r. The keeper alone waits for the
-  // words of the channel, stores them and knows its count. The count needs no atomics, because one exchange of a
-  // communicator runs at a time.
+  // Thread r keeps the channel from rank r, thread kMaxRanks + r the channel to rank r. The keeper
+  // alone waits for the words of the channel, stores them and knows its count. The count needs no
+  // atomics, because one exchange of a communicator runs at a time.
   const bool keeper = thread < 2 * kMaxRanks;
   const bool sender = thread >= kMaxRanks;
   const u32 peer = thread % kMaxRanks;
@@ -162,8 +167,9 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
   }
   if (keeper) parts[thread] = mine;
 
-  // One thread, of a warp that keeps no channel, looks whether a rank has given up before. Its loads are in flight
-  // while the block copies the first chunks; the block heeds the result before it raises the first flag.
+  // One thread, of a warp that keeps no channel, looks whether a rank has given up before. Its
+  // loads are in flight while the block copies the first chunks; the block heeds the result before
+  // it raises the first flag.
   const bool healthy =
       thread != 32 || mpicomm::is_healthy(exchange.team, channel, mpicomm::load_health(exchange.team));
   __syncthreads();
@@ -173,7 +179,8 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     if (part.chunks > steps) steps = part.chunks;
   }
   for (u32 step = 0; step <= steps; ++step) {
-    // The chunk of this thread's channel in this step. Before the first chunk it wraps around to the largest number.
+    // The chunk of this thread's channel in this step. Before the first chunk it wraps around to
+    // the largest number.
     const u32 current = sender ? step : step - 1;
     const bool takes = remote && !sender && current < mine.chunks;
     const bool sends = remote && sender && current < mine.chunks;
@@ -188,8 +195,9 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
                               : mpicomm::flag_of(exchange, rank, peer, channel, epoch);
       ok = mpicomm::await_epoch(team, word, watch, exchange.receives[peer].tag, takes ? ~0u : 0);
     }
-    // All threads leave or none: a thread that went on alone would wait at the next barrier for ever. The barrier also
-    // orders the accesses of the whole block to slots after the keepers' acquires.
+    // All threads leave or none: a thread that went on alone would wait at the next barrier for
+    // ever. The barrier also orders the accesses of the whole block to slots after the keepers'
+    // acquires.
     if (!__syncthreads_and(ok)) return;
 
     // The rank after this one comes first: see team.cuh.
@@ -205,8 +213,8 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     for (u32 from = 0; from < size; ++from) {
       const Part part = parts[from];
       u8* const target = exchange.receives[from].pointer;
-      // The message to this rank itself waits for no peer, so its chunk is copied in the same step. A step later, its
-      // last chunk would be the only work left in the last step.
+      // The message to this rank itself waits for no peer, so its chunk is copied in the same step.
+      // A step later, its last chunk would be the only work left in the last step.
       const u32 number = from == rank ? step : taken;
       if (target == nullptr || number >= part.chunks) continue;
       const Range chunk = part.chunk(number, exchange.slot_nbytes);
@@ -222,20 +230,22 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     }
 #endif
 
-    // The barrier orders the accesses of the whole block to slots before the keepers' releases. If the rank has given
-    // up, all threads leave here, before the block raises a flag.
+    // The barrier orders the accesses of the whole block to slots before the keepers' releases. If
+    // the rank has given up, all threads leave here, before the block raises a flag.
     if (!__syncthreads_and(healthy)) return;
     if (takes || sends) {
       u64* word = sends ? mpicomm::flag_of(exchange, peer, rank, channel, epoch)
                         : mpicomm::credit_of(exchange, peer, rank, channel);
       const u32 tag = sends ? exchange.sends[peer].tag : 0;
-      // A flag: pairs with the load_acquire in await_epoch, in the peer's next step, and publishes the chunk. Credit:
-      // pairs with the load_acquire in await_epoch of the sender, and says that the block's loads of the slot are over.
-      // See channel_words.cuh for what a plain store would break. Both kinds of words share one instruction: a release
-      // waits for the accesses that it publishes, and so the warp waits once.
+      // A flag: pairs with the load_acquire in await_epoch, in the peer's next step, and publishes
+      // the chunk. Credit: pairs with the load_acquire in await_epoch of the sender, and says that
+      // the block's loads of the slot are over. See channel_words.cuh for what a plain store would
+      // break. Both kinds of words share one instruction: a release waits for the accesses that it
+      // publishes, and so the warp waits once.
       mpicomm::store_release(word, mpicomm::word_of(epoch, tag));
     }
   }
-  // The next exchange reads the count. Its kernel starts when this one is over, on whichever stream the host puts it.
+  // The next exchange reads the count. Its kernel starts when this one is over, on whichever stream
+  // the host puts it.
   if (remote) *count = mine.epoch + mine.chunks;
 }

@@ -11,8 +11,8 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, mo
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import (
     PACKET_NBYTES,
     THREADS,
+    ChunkLink,
     ExchangeArguments,
-    Link,
     exchange_kernel,
 )
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
@@ -29,7 +29,7 @@ _STRIDE_NBYTES = 128  # the part of each channel begins at a whole cache line of
 _FEWEST_THREADS = 64  # the kernel needs two warps
 
 
-class OneShot(Algorithm):
+class ChunkedOneShot(Algorithm):
     """Ranks exchange data of any size and kind in chunks; it accepts every call."""
 
     name = "one_shot"
@@ -142,7 +142,7 @@ class ChannelPlanner:
         )
 
     def _fill(
-        self, link: Link, span: Span | None, itemsize: int, call: tuple[int, int], *, reduced: bool = False
+        self, link: ChunkLink, span: Span | None, itemsize: int, call: tuple[int, int], *, reduced: bool = False
     ) -> None:
         if span is None or span.count == 0:
             return

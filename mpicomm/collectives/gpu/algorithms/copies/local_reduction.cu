@@ -1,5 +1,5 @@
-// Reduces arrays in this rank's memory: its own contribution, and those of the other ranks, which copy engines have
-// brought.
+// Reduces arrays in this rank's memory: its own contribution, and those of the other ranks, which
+// copy engines have brought.
 
 #include "element.cuh"
 #include "reduce_bytes.cuh"
@@ -7,7 +7,8 @@
 
 namespace mpicomm {
 
-// The host's copies of this constant and of LocalReduction are in arguments.py; a test compares them.
+// The host's copies of this constant and of LocalReduction are in arguments.py; a test compares
+// them.
 constexpr u32 kReductionThreads = 512;
 
 struct LocalReduction {
@@ -20,8 +21,8 @@ struct LocalReduction {
 
 }  // namespace mpicomm
 
-// Bounds the registers for one block of a multiprocessor. Without this the compiler may aim at two blocks, with 64
-// registers a thread: loads then wait for each other.
+// Bounds the registers for one block of a multiprocessor. Without this the compiler may aim at two
+// blocks, with 64 registers a thread: loads then wait for each other.
 extern "C" __global__ void __launch_bounds__(mpicomm::kReductionThreads, 1)
     mpicomm_local_reduction(const __grid_constant__ mpicomm::LocalReduction);
 

@@ -58,7 +58,7 @@ Then = Literal["nothing", "relay", "gather"]
 """What follows an exchange: ranks send on the data that they have received, or that they have reduced."""
 
 
-class Copying(NamedTuple):
+class CopyPlan(NamedTuple):
     """A call as copy engines carry it out: its exchanges, and the staging memory."""
 
     exchange: Exchange
@@ -136,7 +136,7 @@ def local_reduction(action: Reduce, reduction: Reduction) -> Launch:
     return Launch(local_reduction_kernel(reduction), arguments, blocks=blocks, threads=REDUCTION_THREADS)
 
 
-def _copying(call: GpuCall, node: Node) -> Copying:
+def _copying(call: GpuCall, node: Node) -> CopyPlan:
     reduces, staged = call.operation.reduces, call.memory is None
     following: Exchange | None = None
     if call.operation.copies == "two_shot":
@@ -151,7 +151,7 @@ def _copying(call: GpuCall, node: Node) -> Copying:
     parts = parts_of(longest_nbytes, node.size, node.most_staged_nbytes, reduces=reduces, then=then, staged=staged)
     all_rooms = (node.size - 1) * parts.room_nbytes
     contributions_nbytes = (then == "gather") * all_rooms
-    return Copying(exchange, following, then, parts, contributions_nbytes, contributions_nbytes + staged * all_rooms)
+    return CopyPlan(exchange, following, then, parts, contributions_nbytes, contributions_nbytes + staged * all_rooms)
 
 
 def _request(nbytes: int) -> Request:

@@ -1,13 +1,15 @@
-// Stores messages straight to their places in symmetric memory of the peers. Without messages it is a barrier. Each
-// rank launches one kernel, with as many blocks as the other ranks.
+// Stores messages straight to their places in symmetric memory of the peers. Without messages it is
+// a barrier. Each rank launches one kernel, with as many blocks as the other ranks.
 //
-// A rank stores to a peer once the peer has announced this launch (team.cuh). All work that the peer enqueued before is
-// over then, so its memory may be written. The message to a peer is cut into one part for each block. Block b stores
-// its part, then tells block b of the peer (an arrival). The kernel of a rank is over when its blocks have seen the
-// arrivals of all parts that come to this rank.
+// A rank stores to a peer once the peer has announced this launch (team.cuh). All work that the
+// peer enqueued before is over then, so its memory may be written. The message to a peer is cut
+// into one part for each block. Block b stores its part, then tells block b of the peer (an
+// arrival). The kernel of a rank is over when its blocks have seen the arrivals of all parts that
+// come to this rank.
 //
-// Why that cannot deadlock: a rank waits for nothing before it announces a launch, and for the announcements of its
-// peers alone before it stores and tells them. Blocks of one rank do not wait for each other.
+// Why that cannot deadlock: a rank waits for nothing before it announces a launch, and for the
+// announcements of its peers alone before it stores and tells them. Blocks of one rank do not wait
+// for each other.
 
 #include "ll_flags.cuh"
 #include "team.cuh"
@@ -17,8 +19,9 @@ namespace mpicomm {
 // The host's copies of these constants and of Direct are in arguments.py; a test compares them.
 constexpr u32 kDirectThreads = 512;  // the most threads of a block
 
-// A message from one rank to another, cut into parts. Both ranks cut alike, because the cut depends on the length alone
-// and not on where the data lies. The host divides, because divisions take the kernel long.
+// A message from one rank to another, cut into parts. Both ranks cut alike, because the cut depends
+// on the length alone and not on where the data lies. The host divides, because divisions take the
+// kernel long.
 struct Cut {
   u64 nbytes;
   u64 part;  // bytes of each block
@@ -39,9 +42,10 @@ struct Direct {
   FlaggedInboxes flagged;
 };
 
-// The arrival word of this block in the arena of `owner`. `sender` stores the count of the launch there when its part
-// is in the memory of `owner`. The count has 64 bits: launches of other kernels are counted, too, and leave the word as
-// it is, so a count of 32 bits could come again while an old one is still there.
+// The arrival word of this block in the arena of `owner`. `sender` stores the count of the launch
+// there when its part is in the memory of `owner`. The count has 64 bits: launches of other kernels
+// are counted, too, and leave the word as it is, so a count of 32 bits could come again while an
+// old one is still there.
 MPICOMM_DEVICE u64* arrival_of(const Direct& x, u32 owner, u32 sender) {
   return reinterpret_cast<u64*>(x.team.arenas[owner] + x.arrivals) + sender * kMaxBlocks + blockIdx.x;
 }
@@ -54,7 +58,8 @@ MPICOMM_DEVICE bool await_arrival(const Direct& x, u64 count, u32 sender) {
 MPICOMM_DEVICE void run(const Direct& x) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x;
-  // The kernel ahead may still write memory that this one reads. And the announcement below says that it is over.
+  // The kernel ahead may still write memory that this one reads. And the announcement below says
+  // that it is over.
   wait_for_predecessor();
   let_successor_start();
 
@@ -70,8 +75,9 @@ MPICOMM_DEVICE void run(const Direct& x) {
   if (blockIdx.x == 0 && has_peer) announce_all_before(team, thread, launch);
   bool ok = true;
   if (has_peer) {
-    // Pairs with the peer's release in announce_all_before: all work that the peer enqueued before is over. Without the
-    // wait this rank would store to the peer's memory while an earlier kernel there still reads it.
+    // Pairs with the peer's release in announce_all_before: all work that the peer enqueued before
+    // is over. Without the wait this rank would store to the peer's memory while an earlier kernel
+    // there still reads it.
     Announcements theirs{};
     const auto absent = [&] {
       theirs = acquire_announcements(team, thread);
@@ -82,8 +88,8 @@ MPICOMM_DEVICE void run(const Direct& x) {
     if (ok && judge(team, thread, launch, theirs.of(launch)) == kDifferent) ok = refuse(team, thread, launch);
   }
   if (thread == kMaxRanks) ok = is_healthy(team, blockIdx.x, health);
-  // All threads leave or none: no thread may wait at a barrier for a thread that has left. Behind this barrier all
-  // threads have read the number of the launch, so count_launch may advance it.
+  // All threads leave or none: no thread may wait at a barrier for a thread that has left. Behind
+  // this barrier all threads have read the number of the launch, so count_launch may advance it.
   if (!__syncthreads_and(ok)) return;
   count_launch(team, count, thread, blockDim.x);
 
@@ -98,9 +104,10 @@ MPICOMM_DEVICE void run(const Direct& x) {
   __syncthreads();
   if (!has_peer) return;
   if (x.going[thread].has_part()) {
-    // Pairs with the load_acquire of await_arrival in the same block of the peer. Publishes the part, which this thread
-    // has seen stored by the whole block at the barrier. A plain store could arrive before the data, and the peer's
-    // next kernel would read what its memory held before. System scope, because the peer is another device.
+    // Pairs with the load_acquire of await_arrival in the same block of the peer. Publishes the
+    // part, which this thread has seen stored by the whole block at the barrier. A plain store
+    // could arrive before the data, and the peer's next kernel would read what its memory held
+    // before. System scope, because the peer is another device.
     store_release(arrival_of(x, thread, rank), count);
   }
   if (x.coming[thread].has_part()) await_arrival(x, count, thread);

@@ -21,7 +21,7 @@ from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
 
 
-class OfAnyLength(Algorithm):
+class AnyLengthPackets(Algorithm):
     """All data goes straight to the ranks that need it, in messages of any length; it needs no memory.
 
     A call whose counts all ranks know can go this way, too, where there is no memory for another algorithm. It then

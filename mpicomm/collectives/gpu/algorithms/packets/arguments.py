@@ -18,10 +18,10 @@ STAGES = 2
 SLOT_NBYTES = 16
 FENCES_NBYTES = 3072  # for each block: see fences.cuh
 ABSENT = 0xFFF5A3C6
-"""The words of a slot of the sentinel wire to which no packet has come."""
+"""The words of a slot of the sentinel protocol to which no packet has come."""
 UNIT_NBYTES = {"flagged": 8, "sentinel": 16}
-"""The bytes of data in a packet of each wire: see packet_wires.cuh."""
-_WIRES = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
+"""The bytes of data in a packet of each protocol: see packet_protocols.cuh."""
+_PROTOCOLS = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
 _STEPS = {
     "one": ("-DMPICOMM_ONE_STEP",),
     "few": (),
@@ -31,8 +31,8 @@ _STEPS = {
 FEWEST_LAPS = 6
 """The fewest steps that an inbox must hold if a message has more, with rows one more: see packets.cu."""
 
-Wire = Literal["flagged", "sentinel"]
-"""LL, with flags, or sentinel, without: see packet_wires.cuh."""
+Protocol = Literal["flagged", "sentinel"]
+"""LL, with flags, or sentinel, without: see packet_protocols.cuh."""
 Steps = Literal["one", "few", "laps", "paced"]
 """How many steps a launch has: one; as many as inboxes hold; more; or more, where two ranks send each other different
 lengths. See packets.cu."""
@@ -81,7 +81,7 @@ def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
 def packet_kernel(
     reduction: tuple[str, str] | None,
     size: int,
-    wire: Wire,
+    protocol: Protocol,
     steps: Steps,
     *,
     fan_out: bool,
@@ -97,21 +97,21 @@ def packet_kernel(
     """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
-    ways = (*_WIRES[wire], *_STEPS[steps], *fans, *fences)
+    ways = (*_PROTOCOLS[protocol], *_STEPS[steps], *fans, *fences)
     options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue)
     return Variant(Path(__file__).with_name("packets.cu"), "mpicomm_packets", options)
 
 
 def flags_can_carry(dtype: str) -> bool:
-    """Whether an element fits into a packet of the LL wire."""
+    """Whether an element fits into a packet of the LL protocol."""
     return dtype != "complex128"
 
 
-def packets_of(nbytes: int, wire: Wire) -> int:
+def packets_of(nbytes: int, protocol: Protocol) -> int:
     """Return how many packets carry a message of ``nbytes``."""
-    return -(-nbytes // UNIT_NBYTES[wire])
+    return -(-nbytes // UNIT_NBYTES[protocol])
 
 
-def carried_nbytes(inbox_nbytes: int, wire: Wire) -> int:
+def carried_nbytes(inbox_nbytes: int, protocol: Protocol) -> int:
     """Return how many bytes of one message an inbox holds."""
-    return inbox_nbytes // SLOT_NBYTES * UNIT_NBYTES[wire]
+    return inbox_nbytes // SLOT_NBYTES * UNIT_NBYTES[protocol]

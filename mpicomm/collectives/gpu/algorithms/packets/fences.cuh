@@ -1,6 +1,7 @@
-// Fences for threads that have no time for one: a fence takes microseconds, in which its warp stores nothing. So the
-// worker threads, which move data, only say how many turns they have done. The overseer warp of the block, which moves
-// none, executes a fence for them. The workers look some turns later whether the fence is over: as a rule it is.
+// Fences for threads that have no time for one: a fence takes microseconds, in which its warp
+// stores nothing. So the worker threads, which move data, only say how many turns they have done.
+// The overseer warp of the block, which moves none, executes a fence for them. The workers look
+// some turns later whether the fence is over: as a rule it is.
 //
 //     worker                                   overseer
 //     ... = data                               while (load_acquire_in_block(done) < turns) {}
@@ -9,20 +10,23 @@
 //     while (load_acquire_in_block(fenced) < turns) {}
 //     peer's memory = ...
 //
-// The fence is cumulative. The overseer acquires `done`, so its fence covers the worker's stores before the release of
-// `done`. The worker acquires `fenced`, so its later stores come after the fence. With a plain store or load of either
-// word the fence could miss resets of slots, or the worker's next packets could overtake it: see the top of packets.cu.
+// The fence is cumulative. The overseer acquires `done`, so its fence covers the worker's stores
+// before the release of `done`. The worker acquires `fenced`, so its later stores come after the
+// fence. With a plain store or load of either word the fence could miss resets of slots, or the
+// worker's next packets could overtake it: see the top of packets.cu.
 //
-// fence_slots (memory_order.cuh) explains the scope of the fence. Neither wait needs a time limit: a worker that does
-// not come waits for its peers. That wait has a limit, and a worker that breaks off says that it has left.
+// fence_slots (memory_order.cuh) explains the scope of the fence. Neither wait needs a time limit:
+// a worker that does not come waits for its peers. That wait has a limit, and a worker that breaks
+// off says that it has left.
 #pragma once
 
 #include "memory_order.cuh"
 
 namespace mpicomm {
 
-// The words of one block that has a warp of overseers. They lie in the arena although only the block uses them, because
-// racecheck reports words of shared memory that order other accesses as races.
+// The words of one block that has a warp of overseers. They lie in the arena although only the
+// block uses them, because racecheck reports words of shared memory that order other accesses as
+// races.
 struct Fences {
   static constexpr u32 kMostWorkers = 736;
   static constexpr u32 kLeft = ~0u;
@@ -30,8 +34,8 @@ struct Fences {
   u32 done[kMostWorkers];  // the turns that each worker has done, as it last said
   u32 fenced[kLanes];      // the turns that a fence of each overseer has followed; worker w has overseer w % kLanes
 
-  // Every thread calls this before a barrier of the block. Without it the threads would take the words that the last
-  // launch left here for turns of this launch.
+  // Every thread calls this before a barrier of the block. Without it the threads would take the
+  // words that the last launch left here for turns of this launch.
   MPICOMM_DEVICE void begin(u32 thread, u32 workers) {
     if (thread < workers) {
       done[thread] = 0;
@@ -40,16 +44,19 @@ struct Fences {
     }
   }
 
-  // A worker says that it has done so many turns, or that it has left (`kLeft`). Pairs with the load in `serve`.
+  // A worker says that it has done so many turns, or that it has left (`kLeft`). Pairs with the
+  // load in `serve`.
   MPICOMM_DEVICE void say(u32 worker, u32 turns) { store_release_in_block(&done[worker], turns); }
 
-  // A worker waits for a fence after its first `turns` turns. Pairs with the store of `fenced` in `serve`.
+  // A worker waits for a fence after its first `turns` turns. Pairs with the store of `fenced` in
+  // `serve`.
   MPICOMM_DEVICE void await(u32 worker, u32 turns) const {
     while (load_acquire_in_block(&fenced[worker % kLanes]) < turns) {
     }
   }
 
-  // An overseer executes a fence whenever its workers have done another `period` turns, up to turn `last`.
+  // An overseer executes a fence whenever its workers have done another `period` turns, up to turn
+  // `last`.
   MPICOMM_DEVICE void serve(u32 overseer, u32 workers, u32 period, u32 last) {
     for (u32 turns = period; turns <= last; turns += period) {
       for (u32 worker = overseer; worker < workers; worker += kLanes) {

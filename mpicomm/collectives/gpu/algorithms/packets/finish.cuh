@@ -1,11 +1,13 @@
-// The end of a reduction in packets.cu: what a rank does to a unit between its reduction and the store of the result.
+// The end of a reduction in packets.cu: what a rank does to a unit between its reduction and the
+// store of the result.
 //
-// An elementwise epilogue (epilogue.cuh) whose result has the type that is reduced comes before a unit goes on to other
-// ranks, so that one rank alone reads each operand. An epilogue that converts (MPICOMM_RESULT) comes after that, because
-// packets carry elements of one size: each rank applies it to all units that it stores. Rows are normalised in rows.cuh.
+// An elementwise epilogue (epilogue.cuh) whose result has the type that is reduced comes before a
+// unit goes on to other ranks, so that one rank alone reads each operand. An epilogue that converts
+// (MPICOMM_RESULT) comes after that, because packets carry elements of one size: each rank applies
+// it to all units that it stores. Rows are normalised in rows.cuh.
 #pragma once
 
-#include "packet_wires.cuh"
+#include "packet_protocols.cuh"
 #if defined(MPICOMM_EPILOGUE)
 #include "epilogue.cuh"
 #include "reduce_packets.cuh"

@@ -1,11 +1,11 @@
-// The arguments of packets.cu, and the work of one worker thread in one turn: where slots lie, how it stores packets in
-// the slots of other ranks, and how it takes packets from this rank's slots. The top of packets.cu explains units,
-// stages, steps, laps and why a slot is free.
+// The arguments of packets.cu, and the work of one worker thread in one turn: where slots lie, how
+// it stores packets in the slots of other ranks, and how it takes packets from this rank's slots.
+// The top of packets.cu explains units, stages, steps, laps and why a slot is free.
 #pragma once
 
 #include "fences.cuh"
 #include "ll_flags.cuh"
-#include "packet_wires.cuh"
+#include "packet_protocols.cuh"
 #include "rows.cuh"
 #include "team.cuh"
 #if defined(MPICOMM_DTYPE)
@@ -36,7 +36,7 @@ struct Packets {
   u32 targets;  // the targets of the fan-out, likewise
   u32 paced;    // the peers with messages longer than an inbox, of different lengths each way
   u32 unused;
-  u8* inboxes[kMaxRanks];  // the inboxes of every rank, for the wire of this kernel
+  u8* inboxes[kMaxRanks];  // the inboxes of every rank, for the protocol of this kernel
   u64 inbox_nbytes;        // of one inbox
   FlaggedInboxes flagged;
   Fences* fences;  // one for each block
@@ -58,8 +58,8 @@ constexpr bool kFanOut = false;
 #endif
 static_assert(!kRows || !kFanOut, "the squares of a row are added on one rank");
 
-// Whether there is one step only. A kernel for one step has no loop: fetching the code of the rest would be a good part
-// of the time of a short launch.
+// Whether there is one step only. A kernel for one step has no loop: fetching the code of the rest
+// would be a good part of the time of a short launch.
 #if defined(MPICOMM_ONE_STEP)
 constexpr bool kOneStep = true;
 #else
@@ -69,7 +69,7 @@ constexpr bool kOneStep = false;
 // Whether slots are used again within a launch.
 #if defined(MPICOMM_LAPS)
 constexpr bool kLaps = true;
-static_assert(Wire::kGivesBack && !kOneStep, "there are as many slots as steps");
+static_assert(Protocol::kGivesBack && !kOneStep, "there are as many slots as steps");
 #else
 constexpr bool kLaps = false;
 #endif
@@ -118,8 +118,8 @@ MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
   return single(units, sources);
 }
 
-// The units that a thread sends in a turn, in registers. They are in order of the distance from this rank, because a
-// rank begins with the rank after it (team.cuh).
+// The units that a thread sends in a turn, in registers. They are in order of the distance from
+// this rank, because a rank begins with the rank after it (team.cuh).
 struct Outgoing {
   Packet units[kRanks];
 
@@ -142,8 +142,8 @@ MPICOMM_DEVICE_CALL u32 take_escape(const Team& team, u32 launch, u32 rank, u8* 
     return code == 0 ? 1u << rank : 0u;
   };
   if (!await_ranks(team, launch, absent)) return 0;
-  // The escape is reset together with the slot, before the slot is free: a reset that arrives later could wipe out the
-  // next escape of the slot.
+  // The escape is reset together with the slot, before the slot is free: a reset that arrives later
+  // could wipe out the next escape of the slot.
   store_volatile(escape, 0);
   return code;
 }
@@ -174,30 +174,30 @@ struct Worker {
     }
   }
 
-  MPICOMM_DEVICE static u32 absent(const Pair (&packets)[kRanks], u32 ranks, Wire::Flag flag) {
+  MPICOMM_DEVICE static u32 absent(const Pair (&packets)[kRanks], u32 ranks, Protocol::Flag flag) {
     u32 missing = 0;
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1 && !Wire::has_come(packets[rank], flag)) missing |= 1u << rank;
+      if (ranks >> rank & 1 && !Protocol::has_come(packets[rank], flag)) missing |= 1u << rank;
     }
     return missing;
   }
 
-  // Whether the packets of all `ranks` have come, and none has an escape. This is the only check as long as all goes
-  // well.
-  MPICOMM_DEVICE static bool are_plain(const Pair (&packets)[kRanks], u32 ranks, Wire::Flag flag) {
+  // Whether the packets of all `ranks` have come, and none has an escape. This is the only check as
+  // long as all goes well.
+  MPICOMM_DEVICE static bool are_plain(const Pair (&packets)[kRanks], u32 ranks, Protocol::Flag flag) {
     bool plain = true;
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) plain &= Wire::has_come(packets[rank], flag) && !Wire::has_escape(packets[rank]);
+      if (ranks >> rank & 1) plain &= Protocol::has_come(packets[rank], flag) && !Protocol::has_escape(packets[rank]);
     }
     return plain;
   }
 
-  // Takes one packet from each of `ranks`, after `look` has loaded their slots once, and resets the slots. False means
-  // that the kernel must leave.
+  // Takes one packet from each of `ranks`, after `look` has loaded their slots once, and resets the
+  // slots. False means that the kernel must leave.
   MPICOMM_DEVICE bool take(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
-    const Wire::Flag flag = Wire::flag(count);
+    const Protocol::Flag flag = Protocol::flag(count);
     if (!are_plain(packets, ranks, flag)) {
       const auto missing = [&] {
         look(packets, stage, ranks, place);
@@ -206,7 +206,7 @@ struct Worker {
       if (absent(packets, ranks, flag) != 0 && !await_ranks(x.team, launch, missing)) return false;
 #pragma unroll
       for (u32 rank = 0; rank < kRanks; ++rank) {
-        if (!(ranks >> rank & 1) || !Wire::has_escape(packets[rank])) continue;
+        if (!(ranks >> rank & 1) || !Protocol::has_escape(packets[rank])) continue;
         const Pair* const from = slot(x.team.rank, stage, rank, place);
         const u32 code = take_escape(x.team, launch, rank, escape(x.team.rank, from));
         if (code == 0) return false;
@@ -215,43 +215,46 @@ struct Worker {
     }
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) Wire::give_back(slot(x.team.rank, stage, rank, place));
+      if (ranks >> rank & 1) Protocol::give_back(slot(x.team.rank, stage, rank, place));
     }
     return true;
   }
 
   // Stores a packet with `unit` in a slot of rank `to`.
-  MPICOMM_DEVICE void send(u32 to, u32 stage, u64 place, const Packet& unit, Wire::Flag flag) const {
+  MPICOMM_DEVICE void send(u32 to, u32 stage, u64 place, const Packet& unit, Protocol::Flag flag) const {
     Pair* const target = slot(to, stage, x.team.rank, place);
-    const Pair packet = Wire::packet(unit, flag);
-    if (Wire::has_escape(packet)) return store_escaped(target, escape(to, target), packet);
+    const Pair packet = Protocol::packet(unit, flag);
+    if (Protocol::has_escape(packet)) return store_escaped(target, escape(to, target), packet);
     store_volatile(target, packet);
   }
 
-  // Sends the units that were loaded at offset `at`. The unit to this rank itself goes to its place in the output.
+  // Sends the units that were loaded at offset `at`. The unit to this rank itself goes to its place
+  // in the output.
   MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place) const {
     const u32 rank = x.team.rank;
 #pragma unroll
     for (u32 distance = 1; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
-      if (at < x.send_nbytes[to]) send(to, 0, place, out.units[distance], Wire::flag(count));
+      if (at < x.send_nbytes[to]) send(to, 0, place, out.units[distance], Protocol::flag(count));
     }
     if (!kReduces && at < x.send_nbytes[rank]) {
       store_unit(x.receives[rank], width_of(x.receives[rank]), at, x.send_nbytes[rank], out.units[0]);
     }
   }
 
-  // Stores the units of the packets of `ranks` at their places in the output. A conversion may be long, and a kernel
-  // waits until the GPU has fetched its code: so one copy of that code serves all ranks.
+  // Stores the units of the packets of `ranks` at their places in the output. A conversion may be
+  // long, and a kernel waits until the GPU has fetched its code: so one copy of that code serves
+  // all ranks.
   MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], u32 ranks, u64 at) const {
 #pragma unroll(kConverts ? 1 : kRanks)
     for (u32 rank = 0; rank < kRanks; ++rank) {
       if (!(ranks >> rank & 1) || (kRelays && x.receives[rank] == nullptr)) continue;
-      finish_of(x).store(x.receives[rank], at, x.receive_nbytes[rank], Wire::unit(packet_of(packets, rank)));
+      finish_of(x).store(x.receives[rank], at, x.receive_nbytes[rank], Protocol::unit(packet_of(packets, rank)));
     }
   }
 
-  // A choice instead of an index, because an index that is no constant would put the packets into memory.
+  // A choice instead of an index, because an index that is no constant would put the packets into
+  // memory.
   MPICOMM_DEVICE static Pair packet_of(const Pair (&packets)[kRanks], u32 rank) {
     Pair packet = packets[0];
 #pragma unroll
@@ -277,14 +280,14 @@ struct Worker {
     return ranks_at(x.receive_nbytes, at);
   }
 
-  // Sends an empty packet to the ranks that send a unit at offset `at` and get none there. It says that the resets
-  // before the last fence have reached their slots. Pairs with the load in `run` (b_ranks). Without it these ranks
-  // would store over packets that this rank has yet to take.
+  // Sends an empty packet to the ranks that send a unit at offset `at` and get none there. It says
+  // that the resets before the last fence have reached their slots. Pairs with the load in `run`
+  // (b_ranks). Without it these ranks would store over packets that this rank has yet to take.
   MPICOMM_DEVICE void pace(u64 at, u64 place) const {
     const u32 ranks = x.paced & senders_at(at) & ~ranks_at(x.send_nbytes, at);
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) send(rank, 0, place, Packet{}, Wire::flag(count));
+      if (ranks >> rank & 1) send(rank, 0, place, Packet{}, Protocol::flag(count));
     }
   }
 };

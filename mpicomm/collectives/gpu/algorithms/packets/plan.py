@@ -1,7 +1,7 @@
 """Packets: every rank stores packets into inboxes of its peers, and a packet says itself whether it has arrived.
 
-`OneShot` sends all data straight to the ranks that need it. `TwoShot` sends a shard to each rank, which reduces or
-takes it and sends the result on, in the same kernel.
+`PacketOneShot` sends all data straight to the ranks that need it. `PacketTwoShot` sends a shard to each rank, which
+reduces or takes it and sends the result on, in the same kernel.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
+from mpicomm.collectives.gpu.algorithms.packets.protocols import (
+    ProtocolLimits,
+    one_shot_limits,
+    packet_protocol,
+    two_shot_limits,
+)
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes, sized_ways
-from mpicomm.collectives.gpu.algorithms.packets.wires import (
-    WireLimits,
-    one_shot_limits,
-    packet_wire,
-    two_shot_limits,
-)
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
-from mpicomm.finishes.base import Fused
+from mpicomm.epilogues.base import Fused
 
 
-class OneShot(Algorithm):
+class PacketOneShot(Algorithm):
     """All data goes straight to the ranks that need it."""
 
     name = "one_shot"
@@ -42,8 +42,8 @@ class OneShot(Algorithm):
         """See `Algorithm`."""
         if node.size == 1:
             return "there is one rank"
-        wire = packet_wire(call.one_shot.longest_nbytes, self._limits(call, node))
-        return None if wire else "the inboxes are smaller than the data that goes one way"
+        protocol = packet_protocol(call.one_shot.longest_nbytes, self._limits(call, node))
+        return None if protocol else "the inboxes are smaller than the data that goes one way"
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
@@ -73,13 +73,13 @@ class OneShot(Algorithm):
         fused = fused_in(call)
         return None if fused and fused.rows and not _rows(call, node) else fused
 
-    def _limits(self, call: GpuCall, node: Node) -> WireLimits:
+    def _limits(self, call: GpuCall, node: Node) -> ProtocolLimits:
         if _rows(call, node) is not None:
-            return WireLimits(0, inf)  # the order in which squares are added is one of packets of 16 bytes
+            return ProtocolLimits(0, inf)  # the order in which squares are added is one of packets of 16 bytes
         return one_shot_limits(call.operation, call.reduction, node)
 
 
-class TwoShot(Algorithm):
+class PacketTwoShot(Algorithm):
     """Each rank reduces or receives a shard, and sends it on to all ranks that need it."""
 
     name = "two_shot"
@@ -128,7 +128,7 @@ def _rows(call: GpuCall, node: Node) -> RowGeometry | None:
     return row_geometry(fused.rows, most_blocks_of(node), node.size) if fused and fused.rows else None
 
 
-def _memory(node: Node, limits: WireLimits, nbytes: int) -> Sequence[Request]:
-    if nbytes <= node.arena.sentinels.nbytes or packet_wire(nbytes, limits) != "sentinel":
+def _memory(node: Node, limits: ProtocolLimits, nbytes: int) -> Sequence[Request]:
+    if nbytes <= node.arena.sentinels.nbytes or packet_protocol(nbytes, limits) != "sentinel":
         return ()
     return (large_inboxes(node.arena.layout, nbytes),)

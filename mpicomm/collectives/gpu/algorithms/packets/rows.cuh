@@ -1,13 +1,14 @@
-// The way of a worker thread through the units, step by step. And rows, which packets.cu normalises where it has reduced
-// them (rms_norm.cuh).
+// The way of a worker thread through the units, step by step. And rows, which packets.cu normalises
+// where it has reduced them (rms_norm.cuh).
 //
-// As a rule unit k*T + n is the work of thread n in step k, of T worker threads. Rows are the work of groups of
-// kNormThreads workers: group g of all G groups of the grid owns rows g, g+G and so on, and takes m steps for each. In
-// step p of a row, thread t of its group has packet t + p*kNormThreads of the row. It has none beyond the end of a row,
-// which may come in the last of the m steps, nor beyond the last row. All groups take equally many steps.
+// As a rule unit k*T + n is the work of thread n in step k, of T worker threads. Rows are the work
+// of groups of kNormThreads workers: group g of all G groups of the grid owns rows g, g+G and so
+// on, and takes m steps for each. In step p of a row, thread t of its group has packet t +
+// p*kNormThreads of the row. It has none beyond the end of a row, which may come in the last of the
+// m steps, nor beyond the last row. All groups take equally many steps.
 //
-// Hence a thread that has a unit in step k > 2 has one in step k-2 or in step k-3, because it has one in all but every
-// m-th of the steps before. packets.cu needs that.
+// Hence a thread that has a unit in step k > 2 has one in step k-2 or in step k-3, because it has
+// one in all but every m-th of the steps before. packets.cu needs that.
 #pragma once
 
 #include "finish.cuh"
@@ -19,7 +20,8 @@ namespace mpicomm {
 static_assert(kUnitNbytes == kPacketNbytes, "the order of squares is an order of packets");
 constexpr bool kRows = true;
 
-// The groups of a block for which there are registers. The host's copy is in rows.py; a test compares them.
+// The groups of a block for which there are registers. The host's copy is in rows.py; a test
+// compares them.
 constexpr u32 kGroups = MPICOMM_RANKS > 2 ? 1 : 2;
 
 constexpr u64 kNoUnit = ~0ull;  // an offset beyond every message
@@ -55,7 +57,8 @@ struct Course {
   MPICOMM_DEVICE static void look_back(u64, u64&, u64&) {}  // the steps before are not known from this one
 };
 
-// One thread's part in the ends of its rows, in stage B. `course` is behind that of stage A by a step.
+// One thread's part in the ends of its rows, in stage B. `course` is behind that of stage A by a
+// step.
 struct Rows {
   const Norm& norm;
   Sums& sums;
@@ -84,9 +87,10 @@ struct Rows {
     store_unit(norm.residual, width_of(norm.residual), at, nbytes(), __builtin_bit_cast(Packet, h));
   }
 
-  // Ends a step, and at the last one of a row normalises the row. `ok`: whether the thread has taken all it waited for.
-  // If not, it goes to the barrier of the row at once, because the other threads of its group wait for it there, and
-  // they leave together. Returns false if the thread must leave.
+  // Ends a step, and at the last one of a row normalises the row. `ok`: whether the thread has
+  // taken all it waited for. If not, it goes to the barrier of the row at once, because the other
+  // threads of its group wait for it there, and they leave together. Returns false if the thread
+  // must leave.
   MPICOMM_DEVICE bool end_step(bool ok) {
     const u32 last = course.parts - 1;
     if (course.part == last || !ok) {

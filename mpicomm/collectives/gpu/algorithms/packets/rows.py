@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
-from mpicomm.finishes.base import Rows
+from mpicomm.epilogues.base import Rows
 from mpicomm.kernels.epilogue import NORM_THREADS
 
 _STEP_NBYTES = NORM_THREADS * SLOT_NBYTES  # of a row

@@ -18,16 +18,16 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     SLOT_NBYTES,
     UNIT_NBYTES,
     PacketArguments,
+    Protocol,
     Steps,
-    Wire,
     finished_packet_arguments,
     packet_kernel,
 )
 from mpicomm.collectives.gpu.algorithms.packets.ways import Way
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.epilogues.base import Fused
 from mpicomm.errors import InvalidUsageError
-from mpicomm.finishes.base import Fused
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
@@ -41,7 +41,7 @@ _pack_pair = struct.Struct("<IQQQQ").pack
 
 Number = Callable[[Span | None], int]
 """Returns the number of a place; of a new one the next number."""
-Kernel = tuple[Wire, Steps]
+Kernel = tuple[Protocol, Steps]
 """A kernel among those of one template."""
 
 
@@ -126,12 +126,12 @@ class PacketTemplate:
         the longest length. ``tag`` says the facts in which all ranks must agree. ``tag`` and ``way`` are the same on
         all ranks.
         """
-        wire, inboxes, (blocks, workers), nbytes = way
-        threads, unit_nbytes = blocks * workers, UNIT_NBYTES[wire]
+        protocol, inboxes, (blocks, workers), nbytes = way
+        threads, unit_nbytes = blocks * workers, UNIT_NBYTES[protocol]
         units, slots = -(-nbytes // unit_nbytes), inboxes.nbytes // SLOT_NBYTES
         steps = -(-units // threads) or 1
         laps = steps if units <= slots else slots // threads
-        if steps > laps and (laps < FEWEST_LAPS + self._rows or wire == "flagged"):
+        if steps > laps and (laps < FEWEST_LAPS + self._rows or protocol == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {inboxes.nbytes} bytes")
         arguments, paced = self.arguments, 0
         if self._fans:
@@ -159,7 +159,7 @@ class PacketTemplate:
             self._filled_inboxes = inboxes
         # A kernel for more steps has more to do in each of them.
         of_steps: Steps = "one" if steps == 1 else "few" if steps <= laps else "paced" if paced else "laps"
-        return (wire, of_steps), blocks, workers + OVERSEERS
+        return (protocol, of_steps), blocks, workers + OVERSEERS
 
     def launch(self, tag: int, way: Way) -> Launch:
         """Return the launch of the exchange itself, whose spans say the addresses and the lengths of its places."""

@@ -1,4 +1,4 @@
-"""Ways: the wire, the inboxes and the threads that messages of packets take, by their length."""
+"""Ways: the protocol, the inboxes and the threads that messages of packets take, by their length."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, Inboxes, Region, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES, UNIT_NBYTES, Wire
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES, UNIT_NBYTES, Protocol
 from mpicomm.collectives.gpu.algorithms.packets.geometry import (
     Geometry,
     geometries_of,
     geometry_within,
     most_blocks_of,
 )
-from mpicomm.collectives.gpu.algorithms.packets.wires import WireLimits, packet_wire
+from mpicomm.collectives.gpu.algorithms.packets.protocols import ProtocolLimits, packet_protocol
 
-Way = tuple[Wire, Inboxes, Geometry, int]
-"""The wire, the inboxes, the threads, and the most bytes from one rank to another, as all ranks take them to be.
+Way = tuple[Protocol, Inboxes, Geometry, int]
+"""The protocol, the inboxes, the threads, and the most bytes from one rank to another, as all ranks take them to be.
 
 With rows, whose threads need not have a unit in each step, the bytes are those of all slots.
 """
@@ -28,16 +28,16 @@ ANY_NBYTES = 1 << 62
 """The length that all ranks take messages for whose length only two ranks know."""
 
 
-def sized_ways(limits: WireLimits, node: Node, *, fan_out: bool = False) -> WayOf:
+def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> WayOf:
     """Return the ways of calls in which all ranks know the longest message, as far as the arena has inboxes."""
     most_units, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out)
     arena, flagged, sentinels = node.arena, node.arena.flagged, node.arena.sentinels
 
     def way_of(nbytes: int) -> Way | None:
-        wire = packet_wire(nbytes, limits)
-        if wire is None:
+        protocol = packet_protocol(nbytes, limits)
+        if protocol is None:
             return None
-        if wire == "flagged":
+        if protocol == "flagged":
             inboxes = flagged
         elif nbytes <= sentinels.nbytes:
             inboxes = sentinels
@@ -46,7 +46,7 @@ def sized_ways(limits: WireLimits, node: Node, *, fan_out: bool = False) -> WayO
             if not arena.has(request):
                 return None  # the ranks set memory up when they plan a call
             inboxes = inboxes_of(arena.layout, arena.region(request))
-        return wire, inboxes, geometries[bisect_left(most_units, -(-nbytes // UNIT_NBYTES[wire]))], nbytes
+        return protocol, inboxes, geometries[bisect_left(most_units, -(-nbytes // UNIT_NBYTES[protocol]))], nbytes
 
     return way_of
 
@@ -70,12 +70,12 @@ def any_length_way(node: Node, inboxes: Inboxes) -> Way:
 
 
 def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
-    """Return the request for inboxes of the sentinel wire that hold ``nbytes`` from each rank, or a part of that."""
+    """Return the request for inboxes of the sentinel protocol that hold ``nbytes`` from each rank, or a part."""
     slots_nbytes = _number_of_inboxes(layout) * layout.large_inbox_nbytes(nbytes)
     return Request("collectives: large messages", slots_nbytes, sentinel=True)
 
 
-def inboxes_of(layout: ArenaLayout, region: Region) -> Inboxes:
+def inboxes_of(layout: ArenaLayout, region: ArenaRegion) -> Inboxes:
     """Return the inboxes in a region that was set up for `large_inboxes`."""
     return Inboxes(region.pointers, region.slots_nbytes // _number_of_inboxes(layout))
 

@@ -17,7 +17,7 @@ SENDRECV_SLOTS = 2
 SENDRECV_SLOT_NBYTES = 64 * 1024
 
 
-class Side(ctypes.Structure):
+class SendrecvSide(ctypes.Structure):
     """The host's copy of ``Side`` in sendrecv.cu: a message that this rank sends or receives."""
 
     _fields_ = [
@@ -36,8 +36,8 @@ class SendrecvArguments(ctypes.Structure):
 
     _fields_ = [
         ("team", Team),
-        ("sent", Side),
-        ("received", Side),
+        ("sent", SendrecvSide),
+        ("received", SendrecvSide),
         ("memory", ctypes.c_uint64 * MAX_RANKS),
         ("credits", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),

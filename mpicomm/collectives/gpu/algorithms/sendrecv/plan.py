@@ -14,7 +14,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
     SENDRECV_SLOTS,
     SENDRECV_THREADS,
     SendrecvArguments,
-    Side,
+    SendrecvSide,
     sendrecv_kernel,
 )
 from mpicomm.collectives.gpu.algorithms.steps import Launch
@@ -58,7 +58,7 @@ class SendrecvPlanner:
         longest = min(max(side.stride for side in sides), SENDRECV_SLOT_NBYTES)
         return Launch(sendrecv_kernel(), arguments, blocks=blocks, threads=threads_for(longest, SENDRECV_THREADS))
 
-    def _fill(self, side: Side, message: Message) -> None:
+    def _fill(self, side: SendrecvSide, message: Message) -> None:
         nbytes = message.span.count
         side.pointer, side.nbytes, side.peer = message.span.pointer, nbytes, message.peer
         # A pure function of the bytes and the layout, because both sides must cut alike.

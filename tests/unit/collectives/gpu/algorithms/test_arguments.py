@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
 from mpicomm.collectives.gpu.algorithms.chain import arguments as chain
-from mpicomm.collectives.gpu.algorithms.chain.arguments import ChainArguments, Place
+from mpicomm.collectives.gpu.algorithms.chain.arguments import ChainArguments, HopArguments
 from mpicomm.collectives.gpu.algorithms.chunks import arguments as exchange
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import ExchangeArguments, Link
+from mpicomm.collectives.gpu.algorithms.chunks.arguments import ChunkLink, ExchangeArguments
 from mpicomm.collectives.gpu.algorithms.copies import arguments as local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.arguments import LocalReductionArguments
 from mpicomm.collectives.gpu.algorithms.direct import arguments as direct
@@ -20,7 +20,7 @@ from mpicomm.collectives.gpu.algorithms.packets import arguments as packets
 from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
 from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, Side
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, SendrecvSide
 from mpicomm.devices.cuda.compile import compile_kernel
 from mpicomm.kernels import combine, epilogue, message, packing, team
 from mpicomm.kernels.ll_flags import FlaggedInboxes
@@ -53,15 +53,15 @@ def test_every_reduction_compiles(tmp_path: Path) -> None:
 
 STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "team.cuh": {"mpicomm::Team": Team, "mpicomm::Faults": Faults},
-    "exchange.cu": {"mpicomm::Link": Link, "mpicomm::Exchange": ExchangeArguments},
+    "exchange.cu": {"mpicomm::Link": ChunkLink, "mpicomm::Exchange": ExchangeArguments},
     "packets.cu": {"mpicomm::Packets": PacketArguments, "mpicomm::FlaggedInboxes": FlaggedInboxes},
     "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
     "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
     "combine.cu": {"mpicomm::Combination": combine.CombineArguments},
     "pack.cu": {"mpicomm::Region": packing.RegionEntry, "mpicomm::Packing": packing.PackArguments},
     "message.cu": {"mpicomm::MessageStep": message.MessageStep},
-    "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chain": ChainArguments},
-    "sendrecv.cu": {"mpicomm::Side": Side, "mpicomm::Sendrecv": SendrecvArguments},
+    "chain.cu": {"mpicomm::Hop": HopArguments, "mpicomm::Chain": ChainArguments},
+    "sendrecv.cu": {"mpicomm::Side": SendrecvSide, "mpicomm::Sendrecv": SendrecvArguments},
     "p2p.cu": {
         "mpicomm::Holding": p2p.Holding,
         "mpicomm::Copying": p2p.Copying,
@@ -90,8 +90,8 @@ CONSTANTS = {
         "kStages": packets.STAGES,
         "kSlotNbytes": packets.SLOT_NBYTES,
         "kFencesNbytes": packets.FENCES_NBYTES,
-        "SentinelWire::kAbsent": packets.ABSENT,
-        "SentinelWire::kEscaped": SENTINELS[1],
+        "SentinelProtocol::kAbsent": packets.ABSENT,
+        "SentinelProtocol::kEscaped": SENTINELS[1],
     },
     "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
     "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
@@ -131,8 +131,10 @@ def test_host_and_kernel_agree_on_epilogues(tmp_path: Path) -> None:
     norm = {"mpicomm::RmsNorm": epilogue.NormArguments, "mpicomm::Norm": epilogue.Norm}
     threads, norm_options = {"kNormThreads": epilogue.NORM_THREADS}, epilogue.norm_options("float32", "float32")
     require_agreement("rms_norm.cu", norm, threads, tmp_path, norm_options)
-    with_finish = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.Finish)}
-    require_agreement("packet_worker.cuh", {**with_finish, "mpicomm::Finish": epilogue.Finish}, {}, tmp_path, options)
+    with_finish = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.PacketEpilogue)}
+    require_agreement(
+        "packet_worker.cuh", {**with_finish, "mpicomm::Finish": epilogue.PacketEpilogue}, {}, tmp_path, options
+    )
     with_norm = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.Norm)}
     sentinel = ("-DMPICOMM_SENTINEL", *norm_options)
     require_agreement("packet_worker.cuh", with_norm, {"kGroups": most_groups(4)}, tmp_path, sentinel)

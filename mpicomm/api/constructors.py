@@ -1,0 +1,240 @@
+"""The calls of a Communicator that make communicators from it, with and without a topology."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+from mpi4py import MPI
+
+from mpicomm.activity.layout import by_mpi
+from mpicomm.activity.page import begin_mpis
+from mpicomm.api.reorder import (
+    Lists,
+    edges_of_graph,
+    edges_of_grid,
+    edges_of_lists,
+    edges_of_parts,
+    linked_well,
+    listed,
+)
+from mpicomm.api.topologies import require_edges, require_graph, require_matching
+from mpicomm.cluster.linked_order import Edges
+from mpicomm.cluster.roll_call import roll_call
+from mpicomm.session import Session
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+AnyComm = TypeVar("AnyComm", bound=MPI.Intracomm)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _shown(method: Method) -> Method:
+    """Return a method that shows its calls, in which MPI waits for the other ranks, to the doctor."""
+    call = by_mpi(method.__name__)
+
+    @functools.wraps(method)
+    def shown(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        begin_mpis(self._row, call)
+        return method(self, *arguments, **keywords)
+
+    return cast("Method", shown)
+
+
+class Constructors(MPI.Intracomm):
+    """mpi4py's calls that make communicators from one. All of them are *collective* and blocking, but for `Idup`.
+
+    Where a rank does not come within ``timeout_s``, they raise `CollectiveTimeoutError` with its number, on all ranks
+    alike, and this communicator stays usable.
+
+    They return Communicators, with a topology where MPI gives them one. A duplicate keeps the topology, a part has
+    none. With ``reorder=True`` a process may have another rank in a communicator with a topology. On GPUs of one node
+    the ranks are ordered so that neighbours have the fastest links; elsewhere MPI decides.
+    """
+
+    _session: Session
+    _row: memoryview
+    _classes: ClassVar[dict[int, type[MPI.Intracomm]]] = {}
+    """The classes of the communicators that are made from one, by MPI's number of their topology."""
+
+    @_shown
+    def Dup(self, info: MPI.Info | None = None) -> Self:
+        """Duplicate the communicator; the duplicate has its own memory."""
+        made: Self = self._adopt(self._when_all_are_here("Dup").Dup(info), type(self))
+        return made
+
+    @_shown
+    def Dup_with_info(self, info: MPI.Info) -> Self:
+        """Duplicate the communicator with other hints."""
+        made: Self = self._adopt(self._when_all_are_here("Dup_with_info").Dup_with_info(info), type(self))
+        return made
+
+    @_shown
+    def Clone(self) -> Self:
+        """Duplicate the communicator: mpi4py's other name for `Dup`."""
+        made: Self = self._adopt(self._when_all_are_here("Clone").Clone(), type(self))
+        return made
+
+    def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
+        """Duplicate without blocking; the new communicator may be used when the request is complete."""
+        comm, request = MPI.Intracomm(self).Idup(info)
+        return self._adopt(comm, type(self), range(self.size)), request
+
+    def Idup_with_info(self, info: MPI.Info) -> tuple[Self, MPI.Request]:
+        """Duplicate with other hints, without blocking."""
+        comm, request = MPI.Intracomm(self).Idup_with_info(info)
+        return self._adopt(comm, type(self), range(self.size)), request
+
+    @_shown
+    def Create(self, group: MPI.Group) -> MPI.Intracomm:
+        """Make a communicator of the ranks of ``group``; COMM_NULL on the others."""
+        return self._adopt_part(_intracomm(self._when_all_are_here("Create").Create(group)))
+
+    @_shown
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
+        """Make a communicator of the ranks of ``group``. Collective over those ranks alone.
+
+        Before the first call that sets this communicator up it waits in MPI, without a limit. After a missing rank the
+        ranks can call this no more.
+        """
+        self._session.await_ranks("Create_group", self._ranks_of(group))
+        return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)))
+
+    @_shown
+    def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
+        """Make one communicator per color; COMM_NULL for ``MPI.UNDEFINED``."""
+        return self._adopt_part(_intracomm(self._when_all_are_here("Split").Split(color, key)))
+
+    @_shown
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
+        """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
+        return self._adopt_part(_intracomm(self._when_all_are_here("Split_type").Split_type(split_type, key, info)))
+
+    @_shown
+    def Create_cart(
+        self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+    ) -> MPI.Cartcomm:
+        """Make a communicator of a Cartesian grid, a `CartCommunicator`; COMM_NULL on ranks beyond the grid."""
+        self._when_all_are_here("Create_cart")
+        edges = partial(edges_of_grid, dims, periods, self.size)
+        with self._linked_well("Create_cart", reorder, edges) as (plain, reorder):
+            return self._adopt_part(plain.Create_cart(dims, periods, reorder))
+
+    @_shown
+    def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
+        """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
+
+        Raises `InvalidUsageError` on every rank for lists that are no graph of its ranks. Collectives of neighbours
+        raise it where a rank is another one's neighbour more often than the other way round.
+        """
+        require_graph(self._when_all_are_here("Create_graph"), index, edges)
+        with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, reorder):
+            return self._adopt_part(plain.Create_graph(index, edges, reorder))
+
+    @_shown
+    def Create_dist_graph_adjacent(
+        self,
+        sources: Sequence[int] | None,
+        destinations: Sequence[int] | None,
+        sourceweights: Sequence[int] | None = None,
+        destweights: Sequence[int] | None = None,
+        info: MPI.Info = MPI.INFO_NULL,
+        reorder: bool = False,
+    ) -> MPI.Distgraphcomm:
+        """Make a communicator of a graph of which each rank passes its neighbours, a `DistGraphCommunicator`.
+
+        Raises `InvalidUsageError` on every rank where one rank names a neighbour that is neither a rank nor
+        MPI.PROC_NULL, or that does not name it.
+        """
+        require_matching(
+            self._when_all_are_here("Create_dist_graph_adjacent"), sources, destinations, sourceweights, destweights
+        )
+        lists = _or_empty(sources), _or_empty(destinations), sourceweights, destweights
+        everyone: list[Lists] = []
+
+        def edges() -> Edges:
+            mine = list(lists[0]), list(lists[1]), listed(sourceweights), listed(destweights)
+            everyone.extend(MPI.Intracomm.allgather(self, mine))
+            return edges_of_lists(everyone)
+
+        with self._linked_well("Create_dist_graph_adjacent", reorder, edges) as (plain, reorder):
+            # The lists are those of a place in the graph: the rank that takes the place passes them on.
+            passed = everyone[plain.rank] if everyone else lists
+            return self._adopt_part(plain.Create_dist_graph_adjacent(*passed, info, reorder))
+
+    @_shown
+    def Create_dist_graph(
+        self,
+        sources: Sequence[int],
+        degrees: Sequence[int],
+        destinations: Sequence[int],
+        weights: Sequence[int] | None = None,
+        info: MPI.Info = MPI.INFO_NULL,
+        reorder: bool = False,
+    ) -> MPI.Distgraphcomm:
+        """Make a communicator of a graph of which each rank passes any edges, a `DistGraphCommunicator`.
+
+        Raises `InvalidUsageError` on every rank where one rank passes lists that are no edges between ranks.
+        """
+        require_edges(self._when_all_are_here("Create_dist_graph"), sources, degrees, destinations, weights)
+
+        def edges() -> Edges:
+            mine = list(sources), list(degrees), list(destinations), listed(weights)
+            return edges_of_parts(MPI.Intracomm.allgather(self, mine))
+
+        with self._linked_well("Create_dist_graph", reorder, edges) as (plain, reorder):
+            return self._adopt_part(plain.Create_dist_graph(sources, degrees, destinations, weights, info, reorder))
+
+    def _linked_well(
+        self, what: str, reorder: bool, edges: Callable[[], Edges]
+    ) -> AbstractContextManager[tuple[MPI.Intracomm, bool]]:
+        return linked_well(MPI.Intracomm(self), self._session, what, reorder, edges)
+
+    def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
+        """Return MPI's communicator when all ranks have called ``operation``, because MPI waits without a limit."""
+        plain = MPI.Intracomm(self)
+        roll_call(plain, operation, self._session.placement.here.timeout_s)
+        return plain
+
+    def _ranks_of(self, group: MPI.Group) -> list[int]:
+        """Return the ranks of ``group`` in this communicator; MPI refuses a group with others."""
+        mine = self.Get_group()
+        ranks = [rank for rank in group.Translate_ranks(range(group.size), mine) if rank != MPI.UNDEFINED]
+        mine.Free()
+        return ranks
+
+    def _adopt_part(self, comm: AnyComm) -> AnyComm:
+        """Return a communicator of some ranks as a Communicator with the topology that MPI gave it; keep COMM_NULL."""
+        if comm == MPI.COMM_NULL:
+            return comm
+        topology = comm.Get_topology()
+        keeps_class = topology == MPI.UNDEFINED and not isinstance(self, MPI.Topocomm)
+        made: AnyComm = self._adopt(comm, type(self) if keeps_class else self._classes[topology])
+        return made
+
+    def _adopt(self, comm: MPI.Intracomm, cls: Any, ranks: Sequence[int] | None = None) -> Any:
+        """Return a communicator that MPI made from this one as a ``cls``, which sets itself up at first use."""
+        if ranks is None:
+            group, parent_group = comm.Get_group(), self.Get_group()
+            # MPICH's group of a grid may hold ranks beyond the grid, too.
+            ranks = group.Translate_ranks(range(comm.size), parent_group)
+            group.Free()
+            parent_group.Free()
+        child = MPI.Intracomm.__new__(cls, comm)
+        channel = self._session.channel
+        made = None if channel is None else channel.child(ranks)
+        child._begin(Session(comm, self._session.placement.subset(ranks), channel=made))
+        return child
+
+
+def _or_empty(ranks: Sequence[int] | None) -> Sequence[int]:
+    return () if ranks is None else ranks
+
+
+def _intracomm(comm: MPI.Comm) -> MPI.Intracomm:
+    assert isinstance(comm, MPI.Intracomm)  # parts of an intracommunicator are intracommunicators
+    return comm

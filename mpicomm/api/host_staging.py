@@ -1,0 +1,228 @@
+"""MPI's own calls on device arrays: they go through pinned host copies, because MPI gets no device pointer.
+
+The tables below name mpi4py's methods that take buffers, and those that make communicators or matched messages.
+
+`HostStaging` wraps the methods of a Communicator that nothing else implements. Intercommunicators, the communicators
+made from them, and matched messages are mpi4py's own objects: `wrap` turns them into objects of a subclass whose
+methods are wrapped likewise, and which have the GPU of the Communicator that they come from.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.collectives.operations import BCAST, OPERATIONS
+from mpicomm.devices.base import GpuBackend
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import host_calls
+from mpicomm.mpi.bottom import require_host_addresses
+from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.host_copies import HostCopies, announce
+from mpicomm.mpi.location import is_on_device
+from mpicomm.mpi.partitioned import PartitionedRequest
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest, holding
+
+Places = tuple[tuple[int, str], ...]
+"""Where the buffers are among the arguments of a method: the position and the name of each."""
+
+Gpu = Callable[[str], GpuBackend]
+"""Returns this rank's GPU for an operation; raises `InvalidUsageError` for a communicator on the cpu."""
+
+_BUF: Places = ((0, "buf"),)
+_SEND_AND_RECEIVE: Places = ((0, "sendbuf"), (1, "recvbuf"))
+_EXCHANGE = ((0, "sendbuf"), (3, "recvbuf"))
+_FLAG = ((0, "flag"),)
+
+# One table for all classes: a method has the same buffers in each class that has it.
+BUFFERS: dict[str, Places] = {
+    name: places
+    for places, names in (
+        (_BUF, "Send Ssend Bsend Rsend Recv Sendrecv_replace Attach_buffer"),
+        (_BUF, "Isend Issend Ibsend Irsend Irecv Isendrecv_replace"),
+        (_BUF, "Send_init Ssend_init Bsend_init Rsend_init Recv_init Psend_init Precv_init"),
+        (_EXCHANGE, "Sendrecv Isendrecv"),
+        (_FLAG, "Iagree"),
+    )
+    for name in names.split()
+} | {name: _BUF if row.rooted == "bcast" else _SEND_AND_RECEIVE for row in OPERATIONS.values() for name in row.methods}
+
+# Methods that return a communicator or a message, also in a tuple.
+MAKERS = frozenset((
+    "Accept", "Clone", "Connect", "Create", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent",
+    "Create_graph", "Create_group", "Create_intercomm", "Dup", "Dup_with_info", "Idup", "Idup_with_info", "Improbe",
+    "Ishrink", "Merge", "Mprobe", "Shrink", "Spawn", "Spawn_multiple", "Split", "Split_type", "Sub",
+))  # fmt: skip
+
+
+_RECEIVE_BUFFERS = ("recvbuf", "inoutbuf", "outbuf")
+_RECEIVE_INTO_BUF = frozenset((
+    "Recv", "Irecv", "Recv_init", "Sendrecv_replace", "Isendrecv_replace", *BCAST.methods,
+))  # fmt: skip
+_HOST_ALONE = frozenset(("Attach_buffer", "Iagree"))
+"""Methods whose memory MPI uses beyond the call: host copies cannot stand for it."""
+
+
+class Wrapped:
+    """Marks the subclasses of mpi4py's classes whose methods are wrapped."""
+
+    _gpu: Gpu
+
+
+def wrap(result: Any, gpu: Gpu) -> Any:
+    """Return a wrapped object in place of a communicator or message of mpi4py's, also in a tuple; else the same."""
+    if isinstance(result, tuple):
+        return tuple(wrap(each, gpu) for each in result)
+    if isinstance(result, Wrapped):  # also where Idup has not made it yet
+        result._gpu = gpu
+        return result
+    if not isinstance(result, (MPI.Comm, MPI.Message)) or isinstance(result, HostStaging) or result == MPI.COMM_NULL:
+        return result
+    cls: type = type(result)
+    wrapped = _wrapped_class(cls)(result)
+    wrapped._gpu = gpu
+    return wrapped
+
+
+@functools.cache
+def _wrapped_class(cls: type) -> Callable[[Any], Any]:
+    return type(cls.__name__, (Wrapped, cls), {**wrapped_methods(cls), "__doc__": cls.__doc__})
+
+
+def wrapped_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods of the table that ``cls`` has, wrapped: which, depends on the version of MPI."""
+    methods = {name: getattr(cls, name) for name in (*BUFFERS, *MAKERS) if hasattr(cls, name)}
+    if issubclass(cls, MPI.Message):
+        methods |= {name: _receiving_bytes(methods[name]) for name in BUFFERS if name in methods}
+    return {
+        name: _wrapped_maker(method) if name in MAKERS else _wrapped_call(cls, method, BUFFERS[name])
+        for name, method in methods.items()
+    }
+
+
+def _wrapped_call(cls: type, method: Callable[..., Any], buffers: Places) -> Callable[..., Any]:
+    collective = buffers is _SEND_AND_RECEIVE
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        for position, name in buffers:
+            buffer = arguments[position] if position < len(arguments) else keywords.get(name)
+            require_host_addresses(buffer, name)
+            # An int is MPI.BUFFER_AUTOMATIC, which Attach_buffer takes.
+            if not isinstance(buffer, int) and is_on_device(buffer):
+                given = inspect.signature(method).bind(self, *arguments, **keywords).arguments
+                given.pop("self")
+                return _through_host(self, cls, method.__name__, given, [name for _, name in buffers])
+        result = method(self, *arguments, **keywords)
+        # mpi4py keeps the buffers of some collectives alone; it keeps those of messages.
+        return holding(result, (arguments, keywords)) if collective and result is not None else result
+
+    return call
+
+
+def _receiving_bytes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of MPI.Message that also receives elements without a type of MPI, which travel as bytes."""
+
+    @functools.wraps(method)
+    def receive(self: MPI.Message, buf: Any, *rest: Any, **keywords: Any) -> Any:
+        return host_calls.call(functools.partial(method, **keywords), self, buf, *rest, writable=True)
+
+    return receive
+
+
+def _wrapped_maker(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def make(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return wrap(method(self, *arguments, **keywords), self._gpu)
+
+    return make
+
+
+def _through_host(called: Any, cls: type, operation: str, given: dict[str, Any], buffers: list[str]) -> Any:
+    """Carry out a method with device arrays among its arguments ``given`` on host copies of them."""
+    backend = called._gpu(operation)
+    if operation in _HOST_ALONE:
+        raise InvalidUsageError(f"{operation} takes host arrays alone, because MPI keeps the memory: copy to the host")
+    announce(operation, "only MPI has the call")
+    if operation in ("Psend_init", "Precv_init"):
+        call = functools.partial(getattr(cls, operation), called)
+        return PartitionedRequest.prepare(operation, call, given, backend, _completer())
+    if operation.endswith("_init"):
+        given.pop("info", None)  # hints are for MPI's persistent requests
+        started = f"I{operation.removesuffix('_init').lower()}"
+        return PersistentRequest.of(lambda: _start(called, cls, started, given, buffers, backend))
+    if operation[0] == "I" and operation != "Improbe":
+        return DeferredRequest(_start(called, cls, operation, given, buffers, backend))
+    return on_host_copies(functools.partial(getattr(cls, operation), called), operation, given, buffers, backend)
+
+
+def on_host_copies(
+    call: Callable[..., Any], operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend
+) -> Any:
+    """Call ``call`` with the arguments ``given``, with host copies of the device arrays among them. Blocking."""
+    copies = _copies(operation, given, buffers, backend)
+    result = call(**copies.arguments)
+    copies.back()
+    return result
+
+
+class _Copies(HostCopies):
+    """The host copies of a call, and the arguments with which MPI carries it out."""
+
+    arguments: dict[str, Any]
+
+
+def _copies(operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend) -> _Copies:
+    """Copy the device arrays of a call to the host, in the order of their library's stream. Blocking."""
+    arrays = [array_of(given[name]) for name in buffers if is_on_device(given.get(name))]
+    stream = backend.stream(None, arrays[0])
+    if backend.is_capturing(stream):
+        raise InvalidUsageError(
+            f"{operation} cannot be part of a CUDA graph, because MPI carries it out on the host: call it outside the "
+            "capture"
+        )
+    copies = _Copies(backend, stream)
+    copies.arguments = dict(given)
+    for name in buffers:
+        if name in given:
+            writable = name in _RECEIVE_BUFFERS or (name == "buf" and operation in _RECEIVE_INTO_BUF)
+            copies.arguments[name] = copies.spec(given[name], writable=writable, name=name)
+    copies.ready()
+    return copies
+
+
+def _start(
+    called: Any, cls: type, operation: str, given: dict[str, Any], buffers: list[str], backend: GpuBackend
+) -> DeferredWork:
+    """Start MPI's nonblocking call on host copies; the work is done when the device arrays hold the result."""
+    copies = _copies(operation, given, buffers, backend)
+    request: MPI.Request = getattr(cls, operation)(called, **copies.arguments)
+    # Only messages have a status. Open MPI writes into those of other calls whatever its memory holds.
+    status = MPI.Status() if "send" in operation or "recv" in operation else None
+
+    def finish() -> None:
+        if status is None or not status.Is_cancelled():
+            copies.back()
+
+    work = DeferredWork(lambda: request.Test(status), finish, status, request.Cancel)
+    work.kept = (copies, given)
+    return _completer().add(work, backend.prepare_thread)
+
+
+@functools.cache
+def _completer() -> Completer:
+    return Completer()
+
+
+class HostStaging(MPI.Intracomm):
+    """mpi4py's methods that nothing else of a Communicator implements, or that make communicators: wrapped."""
+
+    _gpu: Gpu
+
+
+for _name, _method in wrapped_methods(MPI.Intracomm).items():
+    setattr(HostStaging, _name, _method)

@@ -1,0 +1,85 @@
+"""Where memory lies that only an address names: one question to the CUDA driver, if this process has loaded it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any, NamedTuple
+
+_MEMORY_TYPE, _IS_MANAGED, _ORDINAL, _RANGE_START, _RANGE_SIZE = 2, 8, 9, 11, 12  # of CUpointer_attribute
+_ATTRIBUTES = (ctypes.c_int * 5)(_MEMORY_TYPE, _IS_MANAGED, _ORDINAL, _RANGE_START, _RANGE_SIZE)
+_ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+
+_ABSENT_S = 0.1
+"""How long the answer holds that no driver is loaded. To look for it takes longer than a small call of MPI takes, and a
+driver takes longer than this to load and to start."""
+
+
+class GpuLocation(NamedTuple):
+    """Memory of a GPU."""
+
+    device: int
+    """The GPU's ordinal in this process."""
+    nbytes: int
+    """The bytes from the address to the end of its allocation."""
+    managed: bool
+    """Whether the memory is managed, so that the host can access it, too."""
+
+
+class _Driver:
+    """``cuPointerGetAttributes`` of the driver that this process has loaded, or None."""
+
+    def __init__(self) -> None:
+        self._query: Any = None
+        self._absent_until = 0.0
+
+    def query(self) -> Any:
+        if self._query is None and time.monotonic() >= self._absent_until:
+            try:
+                # RTLD_NOLOAD: a process that has not loaded the driver has no device memory, and needs no driver.
+                library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+            except OSError:
+                self._absent_until = time.monotonic() + _ABSENT_S
+            else:
+                self._query = library.cuPointerGetAttributes
+                self._query.argtypes = [ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
+        return self._query
+
+
+_driver = _Driver()
+
+
+def has_driver() -> bool:
+    """Return whether this process has loaded the CUDA driver: without it there is no device memory. Local."""
+    return _driver.query() is not None
+
+
+def place_of(pointer: int) -> GpuLocation | None:
+    """Return where an address of device memory lies; None for all other addresses. Local.
+
+    Memory of the host is no device memory, also where it is pinned and devices can access it.
+    """
+    query = _driver.query()
+    if query is None:
+        return None
+    values = (ctypes.c_uint64 * len(_ATTRIBUTES))()
+    size = ctypes.sizeof(ctypes.c_uint64)
+    begin = ctypes.addressof(values)
+    targets = (ctypes.c_void_p * len(_ATTRIBUTES))(*(begin + size * index for index in range(len(_ATTRIBUTES))))
+    # The driver writes zeros for an address that it does not know, and fails only before cuInit.
+    if query(len(_ATTRIBUTES), _ATTRIBUTES, targets, pointer) != 0:
+        return None
+    kind, managed, ordinal, start, nbytes = values
+    if not managed and kind != _ON_DEVICE:
+        return None
+    return GpuLocation(ordinal, start + nbytes - pointer, bool(managed))
+
+
+def lies_on_device(pointer: int) -> int | None:
+    """Return the ordinal of the GPU in whose memory an address lies; None for all other memory. Local.
+
+    Managed memory counts as host memory: MPI can access it.
+    """
+    place = place_of(pointer)
+    return None if place is None or place.managed else place.device

@@ -1,0 +1,146 @@
+"""Cuts: how a call over several peer domains becomes pieces. The network carries one while the domain works on another.
+
+All ranks cut a call alike. The functions are pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.steps import ScratchAllocator, Step
+from mpicomm.mpi.span import Span
+
+PIECE_NBYTES = 16 << 20
+"""The bytes of each rank in one piece of a long call, which bound the scratch memory that it takes."""
+SHORTEST_NBYTES = 4 << 20
+"""A call without scratch memory has pieces of at least so many bytes; see `pipelined`."""
+_LINE_NBYTES = 128
+
+Steps = Callable[[Buffers, DomainLayout, ScratchAllocator], Iterator[Step]]
+StepsOfTwo = Callable[[Buffers, Buffers, DomainLayout, ScratchAllocator], Iterator[Step]]
+StepsOfDomains = Callable[[Buffers, DomainLayout, Sequence[int], ScratchAllocator], Iterator[Step]]
+Piece = Callable[[ScratchAllocator], Iterator[Step]]
+Part = Sequence[Piece]
+"""Pieces that share scratch memory."""
+Schedule = Callable[[Buffers, DomainLayout], Sequence[Part]]
+
+
+def whole(steps: Steps) -> Schedule:
+    """Leave a call whole, because a rank does not know the counts of the others."""
+    return lambda b, layout: [[partial(steps, b, layout)]]
+
+
+def cut_data(steps: Steps) -> Schedule:
+    """Cut the data, of which each rank has as much."""
+    return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES)
+
+
+def pipelined(steps: StepsOfTwo) -> Schedule:
+    """Cut the data of a call without scratch memory; the steps of each piece go on with the piece before.
+
+    A piece goes through several levels, one after the other. So k pieces take k times as long as one on the slowest
+    level, and once as long on the others. Long pieces are good for the former, and short ones for the latter.
+    """
+
+    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
+        length = _longest(b)
+        pieces = _cut(b, pipelined_piece(length * b.dtype.itemsize))
+        pairs = pairwise([_part(b, 0, 0), *pieces, _part(b, length, length)])
+        return [[partial(steps, piece, before, layout)] for before, piece in pairs]
+
+    return schedule
+
+
+def pipelined_piece(nbytes: float) -> int:
+    """Return the bytes of each piece that `pipelined` cuts, the geometric mean of the call's and the shortest's."""
+    return math.isqrt(int(nbytes) * SHORTEST_NBYTES)
+
+
+def cut_blocks(steps: Steps) -> Schedule:
+    """Cut the block of each rank."""
+    return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES // b.size)
+
+
+def domains_that_send(steps: StepsOfDomains) -> Schedule:
+    """Cut the block of each rank; take the domains one by one or several at once, this rank's first."""
+
+    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
+        return [
+            [partial(steps, part, layout, distances)]
+            for part in _cut(b, PIECE_NBYTES)
+            for distances in (range(1), *_runs(part.blocks, part, layout))
+        ]
+
+    return schedule
+
+
+def domains_that_receive(steps: StepsOfDomains) -> Schedule:
+    """Cut the block of each rank; take the domains one by one or several at once, this rank's last.
+
+    The pieces of a part share the scratch memory that gathers the partial results of all domains.
+    """
+
+    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
+        largest = max(map(len, layout.domains))
+        return [
+            [
+                partial(steps, part, layout, distances)
+                for distances in (*_runs(part.send_blocks, part, layout), range(1))
+            ]
+            for part in _cut(b, PIECE_NBYTES // max(largest, len(layout.domains)))
+        ]
+
+    return schedule
+
+
+def domains_at_once(largest_nbytes: float, domains: int) -> int:
+    """Return how many of the other domains a step takes at once, where the blocks of one have so many bytes."""
+    return max(1, min(domains - 1, int(PIECE_NBYTES // max(1.0, largest_nbytes))))
+
+
+def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: DomainLayout) -> Iterator[range]:
+    """Yield the distances of the other domains, so many at once as have blocks for a piece together."""
+    assert blocks is not None
+    domains = len(layout.domains)
+    largest = max(sum(blocks[rank].count for rank in ranks) for ranks in layout.domains)
+    step = domains_at_once(largest * b.dtype.itemsize, domains)
+    return (range(first, min(first + step, domains)) for first in range(1, domains, step))
+
+
+def _parts(steps: Steps, b: Buffers, layout: DomainLayout, nbytes: int) -> Sequence[Part]:
+    return [[partial(steps, part, layout)] for part in _cut(b, nbytes)]
+
+
+def _cut(b: Buffers, nbytes: int) -> list[Buffers]:
+    """Cut a call into calls on parts of each block of at most so many bytes, equally many on all ranks."""
+    # Whole lines, because the elements of a movement are bytes, and kernels are slow at odd addresses.
+    step = max(1, (nbytes - nbytes % _LINE_NBYTES or nbytes) // b.dtype.itemsize)
+    return [_part(b, start, start + step) for start in range(0, _longest(b), step)] or [b]
+
+
+def _longest(b: Buffers) -> int:
+    spans = [b.send, b.output, *(b.send_blocks or ()), *(b.blocks or ())]
+    return max((span.count for span in spans if span is not None), default=0)
+
+
+def _part(b: Buffers, start: int, stop: int) -> Buffers:
+    """Return a call on the elements from ``start`` to ``stop`` of each block."""
+
+    def cut(span: Span | None) -> Span | None:
+        if span is None:
+            return None
+        first, end = min(start, span.count), min(stop, span.count)
+        return Span(span.pointer + first * b.dtype.itemsize, end - first)
+
+    def cut_all(blocks: Sequence[Span] | None) -> list[Span] | None:
+        return None if blocks is None else [part for span in blocks if (part := cut(span)) is not None]
+
+    return replace(
+        b, send=cut(b.send), output=cut(b.output), send_blocks=cut_all(b.send_blocks), blocks=cut_all(b.blocks)
+    )

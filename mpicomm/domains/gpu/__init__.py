@@ -1,0 +1,1 @@
+"""Collectives on device arrays over several peer domains."""

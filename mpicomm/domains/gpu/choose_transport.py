@@ -1,0 +1,125 @@
+"""Choose the engine that moves device memory between peer domains: all ranks together, by what works on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpicomm import environment
+from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.cuda_aware import query_cuda_aware
+from mpicomm.devices.base import GpuBackend
+from mpicomm.domains.gpu.mapped_transport import MappedTransport
+from mpicomm.domains.mapped import MappedChannels
+from mpicomm.domains.mpi_transfers import Transfers
+from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
+from mpicomm.domains.transport import Transport
+from mpicomm.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    InvalidUsageError,
+    MpicommError,
+    PeerError,
+)
+from mpicomm.log import logger
+
+Failure = CollectiveTimeoutError | PeerError
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """The transport, and why better ones do not work; the same on all ranks."""
+
+    transport: Transport
+    rejected: dict[str, str]
+
+
+def choose_transport(
+    group: Group,
+    transfers: Transfers,
+    backend: GpuBackend,
+    uuids: tuple[bytes, ...],
+    channels: Callable[[], MappedChannels] | None,
+    on_failure: Callable[[Failure], None],
+) -> TransportChoice:
+    """Return the best transport that works on all ranks, or the one that MPICOMM_INTERNODE names. Collective.
+
+    ``channels`` makes memory that all ranks map, collectively; it is None where ranks are on several nodes.
+
+    ``transfers`` carry messages of MPI, ``uuids`` are the GPUs of all ranks. Raises on all ranks alike:
+    `InvalidUsageError` where MPICOMM_INTERNODE is bad or differs, `BackendUnavailableError` where the engine that it
+    names does not work.
+    """
+    requests = group.exchange("MPICOMM_INTERNODE", environment.internode)
+    if len(set(requests)) > 1:
+        said = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(requests))
+        raise InvalidUsageError(f"MPICOMM_INTERNODE differs between ranks: {said}; set the same on all")
+    request = requests[0]
+    rejected: dict[str, str] = {}
+    for name in environment.INTERNODE if request == "auto" else [request]:
+        try:
+            transport = _open(name, group, transfers, backend, uuids, channels, on_failure)
+        except MpicommError as error:
+            if group.broken is not None:
+                raise
+            rejected[name] = str(error)
+            if request != "auto":
+                raise BackendUnavailableError(f"MPICOMM_INTERNODE={name}: {error}", ranks=error.ranks) from error
+        else:
+            _announce(group, transport, rejected)
+            return TransportChoice(transport, rejected)
+    raise AssertionError("staged works everywhere")
+
+
+def _open(
+    name: str,
+    group: Group,
+    transfers: Transfers,
+    backend: GpuBackend,
+    uuids: tuple[bytes, ...],
+    channels: Callable[[], MappedChannels] | None,
+    on_failure: Callable[[Failure], None],
+) -> Transport:
+    if name == "mapped":
+        if channels is None:
+            raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
+        return MappedTransport(channels(), backend)
+    if name == "staged":
+        return PinnedTransport(transfers, backend)
+    if name == "mpi":
+        group.agree("engine mpi", _require_cuda_aware)
+        return CudaAwareTransport(transfers, backend)
+    # NCCL imports a library of hundreds of MB, which other transports do not need.
+    from mpicomm.domains.gpu.nccl_library import load, require_possible
+    from mpicomm.domains.gpu.nccl_transport import NcclTransport
+
+    def require() -> None:
+        try:
+            load()
+        except ImportError as error:
+            raise BackendUnavailableError(f"{error}: pip install mpicomm[nccl]") from error
+        require_possible(uuids)
+
+    group.agree("engine nccl", require)
+    made: list[NcclTransport] = []
+    try:
+        group.agree("engine nccl: start", lambda: made.append(NcclTransport(group, backend, on_failure)))
+    except BaseException:
+        for transport in made:  # it started here, and not on another rank
+            transport.abort()
+        raise
+    return made[0]
+
+
+def _require_cuda_aware() -> None:
+    answer = query_cuda_aware()
+    if not answer.aware:
+        raise BackendUnavailableError(f"MPI takes no device pointers ({answer.how})")
+
+
+def _announce(group: Group, transport: Transport, rejected: dict[str, str]) -> None:
+    if group.rank != 0:
+        return
+    reason = "; ".join(f"not {name}: {why}" for name, why in rejected.items()) or "as asked, or the best there is"
+    say = logger.warning if transport.name == "staged" and rejected else logger.info
+    say("between groups of ranks: engine %s: %s", transport.name, reason)

@@ -1,0 +1,258 @@
+"""DomainsEngine: carries out collectives on device arrays of several peer domains, in stream order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.exchange import Message
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, GpuCall
+from mpicomm.collectives.gpu.algorithms.registry import names_for
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
+from mpicomm.collectives.gpu.choose import AlgorithmChoice
+from mpicomm.collectives.gpu.engine import DeviceEngine
+from mpicomm.collectives.gpu.finish_launches import finish_launches
+from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.pack_launches import pack_launch, pack_launches
+from mpicomm.collectives.gpu.plan import Plan
+from mpicomm.collectives.operations import ALLGATHER, Operation
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.signature import Signature
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.driver import DriverShutDownError
+from mpicomm.devices.cuda.stream_order import StreamOrder
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.pipeline import DEPTH, carry_out
+from mpicomm.domains.schedules import require_order, schedule_of, steps_of
+from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step
+from mpicomm.domains.transport import Transport
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
+from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
+from mpicomm.kernels.reductions import reduction_of
+from mpicomm.mpi.packing import table_of_blocks
+from mpicomm.mpi.span import Span
+from mpicomm.symmetric.registry import Mappings
+
+Item = Plan | NetworkStep
+_BYTE = np.dtype(np.uint8)
+
+
+class DomainsPlan:
+    """This rank's part of a call, ready to be enqueued again and again: plans of its domain, and network steps."""
+
+    def __init__(
+        self,
+        call: Signature,
+        pieces: Sequence[Sequence[Item]],
+        choice: AlgorithmChoice,
+        before: Plan | None = None,
+        after: Plan | None = None,
+    ):
+        self.call = call
+        self.text = str(call)
+        self.choice = choice
+        self.pieces = pieces
+        self.before, self.after = before, after
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the call has to be planned again, because ranks may change the memory that it uses."""
+        return any(item.is_old for piece in self.pieces for item in piece if isinstance(item, Plan))
+
+
+class DomainsEngine:
+    """Collectives on device arrays of all ranks, with the face of `DeviceEngine`, which serves this rank's domain.
+
+    ``transport`` moves network messages between domains. Construction is local. A call that could not be carried out
+    raises at once where the transport blocks the host, and else at the backend's next `check`.
+    """
+
+    def __init__(self, layout: DomainLayout, engine: DeviceEngine, backend: GpuBackend, transport: Transport) -> None:
+        self._layout = layout
+        self._engine = engine
+        self._backend = backend
+        self._transport = transport
+        self._scratch = [GrowingScratch(backend) for _ in range(DEPTH)]
+        self._packed = GrowingScratch(backend)
+        self._tokens = GrowingScratch(backend)
+        with backend.current():
+            self._order = StreamOrder()
+
+    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
+        """Return this rank's part of a call that was read; see `DeviceEngine.prepare_call`."""
+        require_order(call, self._layout)
+        scratch = self._packed.of(call.scratch_nbytes)
+        buffers = call.buffers(scratch)
+        if call.operation.reduces:
+            reduction_of(buffers.dtype, buffers.op)  # it raises here where it is not defined
+        planned = self._plan(call.operation, buffers, call.signature, call.nbytes or 0, asked)
+        before = after = None
+        if call.packed is not None and scratch is not None:
+            packs = pack_launches(self._backend, call.packed.before, scratch.pointer, unpacks=False)
+            unpacks = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
+            before, after = (self._engine.prepare_alone(str(call.signature), steps) for steps in (packs, unpacks))
+        if call.epilogue is not None and call.receive is not None and buffers.output is not None:
+            finish = CallEpilogue(call.epilogue, call.receive.pointer)
+            backend = self._backend
+            steps = finish_launches(finish, buffers.output, backend.faults, backend.multiprocessors)
+            after = self._engine.prepare_alone(str(call.signature), steps)
+        return DomainsPlan(call.signature, planned, self._choice(asked), before, after)
+
+    def form_plan(self, call: Call, asked: str) -> None:
+        """Return None: calls over several groups are planned one by one."""
+
+    def prepare_barrier(self) -> DomainsPlan:
+        """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local.
+
+        It is an all-gather of a byte, because a rank that has a byte of each rank knows that each has come.
+        """
+        layout, memory = self._layout, self._tokens.of(1 + self._layout.size)
+        assert memory is not None
+        blocks = [Span(memory.pointer + 1 + rank, 1) for rank in range(layout.size)]
+        buffers = Buffers(layout.rank, layout.size, _BYTE, send=Span(memory.pointer, 1), blocks=blocks)
+        call = Signature("Barrier", str(_BYTE))
+        return DomainsPlan(call, self._plan(ALLGATHER, buffers, call, layout.size, "auto"), self._choice("auto"))
+
+    def _choice(self, asked: str) -> AlgorithmChoice:
+        """Return the algorithm of a call in words: a schedule of the domains, and the transport between them."""
+        why = "" if asked == "auto" else f', algorithm="{asked}"'
+        slow = "between groups of ranks through pinned host memory" if self._transport.name == "staged" else ""
+        return AlgorithmChoice(
+            f"groups, {self._transport.name}", f"{len(self._layout.domains)} groups of ranks{why}", slow
+        )
+
+    def _plan(
+        self, operation: Operation, buffers: Buffers, call: Signature, nbytes: int, asked: str
+    ) -> list[list[Item]]:
+        schedule = schedule_of(operation, nbytes, self._layout, asked)
+        planned: list[list[Item]] = []
+        for number, part in enumerate(schedule(buffers, self._layout)):
+            planned += (
+                [item for step in steps for item in self._planned(step, call, asked)]
+                for steps in steps_of(part, partial(self._memory, number % DEPTH))
+            )
+        return planned
+
+    def _memory(self, part: int, nbytes: int) -> int:
+        memory = self._scratch[part].of(nbytes)
+        return 0 if memory is None else memory.pointer
+
+    def _planned(self, step: Step, call: Signature, asked: str) -> Iterable[Item]:
+        if isinstance(step, NetworkStep):
+            yield step.without_empty()  # also where nothing is left: all ranks make equally many network steps
+        elif isinstance(step, Local):
+            local = GpuCall(step.operation, call, step.buffers, _nbytes_of(step))
+            named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
+            yield self._engine.prepare(local, named)
+        elif isinstance(step, Combine):
+            if step.count:
+                yield self._engine.prepare_alone(str(call), [_launch(step, self._backend.multiprocessors)])
+        elif isinstance(step, Pack):
+            if step.blocks:
+                yield self._engine.prepare_alone(str(call), [_pack_launch(step, self._backend)])
+        elif step.nbytes:
+            yield self._engine.prepare_alone(str(call), [Copy(step.target, step.source, step.nbytes, local=True)])
+
+    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
+        """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's domain."""
+        return self._engine.prepare_messages(text, sent, received)
+
+    def enqueue(self, plan: DomainsPlan | Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+        """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
+
+        ``meets`` is for plans of one domain: the ranks of several domains meet in no other way than by their data.
+        Where the transport blocks the host, this returns when the network messages of all ranks have come, and raises
+        `InvalidUsageError` in a capture.
+        """
+        if isinstance(plan, Plan):
+            return self._engine.enqueue(plan, stream, again=again, meets=meets)
+        if not self._transport.capturable and self._backend.is_capturing(stream):
+            raise InvalidUsageError(
+                f"{plan.text}: the engine {self._transport.name} between groups of ranks blocks the host and cannot be "
+                "part of a CUDA graph: call it outside the capture, or use MPICOMM_INTERNODE=nccl"
+            )
+        enqueue = partial(self._enqueue, plan, again)
+        with self._backend.current():
+            return self._order.enqueue(stream, enqueue, enqueue)
+
+    def _enqueue(self, plan: DomainsPlan, again: bool, stream: int) -> None:
+        def start(network_step: NetworkStep) -> Callable[[], object]:
+            return self._transport.start(network_step, stream, plan.call)
+
+        def work(item: Plan) -> None:
+            self._engine.enqueue(item, stream, again=again)
+
+        try:
+            if plan.before is not None:
+                work(plan.before)
+            carry_out(plan.pieces, work, start)
+            if plan.after is not None:
+                work(plan.after)
+        except InvalidUsageError:
+            raise  # before anything is enqueued
+        except BaseException as error:
+            # Above all a KeyboardInterrupt: kernels of the domain, and other domains, would wait for this rank.
+            failure = self._failure(plan, error)
+            self._engine.give_up(failure)
+            self._transport.tell(failure)
+            raise
+
+    def _failure(self, plan: DomainsPlan, error: BaseException) -> CollectiveTimeoutError | PeerError:
+        """Return the error of a call that this rank leaves, as others are to raise it."""
+        if isinstance(error, (CollectiveTimeoutError, PeerError)):
+            return error
+        rank = self._layout.rank
+        said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
+        return PeerError(said, ranks=[rank])
+
+    def completion(self) -> Callable[[], bool]:
+        """Return a function that says whether what was enqueued so far is done; callable in any thread. Local."""
+        with self._backend.current():
+            return self._order.completion()
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the scratch memory of this rank; local."""
+        nbytes = sum(scratch.nbytes for scratch in (*self._scratch, self._packed, self._tokens))
+        yield MemoryUse("scratch", device_nbytes=nbytes)
+        yield from self._transport.memory_use()
+
+    def close_peers(self) -> None:
+        """Give back the transport; local. This rank's work must be over."""
+        self._transport.close()
+
+    def close_own(self) -> None:
+        """Free this rank's events; local."""
+        with suppress(DriverShutDownError), self._backend.current():
+            self._order.close()
+
+
+def _nbytes_of(step: Local) -> int:
+    """Return the bytes by which a table chooses, the same number on all ranks of the domain; 0 where they differ."""
+    b = step.buffers
+    if step.operation.counts == "private":
+        return 0
+    spans = b.send_blocks or b.blocks or [span for span in (b.send, b.output) if span is not None][:1]
+    return sum(span.count for span in spans) * b.dtype.itemsize
+
+
+def _launch(step: Combine, multiprocessors: int) -> Launch:
+    reduction = reduction_of(step.dtype, step.op)
+    result = reduction[0] if step.result == step.dtype else step.result.name
+    arguments = CombineArguments(step.source, step.stride, step.output, step.count, step.sources, step.divisor)
+    blocks = blocks_for(step.count * step.result.itemsize, multiprocessors)
+    return Launch(combine_kernel(reduction, result), arguments, blocks=blocks, threads=COMBINE_THREADS)
+
+
+def _pack_launch(step: Pack, backend: GpuBackend) -> Launch:
+    """Return the launch for all blocks. Its table has their distances alone, so that calls on other memory share it."""
+    first = step.blocks[0].pointer
+    table = table_of_blocks([block.pointer - first for block in step.blocks], [block.count for block in step.blocks])
+    return pack_launch(backend, table, first, step.packed, unpacks=step.unpacks)

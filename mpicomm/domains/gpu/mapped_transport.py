@@ -1,0 +1,58 @@
+"""MappedTransport: copy engines move network messages between peer domains of one node, in stream order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpicomm.collectives.signature import Signature
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.beside_stream import BesideStream
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.domains.mapped import MappedChannels
+from mpicomm.domains.steps import NetworkStep
+from mpicomm.domains.transport import Name
+from mpicomm.errors import MpicommError
+
+
+class MappedTransport:
+    """The transport where all ranks are on one node, and so map each other's memory. Construction is local."""
+
+    name: Name = "mapped"
+    capturable = True
+
+    def __init__(self, channels: MappedChannels, backend: GpuBackend) -> None:
+        self._channels = channels
+        self._backend = backend
+        with backend.current():
+            # Two streams, because a rank must receive while it waits for a slot.
+            self._out, self._into = BesideStream(), BesideStream()
+
+    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
+        """See `Transport`; it does not block."""
+        side = self._backend.side_streams
+        with self._backend.current():
+            out, into = self._out.of(stream), self._into.of(stream)
+            behind = side.mark(stream)
+            side.follow(out, behind)
+            side.follow(into, behind)
+            self._channels.exchange(network_step, out, into)
+        marks = side.mark(out), side.mark(into)
+
+        def finish() -> None:
+            for mark in marks:
+                side.follow(stream, mark)
+
+        return finish
+
+    def tell(self, error: MpicommError) -> None:
+        """Do nothing: waits for signals have a deadline of their own."""
+
+    def memory_use(self) -> tuple[MemoryUse, ...]:
+        """Return nothing: the channels tell their memory. Local."""
+        return ()
+
+    def close(self) -> None:
+        """See `Transport`."""
+        with self._backend.current():
+            self._out.close()
+            self._into.close()

@@ -1,0 +1,186 @@
+"""NcclTransport: NCCL moves network messages between peer domains, in stream order and in CUDA graphs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.signature import Signature
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.beside_stream import BesideStream
+from mpicomm.devices.cuda.local_event import LocalEvent
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.domains.gpu import nccl_library
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
+from mpicomm.domains.transport import Name
+from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
+
+_LOOK_S = 0.05  # how often the watch looks at the work under way
+_LOOK_AT_ERRORS_S = 0.5
+
+
+@dataclass
+class _Watched:
+    """A network step that is under way: between its two marks NCCL waits for other ranks."""
+
+    call: Signature
+    ranks: tuple[int, ...]
+    begin: LocalEvent
+    end: LocalEvent
+    began_s: float = 0.0
+
+
+class NcclTransport:
+    """Sends and receives of one NCCL communicator. Construction is collective over ``group``.
+
+    NCCL's kernels wait for their peers without a limit. So a thread watches the network steps: where one takes longer
+    than ``timeout_s`` from its begin on the stream, or where NCCL reports that a peer is gone, it aborts the
+    communicator, which ends the kernels, and calls ``on_failure`` with the error. Replays of a graph have no marks:
+    there only a peer that is gone ends the wait.
+    """
+
+    name: Name = "nccl"
+    capturable = True
+
+    def __init__(
+        self,
+        group: Group,
+        backend: GpuBackend,
+        on_failure: Callable[[CollectiveTimeoutError | PeerError], None],
+    ) -> None:
+        self._backend = backend
+        self._timeout_s = group.timeout_s
+        self._on_failure = on_failure
+        library = nccl_library.load()
+        ids = group.exchange("NCCL: id", lambda: library.unique_id() if group.rank == 0 else b"")
+
+        def create() -> nccl_library.NcclCommunicator:
+            with backend.current():
+                return library.create(group.size, ids[0], group.rank)
+
+        # NCCL waits without a limit for ranks that do not come.
+        self._nccl = nccl_library.bounded(create, group.timeout_s, "NCCL: not all ranks came to create a communicator")
+        self._peers: set[int] = set()
+        self._lock = threading.Lock()
+        self._failed = False
+        self._closed = threading.Event()
+        self._watched: deque[_Watched] = deque()
+        with backend.current():
+            self._beside = BesideStream()
+        self._thread = threading.Thread(target=self._watch, name="mpicomm-nccl", daemon=True)
+        self._thread.start()
+
+    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
+        """See `Transport`; it does not block, but for the first network messages between two ranks."""
+        if not network_step.sends and not network_step.receives:
+            return _nothing
+        side, backend = self._backend.side_streams, self._backend
+        capturing = backend.is_capturing(stream)
+        with backend.current():
+            beside = self._beside.of(stream)
+        side.follow(beside, begin := side.mark(stream))
+        ranks = tuple(sorted({message.rank for message in (*network_step.sends, *network_step.receives)}))
+
+        def exchange() -> None:
+            with backend.current():
+                self._nccl.exchange(_plain(network_step.sends), _plain(network_step.receives), beside)
+
+        with self._lock:
+            if self._failed:
+                backend.check()
+            if self._peers.issuperset(ranks):
+                exchange()
+            else:
+                what = f"{call}: not all of the ranks {', '.join(map(str, ranks))} came to connect"
+                nccl_library.bounded(exchange, self._timeout_s, what)
+                self._peers.update(ranks)
+        end = side.mark(beside)
+        if not capturing:
+            self._watched.append(_Watched(call, ranks, begin, end))
+        return lambda: side.follow(stream, end)
+
+    def tell(self, error: MpicommError) -> None:
+        """Do nothing: the ranks that wait for this one learn from NCCL, or by their deadline, that it is gone."""
+
+    def memory_use(self) -> tuple[MemoryUse, ...]:
+        """Return nothing: NCCL does not tell the memory of its buffers. Local."""
+        return ()
+
+    def abort(self) -> None:
+        """Close a transport that other ranks could not start, because `close` alone would wait for them. Local."""
+        self._stop_watching()  # so that it does not abort NCCL's communicator, too
+        if not self._failed:
+            self._failed = True
+            with self._backend.current():
+                self._nccl.abort()
+        self.close()
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._stop_watching()
+        if not self._failed:
+            self._nccl.destroy()
+        with self._backend.current():
+            self._beside.close()
+
+    def _stop_watching(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        self._backend.prepare_thread()
+        look_at_errors_s = time.monotonic() + _LOOK_AT_ERRORS_S
+        while not self._closed.wait(_LOOK_S):
+            now = time.monotonic()
+            problem = ""
+            if now > look_at_errors_s:
+                look_at_errors_s, problem = now + _LOOK_AT_ERRORS_S, self._nccl.problem()
+            if problem:
+                self._fail(PeerError(f"NCCL reports that a rank is gone: {problem}"))
+                return
+            late = self._late(now)
+            if late is not None:
+                names = ", ".join(map(str, late.ranks))
+                self._fail(
+                    CollectiveTimeoutError(
+                        f"{late.call}: not all of the ranks {names} came within {self._timeout_s:g} s; the "
+                        "communicator is unusable from here on",
+                        ranks=late.ranks,
+                    )
+                )
+                return
+
+    def _late(self, now: float) -> _Watched | None:
+        """Return the network step that has taken too long, if there is one."""
+        passed = self._backend.side_streams.passed
+        while self._watched:
+            first = self._watched[0]
+            if passed(first.end):
+                self._watched.popleft()
+                continue
+            if not first.began_s:
+                if passed(first.begin):
+                    first.began_s = now
+            elif now - first.began_s > self._timeout_s:
+                return first
+            return None
+        return None
+
+    def _fail(self, error: CollectiveTimeoutError | PeerError) -> None:
+        # Before the abort: it ends the kernels that wait, and work behind them runs on with data that never came. The
+        # next `check` must raise by then, also that of `start`.
+        self._on_failure(error)
+        self._failed = True
+        with self._backend.current():
+            self._nccl.abort()
+
+
+def _plain(messages: tuple[NetworkMessage, ...]) -> list[tuple[int, int, int]]:
+    return [(message.rank, message.pointer, message.nbytes) for message in messages]
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,103 @@
+"""HostDomains: collectives on host arrays over several peer domains, by the host engine of a domain and MPI."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.host.engine import HostEngine
+from mpicomm.collectives.host.reduction import Reducer
+from mpicomm.devices.host import array_at
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.mpi_transfers import Direct, Transfers
+from mpicomm.domains.pipeline import DEPTH, carry_out
+from mpicomm.domains.schedules import require_order, schedule_of, steps_of
+from mpicomm.domains.steps import Combine, Local, Move, NetworkStep, Pack, Step
+from mpicomm.mpi.types import is_narrow
+
+_BYTE = np.dtype(np.uint8)
+_WIDE = np.dtype(np.float32)
+
+
+class HostDomains:
+    """Collectives on host arrays of all ranks; ``engine`` serves this rank's domain. Construction is local."""
+
+    def __init__(self, layout: DomainLayout, engine: HostEngine, transfers: Transfers) -> None:
+        self._layout = layout
+        self._engine = engine
+        self._transfers = transfers
+        transfers.meanwhile = engine.require_not_given_up
+        self._scratch = [np.empty(0, np.uint8)] * DEPTH
+
+    def run(self, call: Call, algorithm: str) -> None:
+        """Carry out a call that was read. Collective, blocking; raises as `HostEngine.run` does.
+
+        Where a rank of another domain does not come, or makes another call, all ranks of this domain raise the error of
+        the rank that has noticed.
+        """
+        require_order(call, self._layout)
+        buffers = call.buffers(self._engine.scratch(call.scratch_nbytes))
+        schedule = schedule_of(call.operation, call.nbytes or 0, self._layout, algorithm)
+        if buffers.op:
+            self._engine.require_reduction(buffers.op, buffers.dtype)
+
+        def planned() -> Iterator[list[Step]]:
+            for number, part in enumerate(schedule(buffers, self._layout)):
+                yield from steps_of(part, partial(self._memory, number % DEPTH))
+
+        signature = call.signature
+        comm = self._transfers.comm
+
+        def start(network_step: NetworkStep) -> Callable[[], None]:
+            return self._transfers.begin(lambda tag: Direct(comm, network_step.without_empty(), tag), signature)
+
+        try:
+            self._engine.call(lambda: carry_out(planned(), self._work, start), signature)
+        except BaseException:
+            broken = self._engine.broken  # not after errors of the arguments
+            if broken is not None:
+                self._transfers.tell(broken)
+            raise
+
+    def _memory(self, part: int, nbytes: int) -> int:
+        if self._scratch[part].nbytes < nbytes:
+            self._scratch[part] = np.empty(nbytes, np.uint8)
+        return int(self._scratch[part].ctypes.data)
+
+    def _work(self, step: Local | Combine | Move | Pack) -> None:
+        if isinstance(step, Local):
+            self._engine.carry_out(step.operation.one_shot(step.buffers))
+        elif isinstance(step, Move):
+            ctypes.memmove(step.target, step.source, step.nbytes)
+        elif isinstance(step, Pack):
+            for copy in step.copies():
+                self._work(copy)
+        elif step.count:
+            combine(step)
+
+
+def combine(step: Combine) -> None:
+    """Do on host memory what `Combine` says. Local."""
+    narrow = is_narrow(step.dtype) or is_narrow(step.result)
+    wide = _WIDE if narrow else step.dtype
+    parts: list[npt.NDArray[Any]] = [
+        _view(step.source + index * step.stride, step.count, step.dtype).astype(wide, copy=False)
+        for index in range(step.sources)
+    ]
+    output = _view(step.output, step.count, step.result)
+    total = output if step.result == wide else np.empty(step.count, wide)
+    Reducer(step.op, wide).reduce(parts, total)
+    if step.divisor != 1:
+        np.divide(total, wide.type(step.divisor), out=total)
+    if total is not output:
+        np.copyto(output, total, casting="unsafe")
+
+
+def _view(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return array_at(pointer, count * dtype.itemsize, _BYTE).view(dtype)

@@ -1,0 +1,95 @@
+"""Network messages between peer domains of one node, through mapped memory, by copies and signals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.devices.base import Backend, Segment
+from mpicomm.devices.handle import Kind
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
+from mpicomm.sharing.segments import share
+from mpicomm.symmetric.signals import SignalPad, SignalPads
+
+SLOT_NBYTES = 4 << 20
+_CHANNELS = 2
+
+
+class MappedChannels:
+    """A slot for each other rank of the node, twice, in this rank's memory. Construction is collective over ``node``.
+
+    A sender copies a chunk into its slot and signals. The receiver waits for the signal, copies the chunk out, and
+    signals that the slot is free, for which the sender has waited before. Chunk k of a network message goes through
+    channel k modulo 2, so one chunk is copied in while another one is copied out. Each channel strictly alternates, and
+    all counts are in memory of the device, so a captured graph can be replayed for ever.
+
+    Ranks cannot wait for each other in a circle: every rank sends its chunks number k before it receives those, and
+    receives on another stream. Take the rank that is furthest behind, at chunk k. Those to which it sends have received
+    chunk k - 2, or will, without this rank: so its slots become free. Those from which it receives are at chunk k or
+    beyond.
+    """
+
+    def __init__(self, node: Group, backend: Backend, kind: Kind, pads: SignalPads) -> None:
+        self._node = node
+        self._backend = backend
+        self._full = [pads.take() for _ in range(_CHANNELS)]
+        self._free = [pads.take() for _ in range(_CHANNELS)]
+        nbytes = _CHANNELS * node.size * SLOT_NBYTES
+
+        def clear_and_allocate() -> Segment:
+            # Before the exchange that tells the peers of the slots: it could wipe out a peer's first signal.
+            for pad in (*self._full, *self._free):
+                pads.clear(pad)
+            return backend.allocate(kind, nbytes)
+
+        self._segments = share(node, backend, "slots between groups", clear_and_allocate, lambda: nbytes)
+        self._kind = kind
+        stream = backend.stream(None)
+        for pad in self._free:
+            for peer in range(node.size):
+                if peer != node.rank:
+                    self._signal(pad, peer, stream)  # every slot is free at first
+        backend.synchronize(stream)
+
+    def exchange(self, network_step: NetworkStep, out: int, into: int) -> None:
+        """Enqueue network messages: copies to peers on the stream ``out``, copies from slots on ``into``. Local."""
+        longest = max((message.nbytes for message in (*network_step.sends, *network_step.receives)), default=0)
+        for number, start in enumerate(range(0, longest, SLOT_NBYTES)):
+            channel = number % _CHANNELS
+            for peer, pointer, nbytes in self._chunks(network_step.sends, start):
+                self._wait(self._free[channel], peer, out)
+                self._backend.copy(self._slot(channel, peer, self._node.rank), pointer, nbytes, out)
+                self._signal(self._full[channel], peer, out)
+            for peer, pointer, nbytes in self._chunks(network_step.receives, start):
+                self._wait(self._full[channel], peer, into)
+                self._backend.copy(pointer, self._slot(channel, self._node.rank, peer), nbytes, into)
+                self._signal(self._free[channel], peer, into)
+
+    def memory_use(self) -> tuple[MemoryUse, ...]:
+        """Return the memory of this rank's slots; local."""
+        return (MemoryUse.of_kind("slots between groups", self._kind, self._segments.own.nbytes),)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' slots; local."""
+        self._segments.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's slots; local, after every peer's `close_peers`."""
+        self._segments.close_own()
+
+    def _chunks(self, messages: Iterable[NetworkMessage], start: int) -> Iterable[tuple[int, int, int]]:
+        for message in messages:
+            if start < message.nbytes:
+                peer = self._node.ranks.index(message.rank)
+                yield peer, message.pointer + start, min(SLOT_NBYTES, message.nbytes - start)
+
+    def _slot(self, channel: int, owner: int, sender: int) -> int:
+        return self._segments[owner].pointer + (channel * self._node.size + sender) * SLOT_NBYTES
+
+    def _signal(self, pad: SignalPad, peer: int, stream: int) -> None:
+        self._backend.signal(pad.sent(peer), pad.inbox(owner=peer, sender=pad.own), stream)
+
+    def _wait(self, pad: SignalPad, peer: int, stream: int) -> None:
+        rank = self._node.ranks[peer]
+        self._backend.wait_signal(pad.expected(peer), pad.inbox(owner=pad.own, sender=peer), rank, stream)

@@ -1,0 +1,199 @@
+"""Schedules of the collectives over several peer domains that only move data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpicomm.collectives.operations import ALLGATHER, ALLGATHERV, ALLTOALLV, BCAST, GATHERV, SCATTERV
+from mpicomm.collectives.patterns import Buffers, split
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.steps import Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Step
+from mpicomm.mpi.span import Span
+
+
+def in_domain(layout: DomainLayout, dtype: np.dtype[Any], op: str = "", root: int = 0, **memory: Any) -> Buffers:
+    """Return this rank's memory for a collective of its domain; ``root`` is an index in the domain."""
+    return Buffers(layout.index, len(layout.ranks), dtype, op=op, root=root, **memory)
+
+
+def allgather_in_domain(layout: DomainLayout, dtype: np.dtype[Any], send: Span, blocks: Sequence[Span]) -> Local:
+    """Bring block i from the rank with index i to all ranks of the domain."""
+    operation = ALLGATHER if len({block.count for block in blocks}) == 1 else ALLGATHERV
+    return Local(operation, in_domain(layout, dtype, send=send, blocks=blocks))
+
+
+def rail_shards(span: Span, layout: DomainLayout, dtype: np.dtype[Any]) -> list[Span]:
+    """Return a shard of a span for each rank of the domain; those beyond the rails have empty ones."""
+    shards = split(span, layout.rails, dtype.itemsize)
+    return shards + [Span(span.pointer, 0)] * (len(layout.ranks) - layout.rails)
+
+
+def cut_alike(span: Span, parts: Sequence[Span], dtype: np.dtype[Any]) -> list[Span]:
+    """Return parts of a span of another element type, with the counts of ``parts`` of an equally long span."""
+    ends = itertools.accumulate(part.count for part in parts)
+    return [
+        Span(span.pointer + (end - part.count) * dtype.itemsize, part.count)
+        for end, part in zip(ends, parts, strict=True)
+    ]
+
+
+def in_turn(blocks: Sequence[Span], turn: Sequence[int], layout: DomainLayout) -> list[Span]:
+    """Return a block for each rank of the domain, in a turn of ranks of another domain; there may be fewer of them."""
+    return [blocks[rank] for rank in turn] + [Span(0, 0)] * (len(layout.ranks) - len(turn))
+
+
+def one_after_the_other(
+    blocks: Sequence[Span], rows: Sequence[Sequence[int]], start: int, dtype: np.dtype[Any]
+) -> tuple[dict[int, Span], list[Span]]:
+    """Return the place of each rank's block in memory from ``start`` on, and the span of each row of ranks."""
+    places: dict[int, Span] = {}
+    spans = []
+    for row in rows:
+        spans.append(Span(start, sum(blocks[rank].count for rank in row)))
+        for rank in row:
+            places[rank] = Span(start, blocks[rank].count)
+            start += blocks[rank].count * dtype.itemsize
+    return places, spans
+
+
+def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], room: ScratchAllocator) -> Iterator[Step]:
+    """Bring the blocks of the domains that lie ``distances`` places ahead to all ranks of this domain.
+
+    Each rank sends its block to its partners in the domains as many places behind, and receives the blocks of the ranks
+    that it serves. Then the domain gathers what its ranks have received. Distance 0 is the domain itself.
+
+    The blocks of one domain go straight to their places. The blocks of several domains that one rank has received lie
+    apart in the output, so the domain gathers them in scratch memory, and each rank copies them to their places.
+    """
+    assert b.blocks is not None
+    blocks, exchanged = b.blocks, [distance for distance in distances if distance]
+    send = blocks[b.rank] if b.send is None else b.send
+    sources = [layout.ahead(distance) for distance in distances]
+    rows = layout.served_by_each(sources)
+    packed = [blocks[rank] for row in rows for rank in row] if len(sources) > 1 and len(rows) > 1 else []
+    start = room.take(sum(block.count for block in packed) * b.dtype.itemsize)
+    places, spans = one_after_the_other(blocks, rows, start, b.dtype)
+    received = [rank for distance in exchanged for rank in layout.served(layout.ahead(distance))]
+    yield NetworkStep(
+        tuple(
+            NetworkMessage.of(layout.partner(b.rank, layout.ahead(-distance)), send, b.dtype) for distance in exchanged
+        ),
+        tuple(NetworkMessage.of(rank, places[rank] if packed else blocks[rank], b.dtype) for rank in received),
+    )
+    if packed:
+        yield allgather_in_domain(layout, b.dtype, spans[layout.index], spans)
+        yield Pack.of(packed, start, b.dtype, unpacks=True)
+    elif len(rows) > 1 or 0 in distances:
+        for turn in (turn for domain in sources for turn in layout.turns(domain)):
+            given = in_turn(blocks, turn, layout)
+            own = send if b.rank in turn else given[layout.index]
+            yield allgather_in_domain(layout, b.dtype, own, given)
+
+
+def alltoall(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """Every rank sends straight to every rank of the other domains; each byte crosses the network once."""
+    assert b.blocks is not None
+    itemsize = b.dtype.itemsize
+    sends = b.send_blocks
+    if sends is None:  # in place: a block would be overwritten before it is sent
+        sends = []
+        for block in b.blocks:
+            copy = Span(room.take(block.count * itemsize), block.count)
+            yield Move(copy.pointer, block.pointer, block.count * itemsize)
+            sends.append(copy)
+    others = layout.elsewhere
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, sends[rank], b.dtype) for rank in others),
+        tuple(NetworkMessage.of(rank, b.blocks[rank], b.dtype) for rank in others),
+    )
+    here = [sends[rank] for rank in layout.ranks], [b.blocks[rank] for rank in layout.ranks]
+    cuts = [b.cuts[rank] for rank in layout.ranks] if b.cuts else ()
+    yield Local(ALLTOALLV, in_domain(layout, b.dtype, send_blocks=here[0], blocks=here[1], cuts=cuts))
+
+
+def gather(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """The ranks of other domains send straight to the root; the root's domain gathers. Counts may be private."""
+    if layout.number != layout.domain_of(b.root):
+        assert b.send is not None
+        yield NetworkStep(sends=(NetworkMessage.of(b.root, b.send, b.dtype),))
+        return
+    blocks = None
+    if b.rank == b.root:
+        assert b.blocks is not None
+        yield NetworkStep(receives=tuple(NetworkMessage.of(rank, b.blocks[rank], b.dtype) for rank in layout.elsewhere))
+        blocks = [b.blocks[rank] for rank in layout.ranks]
+    else:
+        yield NetworkStep()
+    root = layout.index_of(b.root)
+    yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=b.send, blocks=blocks))
+
+
+def scatter(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """The root sends straight to the ranks of other domains, and scatters in its domain. Counts may be private."""
+    if layout.number != layout.domain_of(b.root):
+        assert b.output is not None
+        yield NetworkStep(receives=(NetworkMessage.of(b.root, b.output, b.dtype),))
+        return
+    sends = None
+    if b.rank == b.root:
+        assert b.send_blocks is not None
+        yield NetworkStep(tuple(NetworkMessage.of(rank, b.send_blocks[rank], b.dtype) for rank in layout.elsewhere))
+        sends = [b.send_blocks[rank] for rank in layout.ranks]
+    else:
+        yield NetworkStep()
+    root = layout.index_of(b.root)
+    yield Local(SCATTERV, in_domain(layout, b.dtype, root=root, send_blocks=sends, output=b.output))
+
+
+def bcast_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """The root sends to its partner in every other domain; each domain broadcasts. For small data."""
+    assert b.output is not None
+    nbytes = b.output.count * b.dtype.itemsize
+    home = layout.domain_of(b.root)
+    source = b.root if layout.number == home else layout.partner(b.root, layout.number)
+    if b.rank == b.root:
+        yield NetworkStep(
+            sends=tuple(
+                NetworkMessage(layout.partner(b.root, domain), b.output.pointer, nbytes) for domain in layout.others
+            )
+        )
+    elif b.rank == source:
+        yield NetworkStep(receives=(NetworkMessage(b.root, b.output.pointer, nbytes),))
+    else:
+        yield NetworkStep()
+    yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), output=b.output))
+
+
+def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """The root's domain broadcasts a piece; each rail brings a shard of it to all other domains, which gather.
+
+    Each rank of the root's domain cuts its shard into a part for each other domain. While it sends the parts of this
+    piece, the others of its rail exchange their parts of the piece before. So a piece has one network step, in which
+    every card carries about one shard, however many domains there are. The first and the last piece meet empty ones.
+    """
+    assert b.output is not None and before.output is not None
+    index, number, home = layout.index, layout.number, layout.domain_of(b.root)
+    away = [domain for domain in range(len(layout.domains)) if domain != home]
+    rail = {domain: layout.domains[domain][index] for domain in away} if index < layout.rails else {}
+    shards, shards_before = (rail_shards(each, layout, b.dtype) for each in (b.output, before.output))
+    new, old = (
+        dict(zip(away, split(each[index], len(away), b.dtype.itemsize), strict=True))
+        for each in (shards, shards_before)
+    )
+    if number == home:
+        if b.output.count:
+            yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(b.root), output=b.output))
+        yield NetworkStep(sends=tuple(NetworkMessage.of(rank, new[domain], b.dtype) for domain, rank in rail.items()))
+        return
+    others = {domain: rank for domain, rank in rail.items() if domain != number}
+    source = (NetworkMessage.of(layout.domains[home][index], new[number], b.dtype),) if rail else ()
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, old[number], b.dtype) for rank in others.values()),
+        (*source, *(NetworkMessage.of(rank, old[domain], b.dtype) for domain, rank in others.items())),
+    )
+    if before.output.count:
+        yield allgather_in_domain(layout, b.dtype, shards_before[index], shards_before)

@@ -1,0 +1,276 @@
+"""Transfers: network messages between peer domains as messages of MPI, with deadlines and errors that name ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mpi4py import MPI
+
+from mpicomm.cluster.agreement import GRACE_S, abandoned
+from mpicomm.collectives.signature import Signature
+from mpicomm.domains.network_waits import NetworkWaits
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
+from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks
+from mpicomm.waiting import wait_until
+
+# The groups of the communicator have the tags before these.
+_WAIT_TAG = 13
+_ERROR_TAG = 14
+_TEXT_TAG = 15
+_FIRST_TAG = 16
+_LAST_TAG = 32767  # MPI promises tags up to this number
+_ANSWER_S = 0.2
+_SENDING_S = 0.05
+
+
+class MpiTransfer(Protocol):
+    """Network messages that are under way."""
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; return whether all network messages have arrived. Local."""
+
+    def receiving(self) -> set[int]:
+        """Return the ranks whose data has not arrived. Local."""
+
+    def sending(self) -> set[int]:
+        """Return the ranks that have not taken their data. Local."""
+
+    def give_up(self) -> None:
+        """Leave the network messages to themselves: a rank does not come. Local."""
+
+
+class Transfers:
+    """The transfers of one communicator over ``comm``, which carries the messages of its groups, too.
+
+    A message carries the hash of its call in its tag, so ranks in different calls notice. All messages of a call have
+    one tag, so they must be sent and received in the same order.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float, contacts: Sequence[int], waits: NetworkWaits) -> None:
+        self.comm = comm
+        self._timeout_s = timeout_s
+        self._contacts = contacts
+        self._waits = waits
+        self._open: list[MpiTransfer] = []
+        self._has_told = False
+        self.failed = False
+        """Whether this rank has given a call up: messages of it may still be under way, or in no receive."""
+        self.meanwhile: Callable[[], object] = _nothing
+        """Called now and then during a wait. An exception of it ends the wait."""
+
+    @staticmethod
+    def tag_of(call: Signature) -> int:
+        """Return the tag of a call's messages."""
+        return _FIRST_TAG + call.hash32 % (_LAST_TAG + 1 - _FIRST_TAG)
+
+    def begin(self, make: Callable[[int], MpiTransfer], call: Signature) -> Callable[[], None]:
+        """Make a transfer, whose messages have the tag that is passed; return the function that waits for its end.
+
+        That function raises `CollectiveTimeoutError` where a rank does not come within the deadline, and `PeerError`
+        where a rank makes another call, or sends another length. Where a rank that this one waits for has given the
+        call up, it raises the error of that rank: see `tell`.
+        """
+        try:
+            transfer = make(self.tag_of(call))
+        except MPI.Exception as error:
+            raise self._given_up(_refused(call, error)) from None
+        self._open.append(transfer)
+        self._advance(call)
+        return lambda: self._finish(transfer, call)
+
+    def tell(self, error: MpicommError) -> None:
+        """Tell the ranks of other domains that may wait for this one why it has given a call up. Local.
+
+        This rank may have waited for a rank of its domain: so they learn which one. A second call does nothing.
+        """
+        if self._has_told:
+            return
+        self._has_told = True
+        self._say(equal_error(error), _ERROR_TAG)
+        # MPI sends messages only while it is called, also those that it has buffered. The program may not call it after
+        # the error.
+        wait_until(lambda: False, _SENDING_S, lambda: self.comm.Iprobe(self.comm.rank, _ERROR_TAG))
+
+    def _say(self, said: Any, tag: int) -> None:
+        self.failed = True
+        for rank in self._contacts:
+            with contextlib.suppress(MPI.Exception):  # MPI knows that it is gone
+                abandoned.append(self.comm.isend(said, rank, tag))
+
+    def _told(self, ranks: Iterable[int]) -> MpicommError | None:
+        """Return the error that one of these ranks has told, if one has. Local."""
+        for rank in ranks:
+            if self.comm.Iprobe(rank, _ERROR_TAG):
+                said: MpicommError = self.comm.recv(None, rank, _ERROR_TAG)
+                return said
+        return None
+
+    def _advance(self, call: Signature) -> None:
+        for transfer in list(self._open):
+            try:
+                over = transfer.advance()
+            except LengthError as error:
+                here = self.comm.rank
+                raise self._given_up(
+                    PeerError(f"{call}: {error} on rank {here}: pass counts that agree", ranks=[here])
+                ) from None
+            except MPI.Exception as error:
+                raise self._given_up(_refused(call, error)) from None
+            if over:
+                self._open.remove(transfer)
+
+    def _finish(self, transfer: MpiTransfer, call: Signature) -> None:
+        def ready() -> bool:
+            self._advance(call)
+            return transfer not in self._open
+
+        def look_around() -> None:
+            self.meanwhile()
+            self._waits.waits_for(min(transfer.receiving() or transfer.sending(), default=-1))
+            told = self._told(transfer.receiving() | transfer.sending())
+            if told is not None:
+                raise self._given_up(told)
+            for rank in sorted(transfer.receiving()):
+                tag = self._tag_from(rank)
+                if tag is None or tag in (self.tag_of(call), _WAIT_TAG, _ERROR_TAG):
+                    continue
+                # That rank may have made the next call already, and its message of this call may just be arriving.
+                if not wait_until(lambda rank=rank: ready() or rank not in transfer.receiving(), _ANSWER_S):  # type: ignore[misc]
+                    raise self._given_up(self._different(call, rank, tag))
+
+        try:
+            if wait_until(ready, self._timeout_s, look_around):
+                return
+            # The ranks that this one waits for may themselves wait, and say so at about this time.
+            self._say(sorted(transfer.receiving() or transfer.sending()), _WAIT_TAG)
+            if wait_until(ready, GRACE_S, look_around):
+                return
+            missing = self._missing(transfer.receiving() or transfer.sending())
+        except MPI.Exception as error:  # Open MPI with ULFM refuses to look for messages of a rank that is gone
+            raise self._given_up(_refused(call, error)) from None
+        finally:
+            self._waits.waits_no_more()
+        raise self._given_up(
+            CollectiveTimeoutError(
+                f"{call}: {name_ranks(missing)} did not arrive within {self._timeout_s:g} s; the communicator is "
+                "unusable from here on",
+                ranks=missing,
+            )
+        )
+
+    def _missing(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that are missing: in place of a rank that says that it waits, those for which it waits."""
+        missing: set[int] = set()
+        for rank in ranks:
+            said = self.comm.recv(None, rank, _WAIT_TAG) if self.comm.Iprobe(rank, _WAIT_TAG) else [rank]
+            missing.update(said)
+        return sorted(missing - {self.comm.rank} or set(ranks))
+
+    def _tag_from(self, rank: int) -> int | None:
+        """Return the tag of the first message from a rank that waits for a receive, None if no message waits. Local."""
+        status = MPI.Status()
+        return status.tag if self.comm.Iprobe(rank, MPI.ANY_TAG, status) else None
+
+    def _different(self, call: Signature, rank: int, tag: int) -> PeerError:
+        """Return the error for a rank in another call, which has sent a message with ``tag``, and tell it this call."""
+        theirs = "a set-up, or Free"
+        if tag >= _TEXT_TAG:
+            theirs = "another call"
+            abandoned.append(self.comm.isend(str(call), rank, _TEXT_TAG))
+            if wait_until(lambda: self.comm.Iprobe(rank, _TEXT_TAG), _ANSWER_S):
+                theirs = self.comm.recv(None, rank, _TEXT_TAG)
+        own = f"rank {self.comm.rank}: {call}"
+        return PeerError(f"ranks called different things: {own}; rank {rank}: {theirs}", ranks=[rank])
+
+    def _given_up(self, error: MpicommError) -> MpicommError:
+        self._give_up()
+        return error
+
+    def _give_up(self) -> None:
+        self.failed = True
+        for transfer in self._open:
+            transfer.give_up()
+        self._open.clear()
+
+
+@dataclass(frozen=True)
+class _Message:
+    rank: int
+    nbytes: int
+    request: MPI.Request
+
+
+class Direct:
+    """A transfer from and into memory that MPI reads and writes itself."""
+
+    def __init__(self, comm: MPI.Intracomm, network_step: NetworkStep, tag: int) -> None:
+        self._receives: list[_Message] = []
+        self._sends: list[_Message] = []
+        try:
+            # Receives first, so that no message comes before its receive and needs memory of MPI.
+            for each in network_step.receives:
+                request = comm.Irecv(memory_of(each), each.rank, tag)
+                self._receives.append(_Message(each.rank, each.nbytes, request))
+            for each in network_step.sends:
+                self._sends.append(_Message(each.rank, each.nbytes, comm.Isend(memory_of(each), each.rank, tag)))
+        except MPI.Exception:
+            self.give_up()  # of the messages before the one that MPI refuses
+            raise
+
+    def advance(self) -> bool:
+        """Let MPI advance; see `MpiTransfer`."""
+        self._receives = [
+            message for message in self._receives if not arrived(message.request, message.rank, message.nbytes)
+        ]
+        self._sends = [message for message in self._sends if not message.request.Test()]
+        return not self._receives and not self._sends
+
+    def receiving(self) -> set[int]:
+        """See `MpiTransfer`."""
+        return {message.rank for message in self._receives}
+
+    def sending(self) -> set[int]:
+        """See `MpiTransfer`."""
+        return {message.rank for message in self._sends}
+
+    def give_up(self) -> None:
+        """Cancel the receives, because the memory may get another owner. Keep the requests: see `MpiTransfer`."""
+        for message in self._receives:
+            if message.request != MPI.REQUEST_NULL:  # else it has ended with another length
+                message.request.Cancel()
+        abandoned.extend(message.request for message in (*self._receives, *self._sends))
+
+
+def _nothing() -> None: ...
+
+
+def memory_of(message: NetworkMessage) -> Any:
+    """Return a network message's memory as MPI takes it."""
+    return [MPI.memory.fromaddress(message.pointer, message.nbytes), MPI.BYTE]
+
+
+class LengthError(Exception):
+    """A message has another length than its receive."""
+
+
+def arrived(request: MPI.Request, rank: int, nbytes: int) -> bool:
+    """Return whether a message of a rank has arrived; raises `LengthError` where it has not ``nbytes``."""
+    status = MPI.Status()
+    try:
+        if not request.Test(status):
+            return False
+    except MPI.Exception as error:
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            raise LengthError(f"rank {rank} sends more than the {nbytes} bytes that are expected") from None
+        raise
+    if status.Get_count(MPI.BYTE) != nbytes:
+        raise LengthError(f"rank {rank} sends {status.Get_count(MPI.BYTE)} bytes, and {nbytes} are expected")
+    return True
+
+
+def _refused(call: Signature, error: MPI.Exception) -> PeerError:
+    """Return the error for a message that MPI refuses, as it does where it knows that a rank is gone."""
+    return PeerError(f"{call}: MPI reports that a rank is gone, or that its network is: {error}")

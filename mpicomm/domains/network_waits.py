@@ -1,0 +1,75 @@
+"""NetworkWaits: which rank of another peer domain each rank of this domain waits for, in shared host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.devices.host import HostBackend
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.sharing.segments import share
+from mpicomm.waiting import wait_until
+
+_LINE_NBYTES = 64
+_ALIVE_S = 0.25  # in which a rank that waits shows that it is alive, also where ranks take turns on cores and on a GPU
+
+
+class NetworkWaits:
+    """A line for each rank of a domain: the rank of another domain that it waits for, and a count that goes on.
+
+    A rank whose wait for a rank of its domain is over in vain may have waited for the wrong one: that rank may itself
+    wait for a rank of another domain, which is the missing one. A rank that has stopped in such a wait does not count
+    on, so it is missing itself. Construction is collective over ``domain`` and raises as `share` does.
+    """
+
+    def __init__(self, domain: Group) -> None:
+        backend = HostBackend(domain.timeout_s)
+        self._segments = share(
+            domain, backend, "waits", lambda: backend.allocate("memfd", _LINE_NBYTES), lambda: _LINE_NBYTES
+        )
+        views = [backend.view(self._segments[index], (2,), np.dtype(np.int64)) for index in range(domain.size)]
+        self._lines = [view.data.cast("B").cast("q") for view in views]
+        self._own = domain.rank
+
+    def waits_for(self, rank: int) -> None:
+        """Say that this rank waits for ``rank``, and is alive; local, cheap, to be repeated."""
+        # Pairs with the reads in `awaited`. The words need no order between them: a reader only asks whether the count
+        # goes on, and names the rank that it finds.
+        line = self._lines[self._own]
+        line[0] = rank + 1
+        line[1] += 1
+
+    def waits_no_more(self) -> None:
+        """Say that this rank waits for no other domain; local."""
+        if self._lines:
+            self._lines[self._own][0] = 0
+
+    def awaited(self) -> list[int]:
+        """Return the ranks of other domains that living ranks of this domain wait for.
+
+        Local. It returns when all ranks that wait have counted on, and after `_ALIVE_S` where one has stopped or none
+        waits.
+        """
+        counts = [line[1] for line in self._lines]
+
+        def waiting() -> list[tuple[int, bool]]:
+            lines = zip(self._lines, counts, strict=True)
+            return [(line[0] - 1, line[1] != count) for line, count in lines if line[0]]
+
+        wait_until(lambda: bool(found := waiting()) and all(alive for _, alive in found), _ALIVE_S)
+        return sorted({rank for rank, alive in waiting() if alive})
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's line; local."""
+        return (MemoryUse("waits", host_nbytes=self._segments.own.nbytes),)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' lines; local."""
+        self._lines.clear()
+        self._segments.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's line; local, after every peer's `close_peers`."""
+        self._segments.close_own()

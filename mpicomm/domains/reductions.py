@@ -1,0 +1,227 @@
+"""Schedules of the reductions over several domains: reduce in the domain, exchange between domains, reduce again.
+
+**Order.** The ranks of a domain are reduced in their order, then the results of the domains in the order of the
+domains. All ranks compute with the same numbers in the same order, so results are bitwise the same on all ranks and in
+every run of the same layout, whatever engine carries the data. They may differ from the result of one domain, whose
+order is that of the ranks alone.
+
+**Rounding.** Sums, products, averages and operations of the user on floats of 16 bits or fewer are computed in float32
+from the first step on, travel as float32, and are rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpicomm.collectives.operations import ALLREDUCE, GATHERV, REDUCE_SCATTER, REDUCE_SCATTER_BLOCK
+from mpicomm.collectives.patterns import Buffers, split
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.movements import (
+    allgather,
+    allgather_in_domain,
+    cut_alike,
+    in_domain,
+    in_turn,
+    one_after_the_other,
+    rail_shards,
+)
+from mpicomm.domains.steps import Combine, Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Slots, Step
+from mpicomm.mpi.span import Span
+from mpicomm.mpi.types import is_narrow
+
+_WIDE = np.dtype(np.float32)
+_EXACT = ("max", "min", "land", "lor", "lxor")  # the operations whose results need no rounding
+
+
+def allreduce_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """All-reduce in each peer domain; then partners of all domains exchange the results. For small data."""
+    send, output = _both(b)
+    dtype, op, source = yield from _widened(b, send, room)
+    nbytes = send.count * dtype.itemsize
+    partials = Slots.take(room, len(layout.domains), nbytes)
+    own = partials[layout.number]
+    yield Local(ALLREDUCE, in_domain(layout, dtype, op, send=source, output=Span(own, send.count)))
+    yield NetworkStep(
+        tuple(NetworkMessage(rank, own, nbytes) for domain in layout.others for rank in layout.served(domain)),
+        tuple(
+            NetworkMessage(layout.partner(layout.rank, domain), partials[domain], nbytes) for domain in layout.others
+        ),
+    )
+    yield _combined(b, dtype, op, partials, output)
+
+
+def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """Reduce-scatter in each domain, then among the ranks of each rail; all-gather along each rail, then in the domain.
+
+    Each rail has a shard, so all network cards carry the same bytes, twice their part of the data. In each rail every
+    rank reduces a part of the shard: two messages between each two ranks, for large data.
+    """
+    send, output = _both(b)
+    dtype, op, source = yield from _widened(b, send, room)
+    number, index, domains = layout.number, layout.index, len(layout.domains)
+    results = rail_shards(output, layout, b.dtype)
+    shards = cut_alike(source, results, dtype)
+    shard = Span(room.take(shards[index].count * dtype.itemsize), shards[index].count)
+    yield _reduce_scatter_in_domain(layout, dtype, op, shards, shard)
+    places = split(results[index], domains, b.dtype.itemsize)
+    parts = cut_alike(shard, places, dtype)
+    nbytes = parts[number].count * dtype.itemsize
+    slots = Slots.take(room, domains, nbytes)
+    rail = {domain: layout.domains[domain][index] for domain in layout.others} if index < layout.rails else {}
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, parts[domain], dtype) for domain, rank in rail.items()),
+        tuple(NetworkMessage(rank, slots[domain], nbytes) for domain, rank in rail.items()),
+    )
+    yield Move(slots[number], parts[number].pointer, nbytes)
+    yield _combined(b, dtype, op, slots, places[number])
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, places[number], b.dtype) for rank in rail.values()),
+        tuple(NetworkMessage.of(rank, places[domain], b.dtype) for domain, rank in rail.items()),
+    )
+    yield allgather_in_domain(layout, b.dtype, results[index], results)
+
+
+def reduce(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """Reduce-scatter in each domain; each rail brings its shards to the root's domain, which gathers the results."""
+    assert b.send is not None
+    dtype, op, source = yield from _widened(b, b.send, room)
+    home, index = layout.domain_of(b.root), layout.index
+    at_home = layout.number == home
+    shards = cut_alike(source, rail_shards(b.send, layout, b.dtype), dtype)
+    count = shards[index].count
+    nbytes = count * dtype.itemsize
+    slots = Slots.take(room, len(layout.domains) if at_home else 1, nbytes)
+    own = slots[layout.number if at_home else 0]
+    yield _reduce_scatter_in_domain(layout, dtype, op, shards, Span(own, count))
+    if not at_home:
+        yield NetworkStep(
+            sends=(NetworkMessage(layout.domains[home][index], own, nbytes),) if index < layout.rails else ()
+        )
+        return
+    others = layout.others if index < layout.rails else ()
+    yield NetworkStep(
+        receives=tuple(NetworkMessage(layout.domains[domain][index], slots[domain], nbytes) for domain in others)
+    )
+    result = Span(room.take(count * b.dtype.itemsize), count)
+    yield _combined(b, dtype, op, slots, result)
+    blocks = None if b.rank != b.root or b.output is None else rail_shards(b.output, layout, b.dtype)
+    root = layout.index_of(b.root)
+    yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=result, blocks=blocks))
+
+
+def reduce_scatter(
+    b: Buffers, layout: DomainLayout, distances: Sequence[int], room: ScratchAllocator
+) -> Iterator[Step]:
+    """Reduce the blocks of the domains that lie ``distances`` places ahead in this domain, and send the results there.
+
+    Each block is reduced on the rank that is its owner's partner. The blocks of one domain are reduced where they lie,
+    unless they have to be converted. The blocks of several domains that one rank reduces lie apart, so each rank packs
+    them in scratch memory before. Distance 0 is the domain itself, and comes last: then all partial results of this
+    rank's block are here, and are reduced.
+
+    The calls with all distances must have the same scratch memory, which holds the partial results.
+    """
+    assert b.send_blocks is not None and b.output is not None
+    blocks, exchanged = b.send_blocks, [distance for distance in distances if distance]
+    dtype, op = _accumulated(b)
+    nbytes = b.output.count * dtype.itemsize
+    slots = Slots.take(room, len(layout.domains), nbytes)
+    served = [layout.served(domain) for domain in layout.others]
+    start = room.take(sum(blocks[rank].count for row in served for rank in row) * dtype.itemsize)
+    places, spans = one_after_the_other(blocks, served, start, dtype)
+    places[b.rank] = Span(slots[layout.number], b.output.count)
+    targets = [layout.ahead(distance) for distance in distances]
+    if len(targets) == 1 and dtype == b.dtype:
+        for turn in layout.turns(targets[0]):
+            output = places[turn[layout.index]] if layout.index < len(turn) else Span(0, 0)
+            yield _reduce_scatter_in_domain(layout, dtype, op, in_turn(blocks, turn, layout), output)
+    else:
+        rows = layout.served_by_each(targets)
+        count = sum(blocks[rank].count for row in rows for rank in row)
+        packed = Span(room.take(count * b.dtype.itemsize), count)
+        _, given = one_after_the_other(blocks, rows, packed.pointer, b.dtype)
+        yield Pack.of((blocks[rank] for row in rows for rank in row), packed.pointer, b.dtype)
+        if dtype != b.dtype:
+            wide = Span(room.take(count * dtype.itemsize), count)
+            yield _converted(b, packed, wide, dtype)
+            given = cut_alike(wide, given, dtype)
+        first = spans[distances[0] - 1] if exchanged else places[b.rank]
+        output = Span(first.pointer, given[layout.index].count)
+        yield _reduce_scatter_in_domain(layout, dtype, op, given, output)
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, places[rank], dtype) for distance in exchanged for rank in served[distance - 1]),
+        tuple(
+            NetworkMessage(layout.partner(b.rank, domain), slots[domain], nbytes)
+            for domain in (layout.ahead(-distance) for distance in exchanged)
+        ),
+    )
+    if 0 in distances:
+        yield _combined(b, dtype, op, slots, b.output)
+
+
+def scan(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """Bring the data of all ranks to every rank, which reduces those up to its own."""
+    yield from _prefix(b, layout, room, b.rank + 1)
+
+
+def exscan(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+    """Bring the data of all ranks to every rank, which reduces those before its own; the first rank writes nothing."""
+    yield from _prefix(b, layout, room, b.rank)
+
+
+def _prefix(b: Buffers, layout: DomainLayout, room: ScratchAllocator, ranks: int) -> Iterator[Step]:
+    send, output = _both(b)
+    nbytes = send.count * b.dtype.itemsize
+    slots = Slots.take(room, layout.size, nbytes)
+    gathered = replace(b, output=None, blocks=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
+    yield from allgather(gathered, layout, [0], room)
+    yield from allgather(gathered, layout, range(1, len(layout.domains)), room)
+    if ranks == 1:  # a single contribution is the result, also where the operation would change it
+        yield Move(output.pointer, slots[0], nbytes)
+    elif ranks:
+        divisor = ranks if b.op == "avg" else 1
+        op = "sum" if b.op == "avg" else b.op
+        yield Combine(op, b.dtype, slots[0], slots.stride, ranks, send.count, output.pointer, b.dtype, divisor)
+
+
+def _accumulated(b: Buffers) -> tuple[np.dtype[Any], str]:
+    """Return the type in which partial results travel, and the operation with which they are reduced."""
+    wide = is_narrow(b.dtype) and b.op not in _EXACT
+    return (_WIDE if wide else b.dtype), ("sum" if b.op == "avg" else b.op)
+
+
+def _widened(b: Buffers, send: Span, room: ScratchAllocator) -> Generator[Step, None, tuple[np.dtype[Any], str, Span]]:
+    """Convert the input where partial results travel in a wider type; return that type, the operation, the input."""
+    dtype, op = _accumulated(b)
+    if dtype == b.dtype:
+        return dtype, op, send
+    wide = Span(room.take(send.count * dtype.itemsize), send.count)
+    yield _converted(b, send, wide, dtype)
+    return dtype, op, wide
+
+
+def _converted(b: Buffers, source: Span, target: Span, dtype: np.dtype[Any]) -> Combine:
+    return Combine("sum", b.dtype, source.pointer, 0, 1, source.count, target.pointer, dtype)
+
+
+def _combined(b: Buffers, dtype: np.dtype[Any], op: str, slots: Slots, output: Span) -> Combine:
+    """Reduce the partial results of all domains, one in each slot, to the result."""
+    divisor = b.size if b.op == "avg" else 1
+    return Combine(op, dtype, slots[0], slots.stride, slots.number, output.count, output.pointer, b.dtype, divisor)
+
+
+def _reduce_scatter_in_domain(
+    layout: DomainLayout, dtype: np.dtype[Any], op: str, blocks: Sequence[Span], output: Span
+) -> Local:
+    """Reduce block i of all ranks of the domain on the rank with index i."""
+    operation = REDUCE_SCATTER_BLOCK if len({block.count for block in blocks}) == 1 else REDUCE_SCATTER
+    return Local(operation, in_domain(layout, dtype, op, send_blocks=blocks, output=output))
+
+
+def _both(b: Buffers) -> tuple[Span, Span]:
+    assert b.send is not None and b.output is not None
+    return b.send, b.output

@@ -1,0 +1,144 @@
+"""Steps: what one rank does for a collective over several peer domains. They know neither devices nor engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.mpi.span import Span
+
+_ALIGNED_NBYTES = 256
+
+
+@dataclass(frozen=True)
+class Local:
+    """A collective of this rank's domain; ``buffers`` count its ranks by their index in the domain."""
+
+    operation: Operation
+    buffers: Buffers
+
+
+@dataclass(frozen=True)
+class NetworkMessage:
+    """Bytes that go to a rank of another domain, or come from it."""
+
+    rank: int
+    pointer: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, rank: int, span: Span, dtype: np.dtype[Any]) -> NetworkMessage:
+        """Return the network message with all elements of a span."""
+        return cls(rank, span.pointer, span.count * dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class NetworkStep:
+    """Network messages between domains. Two ranks exchange their messages in the same order on both sides."""
+
+    sends: tuple[NetworkMessage, ...] = ()
+    receives: tuple[NetworkMessage, ...] = ()
+
+    def without_empty(self) -> NetworkStep:
+        """Return the network messages that have bytes: both ranks of a network message know its length."""
+        return NetworkStep(tuple(p for p in self.sends if p.nbytes), tuple(p for p in self.receives if p.nbytes))
+
+
+@dataclass(frozen=True)
+class Combine:
+    """Reduce ``sources`` arrays of ``count`` elements in this rank's memory, in their order, into ``output``.
+
+    The arrays begin ``stride`` bytes after each other. The result is divided by ``divisor`` and rounded to ``result``.
+    One source is converted.
+    """
+
+    op: str
+    dtype: np.dtype[Any]
+    source: int
+    stride: int
+    sources: int
+    count: int
+    output: int
+    result: np.dtype[Any]
+    divisor: int = 1
+
+
+@dataclass(frozen=True)
+class Move:
+    """Copy bytes within this rank's memory."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Copy blocks of this rank's memory to packed memory, where they follow each other; with ``unpacks`` copy back."""
+
+    blocks: tuple[Span, ...]
+    """Their counts are bytes. None of them is empty."""
+    packed: int
+    unpacks: bool = False
+
+    @classmethod
+    def of(cls, blocks: Iterable[Span], packed: int, dtype: np.dtype[Any], *, unpacks: bool = False) -> Pack:
+        """Return the step for blocks of elements."""
+        in_bytes = (Span(block.pointer, block.count * dtype.itemsize) for block in blocks if block.count)
+        return cls(tuple(in_bytes), packed, unpacks)
+
+    def copies(self) -> Iterator[Move]:
+        """Yield the copy of each block."""
+        packed = self.packed
+        for block in self.blocks:
+            target, source = (block.pointer, packed) if self.unpacks else (packed, block.pointer)
+            yield Move(target, source, block.count)
+            packed += block.count
+
+
+Step = Local | NetworkStep | Combine | Move | Pack
+
+
+class ScratchAllocator:
+    """Scratch memory of one call from an address on, which its schedule takes piece by piece.
+
+    A schedule is a pure function of its arguments, so a run with any address tells how many bytes it needs.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
+        self.nbytes = 0
+        """The bytes that were taken."""
+
+    def take(self, nbytes: int) -> int:
+        """Return the address of memory that nothing else of the call uses."""
+        address = self._start + self.nbytes
+        self.nbytes += _aligned(nbytes)
+        return address
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Scratch memory for ``number`` arrays of one length, which begin ``stride`` bytes after each other."""
+
+    start: int
+    stride: int
+    number: int
+
+    @classmethod
+    def take(cls, room: ScratchAllocator, number: int, nbytes: int) -> Slots:
+        """Take slots of ``nbytes`` bytes each from the scratch memory."""
+        stride = _aligned(nbytes)
+        return cls(room.take(number * stride), stride, number)
+
+    def __getitem__(self, index: int) -> int:
+        return self.start + index * self.stride
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES

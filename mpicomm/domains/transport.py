@@ -1,0 +1,37 @@
+"""Transport: an engine that moves network messages of device memory between peer domains, behind one face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from mpicomm.collectives.signature import Signature
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.domains.steps import NetworkStep
+from mpicomm.errors import MpicommError
+
+Name = Literal["mapped", "nccl", "mpi", "staged"]
+
+
+class Transport(Protocol):
+    """Moves network messages between device memory of different domains."""
+
+    name: Name
+    capturable: bool
+    """Whether CUDA graphs can hold its work; else it blocks the host, and a capture is an error."""
+
+    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
+        """Start messages after the work of ``stream``. Return a function that makes the stream wait for them.
+
+        All ranks start equally many network steps in the same order; one of them may be without network messages. The
+        function raises `CollectiveTimeoutError` or `PeerError` as `Transfers.begin` says, or does not block.
+        """
+
+    def tell(self, error: MpicommError) -> None:
+        """Tell ranks of other domains why this rank has given a call up; local. See `Transfers.tell`."""
+
+    def memory_use(self) -> tuple[MemoryUse, ...]:
+        """Return the memory of this rank; local."""
+
+    def close(self) -> None:
+        """Give back what the transport has; its work must be over, or have failed. Local."""

@@ -1,0 +1,208 @@
+"""Elementwise: an epilogue that is an expression of each element of the result."""
+
+from __future__ import annotations
+
+import keyword
+import struct
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, host_array
+from mpicomm.errors import InvalidUsageError
+from mpicomm.expressions.bounds import bounds, indices
+from mpicomm.expressions.expression import Expression, parse, shown
+from mpicomm.expressions.functions import FUNCTIONS
+from mpicomm.expressions.tree import Array, Variable
+from mpicomm.kernels.epilogue import (
+    EPILOGUE_THREADS,
+    MOST_OPERANDS,
+    EpilogueArguments,
+    EpilogueOperands,
+    PacketEpilogue,
+    blocks_for,
+    epilogue_kernel,
+    epilogue_options,
+)
+from mpicomm.kernels.reductions import cpp_name
+from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.types import is_narrow
+
+_VALUE, _INDEX = Variable("v", "v"), Variable("i", "i", "integer")
+_FLOAT32 = np.dtype(np.float32)
+_BLOCK = 1 << 16  # elements that NumPy computes at once, which stay in a core's cache
+
+
+class Elementwise(Epilogue):
+    """An expression that is applied to each element of the result of an all-reduce, before it is stored.
+
+    ``Elementwise("v * scale + bias[i % 512]", scale=0.5, bias=b)``: ``v`` is the element as the call would store it
+    without an epilogue, ``i`` its index, and the other names are the keyword arguments, up to 8:
+
+    - numbers, which take the kind of the elements: a float needs elements of floats;
+    - arrays on the same device as the result, apart from it, whose elements take the type of the elements. Their index
+      is computed of i, integers and numbers with ``+ - * // %``, and has to be within the array for each i.
+
+    The rest of an expression is that of `Op`. It is computed in the element type, floats of 16 bits or fewer in
+    float32, and rounded to the type of ``recvbuf``. That may be another than the type of ``sendbuf``, of the same kind
+    or a later one: bool, integers, floats, complex numbers.
+
+    All ranks pass equal epilogues with equal operands, because the rank that reduces an element applies it. Local; the
+    caller keeps arrays unchanged until the call is done. Raises `InvalidUsageError` for an expression or operand that
+    is none of these, here or when a call tells the types.
+    """
+
+    def __init__(self, expression: str, /, **operands: Any) -> None:
+        if len(operands) > MOST_OPERANDS:
+            raise InvalidUsageError(
+                f"epilogue={shown(expression)} has {len(operands)} operands: pass up to {MOST_OPERANDS}"
+            )
+        self.expression = expression
+        self._numbers: dict[str, int | float] = {}
+        self._arrays: dict[str, Any] = {}
+        for name, operand in operands.items():
+            if name in ("v", "i") or name in FUNCTIONS or keyword.iskeyword(name):
+                raise InvalidUsageError(
+                    f"epilogue={shown(expression)}: the operand {name} has a name that means something else: rename it"
+                )
+            number = number_of(operand)
+            if number is None:
+                self._arrays[name] = operand
+            else:
+                self._numbers[name] = number
+
+    def __repr__(self) -> str:
+        operands = "".join(f", {name}={operand!r}" for name, operand in self._numbers.items())
+        return f"Elementwise({shown(self.expression)}{operands}{''.join(f', {name}=...' for name in self._arrays)})"
+
+    def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
+        """See `Epilogue`."""
+        arrays = [(name, identity_of(array)) for name, array in self._arrays.items()]
+        if any(identity is None for _, identity in arrays):
+            return None
+        numbers = [(name, type(number), number) for name, number in self._numbers.items()]
+        return self.expression, *numbers, *arrays
+
+    def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
+        """See `Epilogue`."""
+        assert result.dtype is not None
+        arrays = {name: self.read(name, array, result) for name, array in self._arrays.items()}
+        expression = self._parse(arrays)
+        for name in (*self._numbers, *arrays):
+            if name not in expression.names:
+                raise InvalidUsageError(
+                    f"{operation}: epilogue={shown(self.expression)} does not use the operand {name}: leave it out"
+                )
+        expression.require_defined(dtype.name)
+        self.require_kind(operation, dtype, result)
+        self._require_within(operation, expression, arrays, result.total)
+        operands = EpilogueOperands(count=result.total)
+        for place, name in enumerate((*self._numbers, *arrays)):
+            number = self._numbers.get(name)
+            operands.words[place] = arrays[name].pointer if number is None else _word(number)
+        said = "".join(f", {name}={number}" for name, number in self._numbers.items())
+        said += "".join(f", {name}={array.dtype}" for name, array in arrays.items())
+        text = f"{expression.text!r}{said}, to {result.dtype}"
+        return BoundElementwise(text, dtype, result.dtype, expression, operands, self._numbers, arrays)
+
+    def _parse(self, arrays: dict[str, Operand]) -> Expression:
+        numbers, named = [], []
+        for place, (name, number) in enumerate(self._numbers.items()):
+            whole = isinstance(number, int)
+            code = f"w.{'integer' if whole else 'real'}({place})"
+            numbers.append(Variable(name, code, "integer" if whole else "float"))
+        for place, (name, array) in enumerate(arrays.items(), len(numbers)):
+            assert array.dtype is not None
+            code = f"w.array<dtype::{cpp_name(array.dtype.name)}>({place})"
+            named.append(Array(name, code, array.dtype.name))
+        whole_numbers = [number for number in numbers if number.kind == "integer"]
+        return parse(self.expression, (_VALUE, _INDEX, *numbers), "epilogue", tuple(named), (_INDEX, *whole_numbers))
+
+    def _require_within(self, operation: str, expression: Expression, arrays: dict[str, Operand], count: int) -> None:
+        ranges = {name: (number, number) for name, number in self._numbers.items() if isinstance(number, int)}
+        ranges["i"] = (0, count - 1)
+        for element in indices(expression.tree) if count else ():
+            try:
+                least, largest = bounds(element.index, ranges)
+            except OverflowError:
+                raise InvalidUsageError(
+                    f"{operation}: epilogue={shown(self.expression)}: the index of {element.array.name} may need more "
+                    "than 64 bits: use smaller numbers"
+                ) from None
+            size = arrays[element.array.name].total
+            if least < 0 or largest >= size:
+                raise InvalidUsageError(
+                    f"{operation}: epilogue={shown(self.expression)}: {element.array.name} has {size} elements, and "
+                    f"its index goes from {least} to {largest} for {count} elements: pass more, or use i % {size}"
+                )
+
+
+class BoundElementwise(BoundEpilogue):
+    """An expression for the types and buffers of a call; ``numbers`` and ``arrays`` are its operands by name."""
+
+    def __init__(
+        self,
+        text: str,
+        dtype: np.dtype[Any],
+        result: np.dtype[Any],
+        expression: Expression,
+        operands: EpilogueOperands,
+        numbers: Mapping[str, int | float],
+        arrays: Mapping[str, Operand],
+    ) -> None:
+        super().__init__(text, dtype, result)
+        self._expression = expression
+        self._operands = operands
+        self._numbers = numbers
+        self._arrays = arrays
+
+    def fused(self, reduced: int, finished: int) -> Fused:
+        """See `BoundEpilogue`."""
+        options = epilogue_options(self._code, self.result.name if self.converts else None)
+        return Fused(options, PacketEpilogue(self._operands, reduced, finished))
+
+    def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
+        """See `BoundEpilogue`."""
+        arguments = EpilogueArguments(source, output, failed, self._operands)
+        nbytes = self._operands.count * max(self.dtype.itemsize, self.result.itemsize)
+        variant = epilogue_kernel(self.dtype.name, self.result.name, self._code)
+        return KernelCall(variant, arguments, blocks_for(nbytes, multiprocessors), EPILOGUE_THREADS)
+
+    @property
+    def _code(self) -> str:
+        return self._expression.cpp("State")
+
+    def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+        """See `BoundEpilogue`."""
+        wide = _FLOAT32 if is_narrow(self.dtype) else self.dtype
+        values: dict[str, Any] = {
+            name: np.float64(number) if isinstance(number, float) else np.int64(number)
+            for name, number in self._numbers.items()
+        }
+        values |= {name: host_array(array) for name, array in self._arrays.items()}
+        with np.errstate(all="ignore"):
+            for start in range(0, reduced.size, _BLOCK):
+                part = reduced[start : start + _BLOCK]
+                values["v"] = part.astype(wide)
+                values["i"] = np.arange(start, start + part.size, dtype=np.int64)
+                made = np.asarray(self._expression.evaluate(wide, values))
+                if is_narrow(self.result):
+                    made = made.astype(_FLOAT32)  # as kernels do it
+                np.copyto(out[start : start + _BLOCK], made, casting="unsafe")
+
+
+def number_of(operand: Any) -> int | float | None:
+    """Return an operand that is a number, None for an array; raises `InvalidUsageError` beyond 64 bits."""
+    if isinstance(operand, (np.integer, np.floating, np.bool_)):
+        operand = operand.item()
+    if isinstance(operand, int) and not -(2**63) <= operand < 2**63:
+        raise InvalidUsageError(f"the operand {operand} of an epilogue has more than 64 bits: pass a float")
+    if isinstance(operand, (bool, int)):
+        return int(operand)
+    return operand if isinstance(operand, float) else None
+
+
+def _word(number: int | float) -> int:
+    return int(struct.unpack("<Q", struct.pack("<d" if isinstance(number, float) else "<q", number))[0])

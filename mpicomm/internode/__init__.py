@@ -1,1 +1,0 @@
-"""Collectives over several cliques: schedules of two levels, and the engines that move data between cliques."""

@@ -1,1 +1,0 @@
-"""Collectives on device arrays over several cliques."""

@@ -1,0 +1,245 @@
+"""Measure epilogues of all-reduces on GPUs: `mpirun -np 2 python -m mpi4py scripts/measuring/measure_epilogues.py`.
+
+It times a CUDA graph of 20 all-reduces: each of them alone; with an epilogue; with the same epilogue in the package's
+kernel behind the all-reduce; and with kernels of CuPy behind that compute the same. It does so for
+``v * scale + bias[i]``, for a conversion to float8, and for a residual with an RMS norm of rows of 4096. The median
+over 7 launches is printed, in microseconds for each all-reduce, of the slowest rank. Results are compared before. Ranks
+that share a GPU take turns, so compare the columns, not the times with those of other machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+from needed import cupy
+from result_file import Table, add_tables, command, hardware
+
+import mpicomm
+from mpicomm import epilogues
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
+from mpicomm.epilogues import Elementwise, Epilogue
+from mpicomm.epilogues.base import BoundEpilogue
+from mpicomm.mpi.arguments import Operand
+from mpicomm.sizes import format_size
+
+SIZES = (16 << 10, 256 << 10, 4 << 20, 64 << 20)
+CALLS, ROUNDS = 20, 7
+HIDDEN = 4096
+SCALE = 0.5
+COLUMNS = ("alone", "epilogue", "kernel behind", "CuPy behind")
+
+_affine = cupy.ElementwiseKernel(
+    "T v, T bias, float32 scale", "T out", "out = float(v) * scale + float(bias)", "affine"
+)
+# The instruction converts two floats, the second of them to the lower byte.
+_to_float8 = cupy.ElementwiseKernel(
+    "T v, float32 scale",
+    "uint8 out",
+    """
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(float(v) * scale));
+    out = static_cast<unsigned char>(pair);
+    """,
+    "to_float8",
+)
+
+
+class Behind(Epilogue):
+    """An epilogue that no kernel that reduces applies, so that the package's kernel behind does."""
+
+    def __init__(self, epilogue: Epilogue) -> None:
+        self._epilogue = epilogue
+
+    def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
+        """See `Epilogue`."""
+        key = self._epilogue.key(identity_of)
+        return None if key is None else ("behind", key)
+
+    def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
+        """See `Epilogue`."""
+        bound = self._epilogue.bind(operation, dtype, result)
+        vars(bound)["fused"] = lambda reduced, finished: None
+        return bound
+
+
+class Float8:
+    """An array of float8_e4m3fn in the memory of ``words``, which are bytes: CuPy lacks the type."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+        self.dtype = np.dtype(ml_dtypes.float8_e4m3fn)
+        self.nbytes = words.nbytes
+        self.__cuda_array_interface__ = {**words.__cuda_array_interface__, "typestr": self.dtype.str}
+
+
+class Calls:
+    """All-reduces of ``x``: alone, with an epilogue, and with kernels behind."""
+
+    def __init__(self, comm: mpicomm.Communicator, x: Any) -> None:
+        self._comm = comm
+        self._x = x
+        self._total = cupy.empty_like(x)
+
+    def times_us(
+        self,
+        epilogue: Epilogue,
+        y: Any,
+        same: Epilogue,
+        other: Any,
+        cupy_behind: Callable[[Any], Any],
+    ) -> list[float]:
+        """Return the times by `COLUMNS`.
+
+        ``epilogue`` makes ``y``, the equal epilogue ``same`` makes ``other`` by the kernel behind, and ``cupy_behind``
+        makes the result of the sum.
+        """
+
+        def alone() -> None:
+            self._comm.Allreduce(self._x, self._total)
+
+        def fused() -> None:
+            self._comm.Allreduce(self._x, y, epilogue=epilogue)
+
+        def behind() -> None:
+            self._comm.Allreduce(self._x, other, epilogue=Behind(same))
+
+        def with_cupy() -> Any:
+            alone()
+            return cupy_behind(self._total)
+
+        fused()
+        behind()
+        made = with_cupy()
+        self._comm.check()
+        if not bool((_words(y) == _words(other)).all()):
+            raise SystemExit(f"the kernel behind has other bits: {_words(y)[:4]} and {_words(other)[:4]}")
+        _require_close(y, made)
+        return [time_us(self._comm, work) for work in (alone, fused, behind, with_cupy)]
+
+
+def time_us(comm: mpicomm.Communicator, work: Callable[[], Any]) -> float:
+    """Return the microseconds of a call of ``work`` in a CUDA graph of many. Collective."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        work()  # compiles, and sets up memory
+        work()
+        stream.synchronize()
+        stream.begin_capture()
+        for _ in range(CALLS):
+            work()
+        graph = stream.end_capture()
+        graph.launch(stream)
+        times = []
+        for _ in range(ROUNDS):
+            comm.Barrier(stream=stream)
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record(stream)
+            graph.launch(stream)
+            end.record(stream)
+            end.synchronize()
+            times.append(1000 * cupy.cuda.get_elapsed_time(begin, end) / CALLS)
+    comm.check()
+    return float(max(comm.allgather(statistics.median(times))))
+
+
+def _words(array: Any) -> Any:
+    return array.words if isinstance(array, Float8) else array.view(np.uint8)
+
+
+def _require_close(got: Any, expected: Any) -> None:
+    """Raise where an epilogue and CuPy differ by more than the rounding of a kernel of CuPy."""
+    if isinstance(got, Float8):
+        close = bool((cupy.abs(got.words.astype(np.int16) - expected.astype(np.int16)) <= 1).all())
+    else:
+        tolerance = 2e-2 if got.dtype == np.float16 else 1e-4
+        close = bool(cupy.allclose(got, expected, rtol=tolerance, atol=tolerance))
+    if not close:
+        raise SystemExit(f"CuPy has other results: {_words(got)[:4]} and {expected[:4]}")
+
+
+def affine(comm: mpicomm.Communicator, x: Any) -> list[float]:
+    """Return the times of ``v * scale + bias[i]``."""
+    bias, z = cupy.random.random(x.size).astype(x.dtype), cupy.empty_like(x)
+    epilogue = Elementwise("v * scale + bias[i]", scale=SCALE, bias=bias)
+    return Calls(comm, x).times_us(
+        epilogue,
+        cupy.empty_like(x),
+        epilogue,
+        cupy.empty_like(x),
+        lambda total: _affine(total, bias, np.float32(SCALE), z),
+    )
+
+
+def fp8(comm: mpicomm.Communicator, x: Any) -> list[float]:
+    """Return the times of a conversion to float8."""
+    y, other, z = (cupy.empty(x.size, np.uint8) for _ in range(3))
+    epilogue = epilogues.fp8(SCALE)
+    return Calls(comm, x).times_us(
+        epilogue, Float8(y), epilogue, Float8(other), lambda total: _to_float8(total, np.float32(SCALE), z)
+    )
+
+
+def norm(comm: mpicomm.Communicator, x: Any) -> list[float]:
+    """Return the times of a residual and the norm of rows."""
+    weight, z = cupy.random.random(HIDDEN).astype(x.dtype), cupy.empty_like(x)
+    residual, other_residual, third = (cupy.zeros_like(x) for _ in range(3))
+    rows = third.reshape(-1, HIDDEN)
+
+    def cupy_behind(total: Any) -> Any:
+        cupy.add(third, total, out=third)
+        squares = cupy.square(rows, dtype=cupy.float32).mean(axis=1, keepdims=True)
+        cupy.multiply(rows * (1 / cupy.sqrt(squares + 1e-6)), weight, out=z.reshape(-1, HIDDEN), casting="unsafe")
+        return z
+
+    return Calls(comm, x).times_us(
+        epilogues.rms_norm(residual, weight),
+        cupy.empty_like(x),
+        epilogues.rms_norm(other_residual, weight),
+        cupy.empty_like(x),
+        cupy_behind,
+    )
+
+
+def main() -> None:
+    """Measure, print on rank 0, and write the table where a file is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args()
+    rows: list[list[Any]] = []
+    with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
+        if comm.device == "cpu":
+            raise SystemExit("there is no GPU: epilogues of host arrays are NumPy's")
+        ranks = comm.gather(rank_record(comm.describe()))
+        say = sys.stdout.write if comm.rank == 0 else lambda _: 0
+        say(f"{'us, ' + str(comm.size) + ' ranks':>24}" + "".join(f"{column:>14}" for column in COLUMNS) + "\n")
+        for name, dtype in (("float32", cupy.float32), ("float16", cupy.float16)):
+            for what, measure in (("affine", affine), ("fp8", fp8), ("norm", norm)):
+                for nbytes in SIZES:
+                    x = cupy.random.random(nbytes // np.dtype(dtype).itemsize).astype(dtype)
+                    times = measure(comm, x)
+                    say(f"{name:>8} {what:>6} {format_size(nbytes):>8}" + "".join(f"{t:14.2f}" for t in times) + "\n")
+                    rows.append([name, what, format_size(nbytes), *(round(each, 2) for each in times)])
+    if ranks is not None and options.json is not None:
+        text = (
+            "An all-reduce alone, with an epilogue, with the same epilogue in the package's kernel behind it, and with "
+            f"kernels of CuPy behind it that compute the same, in CUDA graphs of {CALLS}: us for each, of the slowest "
+            "rank. *affine* is `v * scale + bias[i]`, *fp8* multiplies and converts to float8_e4m3fn, *norm* adds a "
+            f"residual and normalises rows of {HIDDEN}."
+        )
+        columns = ["type", "epilogue", "size", *COLUMNS]
+        title = f"Epilogues of all-reduces, {len(ranks)} ranks"
+        where = hardware(ranks, processor())
+        add_tables(options.json, [Table("Calls", title, where, columns, rows, text=text, command=command(len(ranks)))])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Measure host arrays between groups against MPI alone: `mpiexec -n N python scripts/measuring/measure_host_groups.py`.
+
+The ranks claim to be on two hosts. MPIR_CVAR_NUM_CLIQUES=2 before the command makes MPICH take them for two hosts, too.
+A Communicator and plain mpi4py take turns with the same arrays. Times are microseconds: medians of the slowest rank.
+``--json FILE`` adds the rows to a result file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from in_turns import in_turns
+from mpi4py import MPI
+from result_file import Table, add_tables, command, hardware
+from rich.console import Console
+
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.sizes import format_size, nbytes_of
+
+WORLD = MPI.COMM_WORLD
+CALLS = ("Allreduce", "Reduce_scatter_block", "Allgather", "Alltoall", "Bcast")
+COLUMNS = ["collective", "size", "mpicomm, us", "MPI, us", "MPI's time by mpicomm's"]
+
+
+def call_of(name: str, nbytes: int) -> tuple[Callable[[Any], object], Any]:
+    """Return the call, which takes a communicator, and its result; a rank's largest buffer has ``nbytes``."""
+    blocks = np.random.default_rng(WORLD.rank).integers(-8, 8, (WORLD.size, max(nbytes // 4 // WORLD.size, 1)))
+    send = blocks.astype(np.float32)
+    if name == "Bcast":
+        return lambda comm: comm.Bcast(send), send
+    given = send[0].copy() if name == "Allgather" else send
+    result = np.empty_like(send[0] if name == "Reduce_scatter_block" else send)
+    return lambda comm: getattr(comm, name)(given, result), result
+
+
+def compare(name: str, nbytes: int, comm: MPI.Intracomm, rounds: int) -> tuple[float, float]:
+    """Return the microseconds of ``comm`` and of MPI alone, after a check that both give the same result."""
+    # Both use the same arrays, because the time depends on where these lie in the caches.
+    call, result = call_of(name, nbytes)
+    call(comm)
+    found = result.copy()
+    if name != "Bcast" or WORLD.rank != 0:  # where the result is the input
+        result[...] = np.nan
+    call(WORLD)
+    if not WORLD.allreduce(bool((result == found).all()), MPI.LAND):
+        raise SystemExit(f"{name} of {nbytes} bytes: MPI and mpicomm returned different values")
+    times = in_turns({"mpicomm": partial(call, comm), "MPI": partial(call, WORLD)}, rounds)
+    return 1e6 * times["mpicomm"], 1e6 * times["MPI"]
+
+
+def main() -> None:
+    """Measure, and print on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="8,1K,64K,1M,16M")
+    parser.add_argument("--rounds", type=int, default=51)
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args()
+    os.environ["MPICOMM_HOSTID"] = f"host{WORLD.rank * 2 // WORLD.size}"
+
+    import mpicomm  # the variable is for the communicator below
+
+    console = Console(width=140, quiet=WORLD.rank != 0)
+    console.print(*(f"{name:>24}" for name in COLUMNS))
+    rows: list[list[Any]] = []
+    with mpicomm.Communicator(WORLD, device="cpu") as comm:
+        for name in CALLS:
+            for size in options.sizes.split(","):
+                ours, plain = compare(name, nbytes_of(size), comm, options.rounds)
+                rows.append(
+                    [name, format_size(nbytes_of(size)), round(ours, 1), round(plain, 1), round(plain / ours, 2)]
+                )
+                console.print(*(f"{cell:>24}" for cell in rows[-1]))
+    if WORLD.rank == 0 and options.json is not None:
+        domains = os.environ.get("MPIR_CVAR_NUM_CLIQUES", "1")
+        text = f"{WORLD.size} ranks of one machine that claim to be on 2 hosts; MPIR_CVAR_NUM_CLIQUES={domains}."
+        title = f"Host arrays between two groups against MPI alone, {WORLD.size} ranks"
+        where = hardware([], processor())
+        add_tables(options.json, [Table("Calls", title, where, COLUMNS, rows, text=text, command=command(WORLD.size))])
+
+
+main()

@@ -1,0 +1,114 @@
+"""Measure all-reduces between groups of GPUs.
+
+Run `mpiexec -n 4 python scripts/measuring/measure_internode.py [--json FILE]`.
+
+The ranks claim to be on ``--hosts`` hosts, so this also measures ranks of one machine. The engine is the one of
+MPICOMM_INTERNODE. *possible* is the time of the copies and of MPI's own Allreduce of the shards that the engine
+"staged" cannot do without: each rank copies its shard to pinned memory, MPI sums the shards of each rail, and each rank
+copies the result back. Times are microseconds: medians of the slowest rank, results are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from needed import cupy
+from result_file import Table, add_tables, command, hardware
+from rich.console import Console
+
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
+from mpicomm.sizes import format_size, nbytes_of
+
+WORLD = MPI.COMM_WORLD
+COLUMNS = ["size", "engine", "Allreduce", "possible", "possible / Allreduce", "one group"]
+
+
+def median(work: Callable[[], object], rounds: int) -> float:
+    """Return the median of microseconds of some rounds, of the slowest rank."""
+    times = []
+    for _ in range(rounds + 2):
+        cupy.cuda.Device().synchronize()
+        WORLD.Barrier()
+        start = time.perf_counter()
+        work()
+        cupy.cuda.Device().synchronize()
+        times.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
+    return 1e6 * float(statistics.median(times[2:]))
+
+
+def possible(rail: MPI.Intracomm, shards: int, nbytes: int) -> Callable[[], None]:
+    """Return the copies of a shard and MPI's Allreduce of it."""
+    count = nbytes // 4 // shards
+    shard = cupy.ones(count, cupy.float32)
+    pinned = [cupy.cuda.alloc_pinned_memory(4 * count) for _ in range(2)]
+    sent, received = (np.frombuffer(memory, np.float32, count) for memory in pinned)
+
+    def work() -> None:
+        shard.get(out=sent)
+        rail.Allreduce(sent, received)
+        shard.set(received)
+
+    return work
+
+
+def main() -> None:
+    """Measure, and print on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="4K,64K,1M,16M,64M")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args()
+    ranks = WORLD.size // options.hosts
+    os.environ["MPICOMM_HOSTID"] = f"host{WORLD.rank // ranks}"
+    os.environ.setdefault("NCCL_HOSTID", f"rank{WORLD.rank}")  # NCCL takes ranks of one GPU on different hosts alone
+
+    import mpicomm  # the variables are for the communicator below
+
+    rail, near = WORLD.Split(WORLD.rank % ranks, WORLD.rank), WORLD.Split(WORLD.rank // ranks)
+    assert isinstance(rail, MPI.Intracomm) and isinstance(near, MPI.Intracomm)
+    rows: list[list[Any]] = []
+    with mpicomm.Communicator(WORLD) as comm, mpicomm.Communicator(near) as group:
+        info = comm.describe()
+        if comm.rank == 0:
+            Console().print(*(f"{name:>20}" for name in COLUMNS))
+        for size in options.sizes.split(","):
+            nbytes = nbytes_of(size)
+            send = cupy.random.default_rng(comm.rank).random(nbytes // 4, cupy.float32)
+            total, expected = cupy.full_like(send, -1), np.empty(nbytes // 4, np.float32)
+            ours = median(partial(comm.Allreduce, send, total), options.rounds)
+            WORLD.Allreduce(send.get(), expected)
+            if not np.allclose(total.get(), expected, rtol=1e-5):
+                raise SystemExit(f"{size}: wrong data")
+            least = median(possible(rail, ranks, nbytes), options.rounds)
+            inside = median(partial(group.Allreduce, send, total), options.rounds)
+            cells = [format_size(nbytes), info.internode, *(round(each, 1) for each in (ours, least))]
+            rows.append([*cells, round(least / ours, 2), round(inside, 1)])
+            if comm.rank == 0:
+                Console().print(*(f"{cell:>20}" for cell in rows[-1]))
+        record = WORLD.gather({**rank_record(info), "node": 0})  # the hosts are claimed
+        if comm.rank == 0 and options.json is not None:
+            text = (
+                f"{WORLD.size} ranks of one machine that claim to be on {options.hosts} hosts; NCCL takes sockets "
+                'between them. *possible* is what the engine "staged" cannot do without: copies of a shard to the host '
+                "and back, and MPI's own Allreduce of the shards. *one group*: an Allreduce of the ranks of one group."
+            )
+            where = hardware(record or [], processor())
+            title = f"Between groups: all-reduce, {options.hosts} x {ranks} ranks"
+            add_tables(
+                options.json,
+                [Table("Ways compared", title, where, COLUMNS, rows, text=text, command=command(comm.size))],
+            )
+
+
+main()

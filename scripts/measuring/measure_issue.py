@@ -1,0 +1,352 @@
+"""Measure how long a call holds the host: `mpiexec -n N python scripts/measuring/measure_issue.py [--json FILE]`.
+
+A *known* call is the same in all calls. A *new* call has another size than all before, above half of ``--kib`` up to
+it, and other addresses; calls whose ranks have counts have other counts. Calls of arrays are those of a Communicator,
+beside NCCL's C functions with arguments that are converted before. Calls of `torch.distributed` have groups of the
+backends mpicomm and NCCL in one job. Times are microseconds: the median of ``--calls`` calls, of the slowest rank. Up
+to 20 calls are in flight, then the ranks wait for them and for each other, which is not timed. Each byte that the new
+calls leave is compared. A step of DistributedDataParallel is timed until it is done.
+
+Without GPUs the arrays are those of NumPy, and gloo takes NCCL's place in `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mpi4py import MPI
+from needed import torch
+from result_file import Table, add_tables, command, hardware
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from varied_arrays import FLOAT, Pools
+
+import mpicomm
+import mpicomm.torch
+from mpicomm.bench.contenders import PeerFailureError, together
+from mpicomm.bench.machine import Call, GpuMachine, HostMachine, Machine
+from mpicomm.bench.mpi_calls import mpi_call
+from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
+from mpicomm.bench.own import Mpicomm
+from mpicomm.bench.peers import module_of
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from train_torch import BATCH, digits, network
+
+WORLD = MPI.COMM_WORLD
+IN_FLIGHT = 20
+WARM_UPS = 40
+"""Calls before those that count: the first ones set up memory and compile kernels."""
+STEP = "a step of DistributedDataParallel, small network, until done"
+STEPS = 5
+"""Steps of training in a row."""
+Make = Callable[[Pools, int], Call]
+"""Returns the call number so of the pools."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call, and who makes it how."""
+
+    name: str
+    operation: str
+    """Of the bench, which says what the call leaves."""
+    place: str
+    own: Make
+    peer: Make | None = None
+    known_alone: bool = False
+    """Whether it is for calls that are repeated alone."""
+
+
+class Session:
+    """What the rows need: the Communicator, the groups, and the device of all arrays."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        dist.init_process_group("mpicomm")
+        stack.callback(dist.destroy_process_group)
+        device = mpicomm.torch.communicator().device
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        self.device = torch.device("cpu" if device == "cpu" else f"cuda:{device}")
+        self.comm = stack.enter_context(mpicomm.Communicator(WORLD, device=device))
+        self.machine: Machine = HostMachine() if device == "cpu" else GpuMachine()
+        self.peer = "gloo" if device == "cpu" else "NCCL"
+        self.peer_group = dist.new_group(backend=self.peer.lower())
+        self.stack = stack
+        self.own_arrays = Mpicomm(self.comm, self.machine, symmetric=False, algorithm="auto")
+        self.nccl = module_of("nccl").open_peer(self.comm, self.machine) if device != "cpu" else None
+        if self.nccl is not None:
+            stack.callback(self.nccl.close)
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def host_times(calls: Iterable[Call], finish: Call) -> list[float]:
+    """Return the microseconds that each call holds the host; the ranks meet after each 20 calls. Collective."""
+    times = []
+    clock = time.perf_counter_ns
+    for number, call in enumerate(calls):
+        if number % IN_FLIGHT == 0:
+            finish()
+            WORLD.Barrier()
+        begin = clock()
+        call()
+        times.append((clock() - begin) / 1e3)
+    finish()
+    return times
+
+
+def slowest(times: Sequence[float]) -> float:
+    """Return the median of the slowest rank. Collective."""
+    return float(WORLD.allreduce(statistics.median(times), MPI.MAX))
+
+
+def measure(session: Session, pools: Pools, make: Make, calls: int, *, known_alone: bool) -> list[float | None]:
+    """Return the microseconds of a known call and of a new one. Collective. Exits where a call leaves wrong bytes."""
+    pools.reset()
+    call = make(pools, 0)
+    known = host_times(repeat(call, WARM_UPS + calls), session.finish)
+    if pools.repeatable:
+        check(pools, range(1))
+    if known_alone:
+        return [slowest(known[WARM_UPS:]), None]
+    pools.reset()
+    news = range(1, 1 + WARM_UPS + calls)
+    made = [make(pools, number) for number in news]
+    new = host_times(made, session.finish)
+    check(pools, news)
+    return [slowest(known[WARM_UPS:]), slowest(new[WARM_UPS:])]
+
+
+def check(pools: Pools, called: Iterable[int]) -> None:
+    """Raise on all ranks if these calls left anything wrong. Collective."""
+    wrong = WORLD.allreduce(pools.count_wrong(called))
+    if wrong:
+        raise ValueError(f"{pools.cases[0].name} left {wrong} wrong bytes")
+
+
+def array_rows(session: Session) -> list[Row]:
+    """Return the calls of the Communicator."""
+    comm, machine = session.comm, session.machine
+
+    def of_peer(peer: Any, pools: Pools, number: int) -> Call:
+        call: Call = peer.prepare(pools.cases[number], pools.arrays(number))[""]
+        return call
+
+    def of_tensors(pools: Pools, number: int) -> Call:
+        place = pools.tensors(number)
+        viewed = (None if part is None else SimpleNamespace(view=partial(_same, part)) for part in _parts(place))
+        return mpi_call(comm, pools.cases[number], CaseBuffers(*viewed), {})
+
+    def nonblocking(pools: Pools, number: int) -> Call:
+        send, receive = (part.view(FLOAT) for part in _parts(pools.arrays(number)))
+        return lambda: comm.Iallreduce(send, receive, stream=machine.stream).Wait()
+
+    def persistent(pools: Pools, number: int) -> Call:
+        send, receive = (part.view(FLOAT) for part in _parts(pools.arrays(number)))
+        request = comm.Allreduce_init(send, receive, stream=machine.stream)
+        session.stack.callback(request.Free)
+
+        def run() -> None:
+            request.Start()
+            request.Wait()
+
+        return run
+
+    own = partial(of_peer, session.own_arrays)
+    nccl = partial(of_peer, session.nccl) if session.nccl is not None else None
+    names = ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast", "reduce", "gather", "scatter")
+    titles = {name: OPERATIONS[name].collective.name for name in (*names, "alltoallv", "allgatherv")}  # type: ignore[union-attr]
+    arrays = "NumPy arrays" if machine.stream is None else "CuPy arrays"
+    rows = [Row(f"`{title}`, {arrays}", name, OPERATIONS[name].places[0], own, nccl) for name, title in titles.items()]
+    rows += [
+        Row(f"`Sendrecv` that MPI matches, {arrays}", "sendrecv", OUT_OF_PLACE, own, nccl),
+        Row(f"`Iallreduce` and `Wait`, {arrays}", "allreduce", OUT_OF_PLACE, nonblocking),
+        Row(f"persistent `Start` and `Wait`, {arrays}", "allreduce", OUT_OF_PLACE, persistent, known_alone=True),
+    ]
+    rows += [Row(f"`{titles[name]}`, tensors", name, OPERATIONS[name].places[0], of_tensors) for name in titles]
+    return rows
+
+
+def torch_rows(session: Session) -> list[Row]:
+    """Return the calls of `torch.distributed`, blocking, and begun with ``async_op=True`` and waited for at once."""
+
+    def all_reduce(case: Case, place: CaseBuffers, **options: Any) -> Any:
+        return partial(dist.all_reduce, place.send, **options)
+
+    def broadcast(case: Case, place: CaseBuffers, **options: Any) -> Any:
+        return partial(dist.broadcast, place.send, src=ROOT, **options)
+
+    def into(function: Callable[..., Any], case: Case, place: CaseBuffers, **options: Any) -> Any:
+        return partial(function, place.receive, place.send, **options)
+
+    def splits(case: Case, place: CaseBuffers, **options: Any) -> Any:
+        sent, received = case.sent()[0], case.received()[0]
+        send, receive = place.send[: sum(sent)], place.receive[: sum(received)]
+        return partial(dist.all_to_all_single, receive, send, received, sent, **options)
+
+    def make(call: Callable[..., Any], group: Any, begun: bool, pools: Pools, number: int) -> Call:
+        ready = call(pools.cases[number], pools.tensors(number), group=group, async_op=begun)
+        return (lambda: ready().wait()) if begun else ready
+
+    # PyTorch 2.14 has other names for two of them, and takes microseconds to warn of the old ones.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls: dict[str, tuple[str, str, Callable[..., Any]]] = {
+        "`dist.all_reduce`": ("allreduce", IN_PLACE, all_reduce),
+        f"`dist.{gather.__name__}`": ("allgather", OUT_OF_PLACE, partial(into, gather)),
+        f"`dist.{scatter.__name__}`": ("reduce_scatter", OUT_OF_PLACE, partial(into, scatter)),
+        "`dist.all_to_all_single`": ("alltoall", OUT_OF_PLACE, partial(into, dist.all_to_all_single)),
+        "`dist.all_to_all_single` with splits": ("alltoallv", OUT_OF_PLACE, splits),
+        "`dist.broadcast`": ("bcast", IN_PLACE, broadcast),
+    }
+    own, peer = dist.group.WORLD, session.peer_group
+    return [
+        Row(
+            f"{name}, `async_op=True` and `wait`" if begun else name,
+            operation,
+            place,
+            partial(make, call, own, begun),
+            partial(make, call, peer, begun),
+        )
+        for begun in (False, True)
+        for name, (operation, place, call) in calls.items()
+    ]
+
+
+def training_step(session: Session, rounds: int) -> list[Any]:
+    """Return the row of a step of training the network of examples/train_torch.py, until it is done. Collective."""
+    images, shown = (part[: BATCH : WORLD.size] for part in digits(session.device))
+    groups = {"mpicomm": dist.group.WORLD, session.peer: session.peer_group}
+
+    def steps_of(group: Any) -> Call:
+        model = DistributedDataParallel(network().to(session.device), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def steps() -> None:
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(images), shown).backward()
+                optimizer.step()
+            session.finish()
+
+        return steps
+
+    ways = {name: steps_of(group) for name, group in groups.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 3):
+        for name, steps in ways.items():
+            WORLD.Barrier()
+            times[name] += [each / STEPS for each in host_times([steps], session.finish)]
+    own, peer = (slowest(each[3:]) for each in times.values())
+    return [STEP, own, peer, None, None]
+
+
+def cells(row: Sequence[Any]) -> list[Any]:
+    """Return a row with one digit behind the point."""
+    return [round(cell, 1) if isinstance(cell, float) else cell for cell in row]
+
+
+def _parts(place: CaseBuffers) -> tuple[Any, Any]:
+    return place.send, place.receive
+
+
+def _same(tensor: Any, dtype: Any) -> Any:
+    return tensor
+
+
+def run_row(session: Session, row: Row, nbytes: int, calls: int) -> list[Any]:
+    """Measure a row. Collective. A peer that fails on all ranks has no times."""
+    pools = Pools(OPERATIONS[row.operation], row.place, nbytes, 1 + WARM_UPS + calls, WORLD.rank, WORLD.size)
+    pools.put(session.device)
+    measured = partial(measure, session, pools, calls=calls, known_alone=row.known_alone)
+    own = measured(row.own)
+    session.comm.check()
+    peer: list[float | None] = [None, None]
+    if row.peer is not None:
+        try:
+            peer = together(session.comm, partial(measured, row.peer))
+        except PeerFailureError as failure:
+            show(f"{session.peer}: {failure}")
+    return [row.name, own[0], peer[0], own[1], peer[1]]
+
+
+def show(line: str) -> None:
+    """Print on rank 0."""
+    if WORLD.rank == 0:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    """Measure, and print each row on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kib", type=int, default=64, help="of the largest buffer of a rank; default: 64")
+    parser.add_argument("--calls", type=int, default=200, help="that count; default: 200")
+    parser.add_argument("--only", default="", help="rows whose names have one of these texts, as in Alltoallv,dist.")
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # of each rank, because the ranks share the cores
+    rows = []
+
+    def picked(name: str) -> bool:
+        return any(text in name for text in options.only.split(","))
+
+    with ExitStack() as stack:
+        session = Session(stack)
+        columns = ["call", *(f"{what}: {who}, us" for what in ("known", "new") for who in ("mpicomm", session.peer))]
+        show(" | ".join(columns))
+        for row in (*array_rows(session), *torch_rows(session)):
+            if picked(row.name):
+                rows.append(cells(run_row(session, row, options.kib << 10, options.calls)))
+                show(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]))
+        if picked(STEP):
+            rows.append(cells(training_step(session, max(1, options.calls // STEPS))))
+            show(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]))
+        records = WORLD.allgather(rank_record(session.comm.describe()))
+        if WORLD.rank == 0 and options.json is not None:
+            add_tables(options.json, [table(session, columns, rows, records, options)])
+
+
+def table(
+    session: Session, columns: list[str], rows: list[list[Any]], records: list[Any], options: argparse.Namespace
+) -> Table:
+    """Return the table of a result file."""
+    software = {"torch": torch.__version__}
+    if session.nccl is not None:
+        software |= {"NCCL": session.nccl.version, "NCCL of torch": ".".join(map(str, torch.cuda.nccl.version()))}
+    return Table(
+        "Calls",
+        f"The host's time in a call, known and new, {WORLD.size} ranks, {options.kib} KiB",
+        hardware(records, processor()),
+        columns,
+        rows,
+        text=(
+            f"Medians of {options.calls} calls, of the slowest rank. A known call is the same each time. A new call "
+            f"has another size, above {options.kib / 2:g} KiB, and other addresses; where ranks have counts, they are "
+            "other ones. NCCL's calls of arrays are its C functions, with arguments that are converted before."
+        ),
+        command=command(WORLD.size),
+        versions=software,
+    )
+
+
+main()

@@ -1,0 +1,178 @@
+"""Measure messages of GPU arrays between two ranks.
+
+Run `mpiexec -n 2 python scripts/measuring/measure_messages.py [--json FILE]`.
+
+Each way has its line. *MPI matches* is `Send` and `Recv`. *stream order* is the same with ``algorithm="one_shot"``,
+where kernels match. *by hand* copies to NumPy arrays, sends these with mpi4py, and copies back. Times are microseconds:
+
+- issue: the host's time in `Send`, and in `Recv` of messages that MPI has already received.
+- one way: half of the time of a message to the other rank and one back, of many in a row.
+- exchange: both ranks `Sendrecv` at once, many in a row.
+
+All are medians of rounds, of the slower rank. Received data is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from needed import cupy
+from result_file import Table, add_tables, command, hardware
+from rich.console import Console
+
+import mpicomm
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
+from mpicomm.sizes import format_size, nbytes_of
+
+WORLD = MPI.COMM_WORLD
+RANK, PEER = WORLD.rank, 1 - WORLD.rank
+COLUMNS = ["size", "way", "Send, issue", "Recv, issue", "one way", "exchange"]
+Way = tuple[Callable[[Any], None], Callable[[Any], None], Callable[[Any, Any], None]]
+
+
+def ways(comm: mpicomm.Communicator, nbytes: int) -> dict[str, Way]:
+    """Return `Send`, `Recv` and `Sendrecv` of each way."""
+    there, back = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+
+    def send_by_hand(array: Any) -> None:
+        array.get(out=there)
+        WORLD.Send(there, PEER)
+
+    def receive_by_hand(array: Any) -> None:
+        WORLD.Recv(back, PEER)
+        array.set(back)
+
+    def exchange_by_hand(sent: Any, received: Any) -> None:
+        sent.get(out=there)
+        WORLD.Sendrecv(there, PEER, 0, back, PEER)
+        received.set(back)
+
+    return {
+        "MPI matches": (
+            lambda array: comm.Send(array, PEER),
+            lambda array: comm.Recv(array, PEER),
+            lambda sent, received: comm.Sendrecv(sent, PEER, 0, received, PEER),
+        ),
+        "stream order": (
+            lambda array: comm.Send(array, PEER, algorithm="one_shot"),
+            lambda array: comm.Recv(array, PEER, algorithm="one_shot"),
+            lambda sent, received: comm.Sendrecv(sent, PEER, 0, received, PEER, algorithm="one_shot"),
+        ),
+        "by hand": (send_by_hand, receive_by_hand, exchange_by_hand),
+    }
+
+
+def median(work: Callable[[], object], rounds: int) -> float:
+    """Return the median of microseconds of some rounds, of the slower rank."""
+    times = []
+    for _ in range(rounds + 2):
+        cupy.cuda.Device().synchronize()
+        WORLD.Barrier()
+        start = time.perf_counter()
+        work()
+        times.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
+    return 1e6 * float(statistics.median(times[2:]))
+
+
+def issue(way: Way, sent: Any, received: Any, count: int, rounds: int) -> tuple[float, float]:
+    """Return the host's microseconds in a send and in a receive; the messages go from rank 0 to rank 1."""
+    send, receive, _ = way
+    sends, receives = [], []
+    for _ in range(rounds):
+        cupy.cuda.Device().synchronize()
+        WORLD.Barrier()
+        start = time.perf_counter()
+        if RANK == 0:
+            for _ in range(count):
+                send(sent)
+            sends.append((time.perf_counter() - start) / count)
+            WORLD.Barrier()
+        else:
+            WORLD.Barrier()
+            start = time.perf_counter()
+            for _ in range(count):
+                receive(received)
+            receives.append((time.perf_counter() - start) / count)
+    mine = 1e6 * statistics.median(sends or receives)
+    first, second = WORLD.allgather(mine)
+    return first, second
+
+
+def measure(name: str, way: Way, nbytes: int, count: int, rounds: int) -> list[Any]:
+    """Return the row of one way at one size."""
+    send, receive, exchange = way
+    sent = cupy.random.default_rng(17 + RANK).integers(0, 256, nbytes, cupy.uint8)
+    expected = cupy.random.default_rng(17 + PEER).integers(0, 256, nbytes, cupy.uint8)
+    received = cupy.full(nbytes, 0xDB, cupy.uint8)
+
+    def there_and_back() -> None:
+        for _ in range(count):
+            if RANK == 0:
+                send(sent)
+                receive(received)
+            else:
+                receive(received)
+                send(sent)
+        cupy.cuda.Device().synchronize()
+
+    def exchange_all() -> None:
+        for _ in range(count):
+            exchange(sent, received)
+        cupy.cuda.Device().synchronize()
+
+    one_way = median(there_and_back, rounds) / 2 / count
+    both = median(exchange_all, rounds) / count
+    sending = receiving = None
+    if name != "by hand":  # MPI's sends of much data block until the receive has begun
+        # In stream order a send of much data waits for the receive, so few are in flight.
+        in_flight = max(1, min(count, (8 << 20) // nbytes))
+        sending, receiving = issue(way, sent, received, in_flight, 5 * rounds)
+    cupy.cuda.Device().synchronize()
+    if not WORLD.allreduce(bool((received == expected).all()), MPI.LAND):
+        raise SystemExit(f"{name}, {nbytes} bytes: wrong data")
+    return [format_size(nbytes), name, *(each and round(each, 1) for each in (sending, receiving, one_way, both))]
+
+
+def main() -> None:
+    """Measure, and print on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="8,1K,16K,64K,256K,1M,4M,16M")
+    parser.add_argument("--count", type=int, default=50, help="messages in a row")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="ways, separated by commas")
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args()
+    if WORLD.size != 2:
+        raise SystemExit("messages are measured between two ranks: mpiexec -n 2")
+    with mpicomm.Communicator(WORLD) as comm:
+        rows: list[list[Any]] = []
+        only = [name for name in options.only.split(",") if name]
+        if RANK == 0:
+            Console().print(*(f"{name:>14}" for name in COLUMNS))
+        for size in options.sizes.split(","):
+            for name, way in ways(comm, nbytes_of(size)).items():
+                if not only or name in only:
+                    rows.append(measure(name, way, nbytes_of(size), options.count, options.rounds))
+                    comm.check()
+                    if RANK == 0:
+                        Console().print(*(f"{cell or '':>14}" for cell in rows[-1]))
+        record = WORLD.gather(rank_record(comm.describe()))
+        if RANK == 0 and options.json is not None:
+            text = (
+                "`Send` and `Recv` of CuPy arrays, microseconds. *MPI matches* and *stream order* are mpicomm's; *by "
+                "hand* copies to the host and back around mpi4py's calls."
+            )
+            where = hardware(record or [], processor())
+            title = "Messages of GPU arrays, 2 ranks"
+            add_tables(options.json, [Table("Messages", title, where, COLUMNS, rows, text=text, command=command(2))])
+
+
+main()

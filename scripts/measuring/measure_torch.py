@@ -1,0 +1,289 @@
+"""Measure PyTorch's backends mpicomm and gloo, or NCCL on GPUs.
+
+Run `mpiexec -n N python scripts/measuring/measure_torch.py`.
+
+`torch.distributed.all_reduce` of float32 tensors, blocking, and begun with ``async_op=True`` and waited for at once.
+Then a step of the network of examples/train_torch.py with DistributedDataParallel, and on GPUs one of a network whose
+gradients have 268 MB. Both backends have groups of the same ranks in one job, and take turns. A time is the slowest
+rank's for one of five calls in a row: the median of the rounds. Before each round the tensor receives other numbers,
+whose sums are exact. After it each element is compared, so a call that does nothing is found. ``--kib 64,256`` picks
+sizes; ``--json FILE`` adds the rows to a result file.
+
+``--gpu`` takes tensors of GPUs. There a call is issued when it returns, and done later: the table has both times. Ranks
+may share a GPU. NCCL refuses that between ranks of one host, so each rank then counts as a host of its own, by
+NCCL_HOSTID, and NCCL sends through sockets: the host's time to issue is all that can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+from needed import torch
+from result_file import Table, add_tables, command, hardware
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpicomm.torch
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from train_torch import BATCH, digits, network
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+CALLS = 5
+"""Calls in a row. Between rounds MPI keeps the cores busy, which makes the first call of threads that sleep slower."""
+Call = Callable[[], object]
+
+
+class Checked:
+    """A tensor that all-reduces replace by the sum over all ranks, in rounds with different numbers."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._base = torch.arange(nbytes // 4, device=device) % 13
+        self._round = 0
+        self.tensor, self._expected = torch.empty(2, nbytes // 4, device=device)
+
+    def fill(self) -> None:
+        """Put this rank's numbers into the tensor."""
+        self._round = (self._round + 1) % 100
+        torch.add(self._base, RANK + self._round, out=self.tensor)
+        # Each later call sums the sum again.
+        first = (self._base + self._round) * SIZE + SIZE * (SIZE - 1) // 2
+        self._expected.copy_(first * SIZE ** (CALLS - 1))
+
+    def check(self) -> None:
+        """Exit if the tensor is not the sum over all ranks. It compares at once, or it would miss an early return."""
+        if not torch.equal(self.tensor, self._expected):
+            sys.exit(f"rank {RANK}: all_reduce of {self.tensor.nbytes} bytes gave a wrong sum")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The backend beside mpicomm, with a group of the same ranks, and the device of the tensors."""
+
+    name: str
+    group: Any
+    device: torch.device
+
+    def finish(self) -> None:
+        """Wait for the GPU, if the tensors are there."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(
+    ways: dict[str, Call], rounds: int, peer: Peer, before: Call, after: Call
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds until a call by each way is issued, and until it is done; the ways take turns."""
+    issued: dict[str, list[float]] = {name: [] for name in ways}
+    done: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways)
+    for _ in range(rounds + 1):  # the first round sets up memory
+        order.append(order.pop(0))
+        for name in order:
+            before()
+            peer.finish()
+            WORLD.Barrier()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                ways[name]()
+            called = time.perf_counter()
+            peer.finish()
+            ended = time.perf_counter()
+            after()
+            issued[name].append(WORLD.allreduce((called - start) / CALLS, MPI.MAX))
+            done[name].append(WORLD.allreduce((ended - start) / CALLS, MPI.MAX))
+    return medians(issued), medians(done)
+
+
+def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median of all rounds but the first."""
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+
+
+def all_reduce(nbytes: int, peer: Peer, rounds: int) -> list[Any]:
+    """Measure one size, and return its row."""
+    checked = Checked(nbytes, peer.device)
+    groups, tensor = {"mpicomm": dist.group.WORLD, peer.name: peer.group}, checked.tensor
+    ways: dict[str, Call] = {}
+    for name, group in groups.items():
+        ways[name] = lambda group=group: dist.all_reduce(tensor, group=group)  # type: ignore[misc]
+        ways[f"{name}, begun"] = lambda group=group: dist.all_reduce(tensor, group=group, async_op=True).wait()  # type: ignore[misc]
+    row: list[Any] = [f"{nbytes >> 10} KiB" if nbytes < 1 << 20 else f"{nbytes >> 20} MiB"]
+    issued, done = measure(ways, rounds, peer, checked.fill, checked.check)
+    for times in (issued, done) if peer.device.type == "cuda" else (done,):
+        for begun in ("", ", begun"):
+            own, other = 1e6 * times[f"mpicomm{begun}"], 1e6 * times[f"{peer.name}{begun}"]
+            row += [round(own, 1), round(other, 1), round(other / own, 2)]
+    return row
+
+
+def large_network() -> nn.Module:
+    """Return a network for the same images with 67 million parameters, the same ones on every rank."""
+    torch.manual_seed(1)
+    inner = [layer for _ in range(4) for layer in (nn.Linear(4096, 4096), nn.GELU())]
+    return nn.Sequential(nn.Linear(64, 4096), nn.GELU(), *inner, nn.Linear(4096, 10))
+
+
+@dataclass(frozen=True)
+class Training:
+    """A network, and how many samples all ranks together have in a step."""
+
+    network: str
+    make: Callable[[], nn.Module]
+    samples: int
+
+    def share(self, device: torch.device) -> Iterator[torch.Tensor]:
+        """Return this rank's images and the digits that they show."""
+        for part in digits(device):
+            yield part[torch.arange(RANK, self.samples, SIZE, device=device) % len(part)]
+
+
+SMALL = Training("the network of examples/train_torch.py", network, BATCH)
+LARGE = Training("a network of 67 million parameters", large_network, 4096)
+
+
+def training_steps(training: Training, peer: Peer, rounds: int) -> list[list[Any]]:
+    """Measure a step of training, check that all ways train alike, and return a row for each way."""
+    images, shown = training.share(peer.device)
+
+    def model() -> nn.Module:
+        return training.make().to(peer.device)
+
+    hooked = DistributedDataParallel(model())
+    hooked.register_comm_hook(None, mpicomm.torch.allreduce_hook)
+    models = {
+        peer.name: DistributedDataParallel(model(), process_group=peer.group),
+        "mpicomm": DistributedDataParallel(model()),
+        "mpicomm, `allreduce_hook`": hooked,
+        "none: gradients stay on their rank": model(),
+    }
+
+    def step_of(model: nn.Module) -> Call:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), shown).backward()
+            optimizer.step()
+
+        return step
+
+    ways = {name: step_of(model) for name, model in models.items()}
+    _, times = measure(ways, rounds, peer, lambda: None, lambda: None)
+    trained = [list(model.parameters()) for model in models.values()][:-1]
+    for others in trained[1:]:
+        for one, other in zip(trained[0], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    return [[name, round(1e3 * value, 2), round(times[peer.name] / value, 2)] for name, value in times.items()]
+
+
+def main() -> None:
+    """Measure and print on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kib", default="4,16,64,256,1024,4096,16384,65536")
+    parser.add_argument("--rounds", type=int, default=21, help="of large tensors; small ones and steps have five times")
+    parser.add_argument("--gpu", action="store_true", help="on GPUs, against NCCL")
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # of each rank, because the ranks share the cores
+    dist.init_process_group("mpicomm")
+    peer = peer_on_gpus() if options.gpu else Peer("gloo", dist.new_group(backend="gloo"), torch.device("cpu"))
+    rows = []
+    for kib in options.kib.split(","):
+        nbytes = int(kib) << 10
+        rows.append(all_reduce(nbytes, peer, options.rounds if nbytes > 1 << 20 else 5 * options.rounds))
+    steps = {SMALL: training_steps(SMALL, peer, 5 * options.rounds)}
+    if options.gpu:
+        steps[LARGE] = training_steps(LARGE, peer, options.rounds)
+    by_rendezvous = tables(peer, rows, steps)
+    if RANK == 0:
+        sys.stdout.write("".join(f"{row}\n" for table in by_rendezvous for row in table.rows))
+    if RANK == 0 and options.json is not None:
+        add_tables(options.json, by_rendezvous)
+    dist.destroy_process_group()
+
+
+def peer_on_gpus() -> Peer:
+    """Return a group of NCCL, which works also where ranks share a GPU."""
+    device = mpicomm.torch.communicator().device
+    if device == "cpu":
+        sys.exit("--gpu needs a GPU and a PyTorch for GPUs")
+    torch.cuda.set_device(device)
+    if ranks_share_gpus():
+        os.environ["NCCL_HOSTID"] = f"rank {RANK}"
+    group = dist.new_group(backend="nccl")
+    dist.all_reduce(torch.ones(1, device=f"cuda:{device}"), group=group)  # NCCL sets itself up
+    return Peer("NCCL", group, torch.device("cuda", device))
+
+
+def ranks_share_gpus() -> bool:
+    """Return whether there are fewer GPUs than ranks. Collective."""
+    return len(set(WORLD.allgather(str(torch.cuda.get_device_properties().uuid)))) < SIZE
+
+
+def tables(peer: Peer, rows: list[list[Any]], steps: dict[Training, list[list[Any]]]) -> list[Table]:
+    """Return the tables of a result file. Collective."""
+    software, notes = {"torch": torch.__version__}, []
+    cores = len(os.sched_getaffinity(0))
+    if cores < SIZE:
+        notes.append(f"{SIZE} ranks share {cores} cores, so a rank that waits keeps another from its work.")
+    ratio = f"{peer.name}'s time by mpicomm's"
+    columns = ["mpicomm, us", f"{peer.name}, us", ratio]
+    columns += [f"begun: {columns[0]}", f"begun: {columns[1]}", ratio]
+    text = '"Begun" is `all_reduce(async_op=True)`, waited for at once. float32; each rank has one thread.'
+    place = "the host"
+    records = WORLD.allgather(rank_record(mpicomm.torch.communicator().describe()))
+    if peer.device.type == "cuda":
+        place = "GPUs"
+        columns = [f"issued: {name}" for name in columns] + [f"done: {name}" for name in columns]
+        text += " A call is issued when it returns to the program, and done when its kernels are."
+        software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if ranks_share_gpus():
+            notes.append(
+                "Ranks share a GPU, which they use in turns of some milliseconds, and NCCL goes through sockets, as "
+                "NCCL_HOSTID makes each rank a host: only the host's time to issue can be compared."
+            )
+    where, started = hardware(records, processor()), command(SIZE)
+    calls = Table(
+        "Calls",
+        f"PyTorch's all_reduce on {place}, backends mpicomm and {peer.name}, {SIZE} ranks",
+        where,
+        columns=["size", *columns],
+        rows=rows,
+        text=text,
+        notes=notes,
+        command=started,
+        versions=software,
+    )
+    trained = [
+        Table(
+            "Calls",
+            f"A training step of PyTorch on {place}, {SIZE} ranks, {training.network}",
+            where,
+            columns=["who averages the gradients", "step, ms", f"{peer.name}'s time by this"],
+            rows=measured,
+            text=f"DistributedDataParallel, {training.samples} samples of all ranks together, float32.",
+            notes=notes,
+            command=started,
+            versions=software,
+        )
+        for training, measured in steps.items()
+    ]
+    return [calls, *trained]
+
+
+main()

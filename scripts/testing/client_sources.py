@@ -1,0 +1,58 @@
+"""Programs of others, which pip fetches into .clients: their source packages, and what they need.
+
+A folder of .clients that is there already is taken as it is, so a machine without a network takes a copy of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from importlib.metadata import version
+from pathlib import Path
+
+CLIENTS = Path(__file__).parents[2] / ".clients"
+VERSIONS = {"mpi4py": version("mpi4py"), "mpi4py-fft": "2.0.6", "pylops-mpi": "0.8.0"}
+"""mpi4py's own tests belong to the version that is installed."""
+
+
+def source_of(package: str) -> Path:
+    """Return the folder of a source package."""
+    name = f"{package.replace('-', '_')}-{VERSIONS[package]}"
+    folder = CLIENTS / name
+    if not folder.exists():
+        # pip asks the package for its metadata, for which mpi4py-fft looks for FFTW. Its pencils need none.
+        library = CLIENTS / "fftw/lib/libfftw3.so"
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+        options = ["-q", "--no-deps", "--no-binary", package, "--dest", str(CLIENTS), f"{package}=={VERSIONS[package]}"]
+        environment = {**os.environ, "FFTW_ROOT": str(library.parents[1])}
+        subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True, env=environment)
+        with tarfile.open(CLIENTS / f"{name}.tar.gz") as archive:
+            archive.extractall(CLIENTS, filter="data")
+        if package == "mpi4py":
+            _repair_cupy_arrays(folder)
+    return folder
+
+
+def needs_of(package: str) -> Path:
+    """Return a folder of packages: one that is named, and those that it needs and that this Python does not find."""
+    environment = CLIENTS / "venv"
+    packages = environment / f"lib/python{sysconfig.get_python_version()}/site-packages"
+    if not packages.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+        found = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+        (packages / "found.pth").write_text(found)
+    requirement = f"{package}=={VERSIONS[package]}"
+    subprocess.run([str(environment / "bin/python"), "-m", "pip", "install", "-q", requirement], check=True)
+    return packages
+
+
+def _repair_cupy_arrays(folder: Path) -> None:
+    # Its CuPy arrays begin with -1 in each element, which NumPy 2 refuses for unsigned types.
+    arrays = folder / "test" / "arrayimpl.py"
+    cast = "self.array.fill(cupy.asarray(numpy.asarray(arg).astype(typecode)))"
+    numpys, cupys = arrays.read_text().split("class GPUArrayCuPy")
+    arrays.write_text("class GPUArrayCuPy".join((numpys, cupys.replace("self.array.fill(arg)", cast))))

@@ -1,0 +1,174 @@
+"""Run programs that others wrote unchanged on Communicators, and compare with plain mpi4py.
+
+    python scripts/testing/clients.py [--ranks 2,3] [--cupy]
+
+They are mpi4py's own tests and demos, pylops-mpi's tests, and a distributed FFT by mpi4py-fft's pencils. client_sources
+fetches them. Each runs twice on the same number of ranks: by `python -m mpi4py` and by `python -m mpicomm`. A program
+that passes on mpi4py must pass on mpicomm, and a demo must print the same numbers. With --cupy the tests on mpicomm
+have CuPy's arrays, too, which need a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from client_sources import needs_of, source_of
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 900
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of a source package, one of its modules, or a program of ours that uses it."""
+
+    path: str
+    """From the folder of the package on, or from the root."""
+    arguments: tuple[str, ...] = ()
+    """``{source}`` in them is the folder of the package."""
+    module: tuple[str, ...] = ()
+    """``-m`` and the module that runs ``path``, with its arguments."""
+    stdin: str = ""
+    ranks: int | None = None
+    """The only number of ranks that it runs on, if there is one."""
+    timed: bool = False
+    """Whether its numbers are times, which differ from run to run."""
+    on_gpu: tuple[str, ...] = ()
+    """The arguments for device arrays."""
+    variables_on_gpu: tuple[tuple[str, str], ...] = ()
+    """The environment for device arrays."""
+    package: str = "mpi4py"
+    has_needs: bool = False
+    """Whether it needs other packages, too."""
+
+    def __str__(self) -> str:
+        return " ".join((*self.module, self.path, *self.arguments)).strip()
+
+
+# MPI.File and MPI.Win take no device memory.
+_ON_GPU = ("--cupy", "-e", "test_io", "-e", "test_rma")
+
+
+def _tests(pattern: str, *options: str) -> Program:
+    return Program("test/main.py", ("-q", *options, "-i", pattern), timed=True, on_gpu=_ON_GPU)
+
+
+PROGRAMS = (
+    *(_tests(name) for name in ("cco_buf", "cco_nb", "cco_pr", "cco_vec", "cco_obj", "cco_ngh")),
+    *(_tests(name) for name in ("test_p2p", "test_request", "test_win", "test_rma", "test_io", "test_file")),
+    # One of its tests has ranks with neighbours that do not name them. MPI does not check this, mpicomm refuses it.
+    _tests("test_comm", "-x", "testDistgraphcommAdjacent"),
+    # One of its tests lets a C program make the object of a communicator, of which only MPI's handle is known there.
+    _tests("test_objmodel", "-x", "testCAPI"),
+    *(_tests(name) for name in ("test_pickle", "test_handle", "test_group", "test_status", "test_attributes")),
+    *(_tests(name) for name in ("test_errhandler", "test_subclass", "test_util", "test_threads")),
+    Program("demo/helloworld.py"),
+    Program("demo/compute-pi/cpi-cco.py", stdin="1000\n0\n"),
+    Program("demo/compute-pi/cpi-rma.py", stdin="1000\n0\n"),
+    Program("demo/reductions/test_reductions.py", ("-q",), timed=True),
+    Program("demo/sequential/test_seq.py"),
+    Program("demo/threads/sendrecv.py"),
+    Program("demo/nxtval/nxtval-threads.py", timed=True),
+    Program("demo/nxtval/nxtval-onesided.py", timed=True),
+    Program("demo/nxtval/nxtval-mpi3.py", timed=True),
+    *(Program(f"demo/osu_{name}.py", ranks=2, timed=True) for name in ("latency", "bw", "bibw", "multi_lat")),
+    *(
+        Program(f"demo/osu_{name}.py", timed=True)
+        for name in ("allgather", "alltoall", "alltoallv", "barrier", "bcast", "gather", "scatter")
+    ),
+    Program("demo/mandelbrot/mandelbrot.py", timed=True),
+    Program("demo/futures/test_futures.py", ("-q",), ("-m", "mpi4py.futures"), timed=True),
+    *(
+        Program("", (), ("-m", "mpi4py.bench", *command), timed=True)
+        for command in (("helloworld",), ("ringtest", "-n", "256", "-l", "8"), ("pingpong", "--max-size", "1048576"))
+    ),
+    Program(
+        str(ROOT / "scripts/testing/pencil_fft.py"),
+        ("{source}/mpi4py_fft/pencil.py",),
+        on_gpu=("--cupy",),
+        package="mpi4py-fft",
+    ),
+    Program(
+        "tests",
+        # Its conftest.py changes the names of tests in a way that pytest does not allow. Its FFTs need FFTW.
+        ("--with-mpi", "-q", "--noconftest", "--ignore", "{source}/tests/test_ffts.py"),
+        ("-m", "pytest"),
+        timed=True,
+        variables_on_gpu=(("TEST_CUPY_PYLOPS", "1"), ("PYLOPS_MPI_CUDA_AWARE", "1"), ("NCCL_PYLOPS_MPI", "0")),
+        package="pylops-mpi",
+        has_needs=True,
+    ),
+    # The examples of MPI's first standard.
+    *(
+        Program(f"demo/mpi-ref-v1/ex-{chapter}.{number:02}.py")
+        for chapter, numbers in ((2, (1, 8, 16, 29, 32, 34, 35)), (3, (*range(1, 10), 11, 12, 13)))
+        for number in numbers
+    ),
+)
+
+
+def main() -> int:
+    """Run all programs; return 1 if one fails on Communicators alone."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,3", help="numbers of ranks, with commas between them")
+    parser.add_argument("--cupy", action="store_true", help="test CuPy's arrays on mpicomm, too")
+    options = parser.parse_args()
+    ranks = [int(number) for number in options.ranks.split(",")]
+    failed = 0
+    for program in PROGRAMS:
+        for nprocs in [program.ranks] if program.ranks else ranks:
+            plain = _run("mpi4py", program, nprocs)
+            ours = _run("mpicomm", program, nprocs, on_gpu=options.cupy)
+            agreed_error = _agreed_error(program, plain, ours)
+            failed += agreed_error.startswith("FAILED")
+            sys.stdout.write(f"{program} on {nprocs} ranks: {agreed_error}\n")
+            sys.stdout.flush()
+    return 1 if failed else 0
+
+
+def _run(module: str, program: Program, nprocs: int, *, on_gpu: bool = False) -> subprocess.CompletedProcess[str]:
+    sys.path.insert(0, str(ROOT))
+    from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
+
+    source = source_of(program.package)
+    path = [str(source / program.path)] if program.path else []
+    arguments = [argument.format(source=source) for argument in program.arguments]
+    more = program.on_gpu if on_gpu else ()
+    command = mpiexec_command(nprocs, "-m", module, *program.module, *path, *arguments, *more)
+    variables = dict(program.variables_on_gpu if on_gpu else ())
+    if program.has_needs:
+        variables["PYTHONPATH"] = f"{ROOT}:{needs_of(program.package)}"
+    try:
+        return subprocess.run(
+            command,
+            cwd=(source / program.path).parent,
+            env={**sharing_of_cores(nprocs), **environment(**variables)},
+            input=program.stdin,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as late:
+        return subprocess.CompletedProcess(command, 124, str(late.stdout or ""), f"it ran longer than {LIMIT_S} s")
+
+
+def _agreed_error(
+    program: Program, plain: subprocess.CompletedProcess[str], ours: subprocess.CompletedProcess[str]
+) -> str:
+    if plain.returncode:
+        return f"left out, because it fails on mpi4py, too: exit code {plain.returncode}"
+    if ours.returncode:
+        return f"FAILED: exit code {ours.returncode}\n{ours.stdout[-1000:]}{ours.stderr[-3000:]}"
+    numbers = [sorted(re.findall(r"[-+0-9.eE]*[0-9]", each.stdout)) for each in (plain, ours)]
+    if not program.timed and numbers[0] != numbers[1]:
+        return f"FAILED: other numbers\n{plain.stdout[-500:]}\n{ours.stdout[-500:]}"
+    return "passed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

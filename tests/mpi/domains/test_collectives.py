@@ -1,0 +1,206 @@
+"""Collectives between ranks of several hosts: every operation, type and form, in every placement of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.collectives.operations import OPERATIONS
+from tests.helpers.inputs.communicator_calls import MOVEMENTS, OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
+from tests.helpers.references.reductions import dtype_or_skip, reduced
+from tests.helpers.rigs.communicators import array_module
+from tests.helpers.rigs.hosts_by_name import PLACEMENTS, groups_of, on_hosts
+
+WORLD = MPI.COMM_WORLD
+COUNTS = (0, 1, 1025)
+TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "bool", "complex64")
+
+if WORLD.size == 1:
+    pytest.skip("one rank is one group", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def placement(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def comm(placement: str, device: str) -> Iterator[mpicomm.Communicator]:
+    """One for all tests of a placement."""
+    with on_hosts(placement, device) as shared:
+        yield shared
+        with array_module(shared) as xp:
+            require_works(shared, xp)
+
+
+def check(comm: mpicomm.Communicator, xp: Any, case: Case) -> None:
+    """Make a call three times, and once as each kind of request."""
+    prepared = Prepared(case, comm.rank, comm.size, xp)
+    prepared.run(comm)
+    comm.check()
+    prepared.check()
+    if case.in_place:
+        return
+    for seed in (1, 2):  # calls that were made before take a shorter way
+        prepared.renew(seed)
+        prepared.run(comm)
+        comm.check()
+        prepared.check()
+    prepared.renew(3)
+    prepared.start(comm).Wait()
+    prepared.check()
+    prepared.renew(4)
+    request = prepared.prepare(comm)
+    request.Start()
+    request.Wait()
+    request.Free()
+    prepared.check()
+
+
+@pytest.mark.parametrize("operation", REDUCTIONS)
+def test_reductions(comm: mpicomm.Communicator, xp: Any, placement: str, operation: str) -> None:
+    groups = groups_of(placement, comm.size, str(comm.device))
+    algorithms = ("auto", "one_shot", "two_shot") if operation == "Allreduce" else ("auto", "one_shot")
+    for number, name in enumerate(TYPES):
+        dtype = dtype_or_skip(name)
+        ops = legal_ops(name)
+        for turn, algorithm in enumerate(algorithms):
+            op = ops[(number + turn) % len(ops)]
+            in_order = algorithm != "auto" or comm.device != "cpu" or op == "avg"
+            if comm.device == "cpu" and (dtype.kind, op) == ("c", "prod"):
+                in_order = False  # NumPy fuses products and sums if the processor can
+            case = Case(
+                operation,
+                dtype,
+                COUNTS[(number + turn) % 3],
+                op=op,
+                root=comm.size - 1,
+                algorithm=algorithm,
+                in_place=turn == 1,
+                wild=in_order,
+                groups=groups,
+            )
+            check(comm, xp, case)
+
+
+@pytest.mark.parametrize("operation", MOVEMENTS)
+def test_movements(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    for number, form in enumerate(("plain", "four", "displaced")):
+        for algorithm in ("auto", "one_shot"):
+            dtype = dtype_or_skip(TYPES[number])
+            case = Case(operation, dtype, COUNTS[number], root=1, form=form, algorithm=algorithm)
+            check(comm, xp, case)
+    check(comm, xp, Case(operation, np.dtype(np.float64), 33, in_place=operation != "Bcast"))
+
+
+def test_long_calls_go_in_pieces(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
+    count = (3 << 20) + 5
+    for operation in ("Allreduce", "Reduce"):
+        case = Case(
+            operation,
+            dtype_or_skip("bfloat16"),
+            count,
+            op="avg",
+            wild=True,
+            groups=groups_of(placement, comm.size, str(comm.device)),
+        )
+        prepared = Prepared(case, comm.rank, comm.size, xp)
+        prepared.run(comm)
+        comm.check()
+        prepared.check()
+
+
+def test_operations_that_do_not_commute(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
+    groups = groups_of(placement, comm.size, str(comm.device))
+    parts = [np.arange(7, dtype=np.int32) * (rank + 1) for rank in range(comm.size)]
+    array, op = xp.asarray(parts[comm.rank]), mpicomm.Op("a * 2 - b")
+    result = xp.zeros_like(array)
+    if sorted(groups) == list(groups) and sum(groups, ()) == tuple(range(comm.size)):
+        comm.Allreduce(array, result, op)
+        comm.check()
+        assert (result == xp.asarray(reduced(op.expression, parts, groups))).all()
+    else:
+        with pytest.raises(
+            mpicomm.InvalidUsageError, match=r"Allreduce: .* does not commute, and the ranks of a group"
+        ):
+            comm.Allreduce(array, result, op)
+    comm.Scan(array, result, op)
+    comm.check()
+    assert (result == xp.asarray(reduced(op.expression, parts[: comm.rank + 1]))).all()
+
+
+def test_epilogues(comm: mpicomm.Communicator, xp: Any) -> None:
+    bias = xp.arange(70_001, dtype=xp.float32)
+    for count in (7, 70_001):
+        send, result = xp.full(count, comm.rank, xp.float32), xp.zeros(count, xp.float32)
+        wide = xp.zeros(count, xp.float64)
+        for _ in range(2):
+            comm.Allreduce(send, result, epilogue="v * n - bias[i]", n=2, bias=bias)
+            comm.Allreduce(send, wide, epilogue="v * n", n=0.5)
+            comm.check()
+            total = comm.size * (comm.size - 1) // 2
+            assert (result == 2 * total - bias[:count]).all() and (wide == total / 2).all()
+
+
+def test_parts_of_the_communicator(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
+    half = comm.Split(comm.rank % 2, comm.rank)
+    assert isinstance(half, mpicomm.Communicator)
+    ranks = [rank for rank in range(comm.size) if rank % 2 == comm.rank % 2]
+    hosts = groups_of(placement, comm.size, str(comm.device))
+    groups = [tuple(ranks.index(rank) for rank in host if rank in ranks) for host in hosts]
+    groups = sorted(group for group in groups if group)
+    for algorithm in ("auto", "two_shot"):
+        case = Case(
+            "Allreduce", dtype_or_skip("float16"), 77, op="avg", algorithm=algorithm, wild=True, groups=tuple(groups)
+        )
+        check(half, xp, case)
+    half.Free()
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_results_are_the_same_bits_on_all_ranks_and_in_every_run(comm: mpicomm.Communicator, xp: Any, op: str) -> None:
+    array = xp.asarray(np.random.default_rng(comm.rank).standard_normal(70_001).astype(np.float32))
+    results = []
+    for _ in range(2):
+        for algorithm in ("one_shot", "two_shot"):
+            result = xp.zeros_like(array)
+            comm.Allreduce(array, result, OPS[op], algorithm=algorithm)
+            comm.check()
+            results.append(result.tobytes())
+    assert set(WORLD.allgather(results[0])) == set(results)
+
+
+def test_ranks_in_different_calls_get_an_error(placement: str, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("the kernels of a peer domain find other calls, and only a blocking engine those of other domains")
+    with on_hosts(placement, device, timeout_s=3) as comm:
+        array = np.ones(5, np.float16)
+        op = MPI.SUM if comm.rank == 0 else MPI.PROD
+        with pytest.raises(mpicomm.MpicommError, match=r"different things|did not arrive|made no progress"):
+            comm.Allreduce(array, np.empty_like(array), op)
+
+
+def test_messages_of_a_failed_call_reach_no_later_communicator(placement: str) -> None:
+    """MPI numbers communicators, and gives the number of one that was freed to the next one."""
+    for turn in range(3):
+        with on_hosts(placement, "cpu", timeout_s=3) as comm:
+            array, total = np.full(1000, comm.rank + turn, np.float16), np.zeros(1000, np.float16)
+            comm.Allreduce(array, total)
+            assert (total == sum(rank + turn for rank in range(comm.size))).all()
+            op = MPI.SUM if comm.rank % 2 else MPI.PROD
+            with pytest.raises(mpicomm.MpicommError):
+                comm.Allreduce(array, total, op)
+
+
+def test_an_algorithm_of_one_group_is_refused(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
+    if len(groups_of(placement, comm.size, str(comm.device))) == 1:
+        pytest.skip("one group has all algorithms")
+    array = xp.ones(5, np.float16)
+    with pytest.raises(mpicomm.InvalidUsageError, match=r'algorithm="ring" of Allreduce'):
+        comm.Allreduce(array, xp.empty_like(array), algorithm="ring")
+    assert OPERATIONS["Allreduce"].ring is not None

@@ -1,0 +1,192 @@
+"""Network messages of device memory that MPI carries, on devices made of threads whose streams are late at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.signature import Signature
+from mpicomm.devices.base import GpuBackend
+from mpicomm.domains.mpi_transfers import Direct, Transfers
+from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
+from mpicomm.domains.network_waits import NetworkWaits
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
+from mpicomm.domains.transport import Transport
+from mpicomm.errors import CollectiveTimeoutError, PeerError
+from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+OTHERS = [rank for rank in range(SIZE) if rank != RANK]
+CALL = Signature("Allreduce", "float32", 10, "sum")
+STREAM = 3
+
+if SIZE == 1:
+    pytest.skip("there is no other rank", allow_module_level=True)
+
+
+class Rig:
+    """A transport between ranks that are a peer domain each."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, transport: type[PinnedTransport | CudaAwareTransport], timeout_s: float
+    ) -> None:
+        group = Group(comm, range(SIZE), timeout_s)
+        self.waits = NetworkWaits(group.subgroup([RANK], tag=9))
+        self.device = ThreadDevice(RANK, timeout_s)
+        backend = cast(GpuBackend, self.device)
+        self.transport: Transport = transport(Transfers(comm, timeout_s, OTHERS, self.waits), backend)
+
+    def array(self, content: Any) -> DeviceArray:
+        return DeviceArray(self.device, np.asarray(content))
+
+    def close(self) -> None:
+        self.transport.close()
+        self.waits.close_peers()
+        self.waits.close_own()
+        self.device.close()
+
+
+class GoneRanks(MPI.Intracomm):
+    """MPI refuses to look for a message, as Open MPI with ULFM does if the sender is gone."""
+
+    def Iprobe(self, *arguments: Any) -> bool:
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+def message(rank: int, array: DeviceArray) -> NetworkMessage:
+    return NetworkMessage(rank, array.memory.ctypes.data, array.memory.nbytes)
+
+
+@pytest.fixture
+def timeout_s() -> float:
+    return 20.0
+
+
+@pytest.fixture(params=[PinnedTransport, CudaAwareTransport])
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[Rig]:
+    monkeypatch.setattr("mpicomm.domains.mpi_transports.CHUNK_NBYTES", 4096)
+    # The communicator is not freed if a test leaves messages: another communicator would get its number, and the
+    # messages.
+    made = Rig(WORLD.Dup(), request.param, timeout_s)
+    yield made
+    made.close()
+
+
+def test_messages_follow_the_work_of_the_stream_and_later_work_finds_them(rig: Rig) -> None:
+    for turn, count in enumerate((1, 1024, 1025, 30_000)):
+        started = []
+        for number in range(2):  # network steps that are under way at once
+            sent = {peer: rig.array(np.zeros(count, np.int32)) for peer in OTHERS}
+            received = {peer: rig.array(np.zeros(count, np.int32)) for peer in OTHERS}
+            seen = {peer: rig.array(np.zeros(count, np.int32)) for peer in OTHERS}
+            for peer, array in sent.items():
+                array.fill(1000 * turn + 100 * number + 10 * RANK + peer, STREAM)
+                received[peer].fill(-1, STREAM)  # earlier work may still use the memory
+            network_step = NetworkStep(
+                tuple(message(peer, array) for peer, array in sent.items()),
+                tuple(message(peer, array) for peer, array in received.items()),
+            )
+            started.append((rig.transport.start(network_step, STREAM, CALL), number, sent, received, seen))
+        for finish, number, sent, received, seen in reversed(started):
+            finish()
+            for peer in OTHERS:
+                source, target = received[peer].memory.ctypes.data, seen[peer].memory.ctypes.data
+                rig.device.copy(target, source, received[peer].memory.nbytes, STREAM)
+                sent[peer].fill(-5, STREAM)  # the memory is the caller's again
+            for peer, array in seen.items():
+                assert (array.get() == 1000 * turn + 100 * number + 10 * peer + RANK).all()
+
+
+@pytest.mark.parametrize("timeout_s", [0.5])
+def test_a_rank_that_does_not_come_is_named(rig: Rig) -> None:
+    if RANK == SIZE - 1:
+        return
+    array = rig.array(np.zeros(10, np.int32))
+    finish = rig.transport.start(NetworkStep(receives=(message(SIZE - 1, array),)), STREAM, CALL)
+    with pytest.raises(CollectiveTimeoutError, match=rf"rank {SIZE - 1} did not arrive within 0.5 s") as raised:
+        finish()
+    assert raised.value.ranks == (SIZE - 1,)
+
+
+def test_ranks_in_different_calls_name_both(rig: Rig) -> None:
+    call = CALL if RANK else Signature("Bcast", "float32", 10, root=0)
+    sent, received = (rig.array(np.zeros(10, np.int32)) for _ in range(2))
+    peer = 1 if RANK == 0 else 0
+    if RANK < 2:
+        network_step = NetworkStep((message(peer, sent),), (message(peer, received),))
+        with pytest.raises(PeerError, match=r"ranks called different things: .*(Bcast|Allreduce)"):
+            rig.transport.start(network_step, STREAM, call)()
+
+
+@pytest.mark.parametrize("more", [4, -4])
+def test_another_length_is_an_error(rig: Rig, more: int) -> None:
+    if RANK == 0:
+        rig.transport.start(NetworkStep(sends=(message(1, rig.array(np.zeros(10, np.int32))),)), STREAM, CALL)()
+    elif RANK == 1:
+        array = rig.array(np.zeros(10 + more, np.int32))
+        with pytest.raises(PeerError, match=r"rank 0 sends .* bytes.* expected on rank 1"):
+            rig.transport.start(NetworkStep(receives=(message(0, array),)), STREAM, CALL)()
+
+
+def test_the_error_of_the_rank_that_is_awaited_arrives(rig: Rig) -> None:
+    if RANK == 0:
+        rig.transport.tell(CollectiveTimeoutError("rank 7 did not come", ranks=[7]))
+    elif RANK == 1:
+        array = rig.array(np.zeros(10, np.int32))
+        finish = rig.transport.start(NetworkStep(receives=(message(0, array),)), STREAM, CALL)
+        with pytest.raises(mpicomm.CollectiveTimeoutError, match=r"rank 7 did not come") as raised:
+            finish()
+        assert raised.value.ranks == (7,)
+
+
+@pytest.mark.parametrize("transport", [PinnedTransport, CudaAwareTransport])
+def test_a_rank_that_mpi_reports_as_gone_is_an_error(
+    transport: type[PinnedTransport | CudaAwareTransport],
+) -> None:
+    rig = Rig(GoneRanks(WORLD.Dup()), transport, 20.0)
+    finish = rig.transport.start(
+        NetworkStep(receives=(message(OTHERS[0], rig.array(np.zeros(10, np.int32))),)), STREAM, CALL
+    )
+    with pytest.raises(PeerError, match=r"MPI reports that a rank is gone"):
+        finish()
+    rig.close()
+
+
+class RefusedSends(MPI.Intracomm):
+    """MPI refuses to send, as Open MPI with ULFM does if the receiver is gone."""
+
+    def Isend(self, *arguments: Any) -> MPI.Request:
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+def test_receives_are_given_up_with_a_send_that_mpi_refuses() -> None:
+    comm = RefusedSends(WORLD.Dup())
+    given_up, received, sent = np.zeros((3, 10), np.int32)
+    messages = [NetworkMessage(OTHERS[0], each.ctypes.data, each.nbytes) for each in (sent, given_up)]
+    with pytest.raises(MPI.Exception):
+        Direct(comm, NetworkStep((messages[0],), (messages[1],)), 5)
+    require_late_message(comm, given_up, received)
+
+
+def require_late_message(comm: MPI.Intracomm, given_up: Any, received: Any) -> None:
+    """Check that a message goes to the next receive and not into the memory of one that was given up."""
+    comm.Barrier()
+    for rank in OTHERS if comm.rank == 0 else [0] * (comm.rank == 1):  # this is the first other rank of these ranks
+        comm.Send(np.full(10, 7, np.int32), rank, 5)
+    comm.Recv(received, OTHERS[0], 5)
+    assert (received == 7).all() and not given_up.any()
+    comm.Free()
+
+
+def test_a_late_message_is_not_written_after_its_receive_was_given_up() -> None:
+    comm = WORLD.Dup()
+    given_up, received = np.zeros(10, np.int32), np.zeros(10, np.int32)
+    Direct(comm, NetworkStep(receives=(NetworkMessage(OTHERS[0], given_up.ctypes.data, given_up.nbytes),)), 5).give_up()
+    require_late_message(comm, given_up, received)

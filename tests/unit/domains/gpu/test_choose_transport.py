@@ -1,0 +1,96 @@
+"""The engine between groups of ranks: the best engine that works, or the engine that MPICOMM_INTERNODE names."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.errors import BackendUnavailableError, HandleError
+from tests.helpers.fakes.fake_cuda import FakeCuda
+
+Choose = Callable[[Callable[[], Any] | None], Any]
+"""Chooses with a function that makes channels, which is None if the ranks are on several nodes."""
+
+
+@pytest.fixture
+def choose(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """Choose for one rank, without NCCL, and with an MPI that takes no device pointers."""
+    monkeypatch.delenv("MPICOMM_INTERNODE", raising=False)
+    for name in ("nccl", "nccl.core", "cupy.cuda.nccl"):
+        monkeypatch.setitem(sys.modules, name, None)
+    module = importlib.import_module("mpicomm.domains.gpu.choose_transport")
+    backend: Any = SimpleNamespace(current=contextlib.nullcontext, side_streams=SimpleNamespace(take=lambda: 1))
+    transfers: Any = None
+    group = Group(MPI.COMM_SELF, [0], 5.0)
+    return lambda channels: module.choose_transport(group, transfers, backend, (b"",), channels, lambda error: None)
+
+
+def test_mapped_memory_is_first_on_one_node(choose: Choose) -> None:
+    choice = choose(lambda: "channels")
+    assert choice.transport.name == "mapped"
+    assert not choice.rejected
+
+
+def test_other_engines_follow_on_several_nodes(choose: Choose) -> None:
+    choice = choose(None)
+    assert choice.transport.name == "staged"
+    assert list(choice.rejected) == ["mapped", "nccl", "mpi"]
+    assert "the ranks are on several nodes" in choice.rejected["mapped"]
+    assert "pip install mpicomm[nccl]" in choice.rejected["nccl"]
+
+
+def test_other_engines_follow_if_memory_cannot_be_mapped(choose: Choose) -> None:
+    def refuse() -> Any:
+        raise HandleError("the driver refuses the handle")
+
+    choice = choose(refuse)
+    assert choice.transport.name == "staged"
+    assert choice.rejected["mapped"] == "the driver refuses the handle"
+
+
+@pytest.mark.parametrize("name", ["mapped", "nccl", "mpi"], ids="engine {}".format)  # pytest-mpi skips mpi
+def test_an_engine_that_is_named_and_does_not_work_is_refused(
+    choose: Choose, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("MPICOMM_INTERNODE", name)
+    with pytest.raises(BackendUnavailableError, match=f"^MPICOMM_INTERNODE={name}: .*"):
+        choose(None)
+
+
+def test_an_engine_that_is_named_is_taken(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOMM_INTERNODE", "staged")
+    choice = choose(lambda: "channels")
+    assert choice.transport.name == "staged"
+    assert not choice.rejected
+
+
+def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    class AnotherRankFails(Group):
+        def agree(self, step: str, work: Callable[[], object]) -> None:
+            super().agree(step, work)
+            if step == "engine nccl: start":
+                raise HandleError("rank 1 could not start NCCL")
+
+    choose, transport, library = (
+        importlib.import_module(f"mpicomm.domains.gpu.{name}")
+        for name in ("choose_transport", "nccl_transport", "nccl_library")
+    )
+    calls: list[str] = []
+    comm = SimpleNamespace(abort=lambda: calls.append("abort"), destroy=lambda: calls.append("destroy"))
+    nccl = SimpleNamespace(unique_id=lambda: b"", create=lambda size, unique_id, rank: comm)
+    monkeypatch.setenv("MPICOMM_INTERNODE", "nccl")
+    monkeypatch.setattr(library, "load", lambda: nccl)
+    monkeypatch.setattr(transport, "BesideStream", lambda: SimpleNamespace(close=lambda: None))
+    backend: Any = SimpleNamespace(current=contextlib.nullcontext, prepare_thread=lambda: None)
+    group, transfers = AnotherRankFails(MPI.COMM_SELF, [0], 5.0), None
+    with pytest.raises(BackendUnavailableError, match="rank 1 could not start NCCL"):
+        choose.choose_transport(group, transfers, backend, (b"",), None, lambda error: None)
+    assert calls == ["abort"]

@@ -1,0 +1,320 @@
+"""Schedules over several peer domains, on arrays: every collective, any domains, order and rounding of reductions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpicomm.collectives import operations as table
+from mpicomm.collectives.host.reduction import Reducer
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.domains import cuts
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.schedules import schedule_of, steps_of
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.span import Span
+from tests.helpers.references.exchange_simulator import UNHURRIED
+from tests.helpers.references.schedule_simulator import Cluster
+
+Array = npt.NDArray[Any]
+F32 = np.dtype(np.float32)
+LAYOUTS = (
+    [[0, 1], [2, 3]],
+    [[0, 2], [1, 3]],
+    [[0], [1]],
+    [[0], [1], [2]],
+    [[0, 1, 2], [3]],
+    [[1, 4], [0, 2, 3, 5, 6], [7, 8, 9]],
+    [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]],
+)
+REDUCING = (
+    *(("Allreduce", algorithm) for algorithm in ("one_shot", "two_shot")),
+    *((name, "auto") for name in ("Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan")),
+)
+DTYPES = (F32, np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.int32), np.dtype(np.complex64))
+
+
+def values(rank: int, count: int, dtype: np.dtype[Any]) -> Array:
+    """Values for which the order and the rounding of a sum show."""
+    rng = np.random.default_rng(rank + 1)
+    wide = rng.standard_normal(count) * 10.0 ** rng.integers(-3, 3, count)
+    if dtype.kind == "i":
+        wide = rng.integers(-(1 << 30), 1 << 30, count)
+    result: Array = wide.astype(dtype)
+    return result
+
+
+def in_order(parts: Sequence[Array], op: str, dtype: np.dtype[Any]) -> Array:
+    """The reduction of arrays in their order."""
+    out: Array = np.empty(parts[0].size, dtype)
+    Reducer(op, dtype).reduce([part.astype(dtype) for part in parts], out)
+    return out
+
+
+def expected(parts: Sequence[Array], domains: Sequence[Sequence[int]], op: str) -> Array:
+    """Reduce each domain in the order of its ranks, then the domains in their order; round once."""
+    dtype = parts[0].dtype
+    wide = F32 if dtype.itemsize < 4 and op in ("sum", "prod", "avg") else dtype
+    inner = "sum" if op == "avg" else op
+    total = in_order([in_order([parts[rank] for rank in ranks], inner, wide) for ranks in domains], inner, wide)
+    if op == "avg":
+        total = total / wide.type(len(parts))
+    return total.astype(dtype)
+
+
+def reducing_case(
+    name: str,
+    domains: Sequence[Sequence[int]],
+    algorithm: str,
+    dtype: np.dtype[Any],
+    op: str,
+    count: int,
+    in_place: bool,
+) -> None:
+    operation, cluster = table.OPERATIONS[name], Cluster(domains)
+    size, root = len(cluster.layouts), len(cluster.layouts) // 2
+    counts = [count] * size
+    if operation.send == "counted":
+        counts = [(count + 3 * rank) % 17 for rank in range(size)]
+    total = sum(counts) if operation.send in ("counted", "blocks") else count
+    inputs = [values(rank, total, dtype) for rank in range(size)]
+    outputs: list[Span | None] = []
+
+    def buffers(rank: int) -> Buffers:
+        memory = cluster.memories[rank]
+        send = memory.place(inputs[rank])
+        length = counts[rank]
+        output: Span | None = send if in_place else memory.place(np.zeros(length, dtype))
+        assert output is not None
+        output = Span(output.pointer, length)
+        if operation.rooted and rank != root:
+            output = None
+        outputs.append(output)
+        blocks = None
+        if operation.send in ("counted", "blocks"):
+            starts = np.cumsum([0, *counts])
+            blocks = [Span(send.pointer + int(a) * dtype.itemsize, n) for a, n in zip(starts, counts, strict=False)]
+        return Buffers(rank, size, dtype, send=send, send_blocks=blocks, output=output, op=op, root=root)
+
+    nbytes = total * dtype.itemsize
+    schedule = schedule_of(operation, nbytes, cluster.layouts[0], algorithm)
+    cluster.run(schedule, buffers)
+    starts = np.cumsum([0, *counts])
+    for rank, output in enumerate(outputs):
+        if output is None or (name == "Exscan" and rank == 0):
+            continue
+        if name in ("Scan", "Exscan"):
+            parts = inputs[: rank + (name == "Scan")]
+            want = in_order(parts, op, dtype)
+        else:
+            want = expected(inputs, domains, op)
+            if operation.send in ("counted", "blocks"):
+                want = want[starts[rank] : starts[rank + 1]]
+        got = cluster.memories[rank].view(output.pointer, output.count, dtype)
+        assert got.tobytes() == want.tobytes(), (rank, got, want)
+
+
+@pytest.mark.parametrize("domains", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("name", "algorithm"), REDUCING)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
+    domains: list[list[int]], name: str, algorithm: str, dtype: np.dtype[Any]
+) -> None:
+    for op in ("sum", "prod") if dtype.kind in "ic" else ("sum", "avg", "max"):
+        for count, in_place in ((1, False), (37, False), (300, True)):
+            if in_place and name in ("Reduce_scatter", "Scan", "Exscan"):
+                continue
+            reducing_case(name, domains, algorithm, dtype, op, count, in_place)
+
+
+def moving_case(operation: Operation, domains: Sequence[Sequence[int]], algorithm: str, count: int, root: int) -> None:
+    cluster, dtype = Cluster(domains), np.dtype(np.uint16)
+    size = len(cluster.layouts)
+
+    def counts(source: int, target: int) -> int:
+        if operation.counts == "same":
+            return count
+        return (count + 5 * source + (7 * target if operation.receive == operation.send else 0)) % 23
+
+    def data(source: int, target: int) -> Array:
+        block: Array = np.arange(counts(source, target)).astype(dtype) + np.uint16(1000 * source + 50 * target)
+        return block
+
+    to_all = operation.send == "one"
+    wanted: list[list[Array]] = []
+    places: list[list[Span]] = []
+
+    def buffers(rank: int) -> Buffers:
+        memory = cluster.memories[rank]
+        if operation.rooted == "bcast":
+            span = memory.place(data(root, 0) if rank == root else np.zeros(counts(root, 0), dtype))
+            wanted.append([data(root, 0)])
+            places.append([span])
+            return Buffers(rank, size, dtype, output=span, root=root)
+        sends = [memory.place(data(rank, 0 if to_all else peer)) for peer in range(1 if to_all else size)]
+        if operation.rooted == "send":
+            span = memory.place(np.zeros(counts(root, rank), dtype))
+            wanted.append([data(root, rank)])
+            places.append([span])
+            return Buffers(rank, size, dtype, send_blocks=sends if rank == root else None, output=span, root=root)
+        incoming = [data(peer, 0 if to_all else rank) for peer in range(size)]
+        blocks = [memory.place(np.zeros_like(block)) for block in incoming]
+        receives = not operation.rooted or rank == root
+        wanted.append(incoming if receives else [])
+        places.append(blocks if receives else [])
+        return Buffers(
+            rank,
+            size,
+            dtype,
+            send=sends[0] if to_all else None,
+            send_blocks=None if to_all else sends,
+            blocks=blocks if receives else None,
+            root=root,
+        )
+
+    cluster.run(schedule_of(operation, count * 2, cluster.layouts[0], algorithm), buffers)
+    for memory, spans, arrays in zip(cluster.memories, places, wanted, strict=True):
+        for span, array in zip(spans, arrays, strict=True):
+            assert memory.view(span.pointer, span.count, dtype).tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("domains", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [
+        *(("Bcast", algorithm) for algorithm in ("one_shot", "two_shot")),
+        *((name, "auto") for name in ("Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Gather", "Gatherv")),
+        *((name, "auto") for name in ("Scatter", "Scatterv")),
+    ],
+)
+def test_movements_bring_each_block_to_its_place(domains: list[list[int]], name: str, algorithm: str) -> None:
+    size = sum(map(len, domains))
+    for count in (0, 1, 19, 300):
+        for root in {0, size // 2, size - 1}:
+            moving_case(table.OPERATIONS[name], domains, algorithm, count, root)
+
+
+@given(st.data())
+@UNHURRIED
+def test_any_domains_work(data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=9).filter(lambda drawn: len({*drawn}) > 1))
+    domains = [ranks for n in range(4) if (ranks := [rank for rank, number in enumerate(numbers) if number == n])]
+    domains.sort(key=lambda ranks: ranks[0])
+    name, algorithm = data.draw(st.sampled_from(REDUCING))
+    reducing_case(name, domains, algorithm, F32, "sum", data.draw(st.integers(0, 60)), False)
+
+
+@pytest.mark.parametrize("nbytes", [256, 8 << 10])
+@pytest.mark.parametrize("domains", LAYOUTS, ids=str)
+def test_long_calls_go_in_pieces(domains: list[list[int]], nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "PIECE_NBYTES", nbytes)
+    monkeypatch.setattr(cuts, "SHORTEST_NBYTES", nbytes // 16)
+    for name, algorithm in REDUCING:
+        for dtype in (F32, np.dtype(ml_dtypes.bfloat16)):
+            reducing_case(name, domains, algorithm, dtype, "sum", 333, name in ("Allreduce", "Reduce_scatter_block"))
+    for name in ("Allgather", "Allgatherv", "Alltoall", "Bcast", "Gather", "Scatter"):
+        moving_case(table.OPERATIONS[name], domains, "two_shot", 300, 1)
+
+
+def test_a_large_allreduce_sends_little_over_each_network_card() -> None:
+    count = 1200
+    domains = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    cluster = Cluster(domains)
+
+    def buffers(rank: int) -> Buffers:
+        memory = cluster.memories[rank]
+        send, output = (memory.place(np.ones(count, np.float32)) for _ in range(2))
+        return Buffers(rank, 12, F32, send=send, output=output, op="sum")
+
+    schedule = schedule_of(table.ALLREDUCE, count * 4, cluster.layouts[0], "two_shot")
+    cluster.run(schedule, buffers)
+    shard = count * 4 / 4
+    for rank in range(12):
+        assert cluster.network_steps[rank] == 2
+        assert cluster.sent_nbytes[rank] <= 2 * shard * 2 / 3 + 4 * 128  # shards end at whole cache lines
+
+
+def test_a_small_allreduce_and_a_small_bcast_take_one_network_step() -> None:
+    layout = DomainLayout([[0, 1], [2, 3]], 0)
+    for operation in (table.ALLREDUCE, table.BCAST):
+        cluster = Cluster([[0, 1], [2, 3]])
+
+        def buffers(rank: int, cluster: Cluster = cluster) -> Buffers:
+            memory = cluster.memories[rank]
+            send, output = (memory.place(np.ones(4, np.float32)) for _ in range(2))
+            return Buffers(rank, 4, F32, send=send, output=output, op="sum")
+
+        cluster.run(schedule_of(operation, 16, layout, "auto"), buffers)
+        assert max(cluster.network_steps.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block"])
+def test_steps_in_a_domain_do_not_grow_with_the_number_of_domains(name: str) -> None:
+    for domains in ([[0, 1], [2, 3], [4, 5]], [[2 * number, 2 * number + 1] for number in range(20)]):
+        cluster, size = Cluster(domains), 2 * len(domains)
+
+        def buffers(rank: int, cluster: Cluster = cluster, size: int = size) -> Buffers:
+            spans = [cluster.memories[rank].place(np.ones(3, np.float32)) for _ in range(size + 1)]
+            if name == "Allgather":
+                return Buffers(rank, size, F32, send=spans[0], blocks=spans[1:])
+            return Buffers(rank, size, F32, send_blocks=spans[1:], output=spans[0], op="sum")
+
+        cluster.run(schedule_of(table.OPERATIONS[name], 12 * size, cluster.layouts[0], "auto"), buffers)
+        for rank in range(size):
+            assert (cluster.locals[rank], cluster.network_steps[rank]) == (2, 1)
+
+
+@pytest.mark.parametrize("sizes", [[8] * 2, [8] * 40, [1] * 40, [5, 1, 8]], ids=str)
+@pytest.mark.parametrize("dtype", [F32, np.dtype(ml_dtypes.bfloat16)], ids=str)
+@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block", "Bcast"])
+def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[Any], sizes: list[int]) -> None:
+    ends = [0, *itertools.accumulate(sizes)]
+    layout, size = DomainLayout([range(*each) for each in itertools.pairwise(ends)], 0), ends[-1]
+    taken = [0]
+
+    def memory(nbytes: int) -> int:
+        taken.append(nbytes)
+        return 0
+
+    for block_nbytes in (4 << 10, 1 << 20, 16 << 20):
+        block = Span(1 << 40, block_nbytes // dtype.itemsize)
+        buffers = {
+            "Allgather": Buffers(0, size, dtype, send=block, blocks=[block] * size),
+            "Reduce_scatter_block": Buffers(0, size, dtype, send_blocks=[block] * size, output=block, op="sum"),
+            "Bcast": Buffers(0, size, dtype, output=Span(1 << 40, size * block.count)),
+        }[name]
+        schedule = schedule_of(table.OPERATIONS[name], size * block_nbytes, layout, "two_shot")
+        for part in schedule(buffers, layout):
+            steps_of(part, memory)
+    # Two arrays of partial results and converted blocks, all in twice as many bytes, and packed blocks.
+    assert max(taken) <= 7 * cuts.PIECE_NBYTES
+
+
+def test_every_card_carries_the_data_of_a_broadcast_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "SHORTEST_NBYTES", 4 << 10)
+    domains = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    cluster, nbytes, pieces = Cluster(domains), 64 << 10, 4
+
+    def buffers(rank: int) -> Buffers:
+        return Buffers(rank, 8, np.dtype(np.uint8), output=cluster.memories[rank].place(np.ones(nbytes, np.uint8)))
+
+    cluster.run(schedule_of(table.BCAST, nbytes, cluster.layouts[0], "two_shot"), buffers)
+    for rank in range(8):
+        assert cluster.sent_nbytes[rank] <= nbytes / 2 + pieces * 3 * 128  # parts end at whole cache lines
+        assert cluster.locals[rank] == pieces
+        assert cluster.network_steps[rank] == (pieces if rank < 2 else pieces + 1)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "chain"])
+def test_algorithms_of_one_domain_are_refused(algorithm: str) -> None:
+    with pytest.raises(InvalidUsageError, match=f'algorithm="{algorithm}" of Allreduce'):
+        schedule_of(table.ALLREDUCE, 8, DomainLayout([[0], [1]], 0), algorithm)
