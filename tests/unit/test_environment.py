@@ -87,7 +87,7 @@ def test_handle_argument_wins(monkeypatch: pytest.MonkeyPatch, text: str) -> Non
     assert environment.handle("ipc") == "ipc"
 
 
-def test_timeout_is_the_default_where_nothing_says_otherwise() -> None:
+def test_timeout_is_the_default_if_nothing_says_otherwise() -> None:
     assert environment.timeout_s(None) == environment.DEFAULT_TIMEOUT_S == 30.0
 
 

@@ -63,7 +63,7 @@ def test_memory_of_gpus_and_of_the_host_is_shown_apart() -> None:
     assert "collectives: arena │ device: 44,032 KiB, host: 4 KiB" in captured.get()
 
 
-def test_paths_show_what_they_carry() -> None:
+def test_paths_show_their_bandwidth() -> None:
     found = json.loads(run_job(2, *INFO, "--json", "-").stdout)
     assert found["ranks"][1]["links"][0]["gb_s"] is None
     found["ranks"][0]["links"][1].update(path="NVLink", gb_s=478.116)
@@ -91,7 +91,7 @@ class FakeInfo:
 
 
 class FakeLibrary:
-    """An MPI library that has those query functions whose answers are given."""
+    """An MPI library that has the query functions whose answers are given."""
 
     _name = "libmpi.so.12"
 

@@ -79,7 +79,7 @@ def test_a_missing_rank_of_a_group_is_named() -> None:
         with pytest.raises(mpicomm.CollectiveTimeoutError):
             comm.Create_group(pairs[0])
     world.Barrier()
-    if world.rank in (0, 1):  # whose messages could meet those of the call before
+    if world.rank in (0, 1):  # its messages could meet messages of the call before
         with pytest.raises(mpicomm.CollectiveTimeoutError, match="rank 1 did not arrive"):
             comm.Create_group(pairs[0])
     comm.Split().Free()

@@ -37,7 +37,7 @@ def call(request: pytest.FixtureRequest, made: Any) -> Iterator[NeighborCall]:
 
 
 def check(made: Any, call: NeighborCall, turn: int, sent: Any, received: Any, form: str = "Neighbor_{}") -> None:
-    """Compare with MPI's call on host arrays; on a GPU all forms do what the blocking one does."""
+    """Compare with MPI's call on host arrays; on a GPU all forms work like the blocking one."""
     made.check()
     form = form if isinstance(received, np.ndarray) else "Neighbor_{}"
     np.testing.assert_array_equal(to_host(received), result_of_mpi(made, call, turn, form))
@@ -150,7 +150,7 @@ def test_two_neighbours_that_disagree_on_counts_are_told(device: str, expected: 
 
 
 @pytest.mark.mpi(min_size=2)
-def test_nothing_is_unpacked_where_neighbours_disagree(device: str) -> None:
+def test_nothing_is_unpacked_if_neighbours_disagree(device: str) -> None:
     with communicator(device, timeout_s=10) as comm, array_module(comm) as xp:
         if xp is np:
             pytest.skip("MPI looks at the lengths of host arrays")

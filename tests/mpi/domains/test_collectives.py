@@ -73,7 +73,7 @@ def test_reductions(comm: mpicomm.Communicator, xp: Any, placement: str, operati
             op = ops[(number + turn) % len(ops)]
             in_order = algorithm != "auto" or comm.device != "cpu" or op == "avg"
             if comm.device == "cpu" and (dtype.kind, op) == ("c", "prod"):
-                in_order = False  # NumPy fuses products and sums where the processor can
+                in_order = False  # NumPy fuses products and sums if the processor can
             case = Case(
                 operation,
                 dtype,

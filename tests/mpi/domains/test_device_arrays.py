@@ -33,7 +33,7 @@ def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
         yield module
 
 
-def test_graphs_hold_calls_where_the_engine_takes_no_host(comm: mpicomm.Communicator, xp: Any) -> None:
+def test_graphs_hold_calls_if_the_engine_takes_no_host(comm: mpicomm.Communicator, xp: Any) -> None:
     send, total = xp.zeros(5000, np.float32), xp.zeros(5000, np.float32)
     blocks, received = xp.zeros(4 * comm.size, np.int32), xp.zeros(4 * comm.size, np.int32)
     stream = xp.cuda.Stream(non_blocking=True)

@@ -1,4 +1,4 @@
-"""What a process writes about itself, as another process reads it."""
+"""The page that a process writes about itself, as another process reads it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read() -> Activity:
 
 
 def of(name: str) -> RankCalls:
-    """The communicator of that name, of which there is one."""
+    """The only communicator of that name."""
     (found,) = [calls for calls in read().communicators if calls.name == name]
     return found
 

@@ -68,7 +68,6 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What the ranks have written."""
         return (self.folder / "output").read_text()
 
 
@@ -138,7 +137,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
     assert job.mpiexec.wait(START_LIMIT_S) == 0, job.output
 
 
-def test_nobody_waits_where_a_process_is_alone() -> None:
+def test_no_rank_waits_in_a_single_process() -> None:
     row = CommunicatorRow()
     row.open(Heading(0, [Member("host", os.getpid(), 0)], [0], "cpu"))
     row.post("Allreduce(float64, count=4)")
