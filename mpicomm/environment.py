@@ -55,8 +55,8 @@ VARIABLES = (
     ),
     Variable(
         "INTERNODE",
-        "The engine that moves device arrays between groups of GPUs: `mapped`, `nccl`, `mpi` or `staged`. All ranks "
-        "need the same value.",
+        "The engine that moves device arrays between groups of GPUs: `mapped`, `nccl`, `mpi` or `pinned`. All ranks "
+        "need the same value. `staged` is an alias of `pinned`.",
         "the first of these engines that works",
         "the first call on device arrays between groups",
     ),
@@ -136,7 +136,7 @@ _LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_L
 processes of a job step that only launches the ranks."""
 HANDLES = ("auto", "ipc", "fd", "fabric", "staged")
 """The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` except that for host memory."""
-INTERNODE = ("mapped", "nccl", "mpi", "staged")
+INTERNODE = ("mapped", "nccl", "mpi", "pinned")
 """The engines that move device memory between groups of ranks, the best one first; "mapped" is for a single node."""
 
 
@@ -243,6 +243,8 @@ def bind_cpu() -> bool:
 def internode() -> str:
     """Return MPICOMM_INTERNODE: the engine that moves device memory between groups of ranks, or "auto"."""
     value = os.environ.get("MPICOMM_INTERNODE", "auto")
+    if value == "staged":  # an alias, because the handle kind "staged" is something else
+        return "pinned"
     if value not in ("auto", *INTERNODE):
         raise InvalidUsageError(f"MPICOMM_INTERNODE={value!r}: use {', '.join(INTERNODE)} or auto")
     return value

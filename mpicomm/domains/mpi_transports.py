@@ -29,7 +29,7 @@ Host = npt.NDArray[np.uint8]
 class PinnedTransport:
     """Copies messages to pinned host memory, from which MPI sends them chunk by chunk. It blocks the host."""
 
-    name: Name = "staged"
+    name: Name = "pinned"
     capturable = False
 
     def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:

@@ -10,7 +10,7 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.steps import NetworkStep
 from mpicomm.errors import MpicommError
 
-Name = Literal["mapped", "nccl", "mpi", "staged"]
+Name = Literal["mapped", "nccl", "mpi", "pinned"]
 
 
 class Transport(Protocol):

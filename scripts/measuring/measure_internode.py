@@ -4,7 +4,7 @@ Run `mpiexec -n 4 python scripts/measuring/measure_internode.py [--json FILE]`.
 
 The ranks claim to be on ``--hosts`` hosts, so this also measures ranks of one machine. The engine is the one of
 MPICOMM_INTERNODE. *possible* is the time of the copies and of MPI's own Allreduce of the shards that the engine
-"staged" cannot do without: each rank copies its shard to pinned memory, MPI sums the shards of each rail, and each rank
+"pinned" cannot do without: each rank copies its shard to pinned memory, MPI sums the shards of each rail, and each rank
 copies the result back. Times are microseconds: medians of the slowest rank, results are checked.
 """
 
@@ -100,7 +100,7 @@ def main() -> None:
         if comm.rank == 0 and options.json is not None:
             text = (
                 f"{WORLD.size} ranks of one machine that claim to be on {options.hosts} hosts; NCCL takes sockets "
-                'between them. *possible* is what the engine "staged" cannot do without: copies of a shard to the host '
+                'between them. *possible* is what the engine "pinned" cannot do without: copies of a shard to the host '
                 "and back, and MPI's own Allreduce of the shards. *one group*: an Allreduce of the ranks of one group."
             )
             where = hardware(record or [], processor())

@@ -68,7 +68,7 @@ def choose_transport(
         else:
             _announce(group, transport, rejected)
             return TransportChoice(transport, rejected)
-    raise AssertionError("staged works everywhere")
+    raise AssertionError("the engine pinned works everywhere")
 
 
 def _open(
@@ -84,7 +84,7 @@ def _open(
         if channels is None:
             raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
         return MappedTransport(channels(), backend)
-    if name == "staged":
+    if name == "pinned":
         return PinnedTransport(transfers, backend)
     if name == "mpi":
         group.agree("engine mpi", _require_cuda_aware)
@@ -121,5 +121,5 @@ def _announce(group: Group, transport: Transport, rejected: dict[str, str]) -> N
     if group.rank != 0:
         return
     reason = "; ".join(f"not {name}: {why}" for name, why in rejected.items()) or "as asked, or the best there is"
-    say = logger.warning if transport.name == "staged" and rejected else logger.info
+    say = logger.warning if transport.name == "pinned" and rejected else logger.info
     say("between groups of ranks: engine %s: %s", transport.name, reason)

@@ -124,7 +124,7 @@ class DomainsEngine:
     def _choice(self, asked: str) -> AlgorithmChoice:
         """Return the algorithm of a call in words: a schedule of the domains, and the transport between them."""
         why = "" if asked == "auto" else f', algorithm="{asked}"'
-        slow = "between groups of ranks through pinned host memory" if self._transport.name == "staged" else ""
+        slow = "between groups of ranks through pinned host memory" if self._transport.name == "pinned" else ""
         return AlgorithmChoice(
             f"groups, {self._transport.name}", f"{len(self._layout.domains)} groups of ranks{why}", slow
         )
