@@ -1,12 +1,12 @@
 """Schedules of the reductions over several domains: reduce in the domain, exchange between domains, reduce again.
 
-**Order.** The ranks of a domain are reduced in their order, then the results of the domains in the order of the
-domains. All ranks compute with the same numbers in the same order, so results are bitwise the same on all ranks and in
-every run of the same layout, whatever engine carries the data. They may differ from the result of one domain, whose
-order is that of the ranks alone.
+**Order.** A domain reduces its ranks in their order. Then the results of the domains are reduced in the order of the
+domains. All ranks compute with the same numbers in the same order. So results are bitwise the same on all ranks and in
+every run of the same layout, whatever engine carries the data. They may differ from the result in a single domain,
+which reduces all ranks in their order.
 
 **Rounding.** Sums, products, averages and operations of the user on floats of 16 bits or fewer are computed in float32
-from the first step on, travel as float32, and are rounded once, at the end.
+from the first step on. They travel as float32, and are rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mpicomm.mpi.span import Span
 from mpicomm.mpi.types import is_narrow
 
 _WIDE = np.dtype(np.float32)
-_EXACT = ("max", "min", "land", "lor", "lxor")  # the operations whose results need no rounding
+_EXACT = ("max", "min", "land", "lor", "lxor")  # the results of these operations need no rounding
 
 
 def allreduce_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
@@ -58,7 +58,7 @@ def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, room: ScratchAlloca
     """Reduce-scatter in each domain, then among the ranks of each rail; all-gather along each rail, then in the domain.
 
     Each rail has a shard, so all network cards carry the same bytes, twice their part of the data. In each rail every
-    rank reduces a part of the shard: two messages between each two ranks, for large data.
+    rank reduces a part of the shard. So each two ranks of a rail exchange two messages, which suits large data.
     """
     send, output = _both(b)
     dtype, op, source = yield from _widened(b, send, room)
@@ -116,12 +116,12 @@ def reduce(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator
 def reduce_scatter(
     b: Buffers, layout: DomainLayout, distances: Sequence[int], room: ScratchAllocator
 ) -> Iterator[Step]:
-    """Reduce the blocks of the domains that lie ``distances`` places ahead in this domain, and send the results there.
+    """Reduce the blocks of the domains that lie ``distances`` domains ahead in this domain, and send them the results.
 
-    Each block is reduced on the rank that is its owner's partner. The blocks of one domain are reduced where they lie,
-    unless they have to be converted. The blocks of several domains that one rank reduces lie apart, so each rank packs
-    them in scratch memory before. Distance 0 is the domain itself, and comes last: then all partial results of this
-    rank's block are here, and are reduced.
+    The partner of a block's owner reduces the block. The ranks reduce the blocks of one domain in place, unless the
+    blocks have to be converted. If a rank reduces blocks of several domains, these blocks are not adjacent. So each
+    rank first packs them in scratch memory. Distance 0 is the domain itself, and comes last: then all partial results
+    of this rank's block have come, and the rank reduces them.
 
     The calls with all distances must have the same scratch memory, which holds the partial results.
     """
@@ -164,12 +164,12 @@ def reduce_scatter(
 
 
 def scan(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
-    """Bring the data of all ranks to every rank, which reduces those up to its own."""
+    """Bring the data of all ranks to every rank. Each rank reduces the data up to its data."""
     yield from _prefix(b, layout, room, b.rank + 1)
 
 
 def exscan(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
-    """Bring the data of all ranks to every rank, which reduces those before its own; the first rank writes nothing."""
+    """Bring the data of all ranks to every rank. Each rank reduces the data before its data; the first writes none."""
     yield from _prefix(b, layout, room, b.rank)
 
 
@@ -180,7 +180,7 @@ def _prefix(b: Buffers, layout: DomainLayout, room: ScratchAllocator, ranks: int
     gathered = replace(b, output=None, blocks=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
     yield from allgather(gathered, layout, [0], room)
     yield from allgather(gathered, layout, range(1, len(layout.domains)), room)
-    if ranks == 1:  # a single contribution is the result, also where the operation would change it
+    if ranks == 1:  # a single contribution is the result, even if the operation would change it
         yield Move(output.pointer, slots[0], nbytes)
     elif ranks:
         divisor = ranks if b.op == "avg" else 1
@@ -189,13 +189,13 @@ def _prefix(b: Buffers, layout: DomainLayout, room: ScratchAllocator, ranks: int
 
 
 def _accumulated(b: Buffers) -> tuple[np.dtype[Any], str]:
-    """Return the type in which partial results travel, and the operation with which they are reduced."""
+    """Return the type in which partial results travel, and the operation that reduces them."""
     wide = is_narrow(b.dtype) and b.op not in _EXACT
     return (_WIDE if wide else b.dtype), ("sum" if b.op == "avg" else b.op)
 
 
 def _widened(b: Buffers, send: Span, room: ScratchAllocator) -> Generator[Step, None, tuple[np.dtype[Any], str, Span]]:
-    """Convert the input where partial results travel in a wider type; return that type, the operation, the input."""
+    """Convert the input if partial results travel in a wider type; return that type, the operation, the input."""
     dtype, op = _accumulated(b)
     if dtype == b.dtype:
         return dtype, op, send

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def ready(session: Session, call: Call) -> Session:
     """Return the session of a call on device arrays, which must be on this rank's GPU. Collective the first time."""
     operation = call.operation.name
-    session.require_gpu(operation)  # before device memory is looked at
+    session.require_gpu(operation)  # before anything looks at device memory
     session.set_up(operation)
     for operand in call.operands:
         require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
@@ -30,15 +30,15 @@ def ready(session: Session, call: Call) -> Session:
 
 
 def root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:
-    """Return the root of a call as a key of plans; of a call with an epilogue, which has no root, the epilogue.
+    """Return the root of a call as a key of plans. A call with an epilogue has no root, and its key is the epilogue.
 
-    None where the epilogue has an array that cannot be recognised.
+    The key is None if the epilogue has an array that cannot be recognised.
     """
     return arguments.root if arguments.epilogue is None else arguments.epilogue.key(gpu.identity_of)
 
 
 class OnGpus:
-    """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps it for calls alike."""
+    """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps the plan for equal calls."""
 
     def __init__(self, session: Session, engines: Engines, completer: Completer, witness: Witness) -> None:
         self._session = session
@@ -49,7 +49,7 @@ class OnGpus:
     def enqueue(self, call: Call, *, blocking: bool) -> DeferredWork | None:
         """See `Way.enqueue`."""
         operation, given, session = call.operation, call.given, ready(self._session, call)
-        if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it has to know of it before
+        if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it must first know the location
             self._witness.tell(operation, on_host=False)
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
@@ -74,7 +74,7 @@ class OnGpus:
         return None
 
     def until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredWork:
-        """Return a call that was enqueued as work, which is over when ``done`` says so and ``copies`` are back."""
+        """Return a call that was enqueued as work. It is over after ``done`` says so and ``copies`` are back."""
         backend = self._session.backend
 
         def finish() -> None:
