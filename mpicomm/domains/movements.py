@@ -60,7 +60,7 @@ def one_after_the_other(
     return places, spans
 
 
-def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], room: ScratchAllocator) -> Iterator[Step]:
+def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], scratch: ScratchAllocator) -> Iterator[Step]:
     """Bring the blocks of the domains that lie ``distances`` domains ahead to all ranks of this domain.
 
     Each rank sends its block to its partners in the domains that lie as far before this domain. It receives the blocks
@@ -77,7 +77,7 @@ def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], room: 
     sources = [layout.ahead(distance) for distance in distances]
     rows = layout.served_by_each(sources)
     packed = [blocks[rank] for row in rows for rank in row] if len(sources) > 1 and len(rows) > 1 else []
-    start = room.take(sum(block.count for block in packed) * b.dtype.itemsize)
+    start = scratch.take(sum(block.count for block in packed) * b.dtype.itemsize)
     places, spans = one_after_the_other(blocks, rows, start, b.dtype)
     received = [rank for distance in exchanged for rank in layout.served(layout.ahead(distance))]
     yield NetworkStep(
@@ -96,7 +96,7 @@ def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], room: 
             yield allgather_in_domain(layout, b.dtype, own, given)
 
 
-def alltoall(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+def alltoall(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """Every rank sends directly to every rank of the other domains; each byte crosses the network once."""
     assert b.blocks is not None
     itemsize = b.dtype.itemsize
@@ -104,7 +104,7 @@ def alltoall(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterat
     if sends is None:  # in place: a receive would overwrite a block before it is sent
         sends = []
         for block in b.blocks:
-            copy = Span(room.take(block.count * itemsize), block.count)
+            copy = Span(scratch.take(block.count * itemsize), block.count)
             yield Move(copy.pointer, block.pointer, block.count * itemsize)
             sends.append(copy)
     others = layout.elsewhere
@@ -117,7 +117,7 @@ def alltoall(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterat
     yield Local(ALLTOALLV, in_domain(layout, b.dtype, send_blocks=here[0], blocks=here[1], cuts=cuts))
 
 
-def gather(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+def gather(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The ranks of other domains send directly to the root; the root's domain gathers. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
         assert b.send is not None
@@ -134,7 +134,7 @@ def gather(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator
     yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=b.send, blocks=blocks))
 
 
-def scatter(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+def scatter(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root sends directly to the ranks of other domains, and scatters in its domain. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
         assert b.output is not None
@@ -151,7 +151,7 @@ def scatter(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterato
     yield Local(SCATTERV, in_domain(layout, b.dtype, root=root, send_blocks=sends, output=b.output))
 
 
-def bcast_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+def bcast_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root sends to its partner in every other domain; each domain broadcasts. For small data."""
     assert b.output is not None
     nbytes = b.output.count * b.dtype.itemsize
@@ -170,7 +170,7 @@ def bcast_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) 
     yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), output=b.output))
 
 
-def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root's domain broadcasts a piece. Each rail brings a shard of it to all other domains, which gather.
 
     Each rank of the root's domain cuts its shard into a part for each other domain. While it sends the parts of this

@@ -47,7 +47,7 @@ class PinnedTransport:
         side.follow(self._into, behind)  # this stream overwrites memory that earlier work may read
         comm, streams = self._transfers.comm, (self._out, self._into)
         wait = self._transfers.begin(
-            lambda tag: _Staged(comm, network_step, tag, self._backend, *streams, self._chunks), call
+            lambda tag: _PinnedTransfer(comm, network_step, tag, self._backend, *streams, self._chunks), call
         )
 
         def finish() -> None:
@@ -101,7 +101,7 @@ class _Chunks:
     """Pinned memory that the device may still read, with marks after the copies: the pool must not reuse it before."""
 
 
-class _Staged:
+class _PinnedTransfer:
     """A transfer through pinned memory."""
 
     def __init__(

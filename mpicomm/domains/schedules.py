@@ -87,8 +87,8 @@ def steps_of(part: Part, memory: Callable[[int], int]) -> list[list[Step]]:
     ``memory`` takes a number of bytes, and returns the address of as much scratch memory. All pieces share it.
     """
     needed = [ScratchAllocator() for _ in part]
-    for piece, room in zip(part, needed, strict=True):
-        for _ in piece(room):
+    for piece, scratch in zip(part, needed, strict=True):
+        for _ in piece(scratch):
             pass
-    start = memory(max(room.nbytes for room in needed))
+    start = memory(max(scratch.nbytes for scratch in needed))
     return [list(piece(ScratchAllocator(start))) for piece in part]

@@ -131,10 +131,10 @@ class Slots:
     number: int
 
     @classmethod
-    def take(cls, room: ScratchAllocator, number: int, nbytes: int) -> Slots:
+    def take(cls, scratch: ScratchAllocator, number: int, nbytes: int) -> Slots:
         """Take slots of ``nbytes`` bytes each from the scratch memory."""
         stride = _aligned(nbytes)
-        return cls(room.take(number * stride), stride, number)
+        return cls(scratch.take(number * stride), stride, number)
 
     def __getitem__(self, index: int) -> int:
         return self.start + index * self.stride

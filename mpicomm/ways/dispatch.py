@@ -205,11 +205,11 @@ class Dispatcher:
         refuse_stream(call.operation.name, call.stream)
         if call.epilogue is not None:
             return self._epilogue
-        if self._is_mpis(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
+        if self._is_for_mpi(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
             return self._mpi
         return self._mapped
 
-    def _is_mpis(self, call: Call) -> bool:
+    def _is_for_mpi(self, call: Call) -> bool:
         def goes_to_mpi() -> bool:
             return selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, self._crossover)
 
