@@ -1,1 +1,1 @@
-"""Activity: it says what a process does in its communicators, in memory that other processes of its user can read."""
+"""Activity: the calls of a process in its communicators, in memory that other processes of its user can read."""

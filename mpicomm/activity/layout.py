@@ -1,4 +1,4 @@
-"""The layout of the memory in which a process says what it does: signed words of 64 bits, and texts of UTF-8.
+"""The layout of the memory in which a process describes its calls: signed words of 64 bits, and texts of UTF-8.
 
 The memory holds a header, a row for each communicator, and the texts of calls. The texts are a ring. The position of
 a text counts all bytes that the process has written before it. The text lies there, modulo the length of the ring.

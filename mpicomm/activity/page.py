@@ -1,4 +1,4 @@
-"""Page: the memory in which this process says what it does, so that the doctor can read it from outside.
+"""Page: the memory in which this process describes its calls, so that the doctor can read them from outside.
 
 The doctor opens the memory by its descriptor in /proc/PID/fd. The kernel allows this to every process of the same user.
 Yama often keeps a process from reading the memory of another process, but it does not forbid this. So this process

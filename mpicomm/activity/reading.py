@@ -77,7 +77,7 @@ class Activity:
 
 
 def read_activity(pid: int) -> Activity | None:
-    """Return what a process does; None if it has no page. Local, and the process does not notice.
+    """Return the activity of a process; None if it has no page. Local, and the process does not notice.
 
     Raises `PermissionError` for a process of another user, and `FileNotFoundError` if there is no such process. Raises
     `OtherVersionError` if another version of mpicomm has made the page.

@@ -316,7 +316,7 @@ class GpuBackend(Backend, Protocol):
         """Return the steps of messages. The first call loads their kernel, which blocks."""
 
     def pack_table(self, table: PackTable) -> int:
-        """Return the address of a table on the device, where it stays until `close`; blocking for a new table."""
+        """Return the address of a table on the device. The table stays until `close`; blocking for a new table."""
 
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
         """Pack the regions of a table, which lie from ``memory`` on, to ``packed``, or unpack them; stream-ordered.

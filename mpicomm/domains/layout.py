@@ -65,7 +65,8 @@ class DomainLayout:
     def partner(self, rank: int, domain: int) -> int:
         """Return the rank of a domain that exchanges data with ``rank`` on behalf of its domain.
 
-        It has the same index if the domain has so many ranks. In smaller domains a rank serves several other ranks.
+        The partner has the same index if the domain has this index. In smaller domains a rank serves several other
+        ranks.
         """
         ranks = self.domains[domain]
         return ranks[self.index_of(rank) % len(ranks)]

@@ -26,9 +26,9 @@ class Timeline:
     """Measures the work of one GPU's streams by CUDA events. Local; it never waits for the user's streams.
 
     ``now_ns`` reads the host's clock. CUDA tells only the time between two events. So the timeline compares the clocks
-    by an event on its private stream, at first and then once a second. If other work delays that event, the last
-    comparison stays valid. The timeline does not wait for it, because a wait could delay a rank for which kernels of
-    other ranks wait. Raises `HandleError` if the device fails.
+    by an event on its private stream, at first and then at most once a second. If other work delays that event, the
+    last comparison stays valid. The timeline does not wait for it, because a wait could delay a rank for which kernels
+    of other ranks wait. Raises `HandleError` if the device fails.
     """
 
     def __init__(self, backend: GpuBackend, now_ns: Callable[[], int]) -> None:
