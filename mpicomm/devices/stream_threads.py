@@ -24,7 +24,7 @@ are left, and MPI's rules keep these free of circles.
 Against 4, if several threads use the device, the thread of a blocking collective waits on the host until all ranks
 launch the collective next. Then its kernel waits for no peer whose thread loads a kernel first. Another thread of a
 peer may still load a kernel between this meeting and the launch, a few microseconds later. Nonblocking collectives do
-not meet, because they must not wait. A message is enqueued before MPI is told of it.
+not meet, because they must not wait. A thread enqueues a message before it tells MPI of it.
 
 A thread that is the only user of a stream keeps all its work there. Its calls follow each other in the stream as in the
 program. Only a wait that it enqueued before the first call of a second thread stays in the stream.

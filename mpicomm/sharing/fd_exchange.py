@@ -6,7 +6,7 @@ forbid it.
 
 Every user of the machine can see the name of the socket (/proc/net/unix) and connect, so a name proves nothing. A
 message counts only if the kernel says that its sender has the uid of this process (SO_PEERCRED). It must also carry the
-secret that the sending rank has told all ranks over MPI. The swap drops all other messages and goes on.
+secret that the sending rank has sent to all ranks over MPI. The swap drops all other messages and goes on.
 """
 
 from __future__ import annotations
