@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu import tuning_file
 from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.errors import InvalidUsageError, MpicommError
 
-_FILE_WIDTH = 1000  # wide enough to fold no cell where no terminal sets the width
+_FILE_WIDTH = 1000  # wide enough to fold no cell if no terminal sets the width
 
 
 def collect(comm: Communicator) -> dict[str, Any]:
@@ -45,7 +45,8 @@ def collect(comm: Communicator) -> dict[str, Any]:
 def first_calls(comm: Communicator) -> str:
     """Make a small Allreduce, and on GPUs an Alltoallv, which set up their memory. Collective.
 
-    Return "work", or the error of this rank: the other facts are shown all the same, because they may tell the cause.
+    Return "work", or the error of this rank. The caller shows the other facts in any case, because they may tell the
+    cause.
     """
     try:
         with comm.zeros(comm.size) as sent, comm.zeros(comm.size) as received:

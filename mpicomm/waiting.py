@@ -17,11 +17,11 @@ def soon(ready: Callable[[], bool]) -> bool:
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
-    """Call ``ready`` until it returns true, and return True; return False when ``timeout_s`` seconds have passed.
+    """Call ``ready`` until it returns true, and return True; return False after ``timeout_s`` seconds.
 
     The wait spins for some microseconds. Then it yields the core between polls, because ranks may outnumber cores and
-    the peer needs one. After a millisecond it sleeps between polls, longer and longer. From the first yield on it calls
-    ``meanwhile`` between polls.
+    the peer needs a core. After a millisecond it sleeps between polls, longer and longer. From the first yield on, it
+    calls ``meanwhile`` between polls.
     """
     if soon(ready):
         return True

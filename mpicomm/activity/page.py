@@ -1,11 +1,11 @@
-"""Page: the memory in which this process says what it does, so that the doctor can read it from outside.
+"""Page: the memory in which this process describes its calls, so that the doctor can read them from outside.
 
-The doctor opens the memory by its descriptor in /proc/PID/fd, for which the kernel wants the same user, and no more:
-Yama, which often keeps a process from reading the memory of another one, does not ask there. So this process keeps the
-descriptor open. The mapping alone would not do, because links in /proc/PID/map_files are for root.
+The doctor opens the memory by its descriptor in /proc/PID/fd. The kernel allows this to every process of the same user.
+Yama often keeps a process from reading the memory of another process, but it does not forbid this. So this process
+keeps the descriptor open: the mapping is not enough, because only root may open links in /proc/PID/map_files.
 
-Nothing here waits or takes a lock, because small calls write into the page, too. Where two threads write at once, the
-doctor may read a text that is a mixture.
+Nothing here waits or takes a lock, because small calls write into the page, too. If two threads write at once, the
+doctor may read a mixture of two texts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _monotonic_ns = time.monotonic_ns
 
 
 class Page:
-    """The memory of this process. Where the system gives no shared memory, nobody reads it."""
+    """The memory of this process. If the system provides no shared memory, no process reads the page."""
 
     def __init__(self) -> None:
         self._bytes = memoryview(_allocate())
@@ -41,7 +41,7 @@ class Page:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has made the page, and was not forked from the process that has made it."""
+        """Whether this process has made the page; a forked child has not, its parent has."""
         return os.getpid() == self._pid
 
     def introduce(self, world_rank: int, world_size: int) -> None:
@@ -68,11 +68,11 @@ class Page:
                 words[layout.STEP] = outer
 
     def enter_last(self, text: str) -> None:
-        """Say that this process is in a step of all ranks of MPI.COMM_WORLD, in which it stays until it ends."""
+        """Say that this process is in a step of all ranks of MPI.COMM_WORLD, and stays in it until the process ends."""
         self._enter(text, ranks_as_text(range(self.world_size)))
 
     def position(self, text: str) -> int:
-        """Return where a text begins, which is written if it is not there any more."""
+        """Return where a text begins. Write the text first if it is not in the ring."""
         end = self._words[layout.TEXTS_END]
         found = self._positions.get(text)
         if found is not None and end - found <= layout.TEXTS_NBYTES:
@@ -84,7 +84,7 @@ class Page:
             start = 0
         if len(self._positions) > layout.TEXTS_NBYTES // 16:
             self._positions.clear()
-        # Before the bytes, so that a reader that finds them knows of which texts they have taken the place.
+        # Before the bytes, so that a reader that finds the new bytes knows which texts they overwrite.
         self._words[layout.TEXTS_END] = end + len(encoded)
         at = layout.TEXTS_AT + start
         self._bytes[at : at + len(encoded)] = encoded
@@ -92,7 +92,7 @@ class Page:
         return end
 
     def take_row(self) -> tuple[int, memoryview]:
-        """Return a row that is free, and its number; a row that nobody reads, and -1, where all are taken."""
+        """Return a free row and its number. If all rows are taken, return a row that no process reads, and -1."""
         try:
             number = self._free.pop()
         except IndexError:
@@ -106,7 +106,7 @@ class Page:
             self._free.append(number)
 
     def _enter(self, text: str, ranks: str) -> None:
-        if not self.is_own:  # a forked child must not write for its parent
+        if not self.is_own:  # a forked child must not write into the page of its parent
             return
         position = self.position(layout.step_text(text, ranks))
         words = self._words
@@ -115,7 +115,7 @@ class Page:
 
 
 class Member(NamedTuple):
-    """A process of a communicator: what tells it from all others, and the number that names it to people."""
+    """A process of a communicator: host and pid identify it, and the number names it to people."""
 
     host: str
     pid: int
@@ -153,10 +153,10 @@ class Heading:
 
 
 class CommunicatorRow:
-    """The part of the page for one communicator. The doctor reads it from `open` on until `close`.
+    """The part of the page for one communicator. The doctor reads it from `open` until `close`.
 
-    Calls write into ``words`` themselves, because a small call takes less than a microsecond. So another communicator
-    gets the row only when nothing refers to it.
+    Calls write into ``words`` directly, because a small call takes less than a microsecond. So another communicator
+    gets the row only after nothing refers to it.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class CommunicatorRow:
         self._position = 0
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Let another communicator have the row, but not at exit, when the modules are gone: the memory goes, too."""
+        """Let another communicator have the row. At exit the modules are gone, and the memory ends with the process."""
         if not is_finalizing() and self._page.is_own:
             self.close()
             self._page.give_row(self._number)
@@ -180,9 +180,9 @@ class CommunicatorRow:
         self.words[layout.KEY] = key
 
     def post(self, text: str, count: int = 0) -> None:
-        """Say that this rank begins a collective call, with ``count`` in the place of `layout.COUNT_IN_TEXT`.
+        """Say that this rank begins a collective call; ``count`` replaces `layout.COUNT_IN_TEXT` in the text.
 
-        The doctor may read the count or the text of the call before, if it comes between these lines.
+        A doctor that reads between these lines may see the count or the text of the previous call.
         """
         if text is not self._text:
             self._text, self._position = text, self._page.position(text) + 1
@@ -194,7 +194,7 @@ class CommunicatorRow:
 
     def close(self) -> None:
         """Hide the row from the doctor."""
-        if self._page.is_own:  # a forked child has objects of its parent, and their page
+        if self._page.is_own:  # a forked child has the objects of its parent, and the page of its parent
             self.words[layout.KEY] = 0
 
 
@@ -206,7 +206,7 @@ def begin_mpis(words: memoryview, call: int) -> None:
 
 @cache
 def page() -> Page:
-    """Return the page of this process, which is made at first need. In a forked child it is that of the parent."""
+    """Return the page of this process, and make it at first need. A forked child has the page of its parent."""
     return Page()
 
 
@@ -219,7 +219,7 @@ def _allocate() -> mmap.mmap | bytearray:
     except OSError:
         return bytearray(layout.NBYTES)
     try:
-        os.ftruncate(fd, layout.NBYTES)  # the system provides no pages for the parts that nothing has filled
+        os.ftruncate(fd, layout.NBYTES)  # the system provides pages only for the parts that this process fills
         return mmap.mmap(fd, layout.NBYTES)  # mmap duplicates the descriptor and keeps it open
     except OSError:
         return bytearray(layout.NBYTES)

@@ -33,7 +33,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     **Groups of ranks.** Kernels serve the ranks of a node, up to 8; more ranks are several groups. Between groups of
     GPUs an engine moves the data, which ``python -m mpicomm.info`` shows and MPICOMM_INTERNODE names: "nccl" is
-    stream-ordered; "mpi" (a CUDA-aware MPI) and "staged" (MPI through pinned memory) block the host until the data of
+    stream-ordered; "mpi" (a CUDA-aware MPI) and "pinned" (MPI through pinned memory) block the host until the data of
     all ranks has come, and raise `InvalidUsageError` in a capture.
 
     **Buffers.** All forms of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in elements. The

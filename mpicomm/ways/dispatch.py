@@ -1,9 +1,10 @@
-"""Dispatch: which way each collective call of one communicator goes, and three forms in which a caller waits for it.
+"""Dispatch: the way of each collective call of one communicator, and three forms in which a caller waits for it.
 
-Kernels carry collectives on device arrays, and between peer domains an engine of room `internode`. Host arrays go
-through mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI
-itself, as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI.
-`place` has the rule of the choice, and why all ranks choose alike.
+Kernels carry out collectives on device arrays. Between peer domains an engine of room `domains` moves the data. Host
+arrays go through mapped memory if mapped memory is faster than MPI, or if MPI lacks the element type or the operation.
+Otherwise host arrays go to MPI itself, and so do all collectives of neighbours on host arrays. All other calls on
+device arrays go through pinned host copies and MPI. `mpicomm.collectives.call_location` has the rule of the choice, and
+says why all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Dispatcher:
         self._copies = OnCopies(session, reader, completer, self._carry, self.prepare)
         self._processes = frozenset((place.host, place.pid) for place in placement.places)
         self.at_once: dict[str, Judge] = {}
-        """The judges of the calls that methods hand to MPI themselves: see `fast_path.at_once`."""
+        """The judges of the calls that methods hand to MPI without this class: see `fast_path.at_once`."""
         self._judge_with(crossover.known(self._processes) if self._size == 2 else 0)
 
     def run(
@@ -85,7 +86,7 @@ class Dispatcher:
     ) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it.
 
-        It takes `Arguments` one by one, because making one would take a tenth of the time of a known call.
+        It takes the fields of `Arguments` one by one, because making an `Arguments` takes a tenth of a known call.
         """
         gpu = self.engines.gpu
         if gpu:
@@ -124,7 +125,7 @@ class Dispatcher:
         if isinstance(begun, MPI.Request):
             return begun
         work = _work(begun)
-        if not work.over:  # else nothing reads the buffers any more
+        if not work.over:  # after its end nothing reads the buffers
             work.kept = given
         return DeferredRequest(work)
 
@@ -138,7 +139,7 @@ class Dispatcher:
         way = self._way_of(call, blocking=False)
         if way is self._copies:
             return self._copies.prepare(call, info)
-        # MPI would get a copy of an input in place that recvcounts cut, as it is when the request is prepared.
+        # For an input in place that recvcounts cut, MPI would get a copy with the content of this moment.
         if way is self._mpi and not (operation.send == "counted" and call.in_place):
             return self._mpi.prepare(operation, call.arguments, info)
         self._witness.tell(operation, on_host=not call.on_device)
@@ -159,7 +160,7 @@ class Dispatcher:
             )
             if known is not None:
                 return known
-            # The arguments are read again, because symmetric memory among them may have been closed.
+            # This reads the arguments again, because symmetric memory among them may have been closed.
             return _work(
                 self._carry(
                     self._reader.read(operation, arguments, algorithm, stream, place=call.place), blocking=False
@@ -186,9 +187,9 @@ class Dispatcher:
         return True
 
     def enqueue_message(self, call: MessageCall, stream: Any, sent: Message | None, received: Message | None) -> None:
-        """Enqueue a message to one rank and a message from another, in stream order.
+        """Enqueue a message to one rank and a message from another rank, in stream order.
 
-        The first message of a communicator of GPUs is collective, the others are local.
+        The first message of a communicator of GPUs is collective, and later messages are local.
         """
         session = self._session.set_up(call.operation)
         session.require_usable(call.operation)
@@ -212,11 +213,11 @@ class Dispatcher:
         return self._reader.refused(error, operation, Arguments(send, receive, op, root, counts))
 
     def _carry(self, call: Call, *, blocking: bool) -> Begun:
-        """Enqueue a call that was read, by the way that it goes. Collective."""
+        """Enqueue a call that was read, by its way. Collective."""
         return self._way_of(call, blocking=blocking).enqueue(call, blocking=blocking)
 
     def _way_of(self, call: Call, *, blocking: bool) -> Way:
-        """Return the way of a call. Local but for two ranks that measure their crossover first, which are alike."""
+        """Return the way of a call. Local, except if two ranks first measure their crossover, which is collective."""
         if call.on_device:
             return self._pinned if call.dtype is None or call.algorithm == "mpi" else self._gpus
         if call.device_array is not None:
@@ -224,11 +225,11 @@ class Dispatcher:
         refuse_stream(call.operation.name, call.stream)
         if call.epilogue is not None:
             return self._epilogue
-        if self._is_mpis(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
+        if self._is_for_mpi(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
             return self._mpi
         return self._mapped
 
-    def _is_mpis(self, call: Call) -> bool:
+    def _is_for_mpi(self, call: Call) -> bool:
         def goes_to_mpi() -> bool:
             return selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, self._crossover)
 
@@ -240,14 +241,14 @@ class Dispatcher:
         return goes_to_mpi()
 
     def _judge_with(self, crossover: int) -> None:
-        """Take the crossover of two ranks, which is 0 while it is not measured. Local."""
+        """Take the crossover of two ranks, which is 0 before its measurement. Local."""
         self._crossover = crossover
         facts = self._size, self._rank, self._nodes, crossover
         self._plain = plain_calls(*facts)
         self.at_once.update(at_once(*facts, on_gpus=self._witness.is_needed))
 
     def _is_plain(self, operation: Operation, method: str, given: Arguments, stream: Any, algorithm: str) -> bool:
-        """Return whether a call is certainly MPI's, in which ranks exchange no counts before. Local."""
+        """Return whether a call is certainly MPI's, and needs no exchange of counts before. Local."""
         if algorithm != "auto" or stream is not None or given.epilogue is not None:
             return False
         told = operation.send != "counted" or given.counts is not None
@@ -275,12 +276,12 @@ class Dispatcher:
 
 
 def _work(begun: Begun) -> DeferredWork:
-    """Return a call that was enqueued as work; it is complete where nobody has to wait for it."""
+    """Return a call that was enqueued as work. If no rank has to wait for the call, the work is complete."""
     if isinstance(begun, DeferredWork):
         return begun
     if begun is not None:
         begun.Wait()
     work = DeferredWork(lambda: True, lambda: None)
-    # MPICH ends a program that waits for an open generalized request beside a null one, so this one is complete.
+    # MPICH ends a program that waits for an open generalized request beside a null request, so the work is complete.
     work.advance()
     return work

@@ -17,7 +17,7 @@ from mpicomm.ways.witness import Witness
 def ready(session: Session, call: Call) -> Session:
     """Return the session of a call on device arrays, which must be on this rank's GPU. Collective the first time."""
     operation = call.operation.name
-    session.require_gpu(operation)  # before device memory is looked at
+    session.require_gpu(operation)  # before anything looks at device memory
     session.set_up(operation)
     for operand in call.operands:
         require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
@@ -26,7 +26,7 @@ def ready(session: Session, call: Call) -> Session:
 
 
 class OnGpus:
-    """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps it for calls alike."""
+    """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps the plan for equal calls."""
 
     def __init__(self, session: Session, engines: Engines, completer: Completer, witness: Witness) -> None:
         self._session = session
@@ -37,7 +37,7 @@ class OnGpus:
     def enqueue(self, call: Call, *, blocking: bool) -> DeferredWork | None:
         """See `Way.enqueue`."""
         operation, given, session = call.operation, call.given, ready(self._session, call)
-        if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it has to know of it before
+        if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it must first know the location
             self._witness.tell(operation, on_host=False)
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
@@ -62,7 +62,7 @@ class OnGpus:
         return None
 
     def until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredWork:
-        """Return a call that was enqueued as work, which is over when ``done`` says so and ``copies`` are back."""
+        """Return a call that was enqueued as work. It is over after ``done`` says so and ``copies`` are back."""
         backend = self._session.backend
 
         def finish() -> None:

@@ -1,9 +1,11 @@
 """Measure all-reduces between groups of GPUs.
 
-Run `mpiexec -n 4 python scripts/measuring/measure_internode.py [--json FILE]`. The ranks claim to be on ``--hosts``
-hosts, so the script also measures ranks of one machine. MPICOMM_INTERNODE names the engine. *possible* is the time of
-the steps that the engine "staged" needs: each rank copies its shard to pinned memory, MPI sums the shards of each rail,
-and each rank copies the result back. Times are microseconds: the slowest rank's medians. The script checks results.
+Run `mpiexec -n 4 python scripts/measuring/measure_internode.py [--json FILE]`.
+
+The ranks claim to be on ``--hosts`` hosts, so this also measures ranks of one machine. The engine is the one of
+MPICOMM_INTERNODE. *possible* is the time of the copies and of MPI's own Allreduce of the shards that the engine
+"pinned" cannot do without: each rank copies its shard to pinned memory, MPI sums the shards of each rail, and each rank
+copies the result back. Times are microseconds: medians of the slowest rank, results are checked.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ COLUMNS = ["size", "engine", "Allreduce", "possible", "possible / Allreduce", "o
 
 
 def median(work: Callable[[], object], rounds: int) -> float:
-    """Return the slowest rank's median of some rounds, in microseconds."""
+    """Return the median of microseconds of some rounds, of the slowest rank."""
     times = []
     for _ in range(rounds + 2):
         cupy.cuda.Device().synchronize()
@@ -69,9 +71,7 @@ def main() -> None:
     options = parser.parse_args()
     ranks = WORLD.size // options.hosts
     os.environ["MPICOMM_HOSTID"] = f"host{WORLD.rank // ranks}"
-    os.environ.setdefault(
-        "NCCL_HOSTID", f"rank{WORLD.rank}"
-    )  # NCCL takes ranks of one GPU only if they are on different hosts
+    os.environ.setdefault("NCCL_HOSTID", f"rank{WORLD.rank}")  # NCCL takes ranks of one GPU on different hosts alone
 
     import mpicomm  # the variables are for the communicator below
 
@@ -99,10 +99,9 @@ def main() -> None:
         record = WORLD.gather({**rank_record(info), "node": 0})  # the hosts are claimed
         if comm.rank == 0 and options.json is not None:
             text = (
-                f"{WORLD.size} ranks of one machine claim to be on {options.hosts} hosts, and NCCL takes sockets "
-                'between them. *possible* is the time of the steps that the engine "staged" needs: copies of a shard '
-                "to the host and back, and MPI's own Allreduce of the shards. *one group* is an Allreduce between the "
-                "ranks of one group."
+                f"{WORLD.size} ranks of one machine that claim to be on {options.hosts} hosts; NCCL takes sockets "
+                'between them. *possible* is what the engine "pinned" cannot do without: copies of a shard to the host '
+                "and back, and MPI's own Allreduce of the shards. *one group*: an Allreduce of the ranks of one group."
             )
             where = hardware(record or [], processor())
             title = f"Between groups: all-reduce, {options.hosts} x {ranks} ranks"

@@ -41,7 +41,7 @@ def test_graphs_hold_calls_if_the_engine_takes_no_host(comm: mpicomm.Communicato
         comm.Allreduce(send, total, stream=stream)
         comm.Alltoall(blocks, received, stream=stream)
     comm.check(stream)
-    if comm.describe().internode in ("mpi", "staged"):
+    if comm.describe().internode in ("mpi", "pinned"):
         with stream:
             stream.begin_capture()
             with pytest.raises(mpicomm.InvalidUsageError, match="cannot be part of a CUDA graph"):

@@ -74,9 +74,9 @@ def test_communicators_of_the_same_ranks_have_different_names_and_keys() -> None
 
 def test_a_communicator_has_the_same_key_in_all_processes() -> None:
     program = (
-        "from mpicomm.activity.page import Heading, Member, Row;"
+        "from mpicomm.activity.page import CommunicatorRow, Heading, Member;"
         "from mpicomm.activity.reading import read_activity; import os;"
-        "row = Row(); row.open(Heading(1, [Member('a', 1, 45), Member('b', 1, 46)], [1], 'cpu'));"
+        "row = CommunicatorRow(); row.open(Heading(1, [Member('a', 1, 45), Member('b', 1, 46)], [1], 'cpu'));"
         "print(read_activity(os.getpid()).communicators[0].key)"
     )
     other = subprocess.run(

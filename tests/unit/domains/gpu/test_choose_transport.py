@@ -41,7 +41,7 @@ def test_mapped_memory_is_first_on_one_node(choose: Choose) -> None:
 
 def test_other_engines_follow_on_several_nodes(choose: Choose) -> None:
     choice = choose(None)
-    assert choice.transport.name == "staged"
+    assert choice.transport.name == "pinned"
     assert list(choice.rejected) == ["mapped", "nccl", "mpi"]
     assert "the ranks are on several nodes" in choice.rejected["mapped"]
     assert "pip install mpicomm[nccl]" in choice.rejected["nccl"]
@@ -52,7 +52,7 @@ def test_other_engines_follow_if_memory_cannot_be_mapped(choose: Choose) -> None
         raise HandleError("the driver refuses the handle")
 
     choice = choose(refuse)
-    assert choice.transport.name == "staged"
+    assert choice.transport.name == "pinned"
     assert choice.rejected["mapped"] == "the driver refuses the handle"
 
 
@@ -66,9 +66,9 @@ def test_an_engine_that_is_named_and_does_not_work_is_refused(
 
 
 def test_an_engine_that_is_named_is_taken(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPICOMM_INTERNODE", "staged")
+    monkeypatch.setenv("MPICOMM_INTERNODE", "pinned")
     choice = choose(lambda: "channels")
-    assert choice.transport.name == "staged"
+    assert choice.transport.name == "pinned"
     assert not choice.rejected
 
 
