@@ -55,10 +55,10 @@ VARIABLES = (
     ),
     Variable(
         "INTERNODE",
-        "The engine that moves device arrays between groups of GPUs: `mapped`, `nccl`, `mpi` or `staged`. All ranks "
+        "The engine that moves device arrays between peer domains: `mapped`, `nccl`, `mpi` or `staged`. All ranks "
         "need the same value.",
         "the first of these engines that works",
-        "the first call on device arrays between groups",
+        "the first call on device arrays between peer domains",
     ),
     Variable(
         "TUNING",
@@ -137,7 +137,7 @@ processes of a job step that only launches the ranks."""
 HANDLES = ("auto", "ipc", "fd", "fabric", "staged")
 """The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` except that for host memory."""
 INTERNODE = ("mapped", "nccl", "mpi", "staged")
-"""The engines that move device memory between groups of ranks, the best one first; "mapped" is for a single node."""
+"""The engines that move device memory between peer domains, the best one first; "mapped" is for a single node."""
 
 
 def unknown() -> dict[str, str]:
@@ -241,7 +241,7 @@ def bind_cpu() -> bool:
 
 
 def internode() -> str:
-    """Return MPICOMM_INTERNODE: the engine that moves device memory between groups of ranks, or "auto"."""
+    """Return MPICOMM_INTERNODE: the engine that moves device memory between peer domains, or "auto"."""
     value = os.environ.get("MPICOMM_INTERNODE", "auto")
     if value not in ("auto", *INTERNODE):
         raise InvalidUsageError(f"MPICOMM_INTERNODE={value!r}: use {', '.join(INTERNODE)} or auto")

@@ -1,4 +1,4 @@
-"""The engine between groups of ranks: the best one that works, or the one that MPICOMM_INTERNODE names."""
+"""The engine between peer domains: the best one that works, or the one that MPICOMM_INTERNODE names."""
 
 from __future__ import annotations
 
