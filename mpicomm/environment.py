@@ -55,10 +55,10 @@ VARIABLES = (
     ),
     EnvironmentVariable(
         "INTERNODE",
-        "The engine that moves device arrays between groups of GPUs: `mapped`, `nccl`, `mpi` or `pinned`. All ranks "
+        "The engine that moves device arrays between peer domains: `mapped`, `nccl`, `mpi` or `pinned`. All ranks "
         "need the same value. `staged` is an alias of `pinned`.",
         "the first of these engines that works",
-        "the first call on device arrays between groups",
+        "the first call on device arrays between peer domains",
     ),
     EnvironmentVariable(
         "TUNING",
@@ -69,7 +69,7 @@ VARIABLES = (
     EnvironmentVariable(
         "MEMORY",
         "A bound of the device memory that the calls of a communicator take beyond 44 MiB, as in `512M`. All ranks "
-        "need the same value.",
+        "need the same value. `staged` is an alias of `pinned`.",
         "no bound",
         _EACH,
     ),
@@ -135,9 +135,9 @@ _LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_L
 """The variables of Hydra (MPICH, Intel MPI), Open MPI, MVAPICH and Slurm. Slurm's variable comes last, because it may
 count the processes of a job step that only launches the ranks."""
 HANDLES = ("auto", "ipc", "fd", "fabric", "staged")
-"""The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` except the kind of host memory."""
+"""The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` except that for host memory."""
 INTERNODE = ("mapped", "nccl", "mpi", "pinned")
-"""The engines that move device memory between groups of ranks, the best one first; "mapped" is for a single node."""
+"""The engines that move device memory between peer domains, the best one first; "mapped" is for a single node."""
 
 
 def unknown() -> dict[str, str]:
@@ -241,7 +241,7 @@ def bind_cpu() -> bool:
 
 
 def internode() -> str:
-    """Return MPICOMM_INTERNODE: the engine that moves device memory between groups of ranks, or "auto"."""
+    """Return MPICOMM_INTERNODE: the engine that moves device memory between peer domains, or "auto"."""
     value = os.environ.get("MPICOMM_INTERNODE", "auto")
     if value == "staged":  # an alias, because the handle kind "staged" is something else
         return "pinned"

@@ -102,7 +102,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 
     for title, name, key in (
         ("Better handles that were refused", "handle", "rejected"),
-        ("Better engines between groups of ranks that were refused", "engine", "internode_rejected"),
+        ("Better engines between peer domains that were refused", "engine", "internode_rejected"),
         ("Environment", "variable", "environment"),
     ):
         rows = group_ranks([info[key] for info in ranks])
@@ -120,7 +120,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     answer = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
     system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
     if ranks[0]["internode"]:
-        system.add_row("engine between groups of ranks", ranks[0]["internode"])
+        system.add_row("engine between peer domains", ranks[0]["internode"])
     if ranks[0]["device"] != "cpu":
         runs = "runs" if found["multi_process_service"] else "does not run, so ranks that share a GPU take turns"
         system.add_row("NVIDIA's multi-process service", runs)

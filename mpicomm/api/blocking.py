@@ -31,8 +31,8 @@ class BlockingCollectives(MPI.Intracomm):
     finds the result. The buffers are in use until the stream has come that far. Calls that MPI carries out block, also
     on device arrays: reductions of types and operations that only MPI has, and all calls with "mpi".
 
-    **Groups of ranks.** Kernels serve the ranks of a node, up to 8; more ranks are several groups. Between groups of
-    GPUs an engine moves the data, which ``python -m mpicomm.info`` shows and MPICOMM_INTERNODE names: "nccl" is
+    **Peer domains.** Kernels serve the ranks of a node, up to 8: these are a peer domain. Between peer domains of GPUs
+    an engine moves the data, which ``python -m mpicomm.info`` shows and MPICOMM_INTERNODE names: "nccl" is
     stream-ordered; "mpi" (a CUDA-aware MPI) and "pinned" (MPI through pinned memory) block the host until the data of
     all ranks has come, and raise `InvalidUsageError` in a capture.
 
@@ -61,8 +61,8 @@ class BlockingCollectives(MPI.Intracomm):
     **Operations** are MPI's, `AVG`, and `Op`, which is an expression of the user.
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
-    accumulated in float32 and rounded once. Between several groups each group is reduced in the order of its ranks,
-    then the results of the groups in the order of the groups. Only "ring", and calls that MPI carries out, such as
+    accumulated in float32 and rounded once. Each peer domain is reduced in the order of its ranks, then the
+    results of the domains in the order of the domains. Only "ring", and calls that MPI carries out, such as
     those on small host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces: there a NaN
     may be lost on some ranks and kept on others.
 
@@ -81,8 +81,8 @@ class BlockingCollectives(MPI.Intracomm):
       Allgather, Allreduce, Alltoall, Bcast, Gather, Reduce, Reduce_scatter_block and Scatter on GPUs.
     - "mpi": MPI carries out the call, on pinned host copies of device arrays.
 
-    Between several groups there are "auto", "one_shot" and "two_shot" (one network step or two), "copy_engine" (in each
-    group) and "mpi".
+    Between peer domains there are "auto", "one_shot" and "two_shot" (one network step or two), "copy_engine" (in each
+    domain) and "mpi".
 
     **Symmetric output.** If the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it lies
     there on all ranks and at the same place. Large messages are then stored straight into it.
@@ -104,7 +104,7 @@ class BlockingCollectives(MPI.Intracomm):
         """Block until all ranks have called it.
 
         With ``stream``, a stream of this rank's GPU, hold that stream until the streams of all ranks have come here.
-        That does not block, but for an engine between groups that blocks the host.
+        That does not block, but for an engine between peer domains that blocks the host.
         """
         if stream is None:
             begin_mpis(self._row, _BARRIER)

@@ -70,8 +70,7 @@ class RankInfo:
     """The better handle kinds that do not work, each with the reason."""
     links: tuple[Link, ...]
     internode: str = ""
-    """The engine that moves data between groups of ranks: "mapped", "nccl", "mpi", "pinned", or "" where there is one
-    group."""
+    """The engine that moves data between peer domains: "mapped", "nccl", "mpi", "pinned", or "" if there is one."""
     internode_rejected: dict[str, str] = field(default_factory=dict)
     """The better engines that do not work, each with the reason."""
     memory: tuple[MemoryUse, ...] = ()

@@ -48,9 +48,7 @@ class CallLog:
 
     def __init__(self, node: Group, row: CommunicatorRow | None = None) -> None:
         backend = HostBackend(node.timeout_s)
-        self._segments = share(
-            node, backend, "call call log", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES
-        )
+        self._segments = share(node, backend, "call log", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES)
         self._node = node
         self._row = row or CommunicatorRow()
         self._memory = [
@@ -191,7 +189,7 @@ class CallLog:
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's calls; local."""
-        return (MemoryUse("call call log", host_nbytes=self._segments.own.nbytes),)
+        return (MemoryUse("call log", host_nbytes=self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
         """Unmap the peers' calls; local. `post` raises `InvalidUsageError` afterwards."""

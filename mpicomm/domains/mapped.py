@@ -43,7 +43,7 @@ class MappedChannels:
                 pads.clear(pad)
             return backend.allocate(kind, nbytes)
 
-        self._segments = share(node, backend, "slots between groups", clear_and_allocate, lambda: nbytes)
+        self._segments = share(node, backend, "slots between peer domains", clear_and_allocate, lambda: nbytes)
         self._kind = kind
         stream = backend.stream(None)
         for pad in self._free:
@@ -68,7 +68,7 @@ class MappedChannels:
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return the memory of this rank's slots; local."""
-        return (MemoryUse.of_kind("slots between groups", self._kind, self._segments.own.nbytes),)
+        return (MemoryUse.of_kind("slots between peer domains", self._kind, self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
         """Unmap the peers' slots; local."""

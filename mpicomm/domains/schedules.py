@@ -60,8 +60,8 @@ def require_order(call: Call, layout: DomainLayout) -> None:
     op = call.arguments.op
     if isinstance(op, Op) and not op.commute and not layout.in_rank_order and call.operation not in _IN_RANK_ORDER:
         raise InvalidUsageError(
-            f"{call.operation}: {op!r} does not commute, and the ranks of a group do not follow each other: place them "
-            f'so, pass commute=True, or use algorithm="mpi"; the groups are {", ".join(map(str, layout.domains))}'
+            f"{call.operation}: {op!r} does not commute, and the ranks of a peer domain do not follow each other: "
+            f'place them so, pass commute=True, or use algorithm="mpi"; domains: {", ".join(map(str, layout.domains))}'
         )
 
 
@@ -72,8 +72,8 @@ def schedule_of(operation: Operation, nbytes: int, layout: DomainLayout, algorit
     """
     if algorithm not in ("auto", "one_shot", "two_shot", "copy_engine"):
         raise InvalidUsageError(
-            f'algorithm="{algorithm}" of {operation} works between ranks that map each other\'s memory, and these are '
-            f'{len(layout.domains)} groups of such ranks: use "auto"'
+            f'algorithm="{algorithm}" of {operation} works in one peer domain, and the ranks are in '
+            f'{len(layout.domains)}: use "auto"'
         )
     small = nbytes * (len(layout.domains) - 1) <= ONE_STEP_NBYTES
     if algorithm == "one_shot" or (algorithm != "two_shot" and small):

@@ -1,4 +1,4 @@
-"""Measure host arrays between groups against plain MPI: `mpiexec -n N python scripts/measuring/measure_host_groups.py`.
+"""Measure host arrays between peer domains against MPI: `mpiexec -n N python scripts/measuring/measure_host_groups.py`.
 
 The ranks claim to be on two hosts. With MPIR_CVAR_NUM_CLIQUES=2 before the command MPICH takes them for two hosts, too.
 A Communicator and plain mpi4py take turns with the same arrays. Times are microseconds: the slowest rank's medians.
@@ -78,8 +78,8 @@ def main() -> None:
                 console.print(*(f"{cell:>24}" for cell in rows[-1]))
     if WORLD.rank == 0 and options.json is not None:
         domains = os.environ.get("MPIR_CVAR_NUM_CLIQUES", "1")
-        text = f"{WORLD.size} ranks of one machine claim to be on 2 hosts, with MPIR_CVAR_NUM_CLIQUES={domains}."
-        title = f"Host arrays between two groups against MPI alone, {WORLD.size} ranks"
+        text = f"{WORLD.size} ranks of one machine that claim to be on 2 hosts; MPIR_CVAR_NUM_CLIQUES={domains}."
+        title = f"Host arrays between two peer domains against MPI alone, {WORLD.size} ranks"
         where = hardware([], processor())
         add_tables(options.json, [Table("Calls", title, where, COLUMNS, rows, text=text, command=command(WORLD.size))])
 

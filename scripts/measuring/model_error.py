@@ -1,7 +1,7 @@
 """How far the model of several nodes is from recorded runs: a table of `python scripts/measuring/predict.py`.
 
-measure_internode.py records the runs: all-reduces between groups of GPUs of one machine. Two groups of one rank tell
-the cost of the network, and the engine is the network here. The model predicts two groups of two ranks from this cost.
+The runs are all-reduces between peer domains of one machine, by measure_internode.py. Two domains of one rank tell the
+cost of the network, which is the engine here. Two domains of two ranks are predicted from that.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def table() -> Table:
         for size, each in zip(sizes_of(TWO_RANKS, engine), compared, strict=True):
             rows.append([engine, size, round(each.run.time_us), round(each.predicted_us), round(each.ratio, 2)])
     text = (
-        "**Predicted, not measured**, beside the measured time, in us. The network is the engine on one machine: runs "
-        f"of [two groups of one rank]({ONE_RANK.name}) give its latency and bandwidth. The group is "
-        f"[measured]({TWO_RANKS.name}); the model takes a reduce-scatter and an all-gather to last half as long as its "
-        f"all-reduce. {'; '.join(said)}."
+        "**Predicted, not measured**, beside the measured time, in us. The network is what the engine makes of one "
+        f"machine: its latency and bandwidth are those of [two peer domains of one rank]({ONE_RANK.name}). "
+        f"The domain is [measured]({TWO_RANKS.name}); a reduce-scatter and an all-gather are taken to last half "
+        f"as long as its all-reduce. {'; '.join(said)}."
     )
     return Table(
         group="Predicted",
@@ -53,7 +53,7 @@ def table() -> Table:
 
 
 def network_of(engine: str) -> Network:
-    """Return the cost of the network with which the model has the times of the runs of two groups of one rank.
+    """Return the cost of the network that makes the model's times of two domains of one rank those of the runs.
 
     The smallest run is all latency. The largest run is pieces, and each piece takes the latency and its transfer.
     """
@@ -63,8 +63,8 @@ def network_of(engine: str) -> Network:
 
 
 def group_of(engine: str) -> DomainTimes:
-    """Return the group of two ranks, as measured in the same run as ``engine``."""
-    points = times_of(TWO_RANKS, engine, "one group")
+    """Return the domain of two ranks, as measured in the same run as ``engine``."""
+    points = times_of(TWO_RANKS, engine, "one peer domain")
     half = MeasuredTimes([(nbytes, time_us / 2) for nbytes, time_us in points])
     return DomainTimes(2, {"allreduce": MeasuredTimes(points), "reduce_scatter": half, "allgather": half}, {})
 

@@ -48,9 +48,9 @@ def tables() -> list[Table]:
         f"**Predicted, not measured.** Times are us by the model of `python -m mpicomm.bench --model`, from {sources}. "
         f"Assumed, not measured: each GPU has a network card of {NETWORK.gb_s:g} GB/s in each direction (400 Gb/s "
         f"InfiniBand NDR), a message takes {NETWORK.latency_us:g} us, and messages do not meet in switches. "
-        f"{'; '.join(group.lines()[1:])}. To pack the blocks of several groups takes {PACKING.latency_us:g} us and "
-        f"the time of the bytes at {PACKING.gb_s:g} GB/s. The docstrings of mpicomm/bench/model have the formulae "
-        "and the limits of the model."
+        f"{'; '.join(group.lines()[1:])}. To pack the blocks of several peer domains takes {PACKING.latency_us:g} us "
+        f"and the time of the bytes at {PACKING.gb_s:g} GB/s. What the model leaves out, and the formulae, are in the "
+        "docstrings of mpicomm/bench/model."
     )
     machine = json.loads(SOURCES[0].read_text())["hardware"]
     return [

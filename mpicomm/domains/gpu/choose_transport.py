@@ -122,4 +122,4 @@ def _announce(group: Group, transport: Transport, rejected: dict[str, str]) -> N
         return
     reason = "; ".join(f"not {name}: {why}" for name, why in rejected.items()) or "as asked, or the best there is"
     say = logger.warning if transport.name == "pinned" and rejected else logger.info
-    say("between groups of ranks: engine %s: %s", transport.name, reason)
+    say("between peer domains: engine %s: %s", transport.name, reason)

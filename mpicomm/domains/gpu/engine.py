@@ -107,7 +107,7 @@ class DomainsEngine:
         return DomainsPlan(call.signature, planned, self._choice(asked), before, after)
 
     def form_plan(self, call: Call, asked: str) -> None:
-        """Return None: calls over several groups are planned one by one."""
+        """Return None: calls over several peer domains are planned one by one."""
 
     def prepare_barrier(self) -> DomainsPlan:
         """Return a plan that holds a stream until the streams of all ranks have come to their barrier. Local.
@@ -124,9 +124,9 @@ class DomainsEngine:
     def _choice(self, asked: str) -> AlgorithmChoice:
         """Return the algorithm of a call in words: a schedule of the domains, and the transport between them."""
         why = "" if asked == "auto" else f', algorithm="{asked}"'
-        slow = "between groups of ranks through pinned host memory" if self._transport.name == "pinned" else ""
+        slow = "between peer domains through pinned host memory" if self._transport.name == "pinned" else ""
         return AlgorithmChoice(
-            f"groups, {self._transport.name}", f"{len(self._layout.domains)} groups of ranks{why}", slow
+            f"peer domains, {self._transport.name}", f"{len(self._layout.domains)} peer domains{why}", slow
         )
 
     def _plan(
@@ -176,7 +176,7 @@ class DomainsEngine:
             return self._engine.enqueue(plan, stream, again=again, meets=meets)
         if not self._transport.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(
-                f"{plan.text}: the engine {self._transport.name} between groups of ranks blocks the host and cannot be "
+                f"{plan.text}: the engine {self._transport.name} between peer domains blocks the host and cannot be "
                 "part of a CUDA graph: call it outside the capture, or use MPICOMM_INTERNODE=nccl"
             )
         enqueue = partial(self._enqueue, plan, again)

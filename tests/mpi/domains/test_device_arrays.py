@@ -1,4 +1,4 @@
-"""Device arrays between groups of ranks: graphs, barriers of streams, datatypes and neighbours."""
+"""Device arrays between peer domains: graphs, barriers of streams, datatypes and neighbours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.rigs.communicators import array_module
 from tests.helpers.rigs.hosts_by_name import PLACEMENTS, on_hosts
 
 if MPI.COMM_WORLD.size == 1:
-    pytest.skip("one rank is one group", allow_module_level=True)
+    pytest.skip("one rank is one peer domain", allow_module_level=True)
 
 
 @pytest.fixture(params=PLACEMENTS)

@@ -1,4 +1,4 @@
-"""The engine between groups of ranks: the best engine that works, or the engine that MPICOMM_INTERNODE names."""
+"""The engine between peer domains: the best engine that works, or the engine that MPICOMM_INTERNODE names."""
 
 from __future__ import annotations
 
