@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.host.fast_path import Judge
+from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.requests import holding
@@ -41,7 +41,7 @@ class NonblockingCollectives(MPI.Intracomm):
     """
 
     _collectives: Dispatcher
-    _plain: dict[str, Judge]
+    _plain: dict[str, PlainCheck]
 
     def Iallreduce(
         self,

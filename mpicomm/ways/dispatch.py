@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import crossover, selection
-from mpicomm.collectives.host.fast_path import Judge, at_once, plain_calls
+from mpicomm.collectives.host.fast_path import PlainCheck, at_once, plain_calls
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
@@ -70,7 +70,7 @@ class Dispatcher:
         self._epilogue = WithEpilogue(reader, self._carry)
         self._copies = OnCopies(session, reader, completer, self._carry, self.prepare)
         self._processes = frozenset((place.host, place.pid) for place in placement.places)
-        self.at_once: dict[str, Judge] = {}
+        self.at_once: dict[str, PlainCheck] = {}
         """The judges of the calls that methods hand to MPI themselves: see `fast_path.at_once`."""
         self._judge_with(crossover.known(self._processes) if self._size == 2 else 0)
 

@@ -35,7 +35,7 @@ def test_json_is_one_complete_object() -> None:
         assert info["links"][rank]["path"] == "self"
         assert info["links"][1 - rank]["path"] == "host memory"
         held = {use["purpose"]: (use["device_nbytes"], use["host_nbytes"] > 0) for use in info["memory"]}
-        assert held == dict.fromkeys(("signal pads", "call call log", "host arena"), (0, True))
+        assert held == dict.fromkeys(("signal pads", "call log", "host arena"), (0, True))
     assert found["first_calls"] == "work"
     assert found["versions"]["mpicomm"] == mpicomm.__version__
     assert found["versions"]["numpy"] == np.__version__

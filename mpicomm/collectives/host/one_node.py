@@ -8,7 +8,7 @@ from mpicomm.collectives.host.selection import schedule
 
 
 class OneNode:
-    """The calls that ``engine``, which serves all ``size`` ranks, carries out."""
+    """Carries out calls with ``engine``, which serves all ``size`` ranks."""
 
     def __init__(self, engine: HostEngine, size: int) -> None:
         self._engine = engine

@@ -91,7 +91,7 @@ def test_describe_says_how_much_memory_is_set_up(comm: mpicomm.Communicator, dev
         assert held()["symmetric arrays"] == 6 << 20 and held()["signal pads"] > 0
         child.Allreduce(first.local, second.local[: first.size], algorithm="one_shot")
         second.close()
-        assert held()["symmetric arrays"] == 2 << 20 and held()["call call log"] > 0
+        assert held()["symmetric arrays"] == 2 << 20 and held()["call log"] > 0
         assert held()["host arena" if device == "cpu" else "collectives: arena"] > 2 << 20
         if device == "cpu":
             assert all(use.device_nbytes == 0 for use in child.describe().memory)
