@@ -108,8 +108,8 @@ def reduce_scatter(b: Buffers) -> Exchange:
     In place, MPI puts the result at the start of block 0 and leaves the rest of the buffer unchanged. Block 0 holds
     input for another rank. With ``scratch`` this rank reduces into scratch memory of the output's size, and then moves
     the result. Other ranks take no part in the move, because a rank that receives nothing need not be in place. A call
-    needs no scratch memory if blocks are equal and the engine sends part i of each block before it overwrites part i of
-    block 0.
+    needs no scratch memory if blocks are equal and the engine sends each part before it overwrites that part of block
+    0.
     """
     output = _needed(b.output)
     if b.scratch is None:

@@ -88,7 +88,7 @@ def without(*keys: Any) -> Callable[[Any], Any]:
     return change
 
 
-RING = "it reduces in an order of its own, and a table chooses only algorithms that reduce in the order of ranks: use "
+RING = "it does not reduce in the order of ranks, and a table chooses only algorithms that do: use "
 FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
 
 
