@@ -45,7 +45,7 @@ class Neighborhood:
 def neighborhood_of(comm: MPI.Topocomm) -> Neighborhood:
     """Return the neighbours of this rank, in MPI's order. Local.
 
-    Raises `InvalidUsageError` on every rank for an `MPI.GRAPH` whose neighbours do not match. MPI would accept the
+    Raises `InvalidUsageError` on every rank for an `MPI.GRAPH` in which neighbours do not match. MPI would accept the
     graph, and then wait for ever for a message.
     """
     if isinstance(comm, MPI.Graphcomm):

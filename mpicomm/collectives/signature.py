@@ -14,7 +14,7 @@ _WITH_COUNT = struct.Struct("<Iq")
 
 @dataclass(frozen=True)
 class Signature:
-    """A collective call in words.
+    """The facts of a collective call. ``str`` gives its text.
 
     ``count`` is None if ranks may pass different counts. Any other field is None if the collective has no such
     argument.

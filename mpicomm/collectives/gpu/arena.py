@@ -51,7 +51,7 @@ class DeviceArena:
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
         """The inboxes of the sentinel protocol."""
         self.any_length = self.sentinels
-        """The inboxes for messages whose length is known only to two ranks. All ranks change them after the same
+        """The inboxes for messages with a length that only two ranks know. All ranks change them after the same
         call."""
 
     def has(self, request: Request) -> bool:

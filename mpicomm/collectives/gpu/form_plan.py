@@ -113,7 +113,7 @@ class FormPlan(ABC):
 
 
 class EvenPlan(FormPlan):
-    """The calls of a form whose blocks have one length."""
+    """The calls of a form with blocks of one length."""
 
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
         super().__init__(form, signature, asked, tuning, node, load)
@@ -157,7 +157,7 @@ class EvenPlan(FormPlan):
 
 
 class BlocksPlan(FormPlan):
-    """The calls of a form whose blocks have any lengths and places."""
+    """The calls of a form with blocks of any lengths and places."""
 
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
         super().__init__(form, signature, asked, tuning, node, load)

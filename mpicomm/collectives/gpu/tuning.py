@@ -22,7 +22,7 @@ def algorithms_of(operation: str) -> tuple[str, ...]:
 
 
 TUNED = tuple(name for name in OPERATIONS if len(algorithms_of(name)) > 1)
-"""The collectives between whose algorithms a table chooses."""
+"""The collectives for which a table chooses an algorithm."""
 
 
 class Kind(NamedTuple):

@@ -1,4 +1,4 @@
-"""OneNode: collectives on host arrays whose ranks are all on one node."""
+"""OneNode: collectives on host arrays between ranks of one node."""
 
 from __future__ import annotations
 

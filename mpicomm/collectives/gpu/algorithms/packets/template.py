@@ -42,7 +42,7 @@ _pack_pair = struct.Struct("<IQQQQ").pack
 Number = Callable[[Span | None], int]
 """Returns the number of a place. A new place gets the next number."""
 Kernel = tuple[Protocol, Steps]
-"""A kernel among those of one template."""
+"""A kernel of one template."""
 
 
 class PacketTemplate:
