@@ -33,7 +33,7 @@ from mpicomm.mpi.span import Span
 _BYTE = np.dtype(np.uint8)
 
 
-@dataclass(slots=True)  # not frozen, because a frozen one costs a device call a microsecond
+@dataclass(slots=True)  # not frozen, because a frozen class costs a device call a microsecond
 class Arguments:
     """The arguments of a collective call, as the user passed them."""
 
@@ -360,7 +360,7 @@ class Call:
         # number.
         having = [operand for operand in self.operands if operand.total or operand.dtype is None]
         dtypes = [operand.dtype for operand in having or self.operands]
-        if any(dtype is None for dtype in dtypes):  # `in` compares, and to NumPy None is float64
+        if any(dtype is None for dtype in dtypes):  # `in` compares, and NumPy takes None for float64
             if isinstance(self.arguments.op, Op):  # an error of NumPy inside MPI would end the program
                 raise InvalidUsageError(
                     f"{self.operation}: {self.arguments.op!r} is for plain element types, not for derived datatypes "

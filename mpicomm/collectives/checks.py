@@ -1,4 +1,4 @@
-"""Checks of one rank's call: its root, what ``recvcounts`` says, and whether the two buffers fit each other."""
+"""Checks of one rank's call: its root, its ``recvcounts``, and whether the two buffers fit each other."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def require_recvcounts(
         )
     if receive.total < counts[rank]:
         raise InvalidUsageError(
-            f"{operation}: recvbuf has room for {receive.total} elements, this rank receives {counts[rank]}"
+            f"{operation}: recvbuf has room for {receive.total} elements, but this rank receives {counts[rank]}"
         )
 
 

@@ -66,8 +66,8 @@ def require_symmetric(index: Sequence[int], edges: Sequence[int]) -> None:
         if counts[peer, rank] != count:
             raise InvalidUsageError(
                 f"the graph names rank {peer} {count} times as a neighbour of rank {rank}, and rank {rank} "
-                f"{counts[peer, rank]} times as one of rank {peer}: name both equally often, or say who sends to whom "
-                "with Create_dist_graph_adjacent"
+                f"{counts[peer, rank]} times as a neighbour of rank {peer}: name both equally often, or say who "
+                "sends to whom with Create_dist_graph_adjacent"
             )
 
 

@@ -44,8 +44,8 @@ class Operation:
     """The ranks that know a count. "same": all ranks pass the same count. "vector": every rank passes its own count and
     knows the counts of all ranks. "private": only the two ranks of a message know its count."""
     traffic: Literal["even", "uneven", "one-way"] = "one-way"
-    """"even": all ranks send the same number of bytes to all others. "uneven": all ranks send to all others, and some
-    send more. "one-way": a rank mostly either sends or receives."""
+    """The bytes that ranks send. "even": all ranks send the same number of bytes to all others. "uneven": all ranks
+    send to all others, and some send more. "one-way": a rank mostly either sends or receives."""
     of_neighbors: bool = False
     """Whether each rank exchanges data only with its neighbours in a topology. The pattern gets a block for each rank,
     as in an all-to-all; a rank that is no neighbour has an empty block. The collective is never in place."""

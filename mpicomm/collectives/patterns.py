@@ -301,5 +301,5 @@ def _part(span: Span, start: int, stop: int, itemsize: int) -> Span:
 
 def _needed(value: T | None) -> T:
     if value is None:
-        raise InvalidUsageError("a buffer that this rank needs was not given")
+        raise InvalidUsageError("a buffer that this rank needs is missing")
     return value

@@ -46,7 +46,7 @@ def choose(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> Algorithm:
 
 def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]:
     """Return the first algorithm of that name that accepts the call; else None and the last algorithm's reason."""
-    reason = "no algorithm of that name is for it"
+    reason = "the collective has no algorithm of that name"
     for algorithm in ALGORITHMS:
         if algorithm.name == name and algorithm.serves(call.operation):
             refusal = algorithm.accepts(call, node)
@@ -62,7 +62,7 @@ class AlgorithmChoice(NamedTuple):
     algorithm: str = ""
     why: str = ""
     slow: str = ""
-    """Why the call takes a slow way; "" for calls that do not."""
+    """Why the call takes a slow way; "" if it does not."""
 
 
 NO_CHOICE = AlgorithmChoice()

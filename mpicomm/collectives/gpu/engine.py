@@ -104,7 +104,7 @@ class DeviceEngine:
     ) -> None:
         if node.size > MAX_RANKS:
             raise InvalidUsageError(
-                f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, this one has {node.size}"
+                f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, but this node has {node.size}"
             )
         self._group = node
         self._backend = backend

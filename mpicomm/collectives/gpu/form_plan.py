@@ -223,7 +223,7 @@ class BlocksPlan(FormPlan):
         return True
 
     def _is_apart(self, sent: Any, received: Any) -> bool:
-        """Return whether the two buffers do not overlap, whatever their blocks are."""
+        """Return whether the two buffers do not overlap, for any blocks in them."""
         if not (self._sends and self._receives):
             return True
         (send, sends), (receive, receives), (of_send, of_receive) = sent[:2], received[:2], self._element_nbytes

@@ -17,7 +17,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def algorithms_of(operation: str) -> tuple[str, ...]:
-    """Return the algorithms that a table may choose for a collective: those that reduce in the order of ranks."""
+    """Return the algorithms that a table may choose for a collective. They reduce in the order of ranks."""
     return names_for(OPERATIONS[operation], in_rank_order=True)
 
 
@@ -40,7 +40,7 @@ def kind_of(operation: str, *, registered: bool) -> Kind:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurement that a row was chosen from."""
+    """The measurement from which a row was chosen."""
 
     date: str
     version: str

@@ -101,7 +101,7 @@ def _row_from_json(value: _Value) -> Row:
             choice["from_nbytes"].refuse("they must ascend from 0")
         choices.append((begin, _choice(choice["algorithm"], operation)))
     if not choices:
-        value["choices"].refuse("there must be one at least")
+        value["choices"].refuse("there must be at least one")
     source, measured = value["measured"], None
     if source.content is not None:
         times_us = {

@@ -106,8 +106,8 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
     reduces, sent_shape, received_shape = row.reduces, row.send, row.receive
     # If recvcounts cut an input in place, MPI must get a copy of it. MPI may accept MPI.IN_PLACE of neighbours, which
     # `Call` refuses.
-    arrays_alone = row.send == "counted" or row.of_neighbors
-    in_place_alone = not reduces or row.send == "one"  # else a list counts the blocks in another way
+    only_arrays = row.send == "counted" or row.of_neighbors
+    reads_in_place = not reduces or row.send == "one"  # else a list counts the blocks in another way
     always = min(least, least_of_others)
 
     def is_small(nbytes: int, op: Any) -> bool:
@@ -120,7 +120,7 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
                 return False
             array = send  # the input decides, because only the root has a meaningful output
         elif type(receive) is ndarray and (send is None or send is _in_place):
-            if arrays_alone or not (receive.base is None or is_host_view(receive)):
+            if only_arrays or not (receive.base is None or is_host_view(receive)):
                 return False
             array = receive
         else:
@@ -136,14 +136,14 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
         sent, received = _own(send), _own(receive)
         if sent is not send or received is not receive:
             return is_plain(sent, received, op)
-        if arrays_alone:
+        if only_arrays:
             return False
         if receive is None or receive is _in_place:
             found = one = _read(send, sent_shape, size, rank, reduces)
         else:
             found = one = _read(receive, received_shape, size, rank, reduces)
             if send is None or send is _in_place:
-                if not in_place_alone:
+                if not reads_in_place:
                     return False
             else:
                 found = _read(send, sent_shape, size, rank, reduces)

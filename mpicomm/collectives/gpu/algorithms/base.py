@@ -1,4 +1,4 @@
-"""Algorithm: one way to carry out collectives on GPUs, and the call and node that it plans for.
+"""Algorithm: one way to carry out collectives on GPUs, and the call and the node for which it plans.
 
 A new algorithm is a folder with an `Algorithm` in its plan.py, and a line in registry.py.
 """
@@ -145,7 +145,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def serves(self, operation: Operation) -> bool:
-        """Return whether it is for this collective at all."""
+        """Return whether it can carry out some calls of this collective."""
 
     def takes(self, form: Form) -> bool:
         """Return whether `accepts` returns None for some lengths of calls of this form, without symmetric output."""

@@ -56,8 +56,8 @@ class AlongRanks(Algorithm):
         if _serves(call.operation, b.root, b.size, b.op, b.dtype):
             return None
         return (
-            "it is for the first or the last rank as root, and for types and operations that are not reduced in a "
-            "wider type (of float16, bfloat16, float8, and avg)"
+            "it needs the first or the last rank as root, and an operation and an element type that need no wider type "
+            "to reduce (not avg, float16, bfloat16 or float8)"
         )
 
     def takes(self, form: Form) -> bool:

@@ -30,7 +30,7 @@ _FEWEST_THREADS = 64  # the kernel needs two warps
 
 
 class ChunkedOneShot(Algorithm):
-    """Ranks exchange data of any size and kind in chunks; it accepts every call."""
+    """Ranks exchange data of any size and kind in chunks. This algorithm accepts every call."""
 
     name = "one_shot"
 

@@ -47,7 +47,7 @@ class Parts:
     def tapered(longest_nbytes: int, largest_nbytes: int, smallest_nbytes: int) -> Parts:
         """Return parts of up to ``largest_nbytes``. The last parts shrink: each is two thirds of the rest."""
         bounds = [0]
-        last = max(min(largest_nbytes, smallest_nbytes), 3 * ALIGNED_NBYTES)  # two thirds of more, aligned, are less
+        last = max(min(largest_nbytes, smallest_nbytes), 3 * ALIGNED_NBYTES)  # two thirds of more, rounded up, are less
         while (rest := longest_nbytes - bounds[-1]) > last:
             bounds.append(bounds[-1] + min(aligned(largest_nbytes), aligned(rest * 2 // 3)))
         return Parts((*bounds, longest_nbytes))

@@ -92,12 +92,12 @@ def allreduce(
         actions += _unloading(rank, gathered, turn - 2, parts, results)
         actions += _copies(rank, scattered, turn + 1, parts, contributions)
         if turn <= parts.number:
-            # The join comes before the next barrier, which says that these contributions and the results of part turn -
-            # 1 have come.
+            # The join comes before the next barrier, which says that these contributions and the previous part's
+            # results have come.
             actions.append(Join())
         if turn < parts.number:
             # The fork makes the copies of results wait for their reduction. It also makes the contributions of the next
-            # turn wait, because they overwrite a region that all ranks have left when they come to this turn's barrier.
+            # turn wait. They overwrite a region that all ranks have left when they come to this turn's barrier.
             actions += [Fork(), *_copies(rank, gathered, turn, parts, results)]
     return actions
 

@@ -32,7 +32,8 @@ FEWEST_LAPS = 6
 """The fewest steps that an inbox must hold if a message has more steps; with rows one more: see packets.cu."""
 
 Protocol = Literal["flagged", "sentinel"]
-"""LL, with flags, or sentinel, without: see packet_protocols.cuh."""
+"""The kind of packets. "flagged": LL packets, which carry flags. "sentinel": packets without flags. See
+packet_protocols.cuh."""
 Steps = Literal["one", "few", "laps", "paced"]
 """The steps of a launch. "one": one step. "few": no more steps than inboxes hold. "laps": more steps. "paced": more
 steps, and two ranks send each other different lengths. See packets.cu."""

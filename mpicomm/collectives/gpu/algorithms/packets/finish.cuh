@@ -30,7 +30,7 @@ constexpr bool kConverts = false;
 struct Finish {
   Operands operands;
   const u8* reduced;  // where the whole result would lie before the epilogue; an address there gives an index
-  u8* finished;       // where it goes
+  u8* finished;       // where the result after the epilogue goes
 
   using Made = Run<Finished, kUnitNbytes / sizeof(Element)>;
 

@@ -244,8 +244,8 @@ struct Worker {
   }
 
   // Stores the units of the packets of `ranks` at their places in the output. One copy of the code
-  // of a conversion serves all ranks, because a kernel waits until the GPU has fetched its code,
-  // which may be long.
+  // of a conversion serves all ranks. The code may be long, and a kernel waits until the GPU has
+  // fetched it.
   MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], u32 ranks, u64 at) const {
 #pragma unroll(kConverts ? 1 : kRanks)
     for (u32 rank = 0; rank < kRanks; ++rank) {

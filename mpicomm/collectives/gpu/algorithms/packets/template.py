@@ -147,7 +147,7 @@ class PacketTemplate:
                 for low, low_cut, high, high_cut in self._ways
             ]
             if not self._rows:
-                # The steps that the data between this rank and its peers takes, whatever other ranks send each other.
+                # The steps that the data between this rank and its peers takes, whatever the other ranks send.
                 steps = -(-longest // (unit_nbytes * threads)) or 1
                 if steps > laps:
                     paced = self._paced(values, unit_nbytes * threads * laps)
