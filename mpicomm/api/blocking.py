@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.activity.layout import CALL, CALLS, by_mpi
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
-from mpicomm.collectives.host.fast_path import Judge
+from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.epilogues import as_epilogue
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
@@ -97,7 +97,7 @@ class BlockingCollectives(MPI.Intracomm):
     _collectives: Dispatcher
     _row: memoryview
     """The doctor reads this rank's calls here, in the words of `layout`."""
-    _plain: dict[str, Judge]
+    _plain: dict[str, PlainCheck]
     """Which calls go to MPI at once: see `fast_path.at_once`."""
 
     def Barrier(self, *, stream: Any = None) -> None:
@@ -202,7 +202,9 @@ class BlockingCollectives(MPI.Intracomm):
     def Exscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
+        """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``. The ``recvbuf`` of rank 0 does not
+        change.
+        """
         if stream is None and algorithm == "auto" and self._plain["Exscan"](sendbuf, recvbuf, op):
             begin_mpis(self._row, _EXSCAN)
             try:
@@ -264,8 +266,8 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Reduce_scatter_block, with ``recvcounts[r]`` elements in block r.
 
-        Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. A rank whose count is 0
-        need not be in place where the other ranks are, except in a persistent call on host arrays.
+        Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. If the other ranks are
+        in place, a rank with count 0 need not be in place, except in a persistent call on host arrays.
         """
         if (
             stream is None

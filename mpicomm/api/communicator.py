@@ -28,7 +28,7 @@ from mpicomm.api.probes import Probes
 from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
-from mpicomm.collectives.host.fast_path import Judge
+from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
@@ -172,7 +172,7 @@ class Communicator(
         return Dispatcher(self, self._session)
 
     @AtFirstUse
-    def _plain(self) -> dict[str, Judge]:
+    def _plain(self) -> dict[str, PlainCheck]:
         return self._collectives.at_once
 
     @AtFirstUse

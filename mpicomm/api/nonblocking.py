@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.activity.layout import by_mpi
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
-from mpicomm.collectives.host.fast_path import Judge
+from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.requests import holding
 from mpicomm.ways.dispatch import Dispatcher
@@ -33,7 +33,7 @@ class NonblockingCollectives(MPI.Intracomm):
     """
 
     _collectives: Dispatcher
-    _plain: dict[str, Judge]
+    _plain: dict[str, PlainCheck]
     _row: memoryview
 
     def Iallreduce(

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import crossover, selection
-from mpicomm.collectives.host.fast_path import Judge, at_once, plain_calls
+from mpicomm.collectives.host.fast_path import PlainCheck, at_once, plain_calls
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
@@ -68,9 +68,9 @@ class Dispatcher:
         self._epilogue = WithEpilogue(reader, self._carry)
         self._copies = OnCopies(session, reader, completer, self._carry, self.prepare)
         self._processes = frozenset((place.host, place.pid) for place in placement.places)
-        self.at_once: dict[str, Judge] = {}
-        """The judges of the calls that methods hand to MPI without this class: see `fast_path.at_once`."""
-        self._judge_with(crossover.known(self._processes) if self._size == 2 else 0)
+        self.at_once: dict[str, PlainCheck] = {}
+        """The checks of the calls that methods hand to MPI without this class: see `fast_path.at_once`."""
+        self._check_with(crossover.known(self._processes) if self._size == 2 else 0)
 
     def run(
         self,
@@ -237,10 +237,10 @@ class Dispatcher:
         if goes_to_mpi() or measured or not selection.depends_on_crossover(call, self._size):
             return goes_to_mpi()
         engine = self.engines.on_host(call.operation.name)
-        self._judge_with(crossover.learn(self._comm, engine, self._processes))
+        self._check_with(crossover.learn(self._comm, engine, self._processes))
         return goes_to_mpi()
 
-    def _judge_with(self, crossover: int) -> None:
+    def _check_with(self, crossover: int) -> None:
         """Take the crossover of two ranks, which is 0 before its measurement. Local."""
         self._crossover = crossover
         facts = self._size, self._rank, self._nodes, crossover

@@ -78,7 +78,7 @@ class Witness:
                 f"{operation}: this rank passes no memory, and no other rank of its node has come within "
                 f"{domain.timeout_s:g} s to say whether the call is on GPUs: {_WAY_OUT}"
             )
-        if not self._is_one_domain and call_log.nobody_knows(number):
+        if not self._is_one_domain and call_log.all_ask(number):
             raise InvalidUsageError(
                 f"{operation}: no rank of {list(domain.ranks)} passes memory, so they cannot know whether the call is "
                 f"on GPUs for the other ranks: {_WAY_OUT}"

@@ -100,12 +100,12 @@ def test_a_call_that_all_ask_for_is_on_the_host(comm_world: MPI.Intracomm, call_
     comm_world.Barrier()
     if comm_world.rank:
         assert call_log.ask() == 2
-        assert call_log.is_on_host(2) is None and not call_log.nobody_knows(2)
+        assert call_log.is_on_host(2) is None and not call_log.all_ask(2)
     comm_world.Barrier()
     if not comm_world.rank:
         assert call_log.ask() == 2
     comm_world.Barrier()
-    assert call_log.is_on_host(2) and call_log.nobody_knows(2)
+    assert call_log.is_on_host(2) and call_log.all_ask(2)
     comm_world.Barrier()
 
 

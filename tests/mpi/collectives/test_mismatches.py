@@ -76,7 +76,7 @@ def test_two_ranks_that_disagree_on_counts_are_told(device: str, expected: int) 
     with array_module(comm) as xp:
         blocks, target = xp.zeros(sum(sent), FLOAT32), xp.zeros(sum(received), FLOAT32)
         after = Prepared(Case("Allreduce", FLOAT32, 3, algorithm="one_shot"), rank, size, xp)
-        told = "rank . sent data of another call|rank 0 sends 20 bytes where"
+        told = "rank . sent data of another call|rank 0 sends 20 bytes, but"
         with pytest.raises(PeerError, match=told):
             comm.Alltoallv([blocks, sent], [target, received], algorithm="one_shot")
             comm.check()

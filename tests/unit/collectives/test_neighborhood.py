@@ -317,8 +317,8 @@ def test_neighbours_may_have_different_types() -> None:
 @pytest.mark.parametrize(
     ("index", "edges", "text"),
     [
-        ([1, 1], [1], "rank 1 1 times as a neighbour of rank 0, and rank 0 0 times as one of rank 1"),
-        ([2, 3], [1, 1, 0], "rank 1 2 times as a neighbour of rank 0, and rank 0 1 times as one of rank 1"),
+        ([1, 1], [1], "rank 1 1 times as a neighbour of rank 0, and rank 0 0 times as a neighbour of rank 1"),
+        ([2, 3], [1, 1, 0], "rank 1 2 times as a neighbour of rank 0, and rank 0 1 times as a neighbour of rank 1"),
     ],
 )
 def test_a_graph_whose_neighbours_do_not_match_is_refused(index: list[int], edges: list[int], text: str) -> None:

@@ -112,7 +112,7 @@ def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None
         if rank == size - 1:
             counts[0] = 11  # rank 0 sends 10
         send = span(buffer[:10])
-        with raises_everywhere(comm_world, PeerError, match=f"rank 0 sends 40 bytes where rank {size - 1} expects 44"):
+        with raises_everywhere(comm_world, PeerError, match=f"rank 0 sends 40 bytes, but rank {size - 1} expects 44"):
             engine.run(patterns.allgather(rank, size, FLOAT32, send, spans(buffer, counts)), CALL)
             meet(comm_world, engine)
 

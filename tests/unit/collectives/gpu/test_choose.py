@@ -299,7 +299,7 @@ def test_a_chain_is_chosen_if_it_is_possible() -> None:
         assert chosen("auto", nbytes, root=1) == ("two_shot" if expected == "chain" else expected)
     assert chosen("chain", 1, root=3) == "chain"
     assert chosen("chain", 0, root=3) == "one_shot"
-    with pytest.raises(InvalidUsageError, match=r'algorithm="chain" of Reduce: it is for .*: use "auto"'):
+    with pytest.raises(InvalidUsageError, match=r'algorithm="chain" of Reduce: it needs .*: use "auto"'):
         chosen("chain", 1, root=1)
 
 

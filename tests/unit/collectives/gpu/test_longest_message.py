@@ -280,7 +280,7 @@ def test_a_bound_leaves_the_inboxes_that_it_has_room_for(caplog: pytest.LogCaptu
     _, *inboxes, regions = run(World(4, 100 * MIB), [even(4, 64 * MIB)] * 5)
     assert {*inboxes} == {layout.large_inboxes_nbytes[0]} and [each.slots_nbytes for each in regions] == [64 * MIB]
     assert {record.getMessage() for record in caplog.records} == {
-        "Alltoallv goes in smaller inboxes, which is slower, for want of memory: MPICOMM_MEMORY is too small"
+        "Alltoallv runs slower, in smaller inboxes, because memory is short: MPICOMM_MEMORY is too small"
     }
     *inboxes, regions = run(World(4, 10 * MIB), [even(4, 64 * MIB)] * 5)
     assert {*inboxes} == {layout.sentinel_inbox_nbytes} and not regions

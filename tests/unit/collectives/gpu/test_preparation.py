@@ -149,7 +149,7 @@ def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(capl
     with pytest.raises(NoMemoryError, match="rank 1: out of memory"):
         rig.steps(1000, "copy_engine")
     assert [record.getMessage() for record in caplog.records] == [
-        "Allreduce goes without algorithm 'copy_engine', which is slower, for want of memory: rank 1: out of memory"
+        "Allreduce runs slower, without algorithm 'copy_engine', because memory is short: rank 1: out of memory"
     ]
 
 
@@ -178,7 +178,7 @@ def test_what_one_shot_lacks_memory_for_goes_in_the_arena_and_is_never_tried_aga
         assert launch.arguments.laps >= FEWEST_LAPS
     assert rig.arena.tried.count("collectives: large messages") == 1
     assert len(caplog.records) == (3 if asked == "auto" else 1)
-    assert "goes in the inboxes of the arena alone" in caplog.text
+    assert "runs slower, only in the inboxes of the arena" in caplog.text
 
 
 def test_without_room_below_the_bound_another_way_is_taken_before_the_ranks_are_told() -> None:

@@ -88,7 +88,7 @@ def without(*keys: Any) -> Callable[[Any], Any]:
     return change
 
 
-RING = "it reduces in an order of its own, and a table chooses only algorithms that reduce in the order of ranks: use "
+RING = "it does not reduce in the order of ranks, and a table chooses only algorithms that do: use "
 FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
 
 
@@ -113,7 +113,7 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
         (put(*FIRST, "registered", "yes"), "rows[0].registered='yes'", "it must be true or false"),
         (put("rows", 0, "operation", "Gather"), "rows[0].choices[1].algorithm='two_shot'", "use one of one_shot, "),
         (put("rows", 1, "operation", "Alltoall"), "rows[1].choices[1].algorithm='two_shot'", "use one of one_shot, "),
-        (put(*FIRST, "choices", []), "rows[0].choices", "there must be one at least"),
+        (put(*FIRST, "choices", []), "rows[0].choices", "there must be at least one"),
         (put(*SECOND, "algorithm", "magic"), "rows[0].choices[1].algorithm='magic'", "use one of one_shot, two_shot"),
         (put(*SECOND, "algorithm", None), "rows[0].choices[1].algorithm=None", "use one of one_shot, two_shot"),
         (put(*SECOND, "algorithm", "ring"), "rows[0].choices[1].algorithm='ring'", RING),
