@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.activity.layout import CALL, CALLS, by_mpi
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
-from mpicomm.collectives.host.fast_path import Judge
+from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.epilogues import as_epilogue
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
@@ -31,9 +31,9 @@ class BlockingCollectives(MPI.Intracomm):
     finds the result. The buffers are in use until the stream has come that far. Calls that MPI carries out block, also
     on device arrays: reductions of types and operations that only MPI has, and all calls with "mpi".
 
-    **Groups of ranks.** Kernels serve the ranks of a node, up to 8; more ranks are several groups. Between groups of
-    GPUs an engine moves the data, which ``python -m mpicomm.info`` shows and MPICOMM_INTERNODE names: "nccl" is
-    stream-ordered; "mpi" (a CUDA-aware MPI) and "staged" (MPI through pinned memory) block the host until the data of
+    **Peer domains.** Kernels serve the ranks of a node, up to 8: these are a peer domain. Between peer domains of GPUs
+    an engine moves the data, which ``python -m mpicomm.info`` shows and MPICOMM_INTERNODE names: "nccl" is
+    stream-ordered; "mpi" (a CUDA-aware MPI) and "pinned" (MPI through pinned memory) block the host until the data of
     all ranks has come, and raise `InvalidUsageError` in a capture.
 
     **Buffers.** All forms of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in elements. The
@@ -61,8 +61,8 @@ class BlockingCollectives(MPI.Intracomm):
     **Operations** are MPI's, `AVG`, and `Op`, which is an expression of the user.
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
-    accumulated in float32 and rounded once. Between several groups each group is reduced in the order of its ranks,
-    then the results of the groups in the order of the groups. Only "ring", and calls that MPI carries out, such as
+    accumulated in float32 and rounded once. Each peer domain is reduced in the order of its ranks, then the
+    results of the domains in the order of the domains. Only "ring", and calls that MPI carries out, such as
     those on small host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces: there a NaN
     may be lost on some ranks and kept on others.
 
@@ -81,8 +81,8 @@ class BlockingCollectives(MPI.Intracomm):
       Allgather, Allreduce, Alltoall, Bcast, Gather, Reduce, Reduce_scatter_block and Scatter on GPUs.
     - "mpi": MPI carries out the call, on pinned host copies of device arrays.
 
-    Between several groups there are "auto", "one_shot" and "two_shot" (one network step or two), "copy_engine" (in each
-    group) and "mpi".
+    Between peer domains there are "auto", "one_shot" and "two_shot" (one network step or two), "copy_engine" (in each
+    domain) and "mpi".
 
     **Symmetric output.** If the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it lies
     there on all ranks and at the same place. Large messages are then stored straight into it.
@@ -97,14 +97,14 @@ class BlockingCollectives(MPI.Intracomm):
     _collectives: Dispatcher
     _row: memoryview
     """The doctor reads this rank's calls here, in the words of `layout`."""
-    _plain: dict[str, Judge]
+    _plain: dict[str, PlainCheck]
     """Which calls go to MPI at once: see `fast_path.at_once`."""
 
     def Barrier(self, *, stream: Any = None) -> None:
         """Block until all ranks have called it.
 
         With ``stream``, a stream of this rank's GPU, hold that stream until the streams of all ranks have come here.
-        That does not block, but for an engine between groups that blocks the host.
+        That does not block, but for an engine between peer domains that blocks the host.
         """
         if stream is None:
             begin_mpis(self._row, _BARRIER)
@@ -202,7 +202,9 @@ class BlockingCollectives(MPI.Intracomm):
     def Exscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
+        """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``. The ``recvbuf`` of rank 0 does not
+        change.
+        """
         if stream is None and algorithm == "auto" and self._plain["Exscan"](sendbuf, recvbuf, op):
             begin_mpis(self._row, _EXSCAN)
             try:
@@ -264,8 +266,8 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Reduce_scatter_block, with ``recvcounts[r]`` elements in block r.
 
-        Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. A rank whose count is 0
-        need not be in place where the other ranks are, except in a persistent call on host arrays.
+        Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. If the other ranks are
+        in place, a rank with count 0 need not be in place, except in a persistent call on host arrays.
         """
         if (
             stream is None

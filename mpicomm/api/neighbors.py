@@ -61,31 +61,31 @@ class NeighborCollectives(MPI.Topocomm):
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_allgather`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLGATHER, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLGATHER, stream, algorithm, sendbuf, recvbuf)
 
     def Ineighbor_allgatherv(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_allgatherv`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLGATHERV, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Ineighbor_alltoall(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_alltoall`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLTOALL, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Ineighbor_alltoallv(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_alltoallv`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLTOALLV, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Ineighbor_alltoallw(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_alltoallw`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLTOALLW, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
     def Neighbor_allgather_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"

@@ -65,14 +65,14 @@ class Messages:
     A call reads its buffers once, with `sending` and `receiving`, and hands the endpoints to the other methods. MPI
     gets host memory that stands for each endpoint, does all matching, and blocks as it always does.
 
-    ``by_rendezvous`` says whether long messages of device arrays are described: whether the ranks open memory by IPC
-    handles. Then receives into host arrays, too, look for descriptions.
+    ``by_rendezvous`` says whether MPI carries a rendezvous header in place of a long message of a device array: the
+    ranks need memory of handle kind `ipc`. Then receives into host arrays look for headers, too.
     """
 
     def __init__(self, comm: MPI.Intracomm, placement: Placement, gpu: Callable[[str], MessageDevice]) -> None:
         here = placement.here
         self.on_gpu = isinstance(here.device, int)
-        self.by_rendezvous = self.on_gpu and here.handle == "ipc"
+        self.by_rendezvous = here.describes_messages
         self._comm = comm
         self._gpu = gpu
         self._near = frozenset(placement.node_ranks)

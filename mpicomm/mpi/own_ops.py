@@ -26,9 +26,9 @@ class Op(MPI.Op):
     nonblocking and persistent; plain mpi4py calls it too.
 
     **Order.** A Communicator reduces in rank order, ``f(f(x0, x1), x2)``, with the same bits on all ranks. As in MPI
-    the operation has to be associative where MPI carries the call out, with ``algorithm="ring"``, and between several
-    groups of ranks, each of which is reduced first. ``commute=True`` says that the order does not matter either: MPI
-    and the ring use that. Without it the ranks of each group must follow each other, except in Scan and Exscan.
+    the operation has to be associative where MPI carries the call out, with ``algorithm="ring"``, and over several
+    peer domains, because each is reduced first. ``commute=True`` says that the order does not matter either: MPI
+    and the ring use that. Without it the ranks of each peer domain must follow each other, except in Scan and Exscan.
 
     **Expressions** are Python's, of the names a and b and of numbers, computed in the element type:
 

@@ -24,7 +24,9 @@ _LONG_PAUSE_S = 1e-3  # its pauses later
 _LINGER_S = 0.05  # so long a completer without work lives: to start a thread takes longer than most collectives
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
-_wait = MPI.Grequest.Wait  # looked up once, because a program waits for `super()` behind the device
+# Looked up once, because a program waits for `super()` behind the device.
+_wait = MPI.Request.Wait
+_test = MPI.Request.Test
 
 
 class DeferredWork:
@@ -159,12 +161,12 @@ class _HoldingRequest(MPI.Request):
     _held: object
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        super().Wait(status)
+        _wait(self, status)
         self._held = None
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        done = super().Test(status)
+        done = _test(self, status)
         if done:
             self._held = None
         return done

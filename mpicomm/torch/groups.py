@@ -91,15 +91,15 @@ def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Com
         return rank, node_key(), torch.cuda.current_device() if torch.cuda.is_available() else None
 
     try:
-        by_rendezvous = group.exchange(_STEP, describe)
-        ranks = [each[0] for each in by_rendezvous]
+        described = group.exchange(_STEP, describe)
+        ranks = [each[0] for each in described]
         if sorted(ranks) != list(range(size)):
             raise InvalidUsageError(f"the ranks of MPI have the ranks {ranks} in torch.distributed: pass each once")
         # A launcher of PyTorch inside an MPI job may number the ranks in another order.
         ordered = plain.Split(0, rank)
         assert isinstance(ordered, MPI.Intracomm)
         try:
-            return Communicator(ordered, device=_device(by_rendezvous, plain.rank), timeout_s=timeout_s)
+            return Communicator(ordered, device=_device(described, plain.rank), timeout_s=timeout_s)
         finally:
             ordered.Free()
     finally:
@@ -107,10 +107,10 @@ def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Com
             plain.Free()
 
 
-def _device(by_rendezvous: Sequence[tuple[int, str, int | None]], index: int) -> int | str:
+def _device(described: Sequence[tuple[int, str, int | None]], index: int) -> int | str:
     """Return the device of a rank: its current one where the ranks of each node have chosen different ones. Local."""
-    chosen = [(node, device) for _, node, device in by_rendezvous]
-    current = by_rendezvous[index][2]
+    chosen = [(node, device) for _, node, device in described]
+    current = described[index][2]
     if current is None or any(device is None for _, device in chosen):
         return "cpu"
     return current if len(set(chosen)) == len(chosen) else "auto"

@@ -1,7 +1,7 @@
 """Build the site of the documents: `python scripts/documents/build_site.py [--no-runs] FOLDER`, from scripts/docs.
 
-The site has the documents for users, the API reference, the examples, which the script runs, and the documents for
-contributors. Each page has a navigation and a search box. All pages work as files, without a server.
+The site has the documents for users, the API reference, the examples and the documents for contributors. The script
+runs the examples. Each page has a navigation and a search box. All pages work as files, without a server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pdoc.render
 import reference
 import search_index
 from document_html import to_html
-from links import within_site
+from document_links import within_site
 from pdoc.render_helpers import defuse_unsafe_reprs
 from pdoc.render_helpers import to_html as docstring_html
 
@@ -66,7 +66,7 @@ def build(folder: Path, run: examples_page.Run) -> None:
 def _write_documents(
     folder: Path, page_of: dict[str, str], run: examples_page.Run, navigation: Navigation
 ) -> list[search_index.Entry]:
-    """Write the pages of the documents, and return what the search finds in them."""
+    """Write the pages of the documents, and return their entries for the search."""
     bodies = {source: to_html((ROOT / source).read_text()) for source in page_of if source != EXAMPLES}
     bodies[EXAMPLES] = examples_page.body(folder, run)
     targets = {**page_of, **_places_of_examples(folder)}
@@ -80,7 +80,7 @@ def _write_documents(
 
 
 def _write_reference(folder: Path, api: dict[str, reference.Page], navigation: Navigation) -> list[search_index.Entry]:
-    """Write the pages of the API reference, and return what the search finds in them."""
+    """Write the pages of the API reference, and return their entries for the search."""
     members = [member for page in api.values() for member in page.members()]
     shared = {
         "all_modules": {name: page.module for name, page in api.items()},

@@ -1,4 +1,4 @@
-"""Markdown of the repository as HTML whose headings have the anchors of GitHub."""
+"""Markdown of the repository as HTML. Headings have the anchors of GitHub."""
 
 from __future__ import annotations
 

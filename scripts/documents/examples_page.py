@@ -57,7 +57,7 @@ def not_run(name: str, folder: Path) -> tuple[str, str]:
 
 
 def body(folder: Path, run: Run) -> str:
-    """Return the page, and write the pictures into the folder. Links are those of examples/README.md."""
+    """Return the page, and write the pictures into the folder. Links stay as they are in examples/README.md."""
     text = (EXAMPLES / "README.md").read_text()
     return "\n".join([to_html(text), *(_section(name, *run(name, folder)) for name in listed())])
 

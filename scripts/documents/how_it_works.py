@@ -2,8 +2,8 @@
 
 Run `python scripts/documents/how_it_works.py [FILE]`. Without FILE the script writes mpicomm/docs/how_it_works.svg.
 
-The upper half is set-up, in which ranks swap handles of their memory and open each other's. The lower half is a
-collective, in which kernels store straight into the memory of their peers.
+The upper half shows set-up: ranks swap handles of their memory, and open memory of each other. The lower half shows a
+collective: kernels store straight into the memory of their peers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STROKES = ("#1d4ed8", "#b45309", "#15803d")
 
 
 def left_of(rank: int) -> int:
-    """Return where a rank's column begins."""
+    """Return the left edge of a rank's column."""
     return FIRST_COLUMN + rank * COLUMN_STEP
 
 

@@ -1,4 +1,4 @@
-"""The API reference: which names of the package are public, grouped by purpose."""
+"""The public names of the package, grouped by purpose, for the API reference."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pdoc.doc
 
@@ -27,7 +28,7 @@ INTERNAL = frozenset(
 )
 """Names that look public. Other rooms of the package call them, and users do not."""
 UNEXPORTED = (NeighborCollectives, RankInfo, Statistics)
-"""Classes whose objects users get from calls."""
+"""Classes of objects that calls return."""
 ELSEWHERE = frozenset({"__version__", "epilogues"})
 """Names of the package that need no section, or have a page."""
 
@@ -93,7 +94,7 @@ class Section:
 
     title: str = ""
     text: str = ""
-    members: list[tuple[pdoc.doc.Doc, list[pdoc.doc.Doc]]] = field(default_factory=list)
+    members: list[tuple[pdoc.doc.Doc[Any], list[pdoc.doc.Doc[Any]]]] = field(default_factory=list)
 
     @property
     def anchor(self) -> str:
@@ -108,7 +109,7 @@ class Page:
     module: pdoc.doc.Module
     sections: list[Section]
 
-    def members(self) -> Iterator[pdoc.doc.Doc]:
+    def members(self) -> Iterator[pdoc.doc.Doc[Any]]:
         """Return all public members."""
         for section in self.sections:
             for member, inner in section.members:
@@ -117,7 +118,7 @@ class Page:
 
 
 def pages() -> dict[str, Page]:
-    """Return the pages by the names of their modules. `mpicomm.torch` is missing where PyTorch is missing."""
+    """Return the pages by the names of their modules. Without PyTorch there is no page of `mpicomm.torch`."""
     found = {"mpicomm": _package(), "mpicomm.epilogues": _module("mpicomm.epilogues")}
     if importlib.util.find_spec("torch"):
         found["mpicomm.torch"] = _module("mpicomm.torch")
@@ -160,12 +161,12 @@ def _package() -> Page:
     return Page(module, sections)
 
 
-def _with_members(doc: pdoc.doc.Doc) -> tuple[pdoc.doc.Doc, list[pdoc.doc.Doc]]:
-    """Return an object with its members, except a Communicator's, which are in sections."""
+def _with_members(doc: pdoc.doc.Doc[Any]) -> tuple[pdoc.doc.Doc[Any], list[pdoc.doc.Doc[Any]]]:
+    """Return an object with its members. The members of a Communicator are in sections instead."""
     return doc, [] if doc.obj is Communicator else _members(doc)
 
 
-def _members(doc: pdoc.doc.Doc) -> list[pdoc.doc.Doc]:
+def _members(doc: pdoc.doc.Doc[Any]) -> list[pdoc.doc.Doc[Any]]:
     """Return the members of a class that mpicomm defines for users; other objects have none."""
     members = doc.members.values() if isinstance(doc, pdoc.doc.Class) else ()
     return [member for member in members if member.qualname not in INTERNAL and _is_own(doc.obj, member.name)]

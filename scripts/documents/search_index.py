@@ -1,4 +1,4 @@
-"""What the search box of the site finds: the sections of documents, and the names of the API."""
+"""The entries of the search box of the site: sections of documents, and names of the API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEFT_OUT = re.compile(r"<details>.*?</details>|<style>.*?</style>", re.DOTALL)
 _WITHIN_WORDS = re.compile(r"</?(?:a|code|em|span|strong)\b[^>]*>")
 
 Entry = dict[str, str]
-"""The title, where it stands, its address below the root of the site, and its text."""
+"""A title, the title of its page, an address below the root of the site, and a text."""
 
 
 def entry(title: str, where: str, url: str, text: str) -> Entry:

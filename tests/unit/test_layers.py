@@ -18,7 +18,7 @@ import mpicomm
 
 ROOT = Path(mpicomm.__file__).parents[1]
 
-# The rooms, lowest first: a room imports from the rows above its own. A module that is named here is a room of its own.
+# The rooms, lowest first: a room imports from the rows above its own. A module that is named here is a separate room.
 ROOMS = [
     {"errors", "sizes"},
     {"environment", "waiting", "interrupts"},
@@ -77,7 +77,7 @@ MODULES = sorted(
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The dotted names that a module imports, those in functions and for type checkers alone too."""
+    """The dotted names that a module imports, also in functions and only for type checkers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

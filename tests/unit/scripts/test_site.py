@@ -91,7 +91,7 @@ def test_the_search_finds_documents_and_names(site: Path) -> None:
 @pytest.mark.parametrize("link", ["missing.md", "../missing.py"])
 def test_a_link_to_no_file_ends_the_build(link: str, tmp_path: Path) -> None:
     sys.path.append(str(ROOT / "scripts/documents"))
-    from links import within_site
+    from document_links import within_site
 
     html = f'<a href="{link}">x</a>'
     with pytest.raises(SystemExit, match=f"docs/a.md has a link to {link}, which is no file"):

@@ -1,4 +1,4 @@
-"""Links of documents, which name files of the repository, as links within the site."""
+"""Links of documents name files of the repository. Here they become links within the site."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def within_site(html: str, source: str, page: str, pages: dict[str, str], root: 
     """Return the HTML of the document ``source`` for the page ``page``; both are paths below ``root`` and ``folder``.
 
     ``pages`` has the page of each file that is shown in one, with an anchor or without. Every other file that the
-    document names goes into ``files`` of the site. Exits where a link names no file.
+    document names goes into ``files`` of the site. Exits if a link names no file.
     """
 
     def replaced(match: re.Match[str]) -> str:
