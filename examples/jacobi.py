@@ -102,7 +102,7 @@ def alltoallw(before: Any, after: Any) -> None:
 
 # The second way.
 ABOVE, BELOW, LEFT, RIGHT = range(4)
-in_stream_order = {} if xp is np else {"algorithm": "one_shot"}  # so that a CUDA graph can hold the messages
+in_stream_order = {} if xp is np else {"algorithm": "stream"}  # so that a CUDA graph can hold the messages
 
 
 def sendrecv(before: Any, after: Any) -> None:
