@@ -25,8 +25,8 @@ class _Block:
 class SymmetricPool:
     """Memory for tensors of the same size on all ranks. The pool reuses it when PyTorch frees the tensor.
 
-    As in PyTorch's own allocator, freed memory goes only to a tensor of the same stream, because that stream's work
-    follows the work on the old tensor. ``comm.Free`` frees the memory.
+    As in PyTorch's own allocator, freed memory goes only to a tensor of the same stream, because its work follows the
+    work on the old tensor. ``comm.Free`` frees the memory.
     """
 
     def __init__(self, comm: Communicator) -> None:
