@@ -55,7 +55,7 @@ def test_stock_program_gives_what_mpi4py_gives(nprocs: int) -> None:
 def test_halo_exchange_computes_what_one_rank_computes(nprocs: int) -> None:
     grid = " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))
     assert said(nprocs)["halo_exchange"].startswith(f"{grid} ranks: steps of ")
-    assert said(nprocs)["halo_exchange"].endswith(" the same heat as a rank alone computes\n")
+    assert said(nprocs)["halo_exchange"].endswith(" the same heat as one rank computes\n")
 
 
 def test_the_list_of_examples_names_all_programs() -> None:
