@@ -96,7 +96,7 @@ class Constructors(MPI.Intracomm):
 
     @_shown
     def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
-        """Make a communicator of the ranks of ``group``. Collective only over those ranks.
+        """Make a communicator of the ranks of ``group``. Collective only over these ranks.
 
         If this communicator is not set up yet, the call waits in MPI without a limit. After a missing rank the ranks
         cannot make this call again.

@@ -100,5 +100,5 @@ class PersistentMessages(MPI.Intracomm):
 
 
 def _persistent(request: MPI.Request) -> MPI.Prequest:
-    assert isinstance(request, MPI.Prequest)  # mpi4py's annotations say less of Ssend_init and its kin
+    assert isinstance(request, MPI.Prequest)  # mpi4py annotates Ssend_init and others less exactly
     return request

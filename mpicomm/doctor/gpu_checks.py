@@ -118,7 +118,7 @@ CHECKS = (
     Check(
         "driver",
         "no GPU is unused because a driver or package is missing",
-        "`using the cpu` where there are GPUs",
+        "`using the cpu` on a machine with GPUs",
         '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install "mpicomm[cuda13]"` (or cuda12, as `nvidia-smi` '
         "shows); `docker run --gpus all ...`",
         driver,

@@ -64,7 +64,7 @@ def power(base: Any, exponent: int) -> Any:
 
 
 def _larger(a: Any, b: Any) -> Any:
-    # This is not np.maximum, because NumPy does not say which of 0.0 and -0.0 that returns.
+    # This is not np.maximum, because NumPy does not say whether that returns 0.0 or -0.0.
     return np.where((a > b) | (a != a), a, b)
 
 

@@ -266,7 +266,7 @@ class Messages:
         try:
             sendrecv(self._comm, buffer.spec, dest, tag, staged, *posted, status)
         except Exception as error:
-            # MPI has refused the message, unless the other one was too long.
+            # MPI has refused to send the message, except if the received message was too long.
             refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
             if refused and buffer.withdraw is not None:
                 buffer.withdraw()

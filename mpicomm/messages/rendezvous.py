@@ -153,7 +153,7 @@ class Rendezvous:
         layout = elements.layout
         place = self.reserve(layout.nbytes, whole=True)
         try:
-            if nbytes < layout.nbytes:  # the kernel unpacks all elements, and those without data keep their values
+            if nbytes < layout.nbytes:  # the kernel unpacks all elements: elements without data keep their values
                 self.device.pack(table_for(layout), elements.address, place.pointer, stream, unpacks=False)
             fill(place.pointer)
             self.device.pack(table_for(layout), elements.address, place.pointer, stream, unpacks=True)

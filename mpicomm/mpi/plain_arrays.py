@@ -37,7 +37,7 @@ class ReadArray(tuple[Any, ...]):
 
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
-    """Return a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None; None for all others. Local.
+    """Read a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None. Return None for all others. Local.
 
     A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. The function does
     not check the values of counts and displacements. A list with one count, or with only a datatype, is a plain array

@@ -116,7 +116,7 @@ class DeferredWork:
             self.driven = False  # after a Ctrl-C the program may wait in MPI
 
     def complete(self) -> None:
-        """Wait for the work now. The request raises its error later, as if a completer had completed it."""
+        """Wait for the work. The request raises its error later, as if a completer had completed it."""
         self.drive()
         self._raised_by_caller = False
 

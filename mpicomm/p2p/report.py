@@ -18,7 +18,7 @@ NOTES = (
     "target and back. Of a load: the mean time of many loads that wait for each other.",
     "-: there is nothing to measure, no peer access, or the two kernels did not run at the same time.",
 )
-_FILE_WIDTH = 1000  # wide enough to fold no cell where no terminal sets the width
+_FILE_WIDTH = 1000  # wide enough to fold no cell, if no terminal sets the width
 
 
 @dataclass(frozen=True)

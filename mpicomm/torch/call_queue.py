@@ -67,7 +67,7 @@ class CallQueue:
         self._unended: deque[HostWork | QueuePosition] = (
             deque()
         )  # it has carried these out, and has yet to call their callbacks
-        self._place = 0  # the position of the callback that it calls now
+        self._place = 0  # the position of the running callback
 
     def run(
         self, call: Callable[[], None], outputs: Tensors, name: str, *, begin: bool, limit: timedelta | None = None
@@ -207,7 +207,7 @@ class CallQueue:
             if not self._unended:
                 taken = queue.get()
                 if taken is None:
-                    self._thread_id = None  # another thread may get the number now
+                    self._thread_id = None  # the system may give the number to another thread
                     return
                 self._carry_out(taken)
                 del taken

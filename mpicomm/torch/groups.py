@@ -55,7 +55,7 @@ def create(given: Any, options: Any) -> ProcessGroup:
     else:
         if not ranks:
             plain = private_copy(MPI.COMM_WORLD, _STEP, timeout_s)
-        else:  # a group beside the groups of another backend
+        else:  # the group of all ranks has another backend
             _require_ranks(dist.get_rank(), dist.get_world_size())
             plain = members_of(MPI.COMM_WORLD, ranks, name, given.store, timeout_s)
         comm = _agreed(plain, given.group_rank, given.group_size, timeout_s)
