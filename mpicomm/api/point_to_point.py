@@ -80,7 +80,7 @@ class PointToPoint(MPI.Intracomm):
         """Send ``buf``; see mpi4py."""
         if (
             type(buf) is ndarray
-            # The middle condition is the first half of is_host_view. The call takes longer.
+            # The middle condition repeats the first half of is_host_view, because a call takes longer.
             and ((base := buf.base) is None or (type(base) is ndarray and base.base is None) or is_host_view(buf))
             and stream is None
             and algorithm == "auto"
@@ -128,7 +128,7 @@ class PointToPoint(MPI.Intracomm):
         messages = self._messages
         if (
             type(buf) is ndarray
-            # The middle condition is the first half of is_host_view. The call takes longer.
+            # The middle condition repeats the first half of is_host_view, because a call takes longer.
             and ((base := buf.base) is None or (type(base) is ndarray and base.base is None) or is_host_view(buf))
             and stream is None
             and algorithm == "auto"

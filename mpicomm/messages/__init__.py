@@ -1,6 +1,6 @@
 """Messages: the point-to-point calls of a communicator on GPU arrays, in any mixture with host arrays.
 
-MPI matches every message by source and tag. The ranks decide how the data travels:
+MPI matches every message by source and tag. The way of the data depends on the ranks:
 
 - *Rendezvous*: between GPUs of one node the sender copies the message into its *outbox*, memory of its GPU that peers
   open. MPI carries only a *rendezvous header*, which says where the data lies. The receiver's GPU copies the data out
