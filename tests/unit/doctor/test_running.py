@@ -169,7 +169,7 @@ def test_a_process_of_another_user() -> None:
     other = ("setpriv", f"--reuid={NOBODY}", "--clear-groups")
     said = doctor("--pid", str(os.getpid()), before=other)
     assert (said.returncode, said.stdout) == (2, "")
-    assert "not look into this process of user root: run the doctor as that user or as root" in said.stderr
+    assert "look into this process of user root: run the doctor as that user or as root" in said.stderr
 
 
 FORKS = """
