@@ -184,7 +184,7 @@ class _RecordedSteps:
 
     def _recorded(self, step: Callable[..., None]) -> Callable[..., None]:
         def enqueue(stream: int, *arguments: int, **words: int) -> None:
-            with self._work.enqueued(stream, "by_rendezvous", "the receiver's GPU copies it"):
+            with self._work.enqueued(stream, "rendezvous", "the receiver's GPU copies it"):
                 step(stream, *arguments, **words)
 
         return enqueue

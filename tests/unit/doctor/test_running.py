@@ -174,8 +174,8 @@ def test_a_process_of_another_user() -> None:
 
 FORKS = """
 import os, sys, time
-from mpicomm.activity.page import Member, Row
-row = Row()
+from mpicomm.activity.page import Member, CommunicatorRow
+row = CommunicatorRow()
 row.open(0, [Member("host", os.getpid(), 0)], [0], "cpu")
 child = os.fork()
 if child == 0:
