@@ -1,4 +1,4 @@
-"""`mpirun -np N python -m mpicomm PROGRAM` runs a program that knows mpi4py alone on a Communicator."""
+"""`mpirun -np N python -m mpicomm PROGRAM` runs a program that knows only mpi4py on a Communicator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ USAGE = """usage: mpirun -np N python -m mpicomm SCRIPT [ARGUMENT ...]
    or: mpirun -np N python -m mpicomm -m MODULE [ARGUMENT ...]
    or: mpirun -np N python -m mpicomm -c CODE [ARGUMENT ...]
 
-Runs a program that knows mpi4py alone: MPI.COMM_WORLD, and every communicator made from it, is an mpicomm.Communicator,
+Runs a program that knows only mpi4py: MPI.COMM_WORLD, and every communicator made from it, is an mpicomm.Communicator,
 so that its upper-case methods take GPU arrays. An exception that a rank does not catch ends the job, as with
 python -m mpi4py. MPICOMM_DEVICE, MPICOMM_HANDLE and MPICOMM_TIMEOUT stand for the arguments of Communicator.
 
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
         install()
     except BaseException:
-        run.set_abort_status(1)  # as for an exception of the program: this rank must not leave the others behind
+        run.set_abort_status(1)  # as for an exception of the program: the other ranks must not wait for this rank
         raise
     run.main()
     return 0

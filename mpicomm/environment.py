@@ -15,7 +15,7 @@ PREFIX = "MPICOMM_"
 
 
 @dataclass(frozen=True)
-class Variable:
+class EnvironmentVariable:
     """A variable that mpicomm reads, in the words of mpicomm/docs/variables.md."""
 
     name: str
@@ -27,78 +27,78 @@ class Variable:
 
 _EACH = "each new `Communicator`"
 VARIABLES = (
-    Variable(
+    EnvironmentVariable(
         "DEVICE",
         "`auto` gives a rank a GPU, or the cpu if it sees no GPU. `cpu` and the ordinal of a GPU (`0`, `1`, ...) name "
         "the device. The argument `device=` wins.",
         "`auto`",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "HANDLE",
         "How ranks open memory of each other's GPUs: `ipc`, `fd`, `fabric` or `staged`. `auto` takes the first of them "
         "that works between all ranks of the node. The argument `handle=` wins.",
         "`auto`",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "TIMEOUT",
         "The seconds after which a wait for another rank raises an error. The argument `timeout_s=` wins.",
         "`30`",
         f"{_EACH}; `mpicomm.doctor`. Groups of PyTorch have PyTorch's timeout.",
     ),
-    Variable(
+    EnvironmentVariable(
         "HOSTID",
         "Any text. Ranks with the same text count as ranks of one node.",
         "ranks with one kernel and one network namespace count as ranks of one node",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "INTERNODE",
-        "The engine that moves device arrays between groups of GPUs: `mapped`, `nccl`, `mpi` or `staged`. All ranks "
-        "need the same value.",
+        "The engine that moves device arrays between peer domains: `mapped`, `nccl`, `mpi` or `pinned`. All ranks "
+        "need the same value. `staged` is an alias of `pinned`.",
         "the first of these engines that works",
-        "the first call on device arrays between groups",
+        "the first call on device arrays between peer domains",
     ),
-    Variable(
+    EnvironmentVariable(
         "TUNING",
         "The file of a table of algorithms, as `mpicomm.tune` writes it. `off` takes the built-in table.",
         "the file that `mpicomm.tune` writes for these GPUs, if there is one, else the built-in table",
         'the first collective on device arrays, for `algorithm="auto"`',
     ),
-    Variable(
+    EnvironmentVariable(
         "MEMORY",
         "A bound of the device memory that the calls of a communicator take beyond 44 MiB, as in `512M`. All ranks "
-        "need the same value.",
+        "need the same value. `staged` is an alias of `pinned`.",
         "no bound",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "BIND_CPU",
         "`1` keeps each rank on the cores of its GPU's NUMA node.",
         "`0`",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "TRACE",
         "The file of a trace of calls. `%h`, `%p` and `%r` stand for host, pid and rank, and all ranks need the "
         "variable. `nvtx` writes no file and makes only NVTX ranges.",
         "no trace",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "STATS",
         "`1` prints a table of all calls when the program ends. All ranks need the same value.",
         "`0`",
         _EACH,
     ),
-    Variable(
+    EnvironmentVariable(
         "DEBUG",
         "The least severe level that the log shows: `WARN`, `INFO` or `TRACE`.",
         "`WARN`",
         "the first `Communicator` of a process",
     ),
-    Variable(
+    EnvironmentVariable(
         "DEBUG_FILE",
         "The log file. `%h`, `%p` and `%r` stand for host, pid and rank.",
         "standard error",
@@ -132,16 +132,16 @@ mpicomm reads some variables of other programs:
 DEFAULT_TIMEOUT_S = 30.0
 LONGEST_TIMEOUT_S = 1e6  # epoll counts milliseconds in 32 bits
 _LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-"""The variables of Hydra (MPICH, Intel MPI), Open MPI, MVAPICH and Slurm. Slurm's comes last, because it may count the
-processes of a job step that only launches the ranks."""
+"""The variables of Hydra (MPICH, Intel MPI), Open MPI, MVAPICH and Slurm. Slurm's variable comes last, because it may
+count the processes of a job step that only launches the ranks."""
 HANDLES = ("auto", "ipc", "fd", "fabric", "staged")
 """The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` except that for host memory."""
-INTERNODE = ("mapped", "nccl", "mpi", "staged")
-"""The engines that move device memory between groups of ranks, the best one first; "mapped" is for a single node."""
+INTERNODE = ("mapped", "nccl", "mpi", "pinned")
+"""The engines that move device memory between peer domains, the best one first; "mapped" is for a single node."""
 
 
 def unknown() -> dict[str, str]:
-    """Return the variables that begin as those of mpicomm and that it does not read, each with the nearest name."""
+    """Return the variables that begin with `PREFIX` and that mpicomm does not read, each with the nearest name."""
     names = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in NAMES)
     return {name: difflib.get_close_matches(name.upper(), NAMES, 1, cutoff=0)[0] for name in names}
 
@@ -155,13 +155,13 @@ def document() -> str:
 def multi_process_service() -> bool:
     """Return whether NVIDIA's multi-process service (MPS) runs, so that processes use a GPU side by side.
 
-    Its control daemon makes a pipe of this name, and its clients look for the pipe in the same folder.
+    The control daemon of MPS makes a pipe of this name, and its clients look for the pipe in the same folder.
     """
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 def device(argument: int | str) -> int | str:
-    """Return ``device=``, or MPICOMM_DEVICE where the argument is "auto": "auto", "cpu" or an ordinal."""
+    """Return ``device=``, or MPICOMM_DEVICE if the argument is "auto": "auto", "cpu" or an ordinal."""
     name, value = "device", argument
     if argument == "auto" and "MPICOMM_DEVICE" in os.environ:
         name, value = "MPICOMM_DEVICE", os.environ["MPICOMM_DEVICE"]
@@ -173,7 +173,7 @@ def device(argument: int | str) -> int | str:
 
 
 def handle(argument: str) -> str:
-    """Return ``handle=``, or MPICOMM_HANDLE where the argument is "auto"."""
+    """Return ``handle=``, or MPICOMM_HANDLE if the argument is "auto"."""
     name, value = "handle", argument
     if argument == "auto" and "MPICOMM_HANDLE" in os.environ:
         name, value = "MPICOMM_HANDLE", os.environ["MPICOMM_HANDLE"]
@@ -200,7 +200,7 @@ def timeout_s(argument: float | None) -> float:
 
 
 def usable_timeout_s(argument: float | None) -> float:
-    """Return `timeout_s`, or 30 where that raises: the ranks need a deadline to tell each other of the error."""
+    """Return `timeout_s`, or 30 if it raises, because the ranks need a deadline to tell each other of the error."""
     try:
         return timeout_s(argument)
     except InvalidUsageError:
@@ -208,7 +208,7 @@ def usable_timeout_s(argument: float | None) -> float:
 
 
 def most_nbytes() -> int | None:
-    """Return MPICOMM_MEMORY: the bytes of a GPU that a communicator may take beyond its arena; None for no bound."""
+    """Return MPICOMM_MEMORY: the most bytes of a GPU that a communicator takes beyond its arena; None for no bound."""
     text = os.environ.get("MPICOMM_MEMORY")
     if not text:
         return None
@@ -219,7 +219,7 @@ def most_nbytes() -> int | None:
 
 
 def local_id() -> int:
-    """Return this process's number among the processes of its job on its machine; 0 where no launcher says it."""
+    """Return this process's number among the processes of its job on its machine; 0 if no launcher says it."""
     for name in _LOCAL_IDS:
         text = os.environ.get(name, "")
         if text.isdecimal():
@@ -241,8 +241,10 @@ def bind_cpu() -> bool:
 
 
 def internode() -> str:
-    """Return MPICOMM_INTERNODE: the engine that moves device memory between groups of ranks, or "auto"."""
+    """Return MPICOMM_INTERNODE: the engine that moves device memory between peer domains, or "auto"."""
     value = os.environ.get("MPICOMM_INTERNODE", "auto")
+    if value == "staged":  # an alias, because the handle kind "staged" is something else
+        return "pinned"
     if value not in ("auto", *INTERNODE):
         raise InvalidUsageError(f"MPICOMM_INTERNODE={value!r}: use {', '.join(INTERNODE)} or auto")
     return value
@@ -267,13 +269,13 @@ class Recording:
 
     trace: str | None
     """MPICOMM_TRACE: the name of the trace file, in which %h, %p and %r stand for host, pid and rank, or "nvtx" for
-    NVTX ranges alone."""
+    only NVTX ranges."""
     stats: bool
     """Whether MPICOMM_STATS asks for a table of the calls at the end of the program."""
 
 
 def recording() -> Recording | None:
-    """Return the records of calls that MPICOMM_TRACE and MPICOMM_STATS ask for; None where they ask for none."""
+    """Return the records of calls that MPICOMM_TRACE and MPICOMM_STATS ask for; None if they ask for none."""
     stats = os.environ.get("MPICOMM_STATS", "0")
     if stats not in ("0", "1"):
         raise InvalidUsageError(f"MPICOMM_STATS={stats!r}: use 1 for a table of the calls at the end, 0 for none")

@@ -18,12 +18,12 @@ from typing import TypeVar
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2", as errors name ranks."""
+    """Return "rank 1" or "ranks 1, 2"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 class MpicommError(Exception):
-    """Base of every error that mpicomm raises; ``ranks`` are the ranks at fault, where they are known."""
+    """Base of every error that mpicomm raises; ``ranks`` are the ranks at fault, if they are known."""
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -39,11 +39,11 @@ class HandleError(MpicommError):
 
 
 class PeerError(MpicommError):
-    """Ranks of one communicator called different things."""
+    """Ranks of one communicator made different calls."""
 
 
 class CollectiveTimeoutError(MpicommError, TimeoutError):
-    """A rank did not arrive in time. The communicator is unusable from then on; other communicators go on."""
+    """A rank did not arrive in time. After it the communicator is unusable; other communicators go on."""
 
 
 class BackendUnavailableError(MpicommError):
@@ -60,7 +60,7 @@ _Error = TypeVar("_Error", bound=MpicommError)
 def equal_error(error: _Error) -> _Error:
     """Return an error of the same class, text and ranks, without a traceback. Local.
 
-    A traceback keeps the frames that the error came through, and the arrays in them. So code that keeps an error keeps
-    and raises equal ones.
+    A traceback keeps the frames of the error, and the arrays in them. So code that keeps an error keeps and raises
+    equal errors.
     """
     return type(error)(str(error), ranks=error.ranks)

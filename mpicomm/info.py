@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu import tuning_file
 from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.errors import InvalidUsageError, MpicommError
 
-_FILE_WIDTH = 1000  # wide enough to fold no cell where no terminal sets the width
+_FILE_WIDTH = 1000  # wide enough to fold no cell if no terminal sets the width
 
 
 def collect(comm: Communicator) -> dict[str, Any]:
@@ -45,7 +45,8 @@ def collect(comm: Communicator) -> dict[str, Any]:
 def first_calls(comm: Communicator) -> str:
     """Make a small Allreduce, and on GPUs an Alltoallv, which set up their memory. Collective.
 
-    Return "work", or the error of this rank: the other facts are shown all the same, because they may tell the cause.
+    Return "work", or the error of this rank. The caller shows the other facts in any case, because they may tell the
+    cause.
     """
     try:
         with comm.zeros(comm.size) as sent, comm.zeros(comm.size) as received:
@@ -101,7 +102,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 
     for title, name, key in (
         ("Better handles that were refused", "handle", "rejected"),
-        ("Better engines between groups of ranks that were refused", "engine", "internode_rejected"),
+        ("Better engines between peer domains that were refused", "engine", "internode_rejected"),
         ("Environment", "variable", "environment"),
     ):
         rows = group_ranks([info[key] for info in ranks])
@@ -119,7 +120,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     answer = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
     system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
     if ranks[0]["internode"]:
-        system.add_row("engine between groups of ranks", ranks[0]["internode"])
+        system.add_row("engine between peer domains", ranks[0]["internode"])
     if ranks[0]["device"] != "cpu":
         runs = "runs" if found["multi_process_service"] else "does not run, so ranks that share a GPU take turns"
         system.add_row("NVIDIA's multi-process service", runs)

@@ -1,4 +1,4 @@
-"""A Communicator in the place of MPI.COMM_WORLD, for programs that know mpi4py alone."""
+"""A Communicator in the place of MPI.COMM_WORLD, for programs that know only mpi4py."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mpicomm.mpi.replace import replace
 from mpicomm.session import Session
 
 _replaced: list[tuple[Any, str, Any]] = []
-"""The module or class of mpi4py, a name in it, and what the name stood for."""
+"""The module or class of mpi4py, a name in it, and the original object of that name."""
 
 
 class InstalledCommunicator(Communicator):
-    """A Communicator of a program that knows mpi4py alone. `handle` is MPI's; ``describe().handle`` is mpicomm's."""
+    """A Communicator of a program that knows only mpi4py. `handle` is MPI's; ``describe().handle`` is mpicomm's."""
 
     handle = MPI.Intracomm.handle  # type: ignore[assignment]
 
@@ -37,7 +37,7 @@ class InstalledGraphCommunicator(InstalledCommunicator, GraphCommunicator):
 
 
 class InstalledDistGraphCommunicator(InstalledCommunicator, DistGraphCommunicator):
-    """An InstalledCommunicator of a graph of which each rank knows its neighbours."""
+    """An InstalledCommunicator of a distributed graph, in which each rank knows its neighbours."""
 
 
 InstalledCommunicator._classes = {
@@ -51,15 +51,16 @@ InstalledCommunicator._classes = {
 def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: float | None = None) -> Communicator:
     """Put a `Communicator` in the place of ``MPI.COMM_WORLD``, and return it. Collective over all ranks, blocking.
 
-    Call it before other modules are imported: a module that has imported ``COMM_WORLD`` before keeps MPI's own. The
-    Communicator has MPI's handle of COMM_WORLD: it equals COMM_WORLD, has its attributes, and cannot be freed. All
-    communicators that are made from it are Communicators, too. Their ``handle`` is MPI's, as such programs expect, and
-    ``MPI.Comm.fromhandle`` gives them back. ``MPI.COMM_SELF`` is replaced likewise.
+    Call it before other modules are imported: a module that has imported ``COMM_WORLD`` before keeps the COMM_WORLD of
+    MPI. The Communicator has MPI's handle of COMM_WORLD. So it equals COMM_WORLD, has its attributes, and cannot be
+    freed. All communicators that are made from it are Communicators, too. Their ``handle`` is MPI's handle, because
+    such programs expect it, and ``MPI.Comm.fromhandle`` returns the Communicators. `install` replaces ``MPI.COMM_SELF``
+    in the same way.
 
-    ``MPI.Win`` and ``MPI.File`` then refuse device memory, and ``MPI.Attach_buffer`` takes host memory in the place of
-    device memory.
+    After this call ``MPI.Win`` and ``MPI.File`` refuse device memory, and ``MPI.Attach_buffer`` takes host memory in
+    the place of device memory.
 
-    The arguments are those of `Communicator`, and errors are raised as there. A second call changes nothing.
+    The arguments and the errors are as in `Communicator`. A second call changes nothing.
     """
     if not _replaced:
         world, own = MPI.COMM_WORLD, MPI.COMM_SELF
@@ -79,9 +80,9 @@ def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: floa
 
 
 def uninstall() -> None:
-    """Give ``MPI.COMM_WORLD`` and all else that `install` has replaced back. Collective over all ranks, blocking.
+    """Undo all replacements of `install`, such as ``MPI.COMM_WORLD``. Collective over all ranks, blocking.
 
-    It frees the memory and events of the installed Communicators. Without `install` before it does nothing.
+    It frees the memory and events of the installed Communicators. Without an earlier `install` it does nothing.
     """
     installed = [comm for comm in (MPI.COMM_SELF, MPI.COMM_WORLD) if isinstance(comm, Communicator)]
     while _replaced:
@@ -92,6 +93,6 @@ def uninstall() -> None:
 
 
 def _reduced(comm: MPI.Intracomm) -> Any:
-    """Return the name of a predefined communicator of mpi4py's, which pickle would look for in vain: another has it."""
+    """Return the name of a predefined communicator of mpi4py. Pickle would not find it: another object has the name."""
     reduced: Any = comm.__reduce__()
     return (named, (reduced,)) if isinstance(reduced, str) else reduced

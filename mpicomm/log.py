@@ -1,7 +1,7 @@
 """Logging: the standard logger "mpicomm", with lines that begin host:pid:rank.
 
-MPICOMM_DEBUG chooses the level (WARN, INFO, TRACE), MPICOMM_DEBUG_FILE a file instead of stderr. A program that puts
-its own handler on the logger "mpicomm" gets the records; mpicomm then adds none, so no record is written twice.
+MPICOMM_DEBUG chooses the level (WARN, INFO, TRACE), and MPICOMM_DEBUG_FILE a file instead of stderr. If a program has
+a handler on the logger "mpicomm", this handler gets the records. mpicomm then adds none, so no record appears twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logging.addLevelName(TRACE, "TRACE")
 logger = logging.getLogger("mpicomm")
 
 slow_way_listeners: list[Callable[[str], None]] = []
-"""They are told the reason whenever a call takes a slow way, also where the log has named it before."""
+"""They hear the reason of every call that takes a slow way, also if the log has named the reason before."""
 
 
 def tell_slow_way(reason: str) -> None:
@@ -38,7 +38,7 @@ def file_name(pattern: str, rank: int) -> str:
 
 
 def configure(rank: int) -> None:
-    """Set the logger up from the environment, once per process; ``rank`` is the one in MPI.COMM_WORLD.
+    """Set up the logger from the environment, once per process; ``rank`` is the rank in MPI.COMM_WORLD.
 
     Rank 0 warns of variables that mpicomm does not read.
     """

@@ -1,7 +1,7 @@
 """``python -m mpicomm.ring``: every rank moves bytes to and from its neighbours in a ring, checks each, and is timed.
 
-Rank r writes straight into the memory of rank r+1 (put) and reads straight from the memory of rank r-1 (get). It does
-both through mapped memory, as a kernel of the user does, and with copies. The options are those of nccl-tests.
+Rank r writes into the memory of rank r+1 (put) and reads from the memory of rank r-1 (get). It does both through mapped
+memory, as a kernel of the user does, and with copies. The options are the same as in nccl-tests.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RingWindow:
 
     def _get(self) -> None:
         self._window.get(self._previous, self._own)
-        # Tells the owner that it may write again, and waits until the reader of this rank's window says the same.
+        # The signal tells the owner that it may write again. The wait is for the reader of this rank's window.
         self._hand_over(self._previous, self._next)
 
     def _check_put(self) -> int:
@@ -126,7 +126,7 @@ class RingWindow:
 
 
 def table_head(directions: Iterable[str]) -> list[str]:
-    """Return the head of the table, as nccl-tests prints it."""
+    """Return the head of the table in the format of nccl-tests."""
     blocks = list(directions)
     return [
         f"{'':>12}" + "".join(f"{name:>16}{'':>14}" for name in blocks),

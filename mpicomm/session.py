@@ -1,4 +1,4 @@
-"""Session: all that one communicator has on this rank: its device, groups and shared memory, and their teardown."""
+"""Session: the device, the groups and the shared memory of one communicator on this rank, and their teardown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.activity.page import CommunicatorRow, Member, page
+from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.roll_call import private_copy, roll_call
@@ -25,32 +25,32 @@ from mpicomm.symmetric.signals import SignalPads
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# It keeps the messages of a peer domain apart from those of the whole communicator.
+# It keeps the messages of a peer domain apart from the messages of the whole communicator.
 _DOMAIN_TAG = 2
 _PART_TAG = 4
 
-_PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still take the number
+_PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
 
 class Session:
     """All that the communicator ``comm`` has on this rank. It exists as long as the communicator.
 
-    It sets itself up at first need, because many communicators of a program carry host messages alone. The device opens
-    at the first call that needs it, which is local. `set_up` makes the rest at the first call that needs that, which is
-    collective.
+    It sets itself up at first need, because many communicators of a program carry only host messages. The device opens
+    at the first call that needs the device, which is local. `set_up` makes the rest at the first call that needs it,
+    which is collective.
 
-    `set_up` copies ``comm``, which stays the caller's. ``backend`` is this rank's device where it is open already.
-    ``channel`` takes the records of the communicator's calls; None where the environment asks for none.
+    `set_up` copies ``comm``, which the caller still owns. ``backend`` is this rank's device if it is already open.
+    ``channel`` takes the records of the communicator's calls; it is None if the environment asks for no records.
     """
 
     backend: HostBackend | GpuBackend
-    """This rank's device. It is there after `gpu` or `set_up`; no property, as every call on known arrays reads it."""
+    """This rank's device, after `gpu` or `set_up`. It is no property, because every call on known arrays reads it."""
     group: Group
-    """All ranks. It is there after `set_up`, as are the three below."""
+    """All ranks. It exists after `set_up`, as do the three attributes below."""
     node: Group
-    """The ranks of this node: the same object as `group` where all ranks are on one node."""
+    """The ranks of this node: the same object as `group` if all ranks are on one node."""
     domain: Group
-    """The ranks that one engine serves: the same object as `node` where kernels serve all ranks of the node."""
+    """The ranks that one engine serves: the same object as `node` if kernels serve all ranks of the node."""
     pads: SignalPads
 
     def __init__(
@@ -67,21 +67,19 @@ class Session:
         """The symmetric arrays that are open."""
         self._comm = comm
         self._private: MPI.Intracomm | None = None  # this session frees it
-        self._groups: tuple[Group, ...] = ()  # those that are different objects; none before `set_up`
+        self._groups: tuple[Group, ...] = ()  # the groups that are different objects; none before `set_up`
         self._broken_part: CollectiveTimeoutError | PeerError | None = None
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
         self.row = CommunicatorRow()
         """The doctor reads this rank's calls here."""
-        processes = [Member(place.host, place.pid, place.number) for place in placement.places]
-        self.row.open(placement.rank, processes, placement.node_ranks, placement.here.device)
-        self._meets_always = False
+        self.row.open(placement.heading)
         self._missed = False
         self._freed = False
         self.awaited_elsewhere: Callable[[], bool] = lambda: False
-        """Says whether peers wait for this rank in another call: they come to `close` when their time is over."""
+        """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
         self.leaves_messages: Callable[[], bool] = lambda: False
-        """Says whether messages between peer domains may be under way that no receive takes."""
+        """Says whether messages between peer domains may be in flight that no receive takes."""
         self._left_messages = False
         self._has_device = backend is not None
         if backend is not None:
@@ -98,7 +96,7 @@ class Session:
         private = private_copy(comm, "Communicator", limit_s)
         group = Group(private, range(comm.size), limit_s)
         with _freed_on_failure(private, group):
-            # A bad value on one rank must not keep that rank from telling the others: exchanges check the values.
+            # A rank with a bad value must still be able to tell the others, so exchanges check the values.
             group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
 
             def configure() -> environment.Recording | None:
@@ -125,14 +123,14 @@ class Session:
 
     @property
     def intact(self) -> bool:
-        """Whether all ranks still answered when they were last asked; collective MPI calls would hang otherwise."""
+        """Whether all ranks still answered in the last exchange; collective MPI calls would hang otherwise."""
         return not (self._missed or any(group.broken for group in self._groups))
 
     def set_up(self, what: str, *, patient: bool = False) -> Session:
         """Return this session with its device and groups. Collective the first time, else local.
 
         ``what`` names the call in errors. A failure raises the same error on all ranks. A ``patient`` rank waits for
-        the others as long as MPI does, because its call is one of the host.
+        the others as long as MPI does, because its call is a call on host arrays.
         """
         if not self._groups:
             self._require_unfreed(what)
@@ -146,10 +144,10 @@ class Session:
         return self
 
     def await_ranks(self, what: str, ranks: Sequence[int]) -> None:
-        """Return when these ranks have called ``what``, this one among them; at once before `set_up`.
+        """Return after these ranks have called ``what``, among them this rank; at once before `set_up`.
 
         Collective over the ranks. Raises `CollectiveTimeoutError` with a missing rank, on all of them alike. Later
-        calls on these ranks raise at once, because they could take the message of a late rank for one of theirs.
+        calls on these ranks raise at once, because they could take the message of a late rank for a message of theirs.
         """
         if not self._groups or self.placement.rank not in ranks:
             return
@@ -174,20 +172,20 @@ class Session:
 
     @property
     def private(self) -> MPI.Intracomm:
-        """The communicator that carries messages of mpicomm alone, after `set_up`."""
+        """The communicator that carries only messages of mpicomm, after `set_up`."""
         assert self._private is not None
         return self._private
 
     def require_gpu(self, operation: str) -> None:
-        """Raise `InvalidUsageError` where the communicator is on the cpu: on all its ranks. Local."""
+        """Raise `InvalidUsageError` if the communicator is on the cpu: then it raises on all ranks. Local."""
         if isinstance(self.placement.here.device, str):
             raise _on_the_cpu(operation)
 
     def gpu(self, operation: str) -> GpuBackend:
         """Return this rank's GPU, which opens if it is not open yet. Local.
 
-        Raises `InvalidUsageError` where the communicator is on the cpu or was freed, `HandleError` or
-        `BackendUnavailableError` where the device cannot be opened.
+        Raises `InvalidUsageError` if the communicator is on the cpu or was freed. Raises `HandleError` or
+        `BackendUnavailableError` if the device cannot be opened.
         """
         self._require_unfreed(operation)
         if not self._has_device:
@@ -198,20 +196,16 @@ class Session:
         return backend
 
     def keep(self, shared: AnyShared) -> AnyShared:
-        """Give ``shared`` back with the communicator; all ranks keep the same things in the same order. Local."""
+        """Release ``shared`` with the communicator; all ranks keep the same things in the same order. Local."""
         self._shared.append(shared)
         return shared
 
-    def keep_beside(self, member: Shared, *, opened_by_peers: bool) -> None:
-        """Give ``member`` back with the communicator; unlike with `keep`, each rank has its own. Local.
-
-        ``opened_by_peers`` says that peers open its memory without any set-up: `close` then waits for them always.
-        """
+    def keep_beside(self, member: Shared) -> None:
+        """Release ``member`` with the communicator. Unlike with `keep`, each rank has a separate member. Local."""
         self._beside.append(member)
-        self._meets_always |= opened_by_peers
 
     def links(self) -> tuple[Link, ...]:
-        """Return how this rank reaches the memory of each rank, after `set_up`; local."""
+        """Return this rank's link to the memory of each rank, after `set_up`; local."""
         placement = self.placement
         return tuple(
             Link("self")
@@ -228,10 +222,10 @@ class Session:
         return summed([*own, *(use for member in (*self._beside, *self._shared) for use in member.memory_use())])
 
     def close_shared(self, shared: Shared, what: str) -> None:
-        """Give back one array or event; see its ``close``."""
+        """Release one array or event; see its ``close``."""
         if self._freed:
             return
-        # All ranks have the same ones in the same order, so its index names it on all ranks.
+        # All ranks have the same things in the same order, so the index names the thing on all ranks.
         step = f"{what} {self._shared.index(shared)}: close"
         late = self._meet(step)
         try:
@@ -260,10 +254,10 @@ class Session:
         self.backend.check()
 
     def close(self) -> None:
-        """Give everything back. Collective, blocking; local where the communicator is broken. Idempotent.
+        """Release everything. Collective, blocking; local if the communicator is broken. Idempotent.
 
-        On a communicator that is not set up it sets nothing up. Its ranks then wait for each other only if peers may
-        have opened memory all the same: see `keep_beside`.
+        If the communicator is not set up, this sets nothing up. Its ranks then wait for each other only if
+        `_opened_unasked`.
         """
         if self._freed:
             return
@@ -273,11 +267,13 @@ class Session:
         if self.channel is not None and late is None and self._groups and self.intact:
             self.channel.part(self.group, self.private)
         self._freed = True
+        everything = [*reversed(self._shared), *self._beside]
         try:
-            self._give_back([*reversed(self._shared), *self._beside], "Free", late)
+            if everything or self._groups or self._has_device or self._opened_unasked:
+                self._give_back(everything, "Free", late)
         except PeerError:
-            # A rank that a Ctrl-C took out of its `close` comes to it once more. It may go on to send over the private
-            # communicator, whose number MPI would give to another one.
+            # A Ctrl-C may take a rank out of its `close`. That rank comes to `close` once more, and may still send over
+            # the private communicator. So nothing frees that communicator, because MPI would reuse its number.
             self._missed = True
             raise
         finally:
@@ -285,19 +281,19 @@ class Session:
             self._shared.clear()
             if self._has_device:
                 self.backend.close()
-            # MPI gives the number of a freed communicator to another one, which would get messages that are left.
+            # MPI gives the number of a freed communicator to another, which would get messages that are left.
             if self._private is not None and self.intact and not self._left_messages:
                 self._private.Free()
 
     def hasten(self, limit_s: float) -> None:
-        """Let later exchanges wait no longer than ``limit_s`` seconds for a rank. Local."""
+        """Let later exchanges wait at most ``limit_s`` seconds for a rank. Local."""
         for group in self._groups:
             group.timeout_s = min(group.timeout_s, limit_s)
 
     def release(self) -> None:
         """Unmap the peers' memory before MPI_Finalize; local, without a barrier.
 
-        Own memory lives until the process ends, because peers that have not come to MPI_Finalize may still access it.
+        The memory of this rank lives until the process ends, because slower peers may still access it.
         """
         if self._freed:
             return
@@ -306,6 +302,11 @@ class Session:
             self.backend.synchronize()
             for member in (*self._shared, *self._beside):
                 member.close_peers()
+
+    @property
+    def _opened_unasked(self) -> bool:
+        """Whether peers may have opened this rank's outbox: that takes no set-up, and no other rank knows of it."""
+        return self.placement.here.describes_messages
 
     def _require_unfreed(self, what: object) -> None:
         if self._freed:
@@ -317,7 +318,7 @@ class Session:
 
     @contextlib.contextmanager
     def _opened_on_all_ranks(self, group: Group) -> Iterator[None]:
-        """Open the device of every rank, and close it again if that, or the block, raises on any. Collective.
+        """Open the device of every rank. Close it again if that, or the block, raises on any rank. Collective.
 
         A device that was open before stays open.
         """
@@ -350,9 +351,9 @@ class Session:
         release_before_finalize(self)
 
     def _meet(self, step: str) -> MpicommError | None:
-        """Wait until all ranks are about to give back the same things; return the error of a rank that does not come.
+        """Wait until all ranks are about to release the same things; return the error of a rank that does not come.
 
-        Raises `PeerError` where ranks call different things: nothing is given back then, and all ranks can go on.
+        Raises `PeerError` if ranks make different calls. Then nothing is released, and all ranks can go on.
         """
         if self._groups and self.intact:
             try:
@@ -366,8 +367,8 @@ class Session:
     def _give_back(self, shared: Sequence[Shared], step: str, late: MpicommError | None) -> None:
         """Stop work, unmap the peers' memory, wait until all ranks have done so, free own memory; raise ``late``.
 
-        The wait keeps a rank from freeing memory that a slower peer still has mapped, or still works on. There is no
-        second wait, because no rank uses the same memory again before the next exchange.
+        The wait keeps a rank from freeing memory that a slower peer still maps or uses. No second wait is needed,
+        because no rank uses the same memory again before the next exchange.
         """
 
         def stop_and_unmap() -> None:
@@ -379,9 +380,9 @@ class Session:
 
         with contextlib.ExitStack() as last:
             for member in reversed(shared):
-                last.callback(member.close_own)  # whatever fails before, as a peer that is gone has nothing mapped
+                last.callback(member.close_own)  # whatever fails before, because a peer that is gone maps nothing
             if not self._groups:
-                if self._meets_always:
+                if self._opened_unasked:
                     last.callback(self._meet_without_groups, step)
                 stop_and_unmap()
             elif self.intact:
@@ -413,7 +414,7 @@ def _on_the_cpu(operation: str) -> InvalidUsageError:
 
 @contextlib.contextmanager
 def _freed_on_failure(comm: MPI.Intracomm, group: Group) -> Iterator[None]:
-    """Free ``comm`` if the block raises on all ranks alike; with a rank missing, that would wait for ever."""
+    """Free ``comm`` if the block raises on all ranks alike. With a rank missing, the call would wait for ever."""
     try:
         yield
     except Exception:

@@ -8,7 +8,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def nbytes_of(text: str) -> int:
-    """Return the bytes that ``text`` says, as in "8", "4K", "64M", "1G", "2T"; raise ValueError for other text."""
+    """Return the number of bytes of a text such as "8", "4K", "64M", "1G" or "2T"; raise ValueError for other text."""
     match = re.fullmatch(r"([0-9]+)([KMGT]?)", text.strip().upper())
     nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
     if nbytes == 0:

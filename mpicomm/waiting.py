@@ -11,16 +11,20 @@ _YIELD_S = 1e-3
 _LONGEST_PAUSE_S = 1e-3
 
 
+def soon(ready: Callable[[], bool]) -> bool:
+    """Call ``ready`` until it returns true, for some microseconds; return whether it did."""
+    return any(ready() for _ in range(_SPINS))
+
+
 def wait_until(ready: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
-    """Call ``ready`` until it returns true, and return True; return False when ``timeout_s`` seconds have passed.
+    """Call ``ready`` until it returns true, and return True; return False after ``timeout_s`` seconds.
 
     The wait spins for some microseconds. Then it yields the core between polls, because ranks may outnumber cores and
-    the peer needs one. After a millisecond it sleeps between polls, longer and longer. From the first yield on it calls
-    ``meanwhile`` between polls.
+    the peer needs a core. After a millisecond it sleeps between polls, longer and longer. From the first yield on, it
+    calls ``meanwhile`` between polls.
     """
-    for _ in range(_SPINS):
-        if ready():
-            return True
+    if soon(ready):
+        return True
     start = now = time.monotonic()
     while now < start + _YIELD_S:
         os.sched_yield()

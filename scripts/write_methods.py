@@ -69,7 +69,7 @@ def values(row: Operation) -> list[str]:
 
 
 def has_shortcut(row: Operation) -> bool:
-    """Return whether the blocking method hands plain arrays to MPI at once."""
+    """Return whether the blocking and the nonblocking method hand plain arrays to MPI at once."""
     return row.in_mpi and not row.of_neighbors and row.send != "typed"
 
 
@@ -89,13 +89,21 @@ def plainly(row: Operation, name: str) -> list[str]:
     ]
 
 
-def shortcut(row: Operation) -> list[str]:
-    """Return the lines that hand plain arrays to MPI."""
+def shortcut(row: Operation, name: str) -> list[str]:
+    """Return the lines by which the method of that name hands plain arrays to MPI."""
+    given = ", ".join(row.arguments)
+    call = f"_{name.lower()}(self, {given})"
+    # MPI uses the buffers until the request is complete.
+    done = (
+        [f"                return {call}"]
+        if name == row.name
+        else fold("                return holding(", [call, f"({given})"], ")")
+    )
     return [
-        *plainly(row, row.name),
+        *plainly(row, name),
         f"            begin_mpis(self._row, _{row.name.upper()})",
         "            try:",
-        f"                return _{row.name.lower()}(self, {', '.join(row.arguments)})",
+        *done,
         "            except REFUSALS as error:",
         *fold("                raise self._collectives.refused(", ["error", row_of(row), *values(row)], ") from error"),
     ]
@@ -107,15 +115,13 @@ def blocking(row: Operation) -> str:
     if doc is None:
         raise SystemExit(f"{row} has no docstring below its row")
     run = fold("        return self._collectives.run(", [row_of(row), "stream", "algorithm", *values(row)], ")")
-    return method(row.name, row.arguments, "None", doc, [*(shortcut(row) if has_shortcut(row) else []), *run])
+    return method(row.name, row.arguments, "None", doc, [*(shortcut(row, row.name) if has_shortcut(row) else []), *run])
 
 
 def nonblocking(row: Operation) -> str:
     """Return the nonblocking method."""
-    items = [row_of(row), f"Arguments({', '.join(values(row))})", "stream", "algorithm"]
-    start = fold("        return self._collectives.start(", items, ")")
-    begin = fold("            return begin(", ["self", row_of(row), *row.arguments], ")")
-    body = [*(plainly(row, row.nonblocking) + begin if has_shortcut(row) else []), *start]
+    start = fold("        return self._collectives.start(", [row_of(row), "stream", "algorithm", *values(row)], ")")
+    body = [*(shortcut(row, row.nonblocking) if has_shortcut(row) else []), *start]
     return method(row.nonblocking, row.arguments, "MPI.Request", f"Start `{row}`; return its request.", body)
 
 
@@ -135,7 +141,7 @@ FILES = {
     "persistent.py": (False, (persistent,)),
     "neighbors.py": (True, FORMS),
 }
-"""The files, each with whether its methods are those of neighbours, and their forms."""
+"""The files, each with a flag for methods of neighbours, and the forms of its methods."""
 
 
 @functools.cache
@@ -164,9 +170,10 @@ def completed(name: str, text: str) -> str:
     ]
     methods = "\n".join(form(row) for form, row in wanted)
     aliases = [
-        f'_{row.name.lower()} = MPI.Intracomm.{row}\n_{row.name.upper()} = by_mpi("{row}")\n'
+        f'_{name.lower()} = MPI.Intracomm.{name}\n_{row.name.upper()} = by_mpi("{row}")\n'
         for form, row in wanted
-        if form is blocking and has_shortcut(row)
+        if form is not persistent and has_shortcut(row)
+        for name in [row.methods[FORMS.index(form)]]
     ]
     return by_hand + mark + "\n" + methods + "".join(["\n\n", *aliases] if aliases else [])
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.faults.leaks import collect_new_objects_alone, nothing_leaks
+from tests.helpers.faults.leaks import collect_only_new_objects, nothing_leaks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -15,7 +15,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection() -> None:
-    collect_new_objects_alone()
+    collect_only_new_objects()
 
 
 @pytest.fixture

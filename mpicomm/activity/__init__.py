@@ -1,1 +1,1 @@
-"""Activity: what a process does in its communicators, in shared memory that other processes of its user can read."""
+"""Activity: the calls of a process in its communicators, in memory that other processes of its user can read."""

@@ -1,14 +1,14 @@
-"""The layout of the memory in which a process says what it does: words of 64 bits with a sign, and texts of UTF-8.
+"""The layout of the memory in which a process describes its calls: signed words of 64 bits, and texts of UTF-8.
 
-A header is followed by a row for each communicator, then by the texts of calls. The texts are a ring: a text has a
-position, which counts all bytes that were written before it, and lies at that position modulo the length of the ring.
+The memory holds a header, a row for each communicator, and the texts of calls. The texts are a ring. The position of
+a text counts all bytes that the process has written before it. The text lies there, modulo the length of the ring.
 """
 
 from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x32796C706D6F6363
+MAGIC = 0x33796C706D6F6363
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -23,39 +23,36 @@ NBYTES = TEXTS_AT + TEXTS_NBYTES
 PID = 1
 WORLD_RANK = 2
 WORLD_SIZE = 3
-TEXTS_END = 4  # the position behind the last text
-STEP_COUNT = 5  # odd while the step is written
-STEP_SINCE = 6  # when the step began, in nanoseconds of the monotonic clock; 0 outside of steps
-# Texts of the header, in bytes.
-STEP = slice(256, 1024)
-STEP_RANKS = slice(1024, HEADER_NBYTES)
+TEXTS_END = 4  # the position after the last text
+STEP = 5  # the position of the text of `step_text` plus 1; 0 outside of a step
+STEP_SINCE = 6  # when the step began, in nanoseconds of the monotonic clock
 
 # Words of a row.
-KEY = 0  # names the communicator, alike in all its processes; 0 if the row is free
+KEY = 0  # names the communicator, the same in all its processes; 0 if the row is free
 RANK = 1
 SIZE = 2
 CALLS = 3  # how many collective calls this rank has begun
-CALL = 4  # the last of them: the position of its text plus 1, or `by_mpi` of its name
+CALL = 4  # the last collective call: the position of its text plus 1, or `by_mpi` of its name
 SINCE = 5  # when the last call that has a text began, in nanoseconds of the monotonic clock
-RECEIVES = 6  # how many blocking receives and probes it has begun
-SOURCE = 7  # of the receive that goes on, or `NOBODY`
+RECEIVES = 6  # how many blocking receives and probes this rank has begun
+SOURCE = 7  # the source of the receive that is in progress, or `NOBODY`
 TAG = 8
-SENDS = 9  # how many blocking sends it has begun
-DEST = 10  # of the send that goes on, or `NOBODY`
+SENDS = 9  # how many blocking sends this rank has begun
+DEST = 10  # the destination of the send that is in progress, or `NOBODY`
 SEND_TAG = 11
 ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may have enqueued their work
-COUNT = 13  # the number in the place of `COUNT_IN_TEXT` in the text of the last call
+COUNT = 13  # the number that replaces `COUNT_IN_TEXT` in the text of the last call
 WORDS = 14
 # Texts of a row, in bytes.
 NAME = slice(128, 256)
 NODE_RANKS = slice(256, ROW_NBYTES)
 
 COUNT_IN_TEXT = "\x1a"
-"""Stands in the text of a call where a count belongs, so that calls that differ in a count share a text. No text of a
-user has this character."""
+"""Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user
+has this character."""
 
 NOBODY = -(1 << 40)
-"""It is no rank, nor a constant that stands for one in any MPI."""
+"""It is no rank, and no constant of any MPI that stands for a rank."""
 
 BY_MPI = (
     "",
@@ -66,13 +63,18 @@ BY_MPI = (
     *("Clone", "Create", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent", "Create_graph"),
     *("Create_group", "Dup", "Dup_with_info", "Split", "Split_type", "Sub"),
 )
-"""The names of collective calls that MPI carries out. They have numbers, because a text would take too long to write.
+"""The names of collective calls that MPI carries out. They have numbers, because writing a text would take too long.
 
-Programs and the doctor have one table, because `MAGIC` tells them apart from those of other versions.
+A program and the doctor have the same table, because `MAGIC` tells versions of mpicomm apart.
 """
 _NUMBERS = {name: number for number, name in enumerate(BY_MPI)}
 
 
+def step_text(text: str, ranks: str) -> str:
+    """Return a step and the ranks of MPI.COMM_WORLD that make it, as one text, so that one word publishes both."""
+    return f"{ranks} {text}"
+
+
 def by_mpi(name: str) -> int:
-    """Return what `CALL` is for a collective call that MPI carries out."""
+    """Return the value of `CALL` for a collective call that MPI carries out."""
     return -_NUMBERS[name]

@@ -1,11 +1,11 @@
-"""Page: the memory in which this process says what it does, so that the doctor can read it from outside.
+"""Page: the memory in which this process describes its calls, so that the doctor can read them from outside.
 
-The doctor opens the memory by its descriptor in /proc/PID/fd, for which the kernel wants the same user, and no more:
-Yama, which often keeps a process from reading the memory of another one, does not ask there. So this process keeps the
-descriptor open. The mapping alone would not do, because links in /proc/PID/map_files are for root.
+The doctor opens the memory by its descriptor in /proc/PID/fd. The kernel allows this to every process of the same user.
+Yama often keeps a process from reading the memory of another process, but it does not forbid this. So this process
+keeps the descriptor open: the mapping is not enough, because only root may open links in /proc/PID/map_files.
 
-Nothing here waits or takes a lock, because small calls write into the page, too. Where two threads write at once, the
-doctor may read a text that is a mixture.
+Nothing here waits or takes a lock, because small calls write into the page, too. If two threads write at once, the
+doctor may read a mixture of two texts.
 """
 
 from __future__ import annotations
@@ -13,37 +13,35 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import sys
 import time
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
 from mpicomm.activity import layout
 from mpicomm.activity.ranks import ranks_as_text
-from mpicomm.interrupts import uninterrupted
 
 _monotonic_ns = time.monotonic_ns
 
 
 class Page:
-    """The memory of this process. Where the system gives no shared memory, nobody reads it."""
+    """The memory of this process. If the system provides no shared memory, no process reads the page."""
 
     def __init__(self) -> None:
         self._bytes = memoryview(_allocate())
         self._words = self._bytes[: layout.HEADER_NBYTES].cast("q")
         self._free = list(range(layout.ROWS - 1, -1, -1))
         self._positions: dict[str, int] = {}
-        self._step: tuple[str, str, int] = ("", "", 0)
         self._pid = self._words[layout.PID] = os.getpid()
         self._words[layout.WORLD_RANK] = -1
         self._words[0] = layout.MAGIC
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has made the page, and was not forked from the process that has made it."""
+        """Whether this process has made the page; a forked child has not, its parent has."""
         return os.getpid() == self._pid
 
     def introduce(self, world_rank: int, world_size: int) -> None:
@@ -59,19 +57,22 @@ class Page:
     @contextmanager
     def step(self, text: str, ranks: str) -> Iterator[None]:
         """Say, as long as the block lasts, that this process is in a step of ``ranks`` of MPI.COMM_WORLD."""
-        outer = self._step
+        words = self._words
+        outer, outer_since_ns = words[layout.STEP], words[layout.STEP_SINCE]
         try:
-            self._write_step(text, ranks, _monotonic_ns())
+            self._enter(text, ranks)
             yield
         finally:
-            self._write_step(*outer)
+            if self.is_own:
+                words[layout.STEP_SINCE] = outer_since_ns
+                words[layout.STEP] = outer
 
     def enter_last(self, text: str) -> None:
-        """Say that this process is in a step of all ranks of MPI.COMM_WORLD, in which it stays until it ends."""
-        self._write_step(text, ranks_as_text(range(self.world_size)), _monotonic_ns())
+        """Say that this process is in a step of all ranks of MPI.COMM_WORLD, and stays in it until the process ends."""
+        self._enter(text, ranks_as_text(range(self.world_size)))
 
     def position(self, text: str) -> int:
-        """Return where a text begins, which is written if it is not there any more."""
+        """Return where a text begins. Write the text first if it is not in the ring."""
         end = self._words[layout.TEXTS_END]
         found = self._positions.get(text)
         if found is not None and end - found <= layout.TEXTS_NBYTES:
@@ -83,7 +84,7 @@ class Page:
             start = 0
         if len(self._positions) > layout.TEXTS_NBYTES // 16:
             self._positions.clear()
-        # Before the bytes, so that a reader that finds them knows of which texts they have taken the place.
+        # Before the bytes, so that a reader that finds the new bytes knows which texts they overwrite.
         self._words[layout.TEXTS_END] = end + len(encoded)
         at = layout.TEXTS_AT + start
         self._bytes[at : at + len(encoded)] = encoded
@@ -91,79 +92,97 @@ class Page:
         return end
 
     def take_row(self) -> tuple[int, memoryview]:
-        """Return a row that is free, and its number; a row that nobody reads, and -1, where all are taken."""
-        with suppress(IndexError):
+        """Return a free row and its number. If all rows are taken, return a row that no process reads, and -1."""
+        try:
             number = self._free.pop()
-            at = layout.ROWS_AT + number * layout.ROW_NBYTES
-            return number, self._bytes[at : at + layout.ROW_NBYTES]
-        return -1, memoryview(bytearray(layout.ROW_NBYTES))
+        except IndexError:
+            return -1, memoryview(bytearray(layout.ROW_NBYTES))
+        at = layout.ROWS_AT + number * layout.ROW_NBYTES
+        return number, self._bytes[at : at + layout.ROW_NBYTES]
 
     def give_row(self, number: int) -> None:
         """Let another communicator have a row."""
         if number >= 0:
             self._free.append(number)
 
-    def _write_step(self, text: str, ranks: str, since_ns: int) -> None:
-        if not self.is_own:  # a forked child must not write for its parent
+    def _enter(self, text: str, ranks: str) -> None:
+        if not self.is_own:  # a forked child must not write into the page of its parent
             return
+        position = self.position(layout.step_text(text, ranks))
         words = self._words
-        with uninterrupted():  # a Ctrl-C could leave the number odd, or the step of an exchange that is over
-            self._step = text, ranks, since_ns
-            words[layout.STEP_COUNT] += 1
-            _write(self._bytes, layout.STEP, text)
-            _write(self._bytes, layout.STEP_RANKS, ranks)
-            words[layout.STEP_SINCE] = since_ns
-            words[layout.STEP_COUNT] += 1
+        words[layout.STEP_SINCE] = _monotonic_ns()
+        words[layout.STEP] = position + 1  # last: from here on the doctor reads the step
 
 
 class Member(NamedTuple):
-    """A process of a communicator: what tells it from all others, and the number that names it to people."""
+    """A process of a communicator: host and pid identify it, and the number names it to people."""
 
     host: str
     pid: int
     number: int
 
 
-class CommunicatorRow:
-    """The part of the page for one communicator. The doctor reads it from `open` on until `close`.
+class Heading:
+    """The words and texts that the rows of all communicators of the same processes have in common on this rank.
 
-    Calls write into ``words`` themselves, because a small call takes less than a microsecond. So another communicator
-    gets the row only when nothing refers to it.
+    ``rank`` among ``processes`` is this one; ``node_ranks`` are the ranks on this node.
+    """
+
+    def __init__(self, rank: int, processes: Sequence[Member], node_ranks: Sequence[int], device: int | str) -> None:
+        digest = hashlib.blake2b(repr(list(map(tuple, processes))).encode(), digest_size=6).digest()
+        self._digest = int.from_bytes(digest, "big")
+        numbers = [process.number for process in processes]
+        is_world = numbers == list(range(page().world_size))
+        self._name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
+        self.row = bytearray(layout.ROW_NBYTES)
+        words = memoryview(self.row)[: 8 * layout.WORDS].cast("q")
+        words[layout.RANK], words[layout.SIZE] = rank, len(processes)
+        words[layout.ON_GPU] = isinstance(device, int)
+        words[layout.SOURCE] = words[layout.DEST] = layout.NOBODY
+        _write(memoryview(self.row), layout.NODE_RANKS, ranks_as_text(node_ranks))
+
+    def count(self) -> tuple[int, str]:
+        """Return the key and the name of another communicator of these processes.
+
+        They are the same in all its processes, because these make their communicators in one order.
+        """
+        _made[self._digest] += 1
+        number = _made[self._digest]
+        name = self._name if number == 1 else f"{self._name} #{number}"
+        return self._digest << 15 | 1 << 14 | number & 0x3FFF, name
+
+
+class CommunicatorRow:
+    """The part of the page for one communicator. The doctor reads it from `open` until `close`.
+
+    Calls write into ``words`` directly, because a small call takes less than a microsecond. So another communicator
+    gets the row only after nothing refers to it.
     """
 
     def __init__(self) -> None:
         self._page = page()
         self._number, self._bytes = self._page.take_row()
         self.words = self._bytes.cast("q")
-        for word in range(layout.WORDS):
-            self.words[word] = 0
-        self.words[layout.SOURCE] = self.words[layout.DEST] = layout.NOBODY
         self._text = ""
         self._position = 0
-        # Not at exit, because the memory goes with the process.
-        weakref.finalize(self, _give_back, self._page, self._number, self.words).atexit = False
 
-    def open(self, rank: int, processes: Sequence[Member], node_ranks: Sequence[int], device: int | str) -> None:
-        """Let the doctor read the row: of ``rank`` among ``processes``, of which ``node_ranks`` are on this node."""
-        digest = hashlib.blake2b(repr(list(map(tuple, processes))).encode(), digest_size=6).digest()
-        _made[digest] += 1  # on all ranks alike, because they make communicators of one group in one order
-        number = _made[digest]
-        numbers = [process.number for process in processes]
-        words = self.words
-        is_world = numbers == list(range(self._page.world_size))
-        name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
-        if number > 1:
-            name += f" #{number}"
-        words[layout.RANK], words[layout.SIZE] = rank, len(processes)
-        words[layout.ON_GPU] = isinstance(device, int)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Let another communicator have the row. At exit the modules are gone, and the memory ends with the process."""
+        if not is_finalizing() and self._page.is_own:
+            self.close()
+            self._page.give_row(self._number)
+
+    def open(self, heading: Heading) -> None:
+        """Let the doctor read the row."""
+        key, name = heading.count()
+        self._bytes[:] = heading.row
         _write(self._bytes, layout.NAME, name)
-        _write(self._bytes, layout.NODE_RANKS, ranks_as_text(node_ranks))
-        words[layout.KEY] = int.from_bytes(digest, "big") << 15 | 1 << 14 | number & 0x3FFF
+        self.words[layout.KEY] = key
 
     def post(self, text: str, count: int = 0) -> None:
-        """Say that this rank begins a collective call, with ``count`` in the place of `layout.COUNT_IN_TEXT`.
+        """Say that this rank begins a collective call; ``count`` replaces `layout.COUNT_IN_TEXT` in the text.
 
-        The doctor may read the count or the text of the call before, if it comes between these lines.
+        A doctor that reads between these lines may see the count or the text of the previous call.
         """
         if text is not self._text:
             self._text, self._position = text, self._page.position(text) + 1
@@ -175,7 +194,7 @@ class CommunicatorRow:
 
     def close(self) -> None:
         """Hide the row from the doctor."""
-        if self._page.is_own:  # a forked child has objects of its parent, and their page
+        if self._page.is_own:  # a forked child has the objects of its parent, and the page of its parent
             self.words[layout.KEY] = 0
 
 
@@ -187,17 +206,11 @@ def begin_mpis(words: memoryview, call: int) -> None:
 
 @cache
 def page() -> Page:
-    """Return the page of this process, which is made at first need. In a forked child it is that of the parent."""
+    """Return the page of this process, and make it at first need. A forked child has the page of its parent."""
     return Page()
 
 
-_made: Counter[bytes] = Counter()
-
-
-def _give_back(page: Page, number: int, words: memoryview) -> None:
-    if page.is_own:
-        words[layout.KEY] = 0
-        page.give_row(number)
+_made: Counter[int] = Counter()
 
 
 def _allocate() -> mmap.mmap | bytearray:
@@ -206,7 +219,7 @@ def _allocate() -> mmap.mmap | bytearray:
     except OSError:
         return bytearray(layout.NBYTES)
     try:
-        os.ftruncate(fd, layout.NBYTES)  # the system provides no pages for the parts that nothing has filled
+        os.ftruncate(fd, layout.NBYTES)  # the system provides pages only for the parts that this process fills
         return mmap.mmap(fd, layout.NBYTES)  # mmap duplicates the descriptor and keeps it open
     except OSError:
         return bytearray(layout.NBYTES)

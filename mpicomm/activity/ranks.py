@@ -1,4 +1,4 @@
-"""Ranks as text: short also where there are many."""
+"""Ranks as text, which is short also for many ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ranks_as_text(ranks: Sequence[int]) -> str:
 
 
 def ranks_of_text(text: str) -> tuple[int, ...]:
-    """Return the ranks of a text of `ranks_as_text`; -1 for each "?". A part that was cut off is left out."""
+    """Return the ranks of a text of `ranks_as_text`; -1 for each "?". A part that is cut off is left out."""
     return tuple(rank for part in text.split(",") for rank in _part(part))
 
 

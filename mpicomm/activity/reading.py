@@ -1,4 +1,4 @@
-"""Reads from the page of another process which calls it makes in its communicators. Imports no MPI."""
+"""Reads the calls of another process in its communicators from the page of that process. Imports no MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from mpicomm.activity import layout
 from mpicomm.activity.ranks import ranks_of_text
 
 _LINK = f"/memfd:{layout.MEMORY_NAME}"
-_TRIES = 100  # a process that has stopped in the middle of a change leaves it so for ever
 
 
 class OtherVersionError(Exception):
@@ -21,13 +20,13 @@ class OtherVersionError(Exception):
 
 @dataclass(frozen=True)
 class BlockedMessage:
-    """A blocking message, or probe, that a rank is in."""
+    """A blocking message, or probe, that is in progress on a rank."""
 
     peer: int
-    """A rank of the communicator, or MPI's constant for any."""
+    """A rank of the communicator, or MPI's constant for any rank."""
     tag: int
     number: int
-    """How many messages of this direction the rank has begun; it grows with each."""
+    """How many messages of this direction the rank has begun."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class RankCalls:
     """The calls of one rank of a communicator. Times are in nanoseconds of the monotonic clock."""
 
     key: int
-    """It names the communicator, alike in all its processes."""
+    """It names the communicator, the same in all its processes."""
     name: str
     rank: int
     size: int
@@ -44,9 +43,9 @@ class RankCalls:
     made: int
     """How many collective calls the rank has begun."""
     last: str
-    """The last of them; "" where there was none, or where nothing is known of it."""
+    """The last collective call; "" if there was none, or if its text is lost."""
     since_ns: int | None
-    """When that call began; None for a call that MPI carries out."""
+    """When the last collective call began; None for a call that MPI carries out."""
     on_gpu: bool
     """Whether the communicator has GPUs, so that its calls return when they are enqueued."""
     receive: BlockedMessage | None
@@ -70,21 +69,21 @@ class Activity:
     pid: int
     """The process number of the process that has made the page, in its own namespace."""
     world_rank: int
-    """Its rank in MPI.COMM_WORLD; -1 where that is not known yet."""
+    """Its rank in MPI.COMM_WORLD; -1 if that is not known yet."""
     world_size: int
     step: Step | None
     communicators: tuple[RankCalls, ...]
 
 
 def read_activity(pid: int) -> Activity | None:
-    """Return what a process does; None where it has no page. Local, and the process does not notice.
+    """Return the activity of a process; None if it has no page. Local, and the process does not notice.
 
-    Raises `PermissionError` for a process of another user, `FileNotFoundError` where there is no such process,
-    `OtherVersionError` where another version of mpicomm has made the page.
+    Raises `PermissionError` for a process of another user, and `FileNotFoundError` if there is no such process. Raises
+    `OtherVersionError` if another version of mpicomm has made the page.
     """
     folder = Path(f"/proc/{pid}/fd")
     for name in os.listdir(folder):  # noqa: PTH208  # names, which become paths in the next line
-        with suppress(FileNotFoundError):  # the process has closed it meanwhile
+        with suppress(FileNotFoundError):  # the process has closed the descriptor meanwhile
             if str((folder / name).readlink()).startswith(_LINK):
                 return _read(folder / name)
     return None
@@ -109,13 +108,9 @@ def _read(path: Path) -> Activity:
 
 
 def _step(memory: mmap.mmap) -> Step | None:
-    for _ in range(_TRIES):
-        count = _words(memory, 0, layout.STEP_COUNT + 1)[layout.STEP_COUNT]
-        since_ns = _words(memory, 0, layout.STEP_SINCE + 1)[layout.STEP_SINCE]
-        text, ranks = _text(memory, 0, layout.STEP), _text(memory, 0, layout.STEP_RANKS)
-        if count % 2 == 0 and count == _words(memory, 0, layout.STEP_COUNT + 1)[layout.STEP_COUNT]:
-            return Step(text, since_ns, ranks_of_text(ranks)) if since_ns else None
-    return None
+    words = _words(memory, 0, layout.STEP_SINCE + 1)
+    ranks, _, text = _posted(memory, words[layout.STEP] - 1).partition(" ") if words[layout.STEP] else ("", "", "")
+    return Step(text, words[layout.STEP_SINCE], ranks_of_text(ranks)) if text else None
 
 
 def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
@@ -126,7 +121,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
     name, node_ranks = _text(memory, at, layout.NAME), _text(memory, at, layout.NODE_RANKS)
     last = _posted(memory, number - 1) if number > 0 else layout.BY_MPI[-number]
     last = last.replace(layout.COUNT_IN_TEXT, str(words[layout.COUNT]))
-    if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator by now
+    if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator meanwhile
         return None
     receive = BlockedMessage(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])
     send = BlockedMessage(words[layout.DEST], words[layout.SEND_TAG], words[layout.SENDS])
@@ -146,7 +141,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
 
 
 def _posted(memory: mmap.mmap, position: int) -> str:
-    """Return the text of a call; "" where another text has taken its place."""
+    """Return the text of a call; "" if another text has overwritten it."""
     at = layout.TEXTS_AT + position % layout.TEXTS_NBYTES
     end = memory.find(b"\0", at)
     text = memory[at : end if end >= 0 else layout.NBYTES].decode(errors="replace")

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.activity.layout import CALL, CALLS, by_mpi
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
-from mpicomm.collectives.host.fast_path import Judge
+from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.epilogues import as_epilogue
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
@@ -32,10 +32,10 @@ class BlockingCollectives(MPI.Intracomm):
     out block, also on device arrays. These are all calls with "mpi", and reductions of types and operations that only
     MPI has.
 
-    **Groups of ranks.** Kernels serve up to 8 ranks of a node. More ranks are several groups. Between groups of GPUs an
-    engine moves the data. ``python -m mpicomm.info`` shows the engine, and MPICOMM_INTERNODE names it. "nccl" is
-    stream-ordered. "mpi" (a CUDA-aware MPI) and "staged" (MPI through pinned memory) block the host until the data of
-    all ranks has come. They raise `InvalidUsageError` in a capture.
+    **Peer domains.** Kernels serve up to 8 ranks of a node, a *peer domain*. More ranks are several peer domains.
+    Between peer domains of GPUs an engine moves the data. ``python -m mpicomm.info`` shows the engine, and
+    MPICOMM_INTERNODE names it. "nccl" is stream-ordered. "mpi" (a CUDA-aware MPI) and "pinned" (MPI through pinned
+    memory) block the host until the data of all ranks has come. They raise `InvalidUsageError` in a capture.
 
     **Buffers.** A buffer has any form of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in
     elements. The two buffers of a rank have the same element type and counts that fit each other. All ranks pass the
@@ -63,10 +63,10 @@ class BlockingCollectives(MPI.Intracomm):
     **Operations** are MPI's operations, `AVG`, and `Op`, which is an expression of the user.
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
-    accumulated in float32 and rounded once. Between several groups, each group reduces in the order of its ranks. Then
-    the results of the groups are reduced in the order of the groups. Only "ring", and calls that MPI carries out, such
-    as calls on small host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN. If MPI reduces, some ranks may
-    lose a NaN that other ranks keep.
+    accumulated in float32 and rounded once. Each peer domain reduces in the order of its ranks. Then the results of the
+    domains are reduced in the order of the domains. Only "ring", and calls that MPI carries out, such as calls on small
+    host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN. If MPI reduces, some ranks may lose a NaN that other
+    ranks keep.
 
     **Movements.** Collectives that only move data move bytes. The buffers of one call, and the buffers of two ranks,
     may have different types of the same length in bytes.
@@ -83,8 +83,8 @@ class BlockingCollectives(MPI.Intracomm):
       Allgather, Allreduce, Alltoall, Bcast, Gather, Reduce, Reduce_scatter_block and Scatter on GPUs.
     - "mpi": MPI carries out the call, on pinned host copies of device arrays.
 
-    Several groups have "auto", "one_shot" (one network step), "two_shot" (two network steps), "copy_engine" (in each
-    group) and "mpi".
+    Several peer domains have "auto", "one_shot" (one network step), "two_shot" (two network steps), "copy_engine" (in
+    each domain) and "mpi".
 
     **Symmetric output.** The output of Allgather, Allreduce, Alltoall or Bcast may lie in a `SymmetricArray`. Then it
     lies there on all ranks, at the same place. Large messages are then stored straight into it.
@@ -99,14 +99,14 @@ class BlockingCollectives(MPI.Intracomm):
     _collectives: Dispatcher
     _row: memoryview
     """The doctor reads this rank's calls here, in the words of `layout`."""
-    _plain: dict[str, Judge]
+    _plain: dict[str, PlainCheck]
     """The calls that go to MPI at once: see `fast_path.at_once`."""
 
     def Barrier(self, *, stream: Any = None) -> None:
         """Block until all ranks have called it. Collective.
 
         With ``stream``, a stream of this rank's GPU, hold that stream until the streams of all ranks have come here.
-        This form does not block, except if an engine between groups blocks the host.
+        This form does not block, except if an engine between peer domains blocks the host.
         """
         if stream is None:
             begin_mpis(self._row, _BARRIER)
@@ -205,7 +205,9 @@ class BlockingCollectives(MPI.Intracomm):
     def Exscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
+        """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``. The ``recvbuf`` of rank 0 does not
+        change.
+        """
         if stream is None and algorithm == "auto" and self._plain["Exscan"](sendbuf, recvbuf, op):
             begin_mpis(self._row, _EXSCAN)
             try:
@@ -267,8 +269,8 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Reduce_scatter_block, with ``recvcounts[r]`` elements in block r.
 
-        Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. A rank whose count is 0
-        need not be in place where the other ranks are, except in a persistent call on host arrays.
+        Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. If the other ranks are
+        in place, a rank with count 0 need not be in place, except in a persistent call on host arrays.
         """
         if (
             stream is None

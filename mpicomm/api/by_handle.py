@@ -7,12 +7,13 @@ from typing import Any
 
 from mpi4py import MPI
 
+_handle_of = MPI.Comm.handle.__get__  # type: ignore[attr-defined]  # MPI's, which a Communicator hides
 _known: weakref.WeakValueDictionary[int, MPI.Comm] = weakref.WeakValueDictionary()
 
 
 def remember(comm: MPI.Intracomm) -> None:
     """Let `communicator_of` find the Communicator as long as the Communicator exists. Local."""
-    _known[MPI.Intracomm(comm).handle] = comm
+    _known[_handle_of(comm)] = comm
 
 
 def communicator_of(plain: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm import environment
+from mpicomm.api.at_first_use import AtFirstUse
 from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.by_handle import remember
 from mpicomm.api.constructors import Constructors
@@ -27,6 +28,7 @@ from mpicomm.api.probes import Probes
 from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
+from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
@@ -68,7 +70,7 @@ class RankInfo:
     """The better handle kinds that do not work, each with the reason."""
     links: tuple[Link, ...]
     internode: str = ""
-    """The engine that moves data between groups of ranks: "mapped", "nccl", "mpi" or "staged". One group has ""."""
+    """The engine that moves data between peer domains: "mapped", "nccl", "mpi" or "pinned". One domain has ""."""
     internode_rejected: dict[str, str] = field(default_factory=dict)
     """The better engines that do not work, each with the reason."""
     memory: tuple[MemoryUse, ...] = ()
@@ -167,16 +169,27 @@ class Communicator(
         self._row = session.row.words
         self._gpu = session.gpu
         remember(self)
-        self._collectives = Dispatcher(self, session)
-        self._messages = Messages(self, session.placement, session.gpu)
-        self._in_stream_order = InStreamOrder(self._collectives, session)
-        # Peers open this rank's outbox as messages come, and only they know whether they have opened it. So Free waits
-        # for the peers.
-        session.keep_beside(self._messages.memory, opened_by_peers=self._messages.by_rendezvous)
-        self._plain = self._collectives.at_once
         if session.channel is not None:
             record_inside(self._collectives, session)
             record_calls(self, session.channel)
+
+    @AtFirstUse
+    def _collectives(self) -> Dispatcher:
+        return Dispatcher(self, self._session)
+
+    @AtFirstUse
+    def _plain(self) -> dict[str, PlainCheck]:
+        return self._collectives.at_once
+
+    @AtFirstUse
+    def _messages(self) -> Messages:
+        messages = Messages(self, self._session.placement, self._session.gpu)
+        self._session.keep_beside(messages.memory)
+        return messages
+
+    @AtFirstUse
+    def _in_stream_order(self) -> InStreamOrder:
+        return InStreamOrder(self._collectives, self._session)
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:
@@ -374,6 +387,7 @@ class CartCommunicator(Communicator, NeighborCollectives, MPI.Cartcomm):
 
     def Sub(self, remain_dims: Sequence[bool]) -> MPI.Cartcomm:
         """Make communicators of the parts of the grid along the dimensions that remain."""
+        self._when_all_are_here("Sub")
         return self._adopt_part(MPI.Cartcomm(self).Sub(remain_dims))
 
 

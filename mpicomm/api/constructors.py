@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mpi4py import MPI
 
@@ -30,19 +29,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 AnyComm = TypeVar("AnyComm", bound=MPI.Intracomm)
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _shown(method: Method) -> Method:
-    """Return a method that shows its call to the doctor, because MPI waits for the other ranks in the call."""
-    call = by_mpi(method.__name__)
-
-    @functools.wraps(method)
-    def shown(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        begin_mpis(self._row, call)
-        return method(self, *arguments, **keywords)
-
-    return cast("Method", shown)
 
 
 class Constructors(MPI.Intracomm):
@@ -61,60 +47,53 @@ class Constructors(MPI.Intracomm):
     _classes: ClassVar[dict[int, type[MPI.Intracomm]]] = {}
     """The class of a communicator that is made from this one, by MPI's number of its topology."""
 
-    @_shown
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator. The duplicate has its own memory."""
-        made: Self = self._adopt(self._when_all_are_here("Dup").Dup(info), type(self))
+        made: Self = self._adopt_whole(self._when_all_are_here("Dup").Dup(info))
         return made
 
-    @_shown
     def Dup_with_info(self, info: MPI.Info) -> Self:
         """Duplicate the communicator with the hints ``info``."""
-        made: Self = self._adopt(self._when_all_are_here("Dup_with_info").Dup_with_info(info), type(self))
+        made: Self = self._adopt_whole(self._when_all_are_here("Dup_with_info").Dup_with_info(info))
         return made
 
-    @_shown
     def Clone(self) -> Self:
         """Duplicate the communicator: mpi4py's other name for `Dup`."""
-        made: Self = self._adopt(self._when_all_are_here("Clone").Clone(), type(self))
+        made: Self = self._adopt_whole(self._when_all_are_here("Clone").Clone())
         return made
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
         """Duplicate without blocking. The new communicator may be used when the request is complete."""
         comm, request = MPI.Intracomm(self).Idup(info)
-        return self._adopt(comm, type(self), range(self.size)), request
+        return self._adopt_whole(comm), request
 
     def Idup_with_info(self, info: MPI.Info) -> tuple[Self, MPI.Request]:
         """Duplicate with the hints ``info``, without blocking."""
         comm, request = MPI.Intracomm(self).Idup_with_info(info)
-        return self._adopt(comm, type(self), range(self.size)), request
+        return self._adopt_whole(comm), request
 
-    @_shown
     def Create(self, group: MPI.Group) -> MPI.Intracomm:
         """Make a communicator of the ranks of ``group``. The other ranks get COMM_NULL."""
         return self._adopt_part(_intracomm(self._when_all_are_here("Create").Create(group)))
 
-    @_shown
     def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
         """Make a communicator of the ranks of ``group``. Collective only over these ranks.
 
         If this communicator is not set up yet, the call waits in MPI without a limit. After a missing rank the ranks
         cannot make this call again.
         """
+        begin_mpis(self._row, by_mpi("Create_group"))
         self._session.await_ranks("Create_group", self._ranks_of(group))
         return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)))
 
-    @_shown
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
         """Make one communicator per color. A rank with the color ``MPI.UNDEFINED`` gets COMM_NULL."""
         return self._adopt_part(_intracomm(self._when_all_are_here("Split").Split(color, key)))
 
-    @_shown
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
         """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
         return self._adopt_part(_intracomm(self._when_all_are_here("Split_type").Split_type(split_type, key, info)))
 
-    @_shown
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> MPI.Cartcomm:
@@ -124,7 +103,6 @@ class Constructors(MPI.Intracomm):
         with self._linked_well("Create_cart", reorder, edges) as (plain, reorder):
             return self._adopt_part(plain.Create_cart(dims, periods, reorder))
 
-    @_shown
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
         """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
 
@@ -135,7 +113,6 @@ class Constructors(MPI.Intracomm):
         with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, reorder):
             return self._adopt_part(plain.Create_graph(index, edges, reorder))
 
-    @_shown
     def Create_dist_graph_adjacent(
         self,
         sources: Sequence[int] | None,
@@ -166,7 +143,6 @@ class Constructors(MPI.Intracomm):
             passed = everyone[plain.rank] if everyone else lists
             return self._adopt_part(plain.Create_dist_graph_adjacent(*passed, info, reorder))
 
-    @_shown
     def Create_dist_graph(
         self,
         sources: Sequence[int],
@@ -196,6 +172,7 @@ class Constructors(MPI.Intracomm):
 
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
         """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
+        begin_mpis(self._row, by_mpi(operation))
         plain = MPI.Intracomm(self)
         roll_call(plain, operation, self._session.placement.here.timeout_s)
         return plain
@@ -206,6 +183,10 @@ class Constructors(MPI.Intracomm):
         ranks = [rank for rank in group.Translate_ranks(range(group.size), mine) if rank != MPI.UNDEFINED]
         mine.Free()
         return ranks
+
+    def _adopt_whole(self, comm: MPI.Intracomm) -> Any:
+        """Return a communicator of the same ranks as a Communicator like this one."""
+        return self._adopt(comm, type(self), range(self.size))
 
     def _adopt_part(self, comm: AnyComm) -> AnyComm:
         """Return ``comm``, which has some of the ranks, as a Communicator with its topology. Keep COMM_NULL."""

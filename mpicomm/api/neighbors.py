@@ -20,9 +20,9 @@ class NeighborCollectives(MPI.Topocomm):
     block of ``MPI.PROC_NULL``, beyond the edge of a grid, stays as it is. No call is in place.
 
     **Order.** MPI carries out calls on host arrays. A call on device arrays is stream-ordered, and one exchange of
-    kernels serves all neighbours of the group, also in a CUDA graph. With ``algorithm="mpi"`` MPI carries it out on
-    pinned host copies, and it blocks, also in the nonblocking form. ``Start`` of a persistent request on device arrays
-    enqueues the call.
+    kernels serves all neighbours of the peer domain, also in a CUDA graph. With ``algorithm="mpi"`` MPI carries it out
+    on pinned host copies, and it blocks, also in the nonblocking form. ``Start`` of a persistent request on device
+    arrays enqueues the call.
 
     A rank without neighbours also calls. It passes empty buffers in the memory that the other ranks use, or buffers
     that lie nowhere: see **Memory** of `BlockingCollectives`.
@@ -62,31 +62,31 @@ class NeighborCollectives(MPI.Topocomm):
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_allgather`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLGATHER, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLGATHER, stream, algorithm, sendbuf, recvbuf)
 
     def Ineighbor_allgatherv(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_allgatherv`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLGATHERV, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Ineighbor_alltoall(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_alltoall`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLTOALL, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Ineighbor_alltoallv(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_alltoallv`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLTOALLV, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Ineighbor_alltoallw(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_alltoallw`; return its request."""
-        return self._collectives.start(rows.NEIGHBOR_ALLTOALLW, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
     def Neighbor_allgather_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"

@@ -7,26 +7,18 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomm.activity.layout import by_mpi
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
-from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.host.fast_path import Judge
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.requests import holding
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
 
-
-def begin(comm: Any, row: Operation, *given: Any) -> MPI.Request:
-    """Begin, with mpi4py's arguments, a call that MPI certainly carries out. Local."""
-    begin_mpis(comm._row, row.number)
-    try:
-        return holding(row.begin(comm, *given), given)  # MPI uses the buffers until the request is complete
-    except REFUSALS as error:
-        names = {"buf": "receive", "sendbuf": "send", "recvbuf": "receive", "recvcounts": "counts"}
-        named = {names.get(name, name): value for name, value in zip(row.arguments, given, strict=True)}
-        raise comm._collectives.refused(error, row, **{"send": None, **named}) from error
+# MPI's method, and the number by which the doctor names the call: see blocking.py.
+_iallreduce = MPI.Intracomm.Iallreduce
+_ALLREDUCE = by_mpi("Allreduce")
 
 
 class NonblockingCollectives(MPI.Intracomm):
@@ -41,7 +33,8 @@ class NonblockingCollectives(MPI.Intracomm):
     """
 
     _collectives: Dispatcher
-    _plain: dict[str, Judge]
+    _plain: dict[str, PlainCheck]
+    _row: memoryview
 
     def Iallreduce(
         self,
@@ -57,69 +50,104 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Allreduce`; return its request."""
         finish = as_epilogue(epilogue, operands) if epilogue is not None or operands else None
         if finish is stream is None and algorithm == "auto" and self._plain["Iallreduce"](sendbuf, recvbuf, op):
-            return begin(self, rows.ALLREDUCE, sendbuf, recvbuf, op)
-        arguments = Arguments(sendbuf, recvbuf, op, epilogue=finish)
-        return self._collectives.start(rows.ALLREDUCE, arguments, stream, algorithm)
+            begin_mpis(self._row, _ALLREDUCE)
+            try:
+                return holding(_iallreduce(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.ALLREDUCE, sendbuf, recvbuf, op) from error
+        return self._collectives.start(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish)
 
     # scripts/write_methods.py writes all that follows, from the table of operations.
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Allgather`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iallgather"](sendbuf, recvbuf):
-            return begin(self, rows.ALLGATHER, sendbuf, recvbuf)
-        return self._collectives.start(rows.ALLGATHER, Arguments(sendbuf, recvbuf), stream, algorithm)
+            begin_mpis(self._row, _ALLGATHER)
+            try:
+                return holding(_iallgather(self, sendbuf, recvbuf), (sendbuf, recvbuf))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.ALLGATHER, sendbuf, recvbuf) from error
+        return self._collectives.start(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf)
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Allgatherv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iallgatherv"](sendbuf, recvbuf):
-            return begin(self, rows.ALLGATHERV, sendbuf, recvbuf)
-        return self._collectives.start(rows.ALLGATHERV, Arguments(sendbuf, recvbuf), stream, algorithm)
+            begin_mpis(self._row, _ALLGATHERV)
+            try:
+                return holding(_iallgatherv(self, sendbuf, recvbuf), (sendbuf, recvbuf))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.ALLGATHERV, sendbuf, recvbuf) from error
+        return self._collectives.start(rows.ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoall`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ialltoall"](sendbuf, recvbuf):
-            return begin(self, rows.ALLTOALL, sendbuf, recvbuf)
-        return self._collectives.start(rows.ALLTOALL, Arguments(sendbuf, recvbuf), stream, algorithm)
+            begin_mpis(self._row, _ALLTOALL)
+            try:
+                return holding(_ialltoall(self, sendbuf, recvbuf), (sendbuf, recvbuf))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.ALLTOALL, sendbuf, recvbuf) from error
+        return self._collectives.start(rows.ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoallv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ialltoallv"](sendbuf, recvbuf):
-            return begin(self, rows.ALLTOALLV, sendbuf, recvbuf)
-        return self._collectives.start(rows.ALLTOALLV, Arguments(sendbuf, recvbuf), stream, algorithm)
+            begin_mpis(self._row, _ALLTOALLV)
+            try:
+                return holding(_ialltoallv(self, sendbuf, recvbuf), (sendbuf, recvbuf))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.ALLTOALLV, sendbuf, recvbuf) from error
+        return self._collectives.start(rows.ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoallw`; return its request."""
-        return self._collectives.start(rows.ALLTOALLW, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
     def Ibcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Bcast`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ibcast"](None, buf):
-            return begin(self, rows.BCAST, buf, root)
-        return self._collectives.start(rows.BCAST, Arguments(None, buf, root=root), stream, algorithm)
+            begin_mpis(self._row, _BCAST)
+            try:
+                return holding(_ibcast(self, buf, root), (buf, root))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.BCAST, None, buf, root=root) from error
+        return self._collectives.start(rows.BCAST, stream, algorithm, None, buf, root=root)
 
     def Iexscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Exscan`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iexscan"](sendbuf, recvbuf, op):
-            return begin(self, rows.EXSCAN, sendbuf, recvbuf, op)
-        return self._collectives.start(rows.EXSCAN, Arguments(sendbuf, recvbuf, op), stream, algorithm)
+            begin_mpis(self._row, _EXSCAN)
+            try:
+                return holding(_iexscan(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.EXSCAN, sendbuf, recvbuf, op) from error
+        return self._collectives.start(rows.EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Igather(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Gather`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Igather"](sendbuf, recvbuf):
-            return begin(self, rows.GATHER, sendbuf, recvbuf, root)
-        return self._collectives.start(rows.GATHER, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
+            begin_mpis(self._row, _GATHER)
+            try:
+                return holding(_igather(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.GATHER, sendbuf, recvbuf, root=root) from error
+        return self._collectives.start(rows.GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Igatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Gatherv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Igatherv"](sendbuf, recvbuf):
-            return begin(self, rows.GATHERV, sendbuf, recvbuf, root)
-        return self._collectives.start(rows.GATHERV, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
+            begin_mpis(self._row, _GATHERV)
+            try:
+                return holding(_igatherv(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.GATHERV, sendbuf, recvbuf, root=root) from error
+        return self._collectives.start(rows.GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Ireduce(
         self,
@@ -133,8 +161,12 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Reduce`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ireduce"](sendbuf, recvbuf, op):
-            return begin(self, rows.REDUCE, sendbuf, recvbuf, op, root)
-        return self._collectives.start(rows.REDUCE, Arguments(sendbuf, recvbuf, op, root), stream, algorithm)
+            begin_mpis(self._row, _REDUCE)
+            try:
+                return holding(_ireduce(self, sendbuf, recvbuf, op, root), (sendbuf, recvbuf, op, root))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.REDUCE, sendbuf, recvbuf, op, root) from error
+        return self._collectives.start(rows.REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
 
     def Ireduce_scatter(
         self,
@@ -153,39 +185,91 @@ class NonblockingCollectives(MPI.Intracomm):
             and recvcounts is not None
             and self._plain["Ireduce_scatter"](sendbuf, recvbuf, op)
         ):
-            return begin(self, rows.REDUCE_SCATTER, sendbuf, recvbuf, recvcounts, op)
-        return self._collectives.start(
-            rows.REDUCE_SCATTER, Arguments(sendbuf, recvbuf, op, counts=recvcounts), stream, algorithm
-        )
+            begin_mpis(self._row, _REDUCE_SCATTER)
+            try:
+                return holding(
+                    _ireduce_scatter(self, sendbuf, recvbuf, recvcounts, op), (sendbuf, recvbuf, recvcounts, op)
+                )
+            except REFUSALS as error:
+                raise self._collectives.refused(
+                    error, rows.REDUCE_SCATTER, sendbuf, recvbuf, op, counts=recvcounts
+                ) from error
+        return self._collectives.start(rows.REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Ireduce_scatter_block(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Reduce_scatter_block`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ireduce_scatter_block"](sendbuf, recvbuf, op):
-            return begin(self, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op)
-        return self._collectives.start(rows.REDUCE_SCATTER_BLOCK, Arguments(sendbuf, recvbuf, op), stream, algorithm)
+            begin_mpis(self._row, _REDUCE_SCATTER_BLOCK)
+            try:
+                return holding(_ireduce_scatter_block(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op) from error
+        return self._collectives.start(rows.REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op)
 
     def Iscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Scan`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iscan"](sendbuf, recvbuf, op):
-            return begin(self, rows.SCAN, sendbuf, recvbuf, op)
-        return self._collectives.start(rows.SCAN, Arguments(sendbuf, recvbuf, op), stream, algorithm)
+            begin_mpis(self._row, _SCAN)
+            try:
+                return holding(_iscan(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.SCAN, sendbuf, recvbuf, op) from error
+        return self._collectives.start(rows.SCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Iscatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Scatter`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iscatter"](sendbuf, recvbuf):
-            return begin(self, rows.SCATTER, sendbuf, recvbuf, root)
-        return self._collectives.start(rows.SCATTER, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
+            begin_mpis(self._row, _SCATTER)
+            try:
+                return holding(_iscatter(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.SCATTER, sendbuf, recvbuf, root=root) from error
+        return self._collectives.start(rows.SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Iscatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Scatterv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iscatterv"](sendbuf, recvbuf):
-            return begin(self, rows.SCATTERV, sendbuf, recvbuf, root)
-        return self._collectives.start(rows.SCATTERV, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
+            begin_mpis(self._row, _SCATTERV)
+            try:
+                return holding(_iscatterv(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.SCATTERV, sendbuf, recvbuf, root=root) from error
+        return self._collectives.start(rows.SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)
+
+
+_iallgather = MPI.Intracomm.Iallgather
+_ALLGATHER = by_mpi("Allgather")
+_iallgatherv = MPI.Intracomm.Iallgatherv
+_ALLGATHERV = by_mpi("Allgatherv")
+_ialltoall = MPI.Intracomm.Ialltoall
+_ALLTOALL = by_mpi("Alltoall")
+_ialltoallv = MPI.Intracomm.Ialltoallv
+_ALLTOALLV = by_mpi("Alltoallv")
+_ibcast = MPI.Intracomm.Ibcast
+_BCAST = by_mpi("Bcast")
+_iexscan = MPI.Intracomm.Iexscan
+_EXSCAN = by_mpi("Exscan")
+_igather = MPI.Intracomm.Igather
+_GATHER = by_mpi("Gather")
+_igatherv = MPI.Intracomm.Igatherv
+_GATHERV = by_mpi("Gatherv")
+_ireduce = MPI.Intracomm.Ireduce
+_REDUCE = by_mpi("Reduce")
+_ireduce_scatter = MPI.Intracomm.Ireduce_scatter
+_REDUCE_SCATTER = by_mpi("Reduce_scatter")
+_ireduce_scatter_block = MPI.Intracomm.Ireduce_scatter_block
+_REDUCE_SCATTER_BLOCK = by_mpi("Reduce_scatter_block")
+_iscan = MPI.Intracomm.Iscan
+_SCAN = by_mpi("Scan")
+_iscatter = MPI.Intracomm.Iscatter
+_SCATTER = by_mpi("Scatter")
+_iscatterv = MPI.Intracomm.Iscatterv
+_SCATTERV = by_mpi("Scatterv")

@@ -1,7 +1,7 @@
 """Agreement of ranks over MPI while they set something up, and how ranks find the other ranks of their node.
 
-Everything collective in set-up and teardown goes through `Group.exchange`. So a rank that fails cannot leave the others
-behind in a collective: either every rank gets every rank's result, or every rank raises the same error.
+`Group.exchange` carries every collective step of set-up and teardown. So no rank waits in a collective for a rank that
+has failed: either every rank gets the results of all ranks, or every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mpi4py import MPI
 
@@ -36,12 +35,11 @@ from mpicomm.waiting import wait_until
 
 T = TypeVar("T")
 
-GRACE_S = 0.5  # by which the others wait longer than the first rank, whose answer names the missing rank
+GRACE_S = 0.5  # the other ranks wait this much longer than the first rank, because its answer names the missing rank
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """One rank's part of an exchange: its result, or its error."""
+class _Outcome(NamedTuple):
+    """The part of a rank in an exchange: its result, or its error. Ranks send it as a tuple, which pickles faster."""
 
     step: str
     value: Any = None
@@ -54,10 +52,12 @@ _Answer = list[_Outcome] | CollectiveTimeoutError
 class Group:
     """Ranks that set things up together, with a deadline for each step.
 
-    ``comm`` is private to mpicomm, so a message of the user cannot be mistaken for one of mpicomm. ``ranks`` are the
-    ranks of ``comm`` that belong to the group, in order; errors name ranks of ``comm``. After a timeout the group is
-    `broken`, because its ranks have come to different steps: every later exchange raises `CollectiveTimeoutError` at
-    once. On a rank that a Ctrl-C took out of an exchange the group is broken, too, with `PeerError`.
+    ``comm`` is private to mpicomm, so no rank mistakes a message of the user for a message of mpicomm. ``ranks`` are
+    the ranks of ``comm`` that belong to the group, in order. Errors name ranks of ``comm``.
+
+    A timeout makes the group `broken`, because its ranks have come to different steps. Every later exchange raises
+    `CollectiveTimeoutError` at once. A Ctrl-C in an exchange breaks the group on the interrupted rank, with
+    `PeerError`.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], timeout_s: float, *, tag: int = 0) -> None:
@@ -69,22 +69,24 @@ class Group:
         self.size = len(self.ranks)
         self.broken: CollectiveTimeoutError | PeerError | None = None
         self.absence_reason: Callable[[], str] = _nothing_known
-        """Says why ranks may not come that are not gone; "" where nothing is known. An error ends with it."""
+        """Says why a rank that still runs may not come; "" if nothing is known. An error ends with this text."""
         self.patience: Callable[[], bool] = _no_patience
-        """Says, when the time of an exchange is over, whether to wait as long once more."""
+        """Says, after the time of an exchange is over, whether to wait as long once more."""
 
     def subgroup(self, ranks: Sequence[int], *, tag: int) -> Group:
-        """Return a group of some of these ranks; local. ``tag`` keeps its messages apart from those of this group."""
+        """Return a group of some of these ranks; local. ``tag`` keeps the messages of the two groups apart."""
         return Group(self._comm, ranks, self.timeout_s, tag=tag)
 
     def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
         """Run ``produce`` on every rank and return all results in group order. Collective, blocking.
 
-        If ``produce`` raises on any rank, every rank raises an error of the same class and text that names those ranks,
-        and the step, too, unless it is an `InvalidUsageError`; on these ranks the original is its ``__cause__``. Ranks
-        that call with different ``step`` get a `PeerError`. A rank that does not call within ``timeout_s`` seconds
-        makes the others raise `CollectiveTimeoutError`. So does a rank that a Ctrl-C takes out of this exchange, in the
-        next one.
+        If ``produce`` raises on any rank, every rank raises an error of the same class. Its text names the ranks that
+        failed, and the step, too, except in an `InvalidUsageError`. On the ranks that failed, the original error is the
+        ``__cause__``.
+
+        Ranks that call with different ``step`` get a `PeerError`. If a rank does not call within ``timeout_s`` seconds,
+        the other ranks raise `CollectiveTimeoutError`. If a Ctrl-C takes a rank out of this exchange, the other ranks
+        raise `CollectiveTimeoutError` in the next exchange.
         """
         self.require_whole(step)
         with page().step(step, self._in_world):
@@ -101,18 +103,18 @@ class Group:
             mine = _Outcome(step, produce())
         except Exception as error:
             if self.broken is not None:
-                raise  # an exchange inside this one ran out of time: the ranks do not meet in this one
+                raise  # an exchange inside `produce` broke the group, so the ranks do not meet in this exchange
             cause = error
             mine = _Outcome(step, error=_portable(error))
-            # `produce` may have waited for a peer that is gone: all waits together keep the deadline. Half of it is
-            # left in any case, because other ranks may still be busy, unless an exchange inside this one has found a
-            # rank missing.
+            # `produce` may have waited for a peer that is gone. All waits together keep the deadline. Half of the time
+            # is left in any case, because other ranks may still be busy. If an inner exchange has found a rank missing,
+            # only the grace is left.
             late = error.ranks if isinstance(error, CollectiveTimeoutError) else None
             least_s = limit_s / 2 if late is None else GRACE_S
             limit_s = max(limit_s - (time.monotonic() - start), least_s)
             if late and self.rank != 0 and self.ranks[0] in late:
-                limit_s = -GRACE_S  # it has had its time, and without it no rank gets an answer
-        self.require_whole(step)  # an exchange inside `produce` may have failed in a clean-up, which is silent
+                limit_s = -GRACE_S  # the first rank has had its time, and without it no rank gets an answer
+        self.require_whole(step)  # an exchange inside `produce` may have failed in a clean-up, which raises nothing
         logger.log(TRACE, "exchange %r in ranks %s: %s", step, self.ranks, mine.error or "done here")
         outcomes = self._gather_and_share(mine, limit_s)
         failure = self._judge(outcomes)
@@ -121,7 +123,7 @@ class Group:
         return [outcome.value for outcome in outcomes]
 
     def require_whole(self, what: object) -> None:
-        """Raise if the group is broken, or if this process was forked from the group's process; local and cheap."""
+        """Raise if the group is broken, or if this process is a forked child of its process; local and cheap."""
         if _forked:
             require_own_process(what)
         if self.broken is not None:
@@ -134,13 +136,13 @@ class Group:
     def progress(self) -> None:
         """Let MPI advance pending communication, such as collectives that peers wait for; local, does not block.
 
-        A rank that waits for shared memory to change has to call this, because MPI makes progress only inside its
-        calls. Else that rank, and a peer that waits for its part of a nonblocking call, could wait for each other.
+        A rank that waits for shared memory to change calls this, because MPI makes progress only inside its calls.
+        Without the call, that rank and a peer in a nonblocking call of MPI could wait for each other.
         """
         self._comm.iprobe(self._comm.rank, self._tag)
 
     def agree(self, step: str, act: Callable[[], object]) -> None:
-        """Run ``act`` on every rank. All ranks return when all have succeeded, or all raise as in `exchange`."""
+        """Run ``act`` on every rank. If all ranks succeed, all ranks return; else all raise as in `exchange`."""
 
         def produce() -> None:
             act()
@@ -152,7 +154,7 @@ class Group:
         self.exchange(step, lambda: None)
 
     def _judge(self, outcomes: list[_Outcome]) -> MpicommError | None:
-        """Return the error that all ranks raise: a pure function of the outcomes, and so the same on all ranks."""
+        """Return the error that all ranks raise. It depends only on the outcomes, so all ranks compute the same one."""
         different = self._different(dict(zip(self.ranks, outcomes, strict=True)))
         if different:
             return PeerError(different, ranks=self.ranks)
@@ -165,7 +167,7 @@ class Group:
         for rank, error in failed.items():
             reasons.setdefault(str(error), []).append(rank)
         text = "; ".join(f"{name_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())
-        # At fault are the ranks that an error names, such as the late one of a timeout, else the ranks that raised.
+        # If an error names ranks, such as the late rank of a timeout, these are at fault, else the ranks that raised.
         at_fault = sorted({culprit for rank, error in failed.items() for culprit in error.ranks or (rank,)})
         cls = type(next(iter(failed.values())))
         # An argument or a variable is wrong at every step, so the step would only mislead.
@@ -173,7 +175,7 @@ class Group:
         return cls(said, ranks=at_fault)
 
     def _different(self, outcomes: dict[int, _Outcome]) -> str:
-        """Return the steps of ranks in words, "" where all are in the same step."""
+        """Return the steps of ranks in words, "" if all ranks are in the same step."""
         if len({outcome.step for outcome in outcomes.values()}) == 1:
             return ""
         said = "; ".join(f"rank {rank}: {outcomes[rank].step}" for rank in sorted(outcomes))
@@ -182,8 +184,8 @@ class Group:
     def _gather_and_share(self, mine: _Outcome, limit_s: float) -> list[_Outcome]:
         """All-gather over a star: the first rank hears all ranks, so it can name a missing rank, and answers all.
 
-        One tag is enough, because messages of two exchanges never meet: no rank begins the next exchange before the
-        first rank has answered this one, and it answers when it has heard all.
+        One tag is enough, because messages of two exchanges never meet. No rank begins the next exchange before the
+        first rank has answered this exchange, and the first rank answers after it has heard all ranks.
         """
         if self.size == 1:
             return [mine]
@@ -193,10 +195,10 @@ class Group:
             if isinstance(answer, list) and not wait_until(lambda: MPI.Request.Testall(requests), self.timeout_s):
                 answer = CollectiveTimeoutError(f"{mine.step}: a peer stopped receiving", ranks=self.ranks)
         except BaseException as error:
-            # Above all KeyboardInterrupt. This rank does not know which messages it has sent and read, and must not
-            # take a message of this exchange for one of the next: so the group is broken here. The others miss this
-            # rank in their next exchange. It sends them nothing now: if this exchange is their last, the message would
-            # arrive in whichever communicator MPI gives the same number next.
+            # The usual cause is KeyboardInterrupt. This rank does not know which messages it has sent and read. It must
+            # not take a message of this exchange for a message of the next, so the group is broken on this rank. The
+            # other ranks miss this rank in their next exchange. This rank sends them nothing: if this exchange is their
+            # last, the message would arrive in another communicator to which MPI gives the same number.
             rank = self.ranks[self.rank]
             text = f"rank {rank} left in the middle of {mine.step}: {type(error).__name__}"
             self.broken = PeerError(text, ranks=[rank])
@@ -204,24 +206,24 @@ class Group:
             raise
         if isinstance(answer, list):
             return answer
-        # Sends to a rank that is gone never complete. Their requests keep their buffers, so these stay.
+        # Sends to a rank that is gone never complete. Their requests keep their buffers, so the requests stay.
         abandoned.extend(requests)
         self.broken = answer
-        # Another error, not `self.broken`: its traceback would keep the frames, and the mapped memory in them.
+        # A new error, because the traceback of `self.broken` would keep the frames, and the mapped memory in them.
         raise CollectiveTimeoutError(str(answer), ranks=answer.ranks)
 
     def _hear(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
-        """Take the first rank's part: hear the outcomes of the others, and send all outcomes to all."""
+        """Play the first rank: hear the outcomes of the other ranks, and send all outcomes to all ranks."""
         heard = {self.ranks[0]: mine}
 
         def hear() -> bool:
-            # Not from any source: a rank outside this group may be in an exchange of another part of the ranks.
+            # Each rank by name, because a rank outside this group may be in an exchange of another subgroup.
             for rank in self.ranks:
                 if rank not in heard and (message := self._comm.improbe(rank, self._tag)):
-                    heard[rank] = message.recv()
+                    heard[rank] = _Outcome(*message.recv())
             return len(heard) == self.size
 
-        # This tells the others, which may have come long before, that this rank is here: their deadlines start again.
+        # This message tells ranks that may have come long before: the first rank is here, and their deadlines restart.
         requests += [self._send(None, rank) for rank in self.ranks[1:]]
         answer: _Answer
         if self._wait(hear, limit_s):
@@ -231,15 +233,16 @@ class Group:
             late = did_not_arrive(mine.step, missing, self.timeout_s, self.absence_reason())
             different = self._different(heard)
             answer = CollectiveTimeoutError(f"{late}; {different}", ranks=late.ranks) if different else late
-        # A missing rank gets the answer, too: if it comes late, it raises at once.
-        requests += [self._send(answer, rank) for rank in self.ranks[1:]]
+        # A missing rank gets the answer, too, so that it raises at once if it comes late.
+        told = list(map(tuple, answer)) if isinstance(answer, list) else answer
+        requests += [self._send(told, rank) for rank in self.ranks[1:]]
         return answer
 
     def _ask(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
-        """Take another rank's part: send its outcome to the first rank, and return the answer."""
+        """Play another rank: send its outcome to the first rank, and return the answer."""
         first = self.ranks[0]
-        said: list[Any] = []  # from the first rank: None when it has come, then the answer
-        requests.append(self._send(mine, first))
+        said: list[Any] = []  # messages of the first rank: None after it has come, then the answer
+        requests.append(self._send(tuple(mine), first))
 
         def listen() -> bool:
             if message := self._comm.improbe(first, self._tag):
@@ -248,15 +251,15 @@ class Group:
             return False
 
         if self._wait(listen, limit_s + GRACE_S) and self._wait(listen, limit_s + GRACE_S):
-            answer: _Answer = said[1]
-            return answer
+            answer: list[tuple[Any, ...]] | CollectiveTimeoutError = said[1]
+            return [_Outcome(*each) for each in answer] if isinstance(answer, list) else answer
         return did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason())
 
     def _send(self, message: object, rank: int) -> MPI.Request:
-        """Send without waiting. A rank that MPI knows to be dead gets nothing, and is missed as any silent rank is."""
+        """Send without waiting. If MPI knows that the rank is dead, send nothing: its silence names it."""
         try:
             return self._comm.isend(message, rank, self._tag)
-        except MPI.Exception as error:  # MPI says so of ranks of other nodes whose connection is gone
+        except MPI.Exception as error:  # MPI raises for a rank of another node if the connection is gone
             logger.info("cannot send to rank %d: %s", rank, error)
             return MPI.REQUEST_NULL
 
@@ -279,11 +282,11 @@ def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -
 
 
 abandoned: list[MPI.Request] = []
-"""Requests that may never complete. They keep their buffers, to which MPI may still write."""
+"""Requests that may never complete. MPI may still write to their buffers, so the requests stay and keep them."""
 
 
 def _portable(error: Exception) -> MpicommError:
-    """Return the error as an `MpicommError` that can be sent to the other ranks: its class, its text, its ranks."""
+    """Return the error as an `MpicommError` with its class, text and ranks, which MPI can send to other ranks."""
     if isinstance(error, MpicommError):
         return equal_error(error)
     return HandleError(f"{type(error).__name__}: {error}{way_out(error.errno) if isinstance(error, OSError) else ''}")
@@ -292,9 +295,9 @@ def _portable(error: Exception) -> MpicommError:
 def node_key() -> str:
     """Return a text that is the same on ranks that presumably reach each other's memory.
 
-    It is MPICOMM_HOSTID, or the kernel's boot id with the network namespace, because descriptors travel over abstract
-    sockets, which belong to a namespace. Host names say nothing: the containers of one host have several, and cloned
-    machines have the same.
+    It is MPICOMM_HOSTID, or the boot id of the kernel with the network namespace. The namespace counts because
+    descriptors travel over abstract sockets, which belong to a namespace. Host names say nothing: the containers of a
+    host have different names, and cloned machines have the same name.
     """
     given = environment.host_id()
     if given is not None:
@@ -309,7 +312,7 @@ def container_key() -> str:
 
 
 def world_rank() -> int:
-    """Return this process's rank in MPI.COMM_WORLD, which names it in the log."""
+    """Return the rank of this process in MPI.COMM_WORLD, which names the process in the log."""
     return MPI.COMM_WORLD.rank
 
 
@@ -324,14 +327,14 @@ def ranks_in_world(comm: MPI.Intracomm, ranks: Sequence[int]) -> str:
     found = group.Translate_ranks(ranks, world)
     group.Free()
     world.Free()
-    return ranks_as_text(found)  # MPI.UNDEFINED, for a process of another job, is negative
+    return ranks_as_text(found)  # MPI.UNDEFINED, which stands for a process of another job, is negative
 
 
 def process_number() -> int:
     """Return the number that tells this process from all others of its job: its rank in MPI.COMM_WORLD.
 
-    A process that MPI has spawned has an MPI.COMM_WORLD of its own, with ranks that its parents have, too. So its
-    number is the number that the kernel has given it.
+    A process that MPI has spawned has its private MPI.COMM_WORLD, and its parents have the same ranks in theirs. So
+    the number of a spawned process is its process id.
     """
     return MPI.COMM_WORLD.rank if MPI.Comm.Get_parent() == MPI.COMM_NULL else os.getpid()
 
@@ -348,14 +351,15 @@ _forked = False
 
 
 def forked() -> bool:
-    """Return whether this process was forked from an MPI process, to which all its communicators belong."""
+    """Return whether this process is a forked child of an MPI process. All its communicators belong to the parent."""
     return _forked
 
 
 def require_own_process(what: object) -> None:
-    """Raise `InvalidUsageError` in a process that was forked from an MPI process; local and cheap.
+    """Raise `InvalidUsageError` in a forked child of an MPI process; local and cheap.
 
-    It shares its memory and its place in every queue with its parent: peers would take its messages for its parent's.
+    The child shares memory and its place in every queue with its parent. So peers would take the messages of the child
+    for messages of the parent.
     """
     if _forked:
         raise InvalidUsageError(
@@ -367,7 +371,7 @@ def require_own_process(what: object) -> None:
 def _after_fork() -> None:
     global _forked
     _forked = MPI.Is_initialized()
-    _at_finalize.clear()  # the parent gives its memory back
+    _at_finalize.clear()  # the parent releases its memory
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -379,9 +383,9 @@ _finalize_keyval = MPI.KEYVAL_INVALID
 def release_before_finalize(owner: Any) -> None:
     """Call ``owner.release()`` before MPI_Finalize, unless ``owner`` is gone by then. Local.
 
-    Where the program calls MPI_Finalize, an attribute of MPI_COMM_SELF makes the call: MPI_Finalize deletes these
-    attributes before all else (MPI 4.1, section 11.2.4). Else mpi4py calls it when the interpreter is gone and no
-    callback can run: then atexit makes the call.
+    If the program calls MPI_Finalize, an attribute of MPI_COMM_SELF makes the call, because MPI_Finalize deletes these
+    attributes before all else (MPI 4.1, section 11.2.4). Otherwise mpi4py calls MPI_Finalize after the interpreter has
+    ended. No callback can run then, so atexit makes the call.
     """
     global _finalize_keyval
     if _finalize_keyval == MPI.KEYVAL_INVALID:

@@ -18,7 +18,7 @@ _LIBRARY_NAME = re.compile(r"libmpi(ch)?(_\w+)?\.so[.\d]*")
 
 @dataclass(frozen=True)
 class CudaAwareness:
-    """The answer, ``None`` where the library does not say, and the source of the answer."""
+    """The answer, or ``None`` if the library does not say, and the source of the answer."""
 
     aware: bool | None
     how: str
@@ -29,7 +29,7 @@ def query_cuda_aware() -> CudaAwareness:
     kinds = MPI.COMM_WORLD.Get_info().Get(_ALLOC_KINDS)
     if kinds is not None and any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")):
         return CudaAwareness(True, f"{_ALLOC_KINDS}={kinds}")
-    # A key without cuda decides nothing: MPI may name only the kinds that mpiexec was asked for.
+    # Kinds without cuda decide nothing, because MPI may list only the kinds that the user asked mpiexec for.
     for library in _loaded_libraries():
         for name, query in (
             ("MPIX_Query_cuda_support", _query_cuda_support),
@@ -55,10 +55,10 @@ def _gpu_query_support(library: ctypes.CDLL) -> bool | None:
 
 
 def _loaded_libraries() -> list[ctypes.CDLL]:
-    """Return the MPI libraries in this process. It loads none, because that would not be the one mpi4py uses."""
+    """Return the MPI libraries in this process. It loads none, because mpi4py would not use that library."""
     paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
     libraries = []
     for path in sorted(path for path in paths if _LIBRARY_NAME.fullmatch(Path(path).name)):
-        with contextlib.suppress(OSError):  # its file was replaced after it was loaded
+        with contextlib.suppress(OSError):  # another file has replaced the library since this process loaded it
             libraries.append(ctypes.CDLL(path, mode=os.RTLD_LAZY | os.RTLD_NOLOAD))
     return libraries

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mpicomm import environment
+from mpicomm.activity.page import Heading, Member
 from mpicomm.cluster.agreement import Group, container_key, group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo, GpuBackend
 from mpicomm.devices.handle import Kind
@@ -24,18 +25,19 @@ from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.log import logger
 
 SECRET_NBYTES = 32
+_MOST_SUBSETS = 64  # that are kept
 
 _given: list[bytes] = []
-"""UUID of the GPU that "auto" has given this process, once it has. A rank keeps it in all its communicators: its arrays
-are there."""
+"""UUID of the GPU that "auto" has given this process, after it has. A rank keeps this GPU in all its communicators,
+because its arrays are there."""
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank is, and the device and the handle kind that it uses: first the requested ones, then the chosen.
+    """Where a rank is, and the device and the handle kind that it uses: first the requested values, then the chosen.
 
-    ``devices`` are the GPUs that the rank sees. ``device`` is an ordinal among them, or "cpu", or "auto" until it is
-    chosen. ``handle`` is a handle kind, or "auto" until it is chosen; ``rejected`` has the reason against each better
+    ``devices`` are the GPUs that the rank sees. ``device`` is an ordinal among them, or "cpu", or "auto" until the
+    choice. ``handle`` is a handle kind, or "auto" until the choice. ``rejected`` has the reason against each better
     kind.
     """
 
@@ -51,7 +53,7 @@ class RankPlace:
     timeout_s: float
     rejected: dict[str, str] = field(default_factory=dict)
     token: bytes = field(default=b"", repr=False)
-    """This rank's part of the secret of every communicator it is in."""
+    """The part of this rank in the secret of each of its communicators."""
     given: bytes = b""
     """UUID of the GPU that "auto" gave this process before, else empty."""
     local_id: int = 0
@@ -62,10 +64,15 @@ class RankPlace:
     """`process_number`."""
 
     @property
+    def describes_messages(self) -> bool:
+        """Whether long messages of device arrays are described: whether peers open the outbox by IPC handles."""
+        return self.handle == "ipc" and isinstance(self.device, int)
+
+    @property
     def most_outbox_nbytes(self) -> int | None:
         """The part of `most_nbytes` for the outbox.
 
-        It is a fixed part, because each rank's outbox grows by itself, and all ranks must agree on the rest.
+        The part is fixed, because each rank grows its outbox without the others, and all ranks must agree on the rest.
         """
         return None if self.most_nbytes is None else self.most_nbytes // 4 if self.handle == "ipc" else 0
 
@@ -81,7 +88,7 @@ class RankPlace:
 
 
 class Placement:
-    """The places of all ranks. All ranks have the same one, but for ``rank``."""
+    """The places of all ranks. It is the same on all ranks, except for ``rank``."""
 
     def __init__(self, places: Sequence[RankPlace], rank: int) -> None:
         self.places = tuple(places)
@@ -91,10 +98,17 @@ class Placement:
             (index, ranks) for index, ranks in enumerate(self.nodes) if rank in ranks
         )
         self.local_rank = self.node_ranks.index(rank)
+        self._subsets: dict[tuple[int, ...], Placement] = {}
+
+    @cached_property
+    def heading(self) -> Heading:
+        """This rank's part of the page of the doctor that all communicators of this placement have in common."""
+        processes = [Member(place.host, place.pid, place.number) for place in self.places]
+        return Heading(self.rank, processes, self.node_ranks, self.here.device)
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each peer domain: of a node, or of a part of a node that has more ranks than kernels serve."""
+        """The ranks of each peer domain: the ranks of a node, in several parts if kernels do not serve so many."""
         on_gpus = isinstance(self.here.device, int)
         return tuple(
             tuple(part) for ranks in self.nodes for part in parts_of(ranks, MAX_RANKS if on_gpus else len(ranks))
@@ -107,7 +121,7 @@ class Placement:
 
     @property
     def most_on_a_device(self) -> int:
-        """The most ranks that share a GPU, whichever nodes they count to; 1 without GPUs."""
+        """The largest number of ranks that share a GPU, on whichever nodes they count; 1 without GPUs."""
         gpus = Counter(place.device_uuid for place in self.places if place.device != "cpu")
         return max(gpus.values(), default=1)
 
@@ -122,7 +136,7 @@ class Placement:
         return hashlib.blake2b(b"".join(place.token for place in self.places), digest_size=SECRET_NBYTES).digest()
 
     def node_index_of(self, rank: int) -> int:
-        """Return the index of ``rank`` in the node; raises `InvalidUsageError` where it is no rank of this node."""
+        """Return the index of ``rank`` in the node; raises `InvalidUsageError` for a rank that is not on this node."""
         size = len(self.places)
         try:
             rank = operator.index(rank)
@@ -148,16 +162,25 @@ class Placement:
         return self.domain_ranks.index(rank)
 
     def subset(self, ranks: Sequence[int]) -> Placement:
-        """Return the placement of a communicator of some of these ranks, this one among them; local."""
-        numbers = list(ranks)
-        if numbers == list(range(len(self.places))):
+        """Return the placement of a communicator of some of these ranks, among them this rank; local.
+
+        The placement is kept, because programs make communicators of the same ranks again and again.
+        """
+        numbers = tuple(ranks)
+        if numbers == tuple(range(len(self.places))):
             return self
-        return Placement([self.places[rank] for rank in numbers], numbers.index(self.rank))
+        found = self._subsets.get(numbers)
+        if found is None:
+            if len(self._subsets) >= _MOST_SUBSETS:
+                self._subsets.clear()
+            places = [self.places[rank] for rank in numbers]
+            found = self._subsets[numbers] = Placement(places, numbers.index(self.rank))
+        return found
 
     def parted(self, ranks: Set[int]) -> Placement | None:
-        """Return the placement in which the nodes of ``ranks`` are parted by containers; the same on all ranks.
+        """Return the placement that cuts the nodes of ``ranks`` into containers; the same on all ranks.
 
-        It is None where all ranks of one of these nodes are in one container.
+        It is None if all ranks of one of these nodes are in one container.
         """
         places = list(self.places)
         for node in self.nodes:
@@ -218,7 +241,7 @@ def find_placement(group: Group, device: int | str, handle: str) -> Placement:
 
 
 def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
-    # Here a bad value on one rank is an error on all ranks.
+    # These calls raise for a bad value here, so a bad value on one rank is an error on all ranks.
     environment.bind_cpu()
     environment.internode()
     request = environment.device(device)
@@ -271,13 +294,18 @@ def _choose_devices(places: Sequence[RankPlace]) -> list[int | str]:
 
 
 def assign_devices(visible: Sequence[Sequence[bytes]], given: Sequence[bytes], local_ids: Sequence[int]) -> list[int]:
-    """Give each rank of a node the device that the fewest others have; return ordinals in each rank's own list.
+    """Give each rank of a node the device that the fewest other ranks have; return an ordinal for each rank.
 
-    ``visible`` holds the UUIDs that each rank sees, in its order. A rank first keeps the device that it was ``given``
-    in another communicator. One rule covers the rest: ranks that see all devices get one each in order, ranks that see
-    one each (CUDA_VISIBLE_DEVICES set per rank) get that, and more ranks than devices share evenly. Where all ranks see
-    the same devices, a rank begins at its number among all processes of the job on the machine, ``local_ids``: two
-    halves of the job that each make a communicator then take different devices.
+    ``visible`` holds the UUIDs that each rank sees, in its order, and ordinals count in this order. A rank first keeps
+    the device that it was ``given`` in another communicator. One rule covers the rest:
+
+    * Ranks that see all devices get one device each, in order.
+    * Ranks that see one device each (CUDA_VISIBLE_DEVICES set per rank) get that device.
+    * If there are more ranks than devices, the devices get equally many ranks.
+
+    If all ranks see the same devices, the search of a rank begins at its entry in ``local_ids``. This entry is its
+    number among all processes of the job on the machine. So two halves of the job that each make a communicator take
+    different devices.
     """
     users = Counter(uuid for uuid, uuids in zip(given, visible, strict=True) if uuid in uuids)
     alike = len({tuple(uuids) for uuids in visible}) == 1
@@ -294,18 +322,18 @@ def assign_devices(visible: Sequence[Sequence[bytes]], given: Sequence[bytes], l
 
 
 def parts_of(ranks: Sequence[int], most: int) -> list[list[int]]:
-    """Cut ranks into as few parts as possible, in order, of at most ``most`` ranks each and about equally many."""
+    """Cut ranks into as few parts as possible, in order, with at most ``most`` ranks each and about equally many."""
     count = -(-len(ranks) // most)
     bounds = [len(ranks) * part // count for part in range(count + 1)]
     return [list(ranks[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 def _announce(placement: Placement, *, automatic: bool) -> None:
-    """Log the choice once, at WARN where another choice would be faster."""
+    """Log the choice once, at WARN if another choice would be faster."""
     places = placement.places
     if automatic and placement.rank == 0 and places[0].device == "cpu":
         rank = next(rank for rank, place in enumerate(places) if not place.devices)
-        # A GPU that cannot be used is worth a warning; a machine without a GPU is not.
+        # A GPU that mpicomm cannot use is worth a warning; a machine without a GPU is not.
         wanted = any(place.devices for place in places) or Path("/dev/nvidiactl").exists()
         say: Callable[..., None] = logger.warning if wanted else logger.info
         say("using the cpu: rank %d has no device: %s", rank, places[rank].no_device_reason)

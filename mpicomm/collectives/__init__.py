@@ -1,1 +1,1 @@
-"""Collectives: what a call means, which way it goes, and the engines that carry it out."""
+"""Collectives: the facts of a call, the choice of its way, and the engines that carry it out."""

@@ -1,7 +1,6 @@
-"""Host arrays beside device arrays in a call on GPUs: kernels read and write pinned copies of them.
+"""Host arrays beside device arrays in a call on GPUs: kernels read and write pinned copies of the host arrays.
 
-Pinned memory is memory of the process and of the GPU at once. Each call has pinned memory of its own, so calls on
-several streams cannot overwrite each other's.
+Each call allocates its own pinned memory, so calls on several streams cannot overwrite each other's data.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from mpicomm.mpi.location import is_on_device
 from mpicomm.session import Session
 
 Reread = Callable[[ArrayMemory], Operand]
-"""Reads an argument again, as one in the given memory."""
+"""Reads an argument again, as if it were in the given memory."""
 
 _ALIGNED_NBYTES = 16
 
 
 def for_kernels(operand: Operand, reread: Reread, copies: PinnedCopies | None, *, written: bool) -> Operand:
-    """Return an operand that is not on the GPU as kernels see it: its elements, if it has some, lie in ``copies``.
+    """Return a host operand as kernels see it. Its elements, if it has some, lie in ``copies``.
 
-    Local. Raises `InvalidUsageError` for addresses of the host beside ``MPI.BOTTOM``.
+    Local. Raises `InvalidUsageError` for ``MPI.BOTTOM`` with addresses of the host.
     """
     if operand.dtype is not None:
         made = replace(operand, on_device=True)
@@ -53,7 +52,7 @@ def for_kernels(operand: Operand, reread: Reread, copies: PinnedCopies | None, *
 
 
 class PinnedCopies:
-    """The copies of the host arrays of one call, whose buffers are ``arguments``."""
+    """The pinned copies of the host arrays of one call. ``arguments`` are the buffers of the call."""
 
     def __init__(self, session: Session, operation: str, arguments: Sequence[Any], stream: Any) -> None:
         self._session = session
@@ -66,12 +65,12 @@ class PinnedCopies:
         return bool(self._copies)
 
     def add(self, operand: Operand, begin: int, end: int, *, written: bool) -> Operand:
-        """Copy the elements of an operand, which lie between two addresses; return it with its elements in the copy.
+        """Copy the memory from ``begin`` to ``end``, which holds an operand's elements; return the operand in the copy.
 
-        Local. Memory that receives is copied, too, because its gaps must come back as they are. Raises
-        `InvalidUsageError` in a capture.
+        Local. The copy includes memory that receives, because the gaps between its elements must come back unchanged.
+        Raises `InvalidUsageError` in a capture.
         """
-        # The elements keep their alignment, which kernels rely on.
+        # The elements keep their alignment, because kernels rely on it.
         shift = begin % _ALIGNED_NBYTES
         memory = self._pinned(end - begin + shift)[shift:]
         ctypes.memmove(memory.ctypes.data, begin, end - begin)
@@ -91,7 +90,7 @@ class PinnedCopies:
         return backend.pinned(nbytes)
 
     def back(self) -> None:
-        """Bring the results to the arrays. The call must be over."""
+        """Copy the results to the host arrays. The call must be over."""
         for copy in self._copies:
             if copy.written:
                 ctypes.memmove(copy.pointer, copy.memory.ctypes.data, copy.memory.nbytes)
@@ -102,15 +101,15 @@ class _Copy:
     """The bytes of a host array from its first element to its last one, in pinned memory."""
 
     pointer: int
-    """The address of the first byte in the array."""
+    """The address of the first byte in the host array."""
     memory: npt.NDArray[np.uint8]
     written: bool
     owner: Any
-    """It keeps the array alive."""
+    """The object that keeps the host array alive."""
 
 
 def _extent(operand: Operand) -> tuple[int, int]:
-    """Return the addresses of the first byte of all elements, and behind the last one; equal without elements."""
+    """Return the addresses of the first byte of the elements and after the last byte; equal if there are none."""
     spans: Sequence[tuple[int, int]]
     if operand.derived is not None:
         parts = [each for each in operand.derived if each.layout.regions]
@@ -130,7 +129,7 @@ def _extent(operand: Operand) -> tuple[int, int]:
 
 
 def require_no_graph(operation: str, backend: GpuBackend, stream: int) -> None:
-    """Raise `InvalidUsageError` where ``stream`` captures a graph."""
+    """Raise `InvalidUsageError` if ``stream`` captures a graph."""
     if backend.is_capturing(stream):
         raise InvalidUsageError(
             f"{operation}: a host array beside an array on a GPU cannot be part of a CUDA graph, because the host "
@@ -139,7 +138,7 @@ def require_no_graph(operation: str, backend: GpuBackend, stream: int) -> None:
 
 
 def warn_of_host_array(operation: str) -> None:
-    """Log once per operation that its calls with a host array beside a device array are slow. Local."""
+    """Log once per operation that a call with a host array beside a device array is slow. Local."""
     tell_slow_way("a host array beside an array on a GPU goes through pinned memory")
     _warn(operation)
 

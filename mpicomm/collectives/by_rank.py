@@ -1,4 +1,4 @@
-"""A buffer with a block for each neighbour as a buffer with a block for each rank.
+"""Turns a buffer with a block for each neighbour into a buffer with a block for each rank.
 
 So a collective of neighbours is an all-to-all among all ranks, in which most pairs of ranks have no data.
 """
@@ -19,7 +19,7 @@ from mpicomm.mpi.layout import DatatypeLayout, layout_of, run_of, together
 def blocks_for_ranks(
     operand: Operand, neighbors: Sequence[int], numbers: Sequence[Sequence[int]], *, one: bool = False
 ) -> list[list[Elements]]:
-    """Return the blocks of each rank: those with its ``numbers``. With ``one`` all neighbours have the first block."""
+    """Return the blocks of each rank, as ``numbers`` lists them. With ``one`` all neighbours have the first block."""
     blocks = [_block_of_neighbor(operand, 0 if one else number) for number in range(len(neighbors))]
     return [[blocks[number] for number in each] for each in numbers]
 
@@ -39,13 +39,13 @@ def _block_of_neighbor(operand: Operand, number: int) -> Elements:
 
 
 def by_rank(operand: Operand, blocks: Sequence[Sequence[Elements]]) -> Operand:
-    """Return ``operand`` as bytes, with the ``blocks`` of each rank, one after the other, as the block of that rank.
+    """Return ``operand`` as bytes. The block of a rank consists of the ``blocks`` of that rank, one after the other.
 
-    Where the blocks of each rank are one run of bytes, they stay where they are. Else they are elements of a derived
-    datatype, which kernels pack.
+    If the blocks of each rank are one run of bytes, they stay in place. Else they are elements of a derived datatype,
+    which kernels pack.
     """
     base = operand.pointer
-    # Ranks that get the same blocks, as in an all-gather, have one layout, so that these are packed once.
+    # Ranks that get the same blocks, as in an all-gather, have one layout, so a kernel packs these blocks once.
     made = {tuple(of_rank): together((block.address - base, block.layout) for block in of_rank) for of_rank in blocks}
     layouts = [made[tuple(of_rank)] for of_rank in blocks]
     counts = tuple(layout.nbytes for layout in layouts)
@@ -57,9 +57,9 @@ def by_rank(operand: Operand, blocks: Sequence[Sequence[Elements]]) -> Operand:
 
 
 def cut_of(blocks: Sequence[Elements]) -> int:
-    """Return how the data of these blocks is cut, as a number, which is 0 for one block.
+    """Return a number that says how the data of these blocks is cut; 0 for one block.
 
-    Two neighbours that send as many bytes as they receive may still not mean the same blocks.
+    Two neighbours may agree in the bytes of a message and still differ in its blocks.
     """
     lengths = [block.layout.nbytes for block in blocks]
     return zlib.crc32(struct.pack(f"<{len(lengths)}Q", *lengths)) if len(lengths) > 1 else 0

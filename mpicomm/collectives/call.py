@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives import beside, patterns
 from mpicomm.collectives.by_rank import blocks_for_ranks, by_rank, cut_of
-from mpicomm.collectives.call_location import CallLocation, place_of
+from mpicomm.collectives.call_location import CallLocation, location_of
 from mpicomm.collectives.checks import read_counts, refuse_in_place, require_recvcounts, require_room, require_root
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation, Shape
@@ -33,7 +33,7 @@ from mpicomm.mpi.span import Span
 _BYTE = np.dtype(np.uint8)
 
 
-@dataclass(slots=True)  # not frozen, because a frozen one costs a device call a microsecond
+@dataclass(slots=True)  # not frozen, because a frozen class costs a device call a microsecond
 class Arguments:
     """The arguments of a collective call, as the user passed them."""
 
@@ -49,15 +49,17 @@ class Arguments:
 class Call:
     """One collective call of one rank: read and checked. Local.
 
-    ``place`` is where the call is; by default `place_of` decides. ``copies`` gets host arrays beside device arrays.
+    ``place`` is the location of the call; by default `location_of` decides. ``copies`` gets host arrays beside device
+    arrays.
 
-    ``dtype`` is None where only MPI can carry the call out: with a derived datatype, with ``MPI.BOTTOM``, or with an
-    operation or element type that the engines do not know; and in each collective of neighbours on host arrays. Such a
-    collective needs ``neighborhood``.
+    ``dtype`` is None if only MPI can carry out the call: with a derived datatype, with ``MPI.BOTTOM``, or with an
+    operation or element type that the engines do not know. It is also None in a collective of neighbours on host
+    arrays. A collective of neighbours needs ``neighborhood``.
 
-    Data that is only moved is bytes, so the two buffers, and those of two ranks, may name it by different types. MPI
-    carries that too, although its standard allows it for few types. Raises `InvalidUsageError` and `TypeError` where
-    mpi4py raises ValueError and TypeError, and `RefusedByMpiError` where MPI raises.
+    Data that is only moved counts as bytes. So the two buffers of a rank, and the buffers of two ranks, may name
+    different types. MPI carries such data, too, although its standard allows that for few types. Raises
+    `InvalidUsageError` if mpi4py raises ValueError, `TypeError` if mpi4py raises TypeError, and `RefusedByMpiError` if
+    MPI raises.
     """
 
     def __init__(
@@ -83,13 +85,13 @@ class Call:
             require_root(operation, arguments.root, size)
         self._cuts: list[tuple[int, int]] = []
         self.send, self.receive = self._read_buffers()
-        self.place = place or place_of(operation, self.send, self.receive)
+        self.place = place or location_of(operation, self.send, self.receive)
         self.on_device = self.place == "gpu"
         given = [operand for operand in (self.send, self.receive) if operand is not None and operand.on_device]
         self.device_array = array_of(given[0].spec) if given else None
-        """The first array on the GPU. The stream of its library is meant where the caller names none."""
+        """The first array on the GPU. A call without a stream uses the current stream of this array's library."""
         self.was_undecided = False
-        """Whether this rank has learnt the place from others."""
+        """Whether this rank has learnt from other ranks where the call is."""
         self.copies = copies
         if self.on_device:
             in_place = self.in_place
@@ -98,7 +100,7 @@ class Call:
             if neighborhood is not None:
                 self._give_blocks_to_ranks(neighborhood)
         self.packed = self._packed() if self.on_device else None
-        """The call on packed memory where kernels pack derived datatypes; else None."""
+        """The call on packed memory if kernels pack derived datatypes; else None."""
         if self.packed is not None:
             self.send, self.receive = self.packed.send, self.packed.receive
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
@@ -109,12 +111,12 @@ class Call:
 
     @property
     def in_place(self) -> bool:
-        """Whether this rank's input of a reduction is in its receive buffer."""
+        """Whether the receive buffer holds this rank's input of a reduction."""
         return self.send is not None and self.send is self.receive
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the whole call, the same number on every rank; None where ranks may know different ones."""
+        """Bytes of the whole call, the same number on every rank; None if ranks may know different numbers."""
         operation = self.operation
         if operation.counts == "private":
             return None
@@ -125,9 +127,10 @@ class Call:
 
     @property
     def common_output(self) -> Operand | None:
-        """The buffer that all ranks have in the same form and receive into; None where their buffers may differ.
+        """The buffer that all ranks have in the same form and receive into; None if their buffers may differ.
 
-        The buffer of an all-to-all in place is input too, and a rank does not know when the others have read it.
+        It is None for an all-to-all in place, because its buffer is input too, and no rank knows when the peers have
+        read it.
         """
         operation = self.operation
         input_too = operation.send == "blocks" and self.send is None
@@ -142,7 +145,7 @@ class Call:
         if operation.counts == "same":
             count = self._most_units
         root = self.arguments.root if operation.rooted else None
-        asked = None if self.algorithm == "auto" else self.algorithm  # ranks with another algorithm never meet
+        asked = None if self.algorithm == "auto" else self.algorithm  # ranks with different algorithms never meet
         epilogue = None if self.epilogue is None else self.epilogue.text
         return Signature(operation.name, dtype, count, self.op, root, asked, epilogue)
 
@@ -162,7 +165,7 @@ class Call:
         return max(1, self._input_blocks(self.send)[self._rank].count * self.dtype.itemsize)
 
     def buffers(self, scratch: Span | None = None) -> Buffers:
-        """Return this rank's memory for the patterns; ``scratch`` has `scratch_nbytes` where that is not 0."""
+        """Return this rank's memory for the patterns. ``scratch`` has `scratch_nbytes` bytes, unless that is 0."""
         assert self.dtype is not None
         operation = self.operation
         dtype = self.dtype if operation.reduces else _BYTE
@@ -183,7 +186,7 @@ class Call:
         if self._converts and scratch is not None and output is not None:
             output = Span(scratch.pointer, output.count)
         if self.packed is not None or self._converts:
-            scratch = None  # it is in use; reduce-scatters alone need more
+            scratch = None  # it is in use; only reduce-scatters need more
         root, op = self.arguments.root, self.op or ""
         return Buffers(
             self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, self._cuts, scratch
@@ -191,7 +194,7 @@ class Call:
 
     @property
     def _converts(self) -> bool:
-        """Whether the reduction goes to scratch memory, from which the epilogue makes elements of another type."""
+        """Whether the epilogue makes elements of another type. The reduction then goes to scratch memory."""
         return self.epilogue is not None and self.epilogue.converts
 
     def _bound_epilogue(self) -> BoundEpilogue | None:
@@ -205,16 +208,16 @@ class Call:
             )
         bound, send = given.bind(self.operation.name, self.dtype, receive), self.send
         for written in bound.writes:
-            if send is not None and overlaps(written, send):  # a kernel may write it before it has read all of sendbuf
+            if send is not None and overlaps(written, send):  # a kernel may write it before it has read sendbuf
                 raise InvalidUsageError(
                     f"{self.operation}: epilogue={given!r}: {written.name} overlaps {send.name}: copy one of them"
                 )
         return bound
 
     def _unit(self, operand: Operand) -> int:
-        """Return how many units an element is: the engines take elements of reductions, and bytes of movements.
+        """Return the units of an element. In a reduction a unit is an element, in other calls a byte.
 
-        An epilogue may convert the elements of a reduction.
+        The two buffers of a reduction may have different types, because an epilogue may convert.
         """
         assert operand.dtype is not None
         return 1 if self.operation.reduces else operand.dtype.itemsize
@@ -228,7 +231,7 @@ class Call:
 
     def _output(self, receive: Operand, send_blocks: list[Span] | None) -> Span:
         if self.operation.reduces and send_blocks is not None:
-            # The buffer may hold more: in place it has the input, which begins where the result goes.
+            # The buffer may hold more: in place it has the whole input, and the result goes to its start.
             return Span(receive.pointer, send_blocks[self._rank].count)
         return self._in_units(receive, receive.whole())
 
@@ -255,10 +258,10 @@ class Call:
         send_in_place = has_send and not operation.of_neighbors and is_in_place(arguments.send)
         receive_in_place = rooted == "send" and at_root and is_in_place(arguments.receive)
         if send_in_place and rooted == "receive" and not at_root:
-            raise InvalidUsageError(f"{operation}: sendbuf=MPI.IN_PLACE is for the root alone: pass a buffer")
+            raise InvalidUsageError(f"{operation}: sendbuf=MPI.IN_PLACE is only for the root: pass a buffer")
         send = receive = None
         if has_receive and not receive_in_place:
-            # In place the receive buffer of a reduction holds the input.
+            # In place, the receive buffer of a reduction holds the input.
             shape = operation.send if send_in_place and operation.reduces else operation.receive
             receive = self._read(arguments.receive, shape, writable=True, name="recvbuf")
         if has_send and not send_in_place:
@@ -267,7 +270,7 @@ class Call:
         if send is not None and receive is not None:
             require_separate(send, receive, reduction=operation.reduces)
             same = operation.reduces and send.pointer == receive.pointer
-            if same and send.total and receive.total:  # the same memory given twice
+            if same and send.total and receive.total:  # the caller passed the same memory twice
                 send_in_place, self.arguments = True, replace(self.arguments, send=MPI.IN_PLACE)
         if send_in_place and operation.reduces:
             send = receive
@@ -287,9 +290,9 @@ class Call:
         return beside.for_kernels(operand, reread, copies, written=receives and not sends_alone)
 
     def _keep_for_mpi(self, send: Operand | None, receive: Operand | None) -> None:
-        """Let ``arguments`` have what MPI gets: memory that an object has exported to be read, and elements as bytes.
+        """Let ``arguments`` hold the buffers for MPI: the memory that an object has exported, and bytes for moved data.
 
-        Data that is only moved needs no type of MPI.
+        Data that is only moved needs no MPI type.
         """
         given = self.arguments
         of = attrgetter("spec") if self.operation.reduces else for_mpi
@@ -316,8 +319,9 @@ class Call:
     def _give_blocks_to_ranks(self, neighborhood: Neighborhood) -> None:
         """Turn buffers with blocks for neighbours into buffers with blocks for ranks.
 
-        They are bytes then, because a rank knows the element types of its neighbours alone. Raises `InvalidUsageError`
-        where this rank is its own neighbour and does not receive what it sends.
+        The blocks are bytes then, because a rank knows only the element types of its neighbours. Raises
+        `InvalidUsageError` if this rank is its own neighbour and its blocks to itself differ from its blocks from
+        itself.
         """
         send, receive = self.send, self.receive
         assert send is not None and receive is not None
@@ -352,11 +356,12 @@ class Call:
     def _common_dtype(self) -> np.dtype[Any] | None:
         if self.operation.of_neighbors and not self.on_device:
             return None
-        # A buffer without elements has no say. Where only MPI knows the elements, their number is not known.
+        # A buffer without elements does not count. If only MPI knows the elements, this rank does not know their
+        # number.
         having = [operand for operand in self.operands if operand.total or operand.dtype is None]
         dtypes = [operand.dtype for operand in having or self.operands]
-        if any(dtype is None for dtype in dtypes):  # `in` compares, and to NumPy None is float64
-            if isinstance(self.arguments.op, Op):  # in MPI an error of NumPy would end the program
+        if any(dtype is None for dtype in dtypes):  # `in` compares, and NumPy takes None for float64
+            if isinstance(self.arguments.op, Op):  # an error of NumPy inside MPI would end the program
                 raise InvalidUsageError(
                     f"{self.operation}: {self.arguments.op!r} is for plain element types, not for derived datatypes "
                     "or types that NumPy lacks: use MPI.Op.Create"
@@ -377,7 +382,7 @@ class Call:
         return first if types.is_covered(first) else None
 
     def _require_agreeing_counts(self) -> None:
-        """Raise where this rank's two buffers contradict each other. The engines compare the counts of ranks."""
+        """Raise if this rank's two buffers contradict each other. The engines compare the counts of different ranks."""
         send, receive, operation, said = self.send, self.receive, self.operation, self.arguments.counts
         if operation.send == "counted" and said is None:
             raise InvalidUsageError(f"{operation}: recvcounts is needed with MPI.IN_PLACE: pass a count for each rank")
@@ -390,5 +395,5 @@ class Call:
 
 
 def is_in_place(buffer: Any) -> bool:
-    """Return whether a buffer argument says that the data is in the other buffer."""
-    return buffer is MPI.IN_PLACE or buffer is None  # None says the same in mpi4py
+    """Return whether a buffer argument means that the other buffer holds the data."""
+    return buffer is MPI.IN_PLACE or buffer is None  # mpi4py treats None as MPI.IN_PLACE

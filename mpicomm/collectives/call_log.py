@@ -1,4 +1,4 @@
-"""CallLog: each rank of a node writes which collective it is in, and its peers read that when something is wrong."""
+"""CallLog: each rank of a node writes which collective it is in. Its peers read that when something is wrong."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
 
 _LINE_NBYTES = 256
-_KEPT = 16  # calls of a rank: ranks that need not wait for each other notice different calls some calls later
-_TEXTS = 64  # texts of a rank: more than calls are kept, so that a new text finds a place
-_MARKS = 4096  # marks of a rank: no rank is so many calls ahead of one that takes part in them
+_KEPT = 16  # calls of a rank; ranks that do not wait for each other notice different calls only some calls later
+_TEXTS = 64  # texts of a rank; more than the kept calls, so that a new text always finds a free slot
+_MARKS = 4096  # marks of a rank; no rank gets so many calls ahead of a rank that takes part in them
 
-# First come the words of calls, which take a line, so that no two ranks write the same cache line. Then come the
-# numbers of texts, the texts, and the marks.
+# First come the words of calls. They fill a line, so that no two ranks write the same cache line. Then come the numbers
+# of texts, the texts, and the marks.
 _NUMBERS_AT = _LINE_NBYTES
 _TEXTS_AT = _NUMBERS_AT + 8 * _TEXTS
 _MARKS_AT = _TEXTS_AT + _LINE_NBYTES * _TEXTS
@@ -30,7 +30,7 @@ _NBYTES = _MARKS_AT + 8 * _MARKS
 _CALLS, _ASKED, _READY, _LONGEST_AT, _KEPT_AT = 0, 1, 2, 3, 5
 _CHECKPOINT = (1 << 16) - 1  # the lowest bits of a longest message say at which checkpoint it was written
 
-# The word of a call that is kept: its number, the number of its text, and a count, from the lowest bit on.
+# The word of a kept call, from the lowest bit on: the number of the call, the number of its text, and a count.
 _CALL_BITS, _TEXT_BITS = 8, 12
 _CALL, _TEXT = (1 << _CALL_BITS) - 1, (1 << _TEXT_BITS) - 1
 _COUNT_AT = _CALL_BITS + _TEXT_BITS
@@ -40,17 +40,17 @@ _NEVER_CALLED = "nothing yet"
 class CallLog:
     """The latest collectives of each rank of the node as texts with a count, in shared host memory for every device.
 
-    Each rank writes its own memory: for each call a word, before it does anything else for the call, and each text
-    once. Any rank reads all. The word of a call says which call it is, so a reader notices a word that is not there
-    yet, or that a later call has overwritten. Marks tell calls on the host from calls on the GPUs: see `witness`.
+    Each rank writes its own memory: one word for each call, before it does anything else for the call, and each text
+    once. Every rank reads the memory of all ranks. The word of a call contains the number of the call. So a reader
+    notices that a word is not there yet, or that a later call has overwritten it. Marks tell calls on the host from
+    calls on the GPUs: see `witness`.
+
     Construction is collective and raises as `share` does. ``row`` shows this rank's calls to the doctor.
     """
 
     def __init__(self, node: Group, row: CommunicatorRow | None = None) -> None:
         backend = HostBackend(node.timeout_s)
-        self._segments = share(
-            node, backend, "call call log", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES
-        )
+        self._segments = share(node, backend, "call log", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES)
         self._node = node
         self._row = row or CommunicatorRow()
         self._memory = [
@@ -62,13 +62,14 @@ class CallLog:
         self._own: memoryview | None = self._counters[node.rank]
         self._calls = 0
         self._texts: dict[str, int] = {}
-        """The numbers of the texts that are in this rank's memory."""
+        """The texts in this rank's memory, with their numbers."""
         self._next_text = 0
 
-    def post(self, text: str, count: int = 0) -> None:
+    def post(self, text: str, count: int = 0, *, ready: bool = False) -> None:
         """Write this rank's next call; local. Text beyond 256 bytes of UTF-8 is cut off.
 
-        Readers put ``count`` in the place of `COUNT_IN_TEXT`, so calls that differ in a count share a text.
+        ``ready`` tells the other ranks as `CallLog.ready` does. Readers replace `COUNT_IN_TEXT` with ``count``, because
+        calls that differ only in a count share a text.
         """
         counter = self._own
         if counter is None:
@@ -79,51 +80,53 @@ class CallLog:
         self._calls = call = self._calls + 1
         counter[_KEPT_AT + call % _KEPT] = count << _COUNT_AT | (number & _TEXT) << _CALL_BITS | call & _CALL
         counter[_CALLS] = call
+        if ready:
+            counter[_READY] = call
         self._row.post(text, count)
 
     def post_on_host(self, text: str) -> None:
-        """As `post`, for a call that is not on the GPUs. Its number stands in a mark."""
+        """As `post`, for a call on the host. A mark holds its number."""
         self._require_open(text)
         call = self._calls + 1
         self._marks[self._node.rank][call % _MARKS] = call
-        # Pairs with the fence of `is_on_host`: a reader that sees the counter of the call sees its mark.
+        # Pairs with the fence of `is_on_host`: a reader that sees the counter of the call also sees its mark.
         fence()
         self.post(text)
 
     def ready(self) -> None:
-        """Tell the other ranks that this one launches its latest call next, and waits for nothing before; local."""
-        # Pairs with `not_ready` of the peers. It needs no fence, because a peer that sees it reads nothing else for it.
+        """Tell the other ranks that this rank launches its latest call next and waits for nothing before; local."""
+        # Pairs with `not_ready` of the peers. It needs no fence, because a peer that sees the word reads nothing else.
         if self._own is not None:
             self._own[_READY] = self._calls
 
     def ask(self) -> int:
-        """Tell the other ranks that this one does not know where the next call is; return the number of that call."""
+        """Tell the other ranks that this rank does not know where its next call is; return the number of that call."""
         self._require_open("a call without elements")
         call = self._calls + 1
         self._counters[self._node.rank][_ASKED] = call
         return call
 
     def is_on_host(self, call: int) -> bool | None:
-        """Return whether the call of that number is on the host; None while no rank has said so. Local.
+        """Return whether the call of that number is on the host; None while no rank has said where it is. Local.
 
-        It is, too, where all ranks ask: they have no data for each other.
+        The call is also on the host if all ranks ask, because then no rank has data.
         """
         for index, counter in enumerate(self._counters):
             if counter[_CALLS] < call:
                 continue
-            # Pairs with the fence of `post_on_host`: the mark is read after the counter.
+            # Pairs with the fence of `post_on_host`: this rank reads the mark after the counter.
             fence()
             mark = self._marks[index][call % _MARKS]
-            if mark <= call:  # else a later call has the mark, and this rank says nothing of the call
+            if mark <= call:  # else a later call has overwritten the mark, and that rank gives no answer
                 return bool(mark == call)
-        return True if self.nobody_knows(call) else None
+        return True if self.all_ask(call) else None
 
-    def nobody_knows(self, call: int) -> bool:
-        """Return whether all ranks have asked where the call of that number is. Local."""
+    def all_ask(self, call: int) -> bool:
+        """Return whether every rank has asked where the call of that number is. Local."""
         return all(counter[_ASKED] >= call for counter in self._counters)
 
     def write_longest(self, checkpoint: int, nbytes: int) -> None:
-        """Let the other ranks read this rank's longest message at a checkpoint; local. See `LongestMessage`."""
+        """Write this rank's longest message at a checkpoint for the other ranks; local. See `LongestMessage`."""
         self._counters[self._node.rank][_LONGEST_AT + checkpoint % 2] = nbytes << 16 | checkpoint + 1 & _CHECKPOINT
 
     def without_longest(self, checkpoint: int) -> list[int]:
@@ -132,7 +135,7 @@ class CallLog:
         return [index for index, word in enumerate(words) if (word ^ checkpoint + 1) & _CHECKPOINT]
 
     def longest(self, checkpoint: int) -> int:
-        """Return the longest message that any rank has written at a checkpoint, which all have written; local."""
+        """Return the longest message of all ranks at a checkpoint; local. Every rank must have written its own."""
         return max(counter[_LONGEST_AT + checkpoint % 2] >> 16 for counter in self._counters)
 
     def _require_open(self, text: str) -> None:
@@ -147,7 +150,8 @@ class CallLog:
     def read(self) -> list[str]:
         """Return the call of each rank of the node, in the node's order; local.
 
-        It is the first of their latest calls in which the ranks differ, and each rank's last call if they do not.
+        It is the first of the latest calls in which the ranks differ. If they do not differ, it is each rank's last
+        call.
         """
         texts = self._difference() or [None] * self._node.size
         return [text or self._last(index) for index, text in enumerate(texts)]
@@ -162,23 +166,23 @@ class CallLog:
         return texts is not None and None not in texts
 
     def behind(self) -> list[int]:
-        """Return the indices of the ranks that have posted less often than this one; local."""
+        """Return the indices of the ranks that have posted fewer calls than this rank; local."""
         mine = self._counters[self._node.rank][0]
         return [index for index, counter in enumerate(self._counters) if counter[0] < mine]
 
     def not_ready(self) -> list[int]:
-        """Return the indices of the ranks that do not launch this rank's latest call yet; local."""
+        """Return the indices of the ranks that are not ready to launch this rank's latest call; local."""
         return [index for index, counter in enumerate(self._counters) if counter[_READY] < self._calls]
 
     def ahead(self) -> list[int]:
-        """Return the indices of the ranks that have posted more often than this one; local."""
+        """Return the indices of the ranks that have posted more calls than this rank; local."""
         if self._own is None:
             return []
         mine = self._own[0]
         return [index for index, counter in enumerate(self._counters) if counter[0] > mine]
 
     def absence_reason(self) -> str:
-        """Return which ranks are in calls that this rank has not made, and the way out; "" if none is. Local."""
+        """Return a text that names the ranks in calls that this rank has not made, and the way out; else "". Local."""
         ranks = self._node.ranks
         calls = [f"rank {ranks[index]} is in {self._last(index)}, or has left it" for index in self.ahead()]
         if not calls:
@@ -188,7 +192,7 @@ class CallLog:
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's calls; local."""
-        return (MemoryUse("call call log", host_nbytes=self._segments.own.nbytes),)
+        return (MemoryUse("call log", host_nbytes=self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
         """Unmap the peers' calls; local. `post` raises `InvalidUsageError` afterwards."""
@@ -204,7 +208,7 @@ class CallLog:
         self._segments.close_own()
 
     def _write(self, text: str) -> int:
-        """Write a text in place of one that no call that is kept has; return its number."""
+        """Write a text over a text that no kept call uses; return the number of the new text."""
         own = self._node.rank
         words = self._counters[own][_KEPT_AT : _KEPT_AT + _KEPT]
         in_use = {(word >> _CALL_BITS) % _TEXTS for word in words}
@@ -214,17 +218,17 @@ class CallLog:
         self._next_text = number + 1
         self._texts = {each: its for each, its in self._texts.items() if (its - number) % _TEXTS}
         self._numbers[own][number % _TEXTS] = number
-        # Pairs with the second fence of `_text`: a reader that sees a byte of the new text sees by the number, which it
-        # reads afterwards, that the place belongs to another text.
+        # Pairs with the second fence of `_text`: a reader that sees a byte of the new text also sees the new number,
+        # which it reads afterwards. So it notices that the slot holds another text.
         fence()
         self._memory[own][_place(number)] = text.encode()[:_LINE_NBYTES].ljust(_LINE_NBYTES, b"\0")
-        # Pairs with the first fence of `_text`: a reader that sees the word of a call sees the whole of its text.
+        # Pairs with the first fence of `_text`: a reader that sees the word of a call also sees its whole text.
         fence()
         self._texts[text] = number
         return number
 
     def _difference(self) -> list[str | None] | None:
-        """Return each rank's text of the first call in which the ranks differ, None for a rank that has not come."""
+        """Return each rank's text of the first call in which ranks differ; None for a rank that has not made it."""
         for call in range(max(1, self._calls - _KEPT + 2), self._calls + 1):
             texts = [self._text(index, call) for index in range(self._node.size)]
             if len({text for text in texts if text is not None}) > 1:
@@ -232,7 +236,7 @@ class CallLog:
         return None
 
     def _last(self, index: int) -> str:
-        """Return the last call of a rank, with a remark if that rank has posted fewer calls than this one."""
+        """Return the last call of a rank, with a remark if that rank has posted fewer calls than this rank."""
         while True:
             call = self._counters[index][_CALLS]
             if call == 0:
@@ -242,7 +246,7 @@ class CallLog:
                 return text + (" (its previous call: it has not made this one yet)" if index in self.behind() else "")
 
     def _text(self, index: int, call: int) -> str | None:
-        """Return the call of a rank of that number, None if it is not there yet or was overwritten."""
+        """Return the text of a rank's call of that number; None if the call is not there yet or was overwritten."""
         counter = self._counters[index]
         if counter[_CALLS] < call:
             return None
@@ -250,11 +254,12 @@ class CallLog:
         if (word ^ call) & _CALL:
             return None
         number = word >> _CALL_BITS & _TEXT
-        # Pairs with the second fence of `_write`: the text is read after the word of the call, so all of it is there.
+        # Pairs with the second fence of `_write`: this rank reads the text after the word of the call, so the text is
+        # complete.
         fence()
         text = bytes(self._memory[index][_place(number)])
-        # Pairs with the first fence of `_write`: the number is read after the text, so it is another one if any byte of
-        # another text was read.
+        # Pairs with the first fence of `_write`: this rank reads the number after the text. So the number differs if
+        # this rank has read any byte of another text.
         fence()
         if (self._numbers[index][number % _TEXTS] ^ number) & _TEXT:
             return None

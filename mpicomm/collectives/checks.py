@@ -1,4 +1,4 @@
-"""Checks of one rank's call: its root, what ``recvcounts`` says, and whether the two buffers fit each other."""
+"""Checks of one rank's call: its root, its ``recvcounts``, and whether the two buffers fit each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_root(operation: Operation, root: Any, size: int) -> None:
 
 
 def refuse_in_place(operation: Operation, send: Any, receive: Any) -> None:
-    """Raise for data in place, which collectives of neighbours do not have."""
+    """Raise if a buffer is ``MPI.IN_PLACE``, because collectives of neighbours have no data in place."""
     for name, buffer in (("sendbuf", send), ("recvbuf", receive)):
         if buffer is MPI.IN_PLACE:
             raise InvalidUsageError(
@@ -34,7 +34,7 @@ def refuse_in_place(operation: Operation, send: Any, receive: Any) -> None:
 
 
 def read_counts(operation: Operation, counts: Any) -> list[int]:
-    """Return ``recvcounts`` as Python's integers: NumPy's have at most 64 bits, which addresses exceed."""
+    """Return ``recvcounts`` as Python's integers, because addresses may exceed the 64 bits of NumPy's integers."""
     try:
         return [operator.index(count) for count in counts]
     except TypeError:
@@ -53,12 +53,12 @@ def require_recvcounts(
         )
     if receive.total < counts[rank]:
         raise InvalidUsageError(
-            f"{operation}: recvbuf has room for {receive.total} elements, this rank receives {counts[rank]}"
+            f"{operation}: recvbuf has room for {receive.total} elements, but this rank receives {counts[rank]}"
         )
 
 
 def require_room(operation: Operation, send: Operand, receive: Operand, rank: int, units: tuple[int, int]) -> None:
-    """Raise unless this rank's blocks of the two buffers are as long. ``units`` are the bytes of their elements."""
+    """Raise unless this rank's blocks in both buffers have one length. ``units`` are the bytes of their elements."""
     if operation.receive == "one":
         sent, room = send.count if operation.send == "one" else send.block(rank).count, receive.total
     else:
@@ -69,5 +69,5 @@ def require_room(operation: Operation, send: Operand, receive: Operand, rank: in
         unit, sent, room = "bytes", sent * units[0], room * units[1]
     if sent != room:
         raise InvalidUsageError(
-            f"{operation}: sendbuf holds {sent} {unit} where recvbuf has room for {room}: they must be equal"
+            f"{operation}: sendbuf holds {sent} {unit}, but recvbuf has room for {room}: they must be equal"
         )

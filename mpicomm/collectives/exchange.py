@@ -1,8 +1,8 @@
 """Exchange: the data that one rank sends to each rank and receives from each rank in one step of a collective.
 
-The engines of the host and of GPUs know exchanges and nothing of MPI. patterns.py knows MPI's collectives and nothing
-of memory. A rank needs to know only its own counts, because an exchange is right where the bytes that rank a sends to
-rank b are the bytes that rank b receives from rank a.
+The engines of the host and of GPUs know exchanges, but not MPI. patterns.py knows MPI's collectives, but not memory. A
+rank needs to know only its own counts. An exchange is right if the bytes that rank a sends to rank b are the bytes that
+rank b receives from rank a.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from mpicomm.mpi.span import Span
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes that go to rank ``peer`` of the node or come from it; ``tag`` is MPI's, None where any tag matches."""
+    """Bytes that go to rank ``peer`` of the node or come from it. ``tag`` is MPI's; None if any tag matches."""
 
     peer: int
     span: Span
     tag: int | None
     elements: Elements | None = None
-    """Elements of a derived datatype, which a kernel packs: ``span`` then has their bytes alone, and no address."""
+    """Elements of a derived datatype, which a kernel packs. ``span`` then has only their bytes, and no address."""
 
 
 @dataclass(frozen=True)
 class Reduction:
     """Reduce the data that the ranks ``sources`` send, in this order, into ``output``.
 
-    ``own`` is this rank's contribution where this rank is one of the sources. ``own`` may be the same memory as
-    ``output``. Sources and output do not overlap otherwise.
+    ``own`` is this rank's contribution, if this rank is one of the sources. ``own`` may be the same memory as
+    ``output``. Otherwise sources and output do not overlap.
     """
 
     op: str
@@ -46,13 +46,13 @@ class Reduction:
 class Exchange:
     """One step of a collective as one rank sees it; ranks are indices in the node.
 
-    ``sends[r]`` goes to rank r, and the data of rank r lands in ``receives[r]``. A rank that is one of
-    ``reduction.sources`` has no place in ``receives``, because its data is reduced. An engine copies ``sends[self]`` to
-    ``receives[self]``, unless both are the same memory; in a reduction ``own`` is this rank's data.
+    ``sends[r]`` goes to rank r, and the data of rank r lands in ``receives[r]``. If rank r is one of
+    ``reduction.sources``, ``receives[r]`` is None, because its data is reduced. An engine copies ``sends[self]`` to
+    ``receives[self]``, unless both are the same memory. In a reduction ``own`` is this rank's data.
 
-    Sends may overlap each other. In a reduction they may also be the same memory as the output, because an engine reads
-    all contributions to an element before it writes the element, and sends a piece before it overwrites the piece. (On
-    the host such memory must be ``own`` too.)
+    Sends may overlap each other. In a reduction, sends may also be the same memory as the output. An engine reads all
+    contributions to an element before it writes the element, and sends a piece before it overwrites the piece. (On the
+    host such memory must also be ``own``.)
     """
 
     dtype: np.dtype[Any]
@@ -60,14 +60,14 @@ class Exchange:
     receives: tuple[Span | None, ...]
     reduction: Reduction | None = None
     lands: tuple[Span | None, ...] | None = None
-    """The place where ``sends[r]`` belongs on rank r, as an address of this rank. It is given where all ranks have
-    output of one form. Engines that store into symmetric memory use it."""
+    """The place where ``sends[r]`` belongs on rank r, as an address of this rank; None unless all ranks have output of
+    one form. Engines that store into symmetric memory use it."""
     move: tuple[Span, Span] | None = None
-    """After the exchange this rank copies the first span to the second. Other ranks take no part in that."""
+    """After the exchange this rank copies the first span to the second. Other ranks take no part in the copy."""
 
     cuts: tuple[tuple[int, int], ...] = ()
-    """For each rank, how the data that goes to it and the data that comes from it are cut, as numbers; the two ranks
-    must agree on them. Empty where each rank sends one block to each."""
+    """For each rank, two numbers: how the data to that rank is cut, and how the data from that rank is cut. Both ranks
+    must agree on them. Empty if each rank sends one block to each rank."""
 
     @cached_property
     def longest_nbytes(self) -> int:
@@ -86,7 +86,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class TwoShot:
-    """Two exchanges, of which the second sends on the data that the first has reduced or brought to this rank."""
+    """Two exchanges: the second sends on the data that the first has reduced or brought to this rank."""
 
     first: Exchange
     second: Exchange
@@ -99,10 +99,10 @@ class TwoShot:
 
 @dataclass(frozen=True)
 class ChainHop:
-    """A rank's place in a chain: it adds ``own`` to the data that it receives, keeps ``output``, and sends it on.
+    """One hop of a rank in a chain: it adds ``own`` to the data that it receives, keeps ``output``, and sends it on.
 
-    ``own`` is None where the rank adds nothing, ``output`` is None where it keeps nothing. The first hop sends its
-    ``own`` and receives nothing.
+    ``own`` is None if the rank adds nothing. ``output`` is None if it keeps nothing. The first hop sends its ``own``
+    and receives nothing.
     """
 
     own: Span | None
@@ -113,9 +113,9 @@ class ChainHop:
 
 @dataclass(frozen=True)
 class Chain:
-    """Data that goes from rank to rank, each sending to the next one alone, over ``links`` links.
+    """Data that goes from rank to rank over ``links`` links. Each rank sends only to the next rank.
 
-    A rank has two hops where the chain comes back to the rank where it began.
+    The first rank has two hops if the chain comes back to it.
     """
 
     dtype: np.dtype[Any]

@@ -1,4 +1,4 @@
-"""Neighborhood: the neighbours of one rank in a topology, and which block of one rank is which block of another."""
+"""Neighborhood: the neighbours of one rank in a topology, and which blocks of two neighbours match."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mpicomm.errors import InvalidUsageError
 
 @dataclass(frozen=True)
 class Neighborhood:
-    """The ranks that send to this rank and those to which it sends, in the order of the blocks in its buffers.
+    """The ranks that send to this rank and the ranks to which it sends, in the order of the blocks in its buffers.
 
-    A rank may occur several times. ``MPI.PROC_NULL`` stands for a neighbour beyond the edge of a grid: its block is in
-    the buffer, and nobody reads or writes it.
+    A rank may occur several times. ``MPI.PROC_NULL`` stands for a neighbour beyond the edge of a grid. Its block is in
+    the buffer, but no rank reads or writes the block.
     """
 
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
     crossed: bool = False
-    """Whether data that leaves a grid's rank in one direction of a dimension arrives from the other direction. A grid
-    has two blocks for each dimension. Without it the blocks between two ranks match in the order of the buffers."""
+    """Whether data that leaves a rank of a grid in one direction of a dimension arrives from the other direction. A
+    grid has two blocks for each dimension. If false, the blocks between two ranks match in the order of the buffers."""
 
     def outgoing(self, size: int) -> list[tuple[int, ...]]:
-        """Return the numbers of the blocks for each of ``size`` ranks, in the order in which they are sent. Local."""
+        """Return the numbers of the blocks for each of ``size`` ranks, in the order of sending. Local."""
         return _by_rank(self.destinations, range(len(self.destinations)), size)
 
     def incoming(self, size: int) -> list[tuple[int, ...]]:
-        """Return the numbers of the blocks from each of ``size`` ranks, in the order in which the rank sends. Local.
+        """Return the numbers of the blocks from each of ``size`` ranks, in the order of sending. Local.
 
-        Each is the number of the block in the receive buffer. In a grid that is crossed, the sender has this rank in
-        the other direction of the same dimension.
+        A number counts the blocks of the receive buffer. In a crossed grid, the sender has this rank in the other
+        direction of the same dimension.
         """
         numbers = range(len(self.sources))
         return _by_rank(self.sources, sorted(numbers, key=lambda number: number ^ self.crossed), size)
@@ -45,29 +45,29 @@ class Neighborhood:
 def neighborhood_of(comm: MPI.Topocomm) -> Neighborhood:
     """Return the neighbours of this rank, in MPI's order. Local.
 
-    Raises `InvalidUsageError`, on every rank alike, for a graph of `MPI.GRAPH` whose neighbours do not match: MPI makes
-    it, and then waits for ever for a message.
+    Raises `InvalidUsageError` on every rank for an `MPI.GRAPH` in which neighbours do not match. MPI would accept the
+    graph, and then wait for ever for a message.
     """
     if isinstance(comm, MPI.Graphcomm):
         require_symmetric(*comm.Get_topo())
     sources, destinations = comm.inoutedges
     ranks = [rank for rank in sources if rank != MPI.PROC_NULL]
-    # Where each rank occurs once, there is nothing to cross, and MPI is not asked.
+    # If each rank occurs once, there is nothing to cross, and this rank need not ask MPI.
     repeated = len(set(ranks)) < len(ranks)
     crossed = repeated and comm.Get_topology() == MPI.CART and _mpi_crosses()
     return Neighborhood(tuple(sources), tuple(destinations), crossed)
 
 
 def require_symmetric(index: Sequence[int], edges: Sequence[int]) -> None:
-    """Raise unless each rank is a neighbour of another one as often as the other one is its neighbour. Local."""
+    """Raise unless, for each two ranks, both name each other equally often as a neighbour. Local."""
     spans = enumerate(itertools.pairwise((0, *index)))
     counts = Counter((rank, peer) for rank, (start, end) in spans for peer in edges[start:end])
     for (rank, peer), count in counts.items():
         if counts[peer, rank] != count:
             raise InvalidUsageError(
                 f"the graph names rank {peer} {count} times as a neighbour of rank {rank}, and rank {rank} "
-                f"{counts[peer, rank]} times as one of rank {peer}: name both equally often, or say who sends to whom "
-                "with Create_dist_graph_adjacent"
+                f"{counts[peer, rank]} times as a neighbour of rank {peer}: name both equally often, or say who "
+                "sends to whom with Create_dist_graph_adjacent"
             )
 
 
@@ -77,7 +77,7 @@ def _by_rank(peers: Sequence[int], numbers: Sequence[int], size: int) -> list[tu
 
 @cache
 def _mpi_crosses() -> bool:
-    """Return whether MPI crosses the blocks of a grid, as MPI 4 says; some MPIs match them in plain order. Local."""
+    """Return whether MPI crosses the blocks of a grid, as MPI 4 defines; some MPIs match them in plain order. Local."""
     grid = MPI.Intracomm(MPI.COMM_SELF).Create_cart([1], [True])
     received = np.zeros(2, np.int32)
     grid.Neighbor_alltoall(np.arange(2, dtype=np.int32), received)

@@ -1,8 +1,8 @@
-"""The table of MPI's collectives: a row says all that the package knows of one of them.
+"""The table of MPI's collectives: a row holds all facts that the package knows about one collective.
 
-The API, the dispatcher, the engines, tuning, bench and tests read this table. No other file decides by a name what a
-collective does, because only tables of measured sizes have names as keys. scripts/write_methods.py writes the methods
-of Communicators from the table. The string below a row is the docstring of the blocking method.
+The API, the dispatcher, the engines, tuning, bench and tests read this table. No other file decides by name how a
+collective works; only tables of measured sizes have names as keys. scripts/write_methods.py writes the methods of
+Communicators from the table. The string below a row is the docstring of the blocking method.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.patterns import Buffers, OneShot
 
 Shape = Literal["one", "blocks", "vector", "counted", "typed"]
-"""How a buffer is read: one block; an equal block for each rank; a block of any count and place for each rank; blocks
-that ``recvcounts`` cuts, one after the other; a block of any datatype, count and place for each rank. In a collective
-of neighbours the blocks are those of the neighbours."""
+"""How a buffer is read. "one": one block. "blocks": an equal block for each rank. "vector": a block of any count and
+displacement for each rank. "counted": blocks that ``recvcounts`` cuts, one after the other. "typed": a block of any
+datatype, count and displacement for each rank. In a collective of neighbours each neighbour has a block."""
 
 
-# Rows are compared by identity, because each exists once; that also makes them cheap keys of dictionaries.
+# Rows compare by identity, because each row exists once. That also makes them cheap keys of dictionaries.
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One collective."""
+    """A row: one collective."""
 
     name: str
     """mpi4py's name of the blocking method."""
@@ -38,24 +38,24 @@ class Operation:
     one_shot: OneShot
     """The collective as one exchange, in which every rank sends straight to every rank."""
     rooted: Literal["", "send", "receive", "bcast"] = ""
-    """The buffer that only the root has; "bcast" is one buffer, which all ranks have and the root sends."""
+    """The buffer that only the root has. "bcast" means one buffer, which all ranks have and the root sends."""
     reduces: bool = False
     counts: Literal["same", "vector", "private"] = "same"
-    """The ranks that know a count: all ranks pass the same; every rank knows those of all ranks, but passes its own;
-    or only the two ranks of a message know it."""
+    """The ranks that know a count. "same": all ranks pass the same count. "vector": every rank passes its own count and
+    knows the counts of all ranks. "private": only the two ranks of a message know its count."""
     traffic: Literal["even", "uneven", "one-way"] = "one-way"
-    """All ranks send all others as many bytes; all send to all, some more than others; or a rank mostly either sends or
-    receives."""
+    """The bytes that ranks send. "even": all ranks send the same number of bytes to all others. "uneven": all ranks
+    send to all others, and some send more. "one-way": a rank mostly either sends or receives."""
     of_neighbors: bool = False
-    """Whether each rank exchanges data with its neighbours in a topology alone. Its pattern gets a block for each rank,
-    as an all-to-all does; a rank that is no neighbour has an empty one. It is never in place."""
+    """Whether each rank exchanges data only with its neighbours in a topology. The pattern gets a block for each rank,
+    as in an all-to-all; a rank that is no neighbour has an empty block. The collective is never in place."""
     into_all: bool = False
     """Whether all ranks have output of the same form and receive into it, so that peers may store into it."""
     two_shot: Callable[[Buffers], TwoShot] | None = None
     ring: Callable[[Buffers], list[Exchange]] | None = None
     chain: Callable[[Buffers], Chain] | None = None
     copies: Literal["", "one_shot", "two_shot"] = ""
-    """The pattern that copy engines carry out; "" where they do not serve the collective."""
+    """The pattern that copy engines carry out; "" if they do not serve the collective."""
 
     def __repr__(self) -> str:
         return self.name
@@ -84,12 +84,6 @@ class Operation:
     def mpi_class(self) -> type[MPI.Intracomm]:
         """mpi4py's class that has the collective, if MPI has it."""
         return MPI.Topocomm if self.of_neighbors else MPI.Intracomm
-
-    @cached_property
-    def begin(self) -> Callable[..., MPI.Request]:
-        """mpi4py's nonblocking method, if MPI has the collective."""
-        method: Callable[..., MPI.Request] = getattr(self.mpi_class, self.nonblocking)
-        return method
 
     @cached_property
     def number(self) -> int:
@@ -150,7 +144,7 @@ BCAST = Operation(
 )
 """Bring the root's ``buf`` to every rank's ``buf``."""
 EXSCAN = Operation("Exscan", "one", "one", patterns.exscan, reduces=True)
-"""Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
+"""Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``. The ``recvbuf`` of rank 0 does not change."""
 GATHER = Operation("Gather", "one", "blocks", patterns.gather, rooted="receive", copies="one_shot")
 """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
 GATHERV = Operation("Gatherv", "one", "vector", patterns.gather, rooted="receive", counts="private")
@@ -184,14 +178,14 @@ REDUCE = Operation(
     reduces=True,
     two_shot=patterns.two_shot_reduce,
     chain=patterns.chain_reduce,
-    copies="one_shot",  # a rank but the root has no memory for a shard that copy engines would send on
+    copies="one_shot",  # only the root has memory for a shard that copy engines would send on
 )
 """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
 REDUCE_SCATTER = Operation("Reduce_scatter", "counted", "one", patterns.reduce_scatter, reduces=True, traffic="uneven")
 """As Reduce_scatter_block, with ``recvcounts[r]`` elements in block r.
 
-Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. A rank whose count is 0 need
-not be in place where the other ranks are, except in a persistent call on host arrays.
+Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. If the other ranks are in
+place, a rank with count 0 need not be in place, except in a persistent call on host arrays.
 """
 REDUCE_SCATTER_BLOCK = Operation(
     "Reduce_scatter_block", "blocks", "one", patterns.reduce_scatter, reduces=True, traffic="even", copies="one_shot"

@@ -1,8 +1,8 @@
-"""A collective on derived datatypes as a collective on packed memory, between a launch that packs and one that unpacks.
+"""A collective on derived datatypes as a collective on packed memory, which one launch packs and another unpacks.
 
-MPI lets the ranks of a call use datatypes of different layout, as long as they name the same basic elements. Packed
-memory holds these elements one after the other, so that all algorithms serve all datatypes, and ranks with plain arrays
-meet ranks with derived datatypes.
+MPI lets the ranks of a call use datatypes of different layout if they name the same basic elements. Packed memory holds
+these elements one after the other. So all algorithms serve all datatypes, and ranks with plain arrays can meet ranks
+with derived datatypes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNED_NBYTES = 256
 
 @dataclass(frozen=True)
 class Packed:
-    """The buffers of a call; those of derived datatypes lie in scratch memory, and their pointers are offsets there."""
+    """The buffers of a call. Buffers of derived datatypes lie in scratch memory; their pointers are offsets."""
 
     send: Operand | None
     receive: Operand | None
@@ -37,10 +37,10 @@ class Packed:
     def of(
         cls, send: Operand | None, receive: Operand | None, *, input_in_receive: bool, receives: bool, as_bytes: bool
     ) -> Packed | None:
-        """Return the call on packed memory; None where no buffer is of a derived datatype.
+        """Return the call on packed memory; None if no buffer has a derived datatype.
 
-        ``input_in_receive`` is whether this rank's input lies in its receive buffer, ``receives`` is whether this rank
-        receives into it. ``as_bytes`` is for calls in which pairs of ranks may differ in their types.
+        ``input_in_receive`` is whether this rank's input lies in its receive buffer. ``receives`` is whether this rank
+        receives into that buffer. ``as_bytes`` is for calls in which each pair of ranks may use other types.
         """
         given = [operand for operand in (send, receive) if operand is not None]
         if not any(operand.derived for operand in given):
@@ -52,7 +52,7 @@ class Packed:
         return cls(packed_send, packed_receive, max(1, nbytes), before, received if receives else ())
 
     def placed(self, scratch: int) -> tuple[Operand | None, Operand | None]:
-        """Return the buffers, with the addresses of those that are packed in scratch memory."""
+        """Return the buffers. Packed buffers get addresses in the memory at ``scratch``."""
         send, receive = (
             operand
             if operand is None or operand.derived is None
@@ -63,7 +63,7 @@ class Packed:
 
 
 def _common_dtype(operands: list[Operand]) -> np.dtype[Any]:
-    """Return the type of all basic elements, ``types.BYTE`` where there are several types."""
+    """Return the type of all basic elements; ``types.BYTE`` if there are several types."""
     found: set[np.dtype[Any]] = set()
     for operand in operands:
         if operand.derived is None:
@@ -75,7 +75,7 @@ def _common_dtype(operands: list[Operand]) -> np.dtype[Any]:
 
 
 def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Operand | None, tuple[PackJob, ...], int]:
-    """Return an operand in elements of ``dtype``, what is packed for it from offset ``at`` on, and the next offset."""
+    """Return an operand in elements of ``dtype``, the jobs that pack it from offset ``at`` on, and the next offset."""
     if operand is None:
         return None, (), at
     if operand.derived is None:

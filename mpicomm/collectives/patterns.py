@@ -1,7 +1,7 @@
 """Patterns: each of MPI's collectives as exchanges between ranks, seen from one rank. Pure functions.
 
-Every pattern takes the `Buffers` of one rank. All ranks get equally many exchanges, in which the bytes that one rank
-sends to another are the bytes that the other receives. Counts of 0 stand for nothing.
+Every pattern takes the `Buffers` of one rank. All ranks get the same number of exchanges. In an exchange, the bytes
+that rank a sends to rank b are the bytes that rank b receives from rank a. A count of 0 means no data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpicomm.collectives.exchange import Chain, ChainHop, Exchange, Reduction, T
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
 
-_ALIGNED_NBYTES = 128  # a shard begins at a whole cache line of the array where the array has that many lines
+_ALIGNED_NBYTES = 128  # a shard begins at a whole cache line of the array, if the array has that many lines
 
 Spans = Sequence[Span]
 T = TypeVar("T")
@@ -27,9 +27,9 @@ T = TypeVar("T")
 class Buffers:
     """The memory of one rank in one collective call.
 
-    A span is None where MPI does not look at that buffer on this rank. A collective in place has equal pointers for
-    input and output, as MPI says where: both are the same span, or in the gathering collectives ``send`` is this rank's
-    block of ``blocks``.
+    A span is None if MPI ignores that buffer on this rank. A collective in place has equal pointers for input and
+    output. As MPI defines, both are the same span, or, in a gathering collective, ``send`` is this rank's block of
+    ``blocks``.
     """
 
     rank: int
@@ -47,10 +47,10 @@ class Buffers:
     cuts: Sequence[tuple[int, int]] = ()
     """See `Exchange.cuts`."""
     scratch: Span | None = None
-    """Memory for this rank's result of a reduce-scatter in place, see `reduce_scatter`."""
+    """Memory for this rank's result of a reduce-scatter in place: see `reduce_scatter`."""
 
     def pieces(self, nbytes: int) -> Iterator[Buffers]:
-        """Cut a call that has one input and one output of the same count into calls of at most ``nbytes`` each."""
+        """Cut a call with one input and one output of the same count into calls of at most ``nbytes`` each."""
         step = max(1, nbytes // self.dtype.itemsize)
         count = next((span.count for span in (self.send, self.output) if span is not None), 0)
         for start in range(0, count, step):
@@ -71,14 +71,14 @@ def blocks(pointer: int, counts: Sequence[int], displs: Sequence[int], itemsize:
 
 
 def split(span: Span, size: int, itemsize: int) -> list[Span]:
-    """Return ``size`` shards of a span, in order and equal but for the last ones; a function of its arguments alone."""
+    """Return ``size`` shards of a span, in order. All shards except the last ones are equal. Pure function."""
     step = shard_count(span.count, size, itemsize)
     bounds = [min(span.count, index * step) for index in range(size + 1)]
     return [_part(span, start, stop, itemsize) for start, stop in itertools.pairwise(bounds)]
 
 
 def shard_count(count: int, size: int, itemsize: int) -> int:
-    """Return the elements of each shard but the last ones, where ``count`` elements have ``size`` shards."""
+    """Return the elements of each shard except the last ones, if ``count`` elements have ``size`` shards."""
     step = -(-count // size)
     line = max(1, _ALIGNED_NBYTES // itemsize)
     return step if step <= line else -(-step // line) * line
@@ -105,11 +105,11 @@ def reduce(b: Buffers) -> Exchange:
 def reduce_scatter(b: Buffers) -> Exchange:
     """Rank r's ``output`` is the reduction of all ranks' block r of ``send_blocks``.
 
-    In place MPI wants the result at the start of block 0, where the input of other ranks is, and the rest of the buffer
-    unchanged. With ``scratch`` this rank reduces into scratch memory, of as many elements as the output has, and moves
-    the result afterwards. Other ranks take no part in the move, because a rank that receives nothing need not be in
-    place. No scratch memory is needed where blocks are equal and an engine sends a part of each block before it
-    overwrites that part of block 0.
+    In place, MPI puts the result at the start of block 0 and leaves the rest of the buffer unchanged. Block 0 holds
+    input for another rank. With ``scratch`` this rank reduces into scratch memory of the output's size, and then moves
+    the result. Other ranks take no part in the move, because a rank that receives nothing need not be in place. A call
+    needs no scratch memory if blocks are equal and the engine sends each part before it overwrites that part of block
+    0.
     """
     output = _needed(b.output)
     if b.scratch is None:
@@ -132,14 +132,14 @@ def exscan(b: Buffers) -> Exchange:
 
 
 def allgather(b: Buffers) -> Exchange:
-    """Every rank's block r is the ``send`` of rank r; blocks may have any counts and places, as in Allgatherv."""
+    """Every rank's block r is rank r's ``send``; blocks may have any counts and displacements, as in Allgatherv."""
     received = _needed(b.blocks)
     send = received[b.rank] if b.send is None else b.send
     return Exchange(b.dtype, (send,) * b.size, tuple(received), lands=(received[b.rank],) * b.size)
 
 
 def gather(b: Buffers) -> Exchange:
-    """The root's block r is the ``send`` of rank r; blocks may have any counts and places, as in Gatherv."""
+    """The root's block r is rank r's ``send``; blocks may have any counts and displacements, as in Gatherv."""
     if b.rank != b.root:
         return Exchange(b.dtype, _only(b.root, _needed(b.send), b), _nowhere(b))
     received = _needed(b.blocks)
@@ -148,7 +148,7 @@ def gather(b: Buffers) -> Exchange:
 
 
 def scatter(b: Buffers) -> Exchange:
-    """Rank r's ``output`` is the root's block r; blocks may have any counts and places, as in Scatterv."""
+    """Rank r's ``output`` is the root's block r; blocks may have any counts and displacements, as in Scatterv."""
     if b.rank != b.root:
         return Exchange(b.dtype, _nowhere(b), _only(b.root, _needed(b.output), b))
     sends = _needed(b.send_blocks)
@@ -157,14 +157,14 @@ def scatter(b: Buffers) -> Exchange:
 
 
 def alltoall(b: Buffers) -> Exchange:
-    """Block r of rank s's output is block s of rank r's input; any counts and places, as in Alltoallv."""
+    """Block r of rank s's output is block s of rank r's input; any counts and displacements, as in Alltoallv."""
     received = _needed(b.blocks)
     sends = received if b.send_blocks is None else b.send_blocks
     return Exchange(b.dtype, tuple(sends), tuple(received), lands=(received[b.rank],) * b.size, cuts=tuple(b.cuts))
 
 
 def bcast(b: Buffers) -> Exchange:
-    """Every rank's ``output`` is the root's: the root sends all of it to all."""
+    """Every rank's ``output`` is a copy of the root's. The root sends all of it to every rank."""
     buffer = _needed(b.output)
     sends = tuple(buffer if b.rank == b.root != peer else None for peer in range(b.size))
     received = None if b.rank == b.root else buffer
@@ -194,9 +194,10 @@ def two_shot_bcast(b: Buffers) -> TwoShot:
 
 
 def two_shot_reduce(b: Buffers) -> TwoShot:
-    """As `reduce`: each rank but the root reduces a shard and sends it to the root, which receives its result once.
+    """As `reduce`: each rank except the root reduces a shard and sends it to the root.
 
-    It is for engines that send a result on without storing it: on all ranks but the root the result has address 0.
+    The root receives its result once. The pattern is for engines that send a result on without storing it: on all ranks
+    except the root the result has address 0.
     """
     shards = _split_without(b, _needed(b.send))
     if b.rank == b.root:
@@ -206,17 +207,18 @@ def two_shot_reduce(b: Buffers) -> TwoShot:
     return TwoShot(_reduce_blocks(b, shards, result), Exchange(b.dtype, _only(b.root, result, b), _nowhere(b)))
 
 
-# Ring and chain: each rank sends to the next rank alone.
+# Ring and chain: each rank sends only to the next rank.
 
 
 def ring_allreduce(b: Buffers) -> list[Exchange]:
-    """Every rank's ``output`` is the reduction of all ranks' ``send``; a rank sends to the next one alone.
+    """Every rank's ``output`` is the reduction of all ranks' ``send``; a rank sends only to the next rank.
 
-    A reduce-scatter, which leaves the result of shard r on rank r, then an all-gather, of ``size - 1`` exchanges each:
-    P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
+    A reduce-scatter leaves the result of shard r on rank r. Then follows an all-gather. Each has ``size - 1``
+    exchanges: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69
+    (2009).
 
-    The order of reduction is the ring's own and is fixed: for shard r the ranks r + 1, ... and r itself last. Partial
-    results travel as ``dtype``, so types of 16 bits or fewer are rounded at every step.
+    The ring fixes the order of reduction: shard r is reduced over the ranks r + 1, r + 2, ..., and rank r comes last.
+    Partial results travel as ``dtype``, so types of 16 bits or fewer are rounded at every step.
     """
     rank, size = b.rank, b.size
     if size == 1:
@@ -237,14 +239,14 @@ def ring_allreduce(b: Buffers) -> list[Exchange]:
 
 
 def ring_refusal(op: str) -> str | None:
-    """Return why the ring cannot reduce with an operation, in words for an error; None if it can."""
+    """Return the reason, for an error, why the ring cannot reduce with an operation; None if it can."""
     if op == "avg":
         return "the ring cannot average on the way: sum, and divide by the number of ranks"
     return None
 
 
 def chain_bcast(b: Buffers) -> Chain:
-    """As `bcast`: each rank, from the root on, sends to the next rank the data that it receives."""
+    """As `bcast`: from the root on, each rank sends the data that it receives to the next rank."""
     buffer, link = _needed(b.output), (b.rank - b.root) % b.size
     own, output = (buffer, None) if link == 0 else (None, buffer)
     hop = ChainHop(own, output, receives=link > 0, sends=link < b.size - 1)
@@ -252,10 +254,10 @@ def chain_bcast(b: Buffers) -> Chain:
 
 
 def chain_reduce(b: Buffers) -> Chain:
-    """As `reduce`: each rank sends to the next one the reduction of all ranks up to itself.
+    """As `reduce`: each rank sends the reduction of all ranks up to itself to the next rank.
 
-    The reduction keeps the order of ranks, so it ends on the last rank; the root is that rank, or the first one, to
-    which the last rank sends the result. Partial results travel as ``dtype``.
+    The reduction keeps the order of ranks, so it ends on the last rank. The root is the last rank, or the first rank,
+    which gets the result from the last rank. Partial results travel as ``dtype``.
     """
     send, last = _needed(b.send), b.size - 1
     returns = b.root == 0 and last > 0
@@ -271,8 +273,8 @@ def _shards(b: Buffers, span: Span | None) -> list[Span]:
 
 
 def _split_without(b: Buffers, span: Span) -> list[Span]:
-    """Split a span among all ranks but the root, whose shard is empty."""
-    shards = split(span, b.size - 1, b.dtype.itemsize) if b.size > 1 else []  # a rank alone has no other to send to
+    """Split a span among all ranks except the root. The root's shard is empty."""
+    shards = split(span, b.size - 1, b.dtype.itemsize) if b.size > 1 else []  # one rank has no peers
     return [*shards[: b.root], Span(span.pointer, 0), *shards[b.root :]]
 
 
@@ -299,5 +301,5 @@ def _part(span: Span, start: int, stop: int, itemsize: int) -> Span:
 
 def _needed(value: T | None) -> T:
     if value is None:
-        raise InvalidUsageError("a buffer that this rank needs was not given")
+        raise InvalidUsageError("a buffer that this rank needs is missing")
     return value

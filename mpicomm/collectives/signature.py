@@ -14,9 +14,9 @@ _WITH_COUNT = struct.Struct("<Iq")
 
 @dataclass(frozen=True)
 class Signature:
-    """A collective call in words.
+    """The facts of a collective call. ``str`` gives its text.
 
-    ``count`` is None where ranks may pass different counts. Other fields are None where the collective has no such
+    ``count`` is None if ranks may pass different counts. Any other field is None if the collective has no such
     argument.
     """
 
@@ -37,7 +37,7 @@ class Signature:
 
     @property
     def hash32(self) -> int:
-        """A 32-bit hash. It travels with the data, so that ranks which call different things notice."""
+        """A 32-bit hash. It travels with the data, so ranks that call different things notice it."""
         return counted_hash(self.hash_without_count, self.count)
 
     @property
@@ -47,12 +47,12 @@ class Signature:
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
     def text_without_count(self) -> str:
-        """Return the text of the call with `COUNT_IN_TEXT` in the place of its count, if it has one."""
+        """Return the text of the call. `COUNT_IN_TEXT` stands for its count, if the call has one."""
         if self.count is None:
             return str(self)
         return str(replace(self, count=0)).replace("count=0", f"count={COUNT_IN_TEXT}", 1)
 
 
 def counted_hash(without_count: int, count: int | None) -> int:
-    """Return the hash of a call with this count, made from the hash of all other facts of the call."""
+    """Return the hash of a call from ``without_count``, the hash of its other facts, and its count."""
     return zlib.crc32(_WITH_COUNT.pack(without_count, -1 if count is None else count))

@@ -21,7 +21,7 @@ from mpicomm.kernels.team import Faults
 
 @dataclass(frozen=True)
 class Link:
-    """How a rank reaches a peer's memory. A field is ``None`` where the machine does not say."""
+    """The way from a rank to a peer's memory. A field is ``None`` if the machine does not say."""
 
     path: Literal["self", "same device", "NVLink", "PCIe", "staged", "host memory", "other node", "unknown"]
     performance_rank: int | None = None
@@ -35,13 +35,13 @@ class Link:
 
 
 def slowest_gb_s(links: Iterable[Link]) -> float | None:
-    """Return the bandwidth of the slowest link; None where no link's bandwidth is known."""
+    """Return the bandwidth of the slowest link; None if no bandwidth is known."""
     return min((link.gb_s for link in links if link.gb_s is not None), default=None)
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Private memory of a device. ``owner`` keeps it allocated; it is None where the backend does so until `close`."""
+    """Private memory of a device. ``owner`` keeps it allocated; it is None if the backend keeps it until `close`."""
 
     pointer: int
     nbytes: int
@@ -49,25 +49,25 @@ class Scratch:
 
 
 class Segment(Protocol):
-    """Memory that is mapped into this process: its own, or a peer's that it has opened."""
+    """Memory that is mapped into this process: memory of this process, or memory of a peer that it has opened."""
 
     @property
     def pointer(self) -> int:
-        """Address of the first byte, as kernels and copies on this backend use it."""
+        """Address of the first byte, for kernels and copies on this backend."""
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
 
     def close(self) -> None:
-        """Unmap, and free where this process owns the memory. A second call does nothing."""
+        """Unmap the memory, and free it if this process owns it. A second call does nothing."""
 
 
 class Event(Protocol):
     """A point in a stream of work that other processes can wait for."""
 
     def export(self) -> bytes:
-        """Return the key with which a peer opens the event."""
+        """Return the key that a peer needs to open the event."""
 
     def record(self, stream: int) -> None:
         """Mark the work enqueued on ``stream`` so far."""
@@ -80,7 +80,7 @@ class Event(Protocol):
 
 
 class Backend(Protocol):
-    """The memory and the streams of one device. Every method is local: none waits for a peer but `wait_signal`.
+    """The memory and the streams of one device. Every method is local. Only `wait_signal` waits for a peer.
 
     A failure raises `HandleError` (memory), `InvalidUsageError` (arguments) or `BackendUnavailableError`.
     """
@@ -88,25 +88,25 @@ class Backend(Protocol):
     device: int | str
     """Device ordinal, or "cpu"."""
     kinds: tuple[Kind, ...]
-    """The handle kinds that it can allocate, best first."""
+    """The handle kinds that the backend can allocate, best first."""
 
     def make_current(self) -> None:
         """Make the device current on the calling thread: other libraries then allocate and launch on it."""
 
     def prepare_thread(self) -> None:
-        """As `make_current`, for a thread that mpicomm has started, which works beside the threads of the user."""
+        """Like `make_current`, for a thread of mpicomm that works beside the threads of the user."""
 
     def allocate(self, kind: Kind, nbytes: int) -> Segment:
         """Allocate at least ``nbytes`` bytes that can be exported as ``kind``; contents are undefined."""
 
     def adopt(self, array: Any) -> Segment:
-        """Return the memory of an existing array as a segment; its ``close`` leaves the array alone."""
+        """Return the memory of an existing array as a segment; its ``close`` does not free the array."""
 
     def export(self, segment: Segment) -> tuple[MemoryHandle, Descriptor | None]:
         """Return the handle of a segment of this process, and for `FD_KINDS` a descriptor, which the caller closes."""
 
     def open(self, handle: MemoryHandle, fd: int | None) -> Segment:
-        """Map a peer's memory. ``fd`` stays the caller's; it may be closed afterwards."""
+        """Map a peer's memory. The caller still owns ``fd``, and may close it afterwards."""
 
     def asarray(self, array: Any) -> Any:
         """Return ``array`` as this backend's ndarray without copying, or raise `InvalidUsageError`."""
@@ -124,10 +124,10 @@ class Backend(Protocol):
         """
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy between two addresses, stream-ordered where there are streams."""
+        """Copy between two addresses; stream-ordered if the device has streams."""
 
     def zero(self, pointer: int, nbytes: int) -> None:
-        """Set bytes to zero. Blocking: they are zero when this returns."""
+        """Set bytes to zero. Blocking: the bytes are zero when this returns."""
 
     def synchronize(self, stream: int | None = None) -> None:
         """Wait for the work of one stream, or of the whole device."""
@@ -136,21 +136,21 @@ class Backend(Protocol):
         """Add 1 to the counter at ``sent`` and publish it at ``inbox``, after all earlier work of the stream."""
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
-        """Add 1 to the counter at ``expected``, and hold the stream until ``inbox`` has come to it or time is up."""
+        """Add 1 to the counter at ``expected``, and hold the stream until ``inbox`` has reached it or time is up."""
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time. It does not wait for the device."""
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return host memory that is fast to copy from and to the device."""
+        """Return host memory that copies to and from the device use at full speed."""
 
     def scratch(self, nbytes: int) -> Scratch:
         """Return memory of the device that no other process sees."""
 
     def completion(self, stream: int) -> Callable[[], bool]:
-        """Return a function that says whether the work enqueued on ``stream`` so far is done.
+        """Return a function that says whether the work that ``stream`` has at this call is done.
 
-        A stream that captures a graph runs nothing: its work counts as done.
+        A stream that captures a graph runs nothing, so its work counts as done.
         """
 
     def create_event(self) -> Event:
@@ -160,7 +160,7 @@ class Backend(Protocol):
         """Open a peer's event."""
 
     def link(self, device: bytes, kind: Kind) -> Link:
-        """Return how this device reaches memory of the device with that UUID when it is opened as ``kind``."""
+        """Return the link from this device to memory of the device with that UUID, opened as ``kind``."""
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of the backend itself, without the segments and the scratch memory of others."""
@@ -171,7 +171,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One GPU as this process sees it."""
+    """One GPU in the view of this process."""
 
     ordinal: int
     """Its number in this process. CUDA_VISIBLE_DEVICES changes it, so other processes may count differently."""
@@ -181,7 +181,7 @@ class DeviceInfo:
     pci_bus_id: str
     """For example ``0000:1b:00.0``."""
     numa_node: int
-    """The host's NUMA node to which the device is attached; -1 where the machine does not say."""
+    """The host's NUMA node of the device; -1 if the machine does not say."""
     compute_capability: tuple[int, int]
 
 
@@ -189,10 +189,10 @@ class SideStreams(Protocol):
     """Streams beside the user's, for work that waits for other ranks. All methods are local and do not block."""
 
     def mark(self, stream: int) -> Any:
-        """Return a mark behind the work that ``stream`` has been given so far."""
+        """Return a mark after the work that ``stream`` has at this call."""
 
     def wait_stream(self, stream: int, other: int) -> None:
-        """Let later work on ``stream`` wait for the work that the stream ``other`` has been given so far."""
+        """Let later work on ``stream`` wait for the work that the stream ``other`` has at this call."""
 
     def passed(self, mark: Any) -> bool:
         """Return whether the work before a mark is done."""
@@ -204,45 +204,45 @@ class SideStreams(Protocol):
         """Let later work on ``stream`` wait for a mark."""
 
     def take(self, after: Any = None) -> int:
-        """Return an idle stream for the caller alone, until `give_back`. Its work follows the mark ``after``."""
+        """Return an idle stream that only the caller uses, until `give_back`. Its work follows the mark ``after``."""
 
     def give_back(self, stream: int) -> None:
-        """Let `take` return the stream again, once the work on it is done."""
+        """Let `take` return the stream again after the work on it is done."""
 
 
 class DifferingCalls(Protocol):
-    """Returns what each rank called, in words, where the ranks called different things; else an empty sequence."""
+    """Says in words which call each rank made, if the ranks made different calls; else returns an empty sequence."""
 
     def __call__(self, *, wait: bool) -> Sequence[str]:
-        """With ``wait``, a rank has some time to say what it called."""
+        """With ``wait``, a rank has some time to say which call it made."""
 
 
 class MessageCopy(Protocol):
-    """Enqueues the copy of a message into one place of an outbox, or out of it; see `MessageSteps`.
+    """Enqueues the copy of a message into one slot of an outbox, or out of it; see `MessageSteps`.
 
-    One thread calls it at a time, and only when the last message of the place is over.
+    One thread calls it at a time, and only after the last message of the slot is over.
     """
 
     def __call__(self, stream: int, pointer: int, nbytes: int, /) -> None:
-        """Copy ``nbytes`` bytes from ``pointer``, or to there. The memory is a device's."""
+        """Copy ``nbytes`` bytes from ``pointer`` into the slot, or to ``pointer`` out of it. It is device memory."""
 
 
 class MessageSteps(Protocol):
     """Enqueues steps of messages; local, stream-ordered, not capturable.
 
-    A message has `MESSAGE_WORDS` words from ``ready`` on, which its sender adds to when the data is there, and as many
-    from ``done`` on, which its receiver adds to when it has read the data. After a timeout no step copies or adds
-    anything, and `check` names rank ``peer``.
+    A message has `MESSAGE_WORDS` words from ``ready`` on, and as many from ``done`` on. Its sender adds to the first
+    ones when the data is there. Its receiver adds to the others after it has read the data. After a timeout no step
+    copies or adds anything, and `check` names rank ``peer``.
     """
 
     def copy_in(self, place: int, *, ready: int) -> MessageCopy:
-        """Return the copy into the place at that address, which then announces 1."""
+        """Return the copy into the slot at address ``place``. After the copy, it announces 1."""
 
     def copy_out(self, place: int, *, ready: int, done: int, peer: int) -> MessageCopy:
-        """Return the copy out of the place at that address, which waits for 1 before, and releases 1 behind."""
+        """Return the copy out of the slot at address ``place``. It first waits for 1, and then releases 1."""
 
     def wait(self, stream: int, *, ready: int, done: int, count: int, blocks: int, peer: int) -> None:
-        """Wait until the first ``blocks`` words from ``ready`` on are ``count`` ahead of those from ``done`` on."""
+        """Wait until the first ``blocks`` words from ``ready`` on are ``count`` ahead of the words from ``done`` on."""
 
     def announce(self, stream: int, *, ready: int, count: int) -> None:
         """Add ``count`` to the words from ``ready`` on, after all earlier work of the stream."""
@@ -259,17 +259,17 @@ class GpuBackend(Backend, Protocol):
 
     info: DeviceInfo
     timeout_ns: int
-    """How long a kernel waits for a peer before it gives up."""
+    """The time that a kernel waits for a peer before it gives up."""
     calls: DifferingCalls | None
     """`check` calls it for the text of a `PeerError`."""
 
     @property
     def side_streams(self) -> SideStreams:
-        """Streams for work of mpicomm that must not hold up the user's."""
+        """Streams for work of mpicomm that must not delay the work of the user."""
 
     @property
     def multiprocessors(self) -> int:
-        """How many blocks, of any size, can run at once in any case."""
+        """The number of blocks, of any size, that can always run at once."""
 
     @property
     def total_nbytes(self) -> int:
@@ -280,7 +280,7 @@ class GpuBackend(Backend, Protocol):
         """The addresses at which kernels report that they cannot go on."""
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
-        """Let `check` raise an error of the same class and text from now on."""
+        """Let every later `check` raise an error of the same class and text."""
 
     def current(self) -> AbstractContextManager[None]:
         """Return a ``with`` block in which the device's context is current on the calling thread."""
@@ -289,40 +289,40 @@ class GpuBackend(Backend, Protocol):
         """Return a ``with`` block, for one thread at a time, that may load and allocate even during a capture."""
 
     def fill(self, pointer: int, nbytes: int, byte: int) -> None:
-        """Set bytes to ``byte``, and wait for that alone: not for other work of the device."""
+        """Set bytes to ``byte``, and wait only for that, not for other work of the device."""
 
     def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
-        """As `fill`, with a word of four bytes."""
+        """Like `fill`, with a word of four bytes."""
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
-        """As `stream`, but return None for a stream that captures a graph, and raise as `check` does."""
+        """Like `stream`, but return None for a stream that captures a graph, and raise as `check` does."""
 
     def threads(self, stream: int) -> StreamThreads:
-        """Return the threads that use a stream which `stream` or `eager_stream` has returned."""
+        """Return the threads that use a stream. `stream` or `eager_stream` has returned this stream."""
 
     def waits_beside(self, stream: int, array: Any) -> bool:
-        """Return whether a blocking call on ``array`` waits for its peers beside ``stream``, and its thread with it.
+        """Return whether a blocking call on ``array`` and its thread wait for peers beside ``stream``.
 
-        So it is where several threads use the stream: see `mpicomm.devices.stream_threads`.
+        They do if several threads use the stream: see `mpicomm.devices.stream_threads`.
         """
 
     def meets(self, stream: int, array: Any) -> bool:
         """Return whether the ranks meet on the host before a blocking collective on ``array`` begins.
 
-        So it is where several threads use the device: see `mpicomm.devices.stream_threads`.
+        They do if several threads use the device: see `mpicomm.devices.stream_threads`.
         """
 
     def message_steps(self) -> MessageSteps:
         """Return the steps of messages. The first call loads their kernel, which blocks."""
 
     def pack_table(self, table: PackTable) -> int:
-        """Return the address of a table on the device, which stays until `close`; blocking for a new table."""
+        """Return the address of a table on the device. The table stays until `close`; blocking for a new table."""
 
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
         """Pack the regions of a table, which lie from ``memory`` on, to ``packed``, or unpack them; stream-ordered.
 
-        Nothing is unpacked once a wait of this device has run out of time.
+        After a wait of this device has run out of time, it unpacks nothing.
         """
 
     def is_capturing(self, stream: int) -> bool:
-        """Return whether ``stream`` captures a graph, so that its work becomes part of that."""
+        """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""

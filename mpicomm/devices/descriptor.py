@@ -1,7 +1,6 @@
-"""Descriptor: the number of an open file, whose owner closes it; else the last reference to it does.
+"""Descriptor: the number of an open file. The owner of the file holds it and closes it.
 
-Whoever owns a file descriptor holds one of these; a plain ``int`` is only lent. Errors name the limits
-on descriptors by `way_out`.
+A plain ``int`` is a borrowed descriptor. `way_out` names the limits on descriptors in errors.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from mpicomm.interrupts import uninterrupted
 
 
 class Descriptor(int):
-    """A file descriptor that its holder owns, and closes as soon as it has done its work. Local; do not copy it.
+    """A file descriptor that its holder owns, and closes as soon as the work with it is done. Local; do not copy it.
 
-    It closes itself with its last reference for the sake of errors and of a Ctrl-C between two steps. That does not
-    replace `close`: an error holds the frames that it came through, and so their references, as long as it is kept.
+    If an error or a Ctrl-C comes between two steps, the last reference closes it. This does not replace `close`: an
+    error keeps its frames, and so their references, as long as a caller keeps the error.
     """
 
     _closed = False
@@ -31,7 +30,7 @@ class Descriptor(int):
             return cls(make(*arguments))
 
     def close(self) -> None:
-        """Close the file. A second call does nothing: another file may have the number by then."""
+        """Close the file. A second call does nothing, because another file may have the number then."""
         with uninterrupted():
             if not self._closed:
                 self._closed = True
@@ -43,10 +42,10 @@ class Descriptor(int):
 
 
 def way_out(code: int | None) -> str:
-    """Return what to add to an error with this errno: the limit on descriptors that it is of, and how to raise it.
+    """Return the limit on descriptors that an error with this errno has hit, and how to raise the limit.
 
-    Return "" for any other error. Root may have any number of descriptors in flight between processes, and another user
-    as many as a process may open.
+    Return "" for any other error. Root may have any number of descriptors in flight between processes. Another user may
+    have as many as a process may open.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if code == errno.EMFILE:

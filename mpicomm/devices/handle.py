@@ -1,6 +1,6 @@
-"""MemoryHandle: the packet with which one rank tells another how to open its memory.
+"""MemoryHandle: the packet with which one rank tells another rank how to open its memory.
 
-Packets come from peers, so `MemoryHandle.unpack` trusts none: it checks length, magic, version, kind, digest and
+Packets come from peers, so `MemoryHandle.unpack` trusts no packet. It checks length, magic, version, kind, digest and
 ranges, and every failure is a `HandleError`.
 """
 
@@ -16,7 +16,7 @@ from mpicomm.errors import HandleError
 Kind = Literal["memfd", "ipc", "fd", "fabric", "staged"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged"})  # a file descriptor travels beside the packet
-SEALED_KINDS: frozenset[Kind] = frozenset({"memfd", "staged"})  # the descriptor is of host memory, which can be sealed
+SEALED_KINDS: frozenset[Kind] = frozenset({"memfd", "staged"})  # the descriptor belongs to host memory, which has seals
 
 KEY_NBYTES = 64  # sizeof(CUipcMemHandle) == sizeof(CUmemFabricHandle)
 
@@ -29,11 +29,11 @@ PACKET_NBYTES = _BODY.size + _DIGEST_NBYTES
 
 @dataclass(frozen=True)
 class MemoryHandle:
-    """How to open ``nbytes`` bytes that lie ``offset`` bytes into an allocation of another process.
+    """The facts that a process needs to open ``nbytes`` bytes of another process.
 
-    ``device`` is the UUID of the GPU that owns the memory, zeros for host memory. ``key`` is the CUDA IPC or fabric
-    handle of the *allocation*, whose size is ``size`` bytes. For the kinds in `FD_KINDS` the key is empty, and a file
-    descriptor travels beside the packet.
+    The bytes lie ``offset`` bytes into an allocation of ``size`` bytes. ``device`` is the UUID of the GPU that owns the
+    memory, zeros for host memory. ``key`` is the CUDA IPC or fabric handle of the *allocation*. For the kinds in
+    `FD_KINDS` the key is empty, and a file descriptor travels beside the packet.
     """
 
     kind: Kind
@@ -59,7 +59,7 @@ class MemoryHandle:
 
     @classmethod
     def unpack(cls, packet: bytes) -> MemoryHandle:
-        """Read a packet; raises `HandleError` for anything `pack` cannot have written."""
+        """Read a packet. Raises `HandleError` for anything that `pack` cannot have written."""
         if len(packet) != PACKET_NBYTES:
             raise HandleError(
                 f"handle packet has {len(packet)} bytes instead of {PACKET_NBYTES}: damaged on the way, or another "
@@ -84,5 +84,5 @@ class MemoryHandle:
 
 
 def _digest(body: bytes) -> bytes:
-    # It finds damage, not malice: a peer that can send a packet is trusted as far as the memory that it offers.
+    # The digest finds damage, not malice: mpicomm trusts a peer that can send a packet, in the memory that it offers.
     return hashlib.blake2b(body, digest_size=_DIGEST_NBYTES, person=b"mpicomm-handle").digest()

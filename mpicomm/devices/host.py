@@ -32,8 +32,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 def memfd_create(nbytes: int) -> Descriptor:
     """Return a descriptor of ``nbytes`` bytes of anonymous shared memory, sealed at that size; the caller closes it.
 
-    Raises `HandleError` where the machine does not have so much memory left: the kernel grants it all the same, and
-    kills the process at some later access.
+    Raises `HandleError` if the machine has less memory left. The kernel would grant the memory in this case, too, and
+    kill the process at some later access.
     """
     available = _available_nbytes()
     if nbytes > available:
@@ -47,7 +47,7 @@ def memfd_create(nbytes: int) -> Descriptor:
         raise HandleError(f"memfd_create failed: {error.strerror}{way_out(error.errno)}") from error
     try:
         os.ftruncate(fd, nbytes)
-        # A peer could shrink a file that is not sealed: every access beyond its new end would be a SIGBUS here.
+        # A peer could shrink a file without seals. Every access after its new end would be a SIGBUS in this process.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
         fd.close()  # the error holds this frame, and the frame holds the descriptor
@@ -56,7 +56,7 @@ def memfd_create(nbytes: int) -> Descriptor:
 
 
 def require_sealed(fd: int) -> None:
-    """Raise `HandleError` unless a peer's descriptor is sealed as those of `memfd_create`; a peer may send anything."""
+    """Raise `HandleError` unless a peer's descriptor has the seals of `memfd_create`; a peer may send anything."""
     try:
         sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # a file of another kind, which has no seals
@@ -76,7 +76,7 @@ class _Mapping:
             address = _map(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
             if address == _MAP_FAILED:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            # Not at exit: threads of the user may still access the memory then.
+            # Not at exit, because threads of the user may still access the memory then.
             weakref.finalize(self, _unmap, address, nbytes).atexit = False
         self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
 
@@ -94,7 +94,7 @@ def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     try:
         if os.fstat(fd).st_size < offset + nbytes:
-            # The kernel maps beyond the end of a file, too, and kills the process at the first access there.
+            # The kernel also maps bytes after the end of a file, and kills the process at the first access to them.
             raise HandleError(f"shared memory has {os.fstat(fd).st_size} bytes, its handle promised {offset + nbytes}")
         mapping = _Mapping(fd, start, offset + nbytes - start)
     except OSError as error:
@@ -103,11 +103,11 @@ def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class HostSegment:
-    """Shared host memory mapped into this process, its own or a peer's.
+    """Shared host memory in this process: its memory, or the memory of a peer.
 
-    `close` gives the mapping up. The last NumPy view unmaps it, so a view that outlives its array stays readable
-    instead of crashing the process. A segment to export has the file's descriptor, ``fd``, which `close` closes unless
-    `take_fd` has handed it over. The last reference to a segment does what `close` does.
+    `close` gives up the mapping. The last NumPy view unmaps it, so a view that outlives its array stays readable
+    instead of crashing the process. A segment to export has the descriptor of the file, ``fd``. `close` closes the
+    descriptor unless `take_fd` has handed it over. The last reference to a segment does what `close` does.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class HostSegment:
         return fd
 
     def close(self) -> None:
-        """Give the mapping up, and close the descriptor if it is still here. A second call does nothing."""
+        """Give up the mapping, and close the descriptor if the segment still has it. A second call does nothing."""
         self.content = None
         if self._fd is not None:
             self._fd.close()
@@ -146,18 +146,18 @@ class HostSegment:
 
 
 class HostEvent:
-    """The host's event. Calls on host memory block, so recorded work has happened: both methods are fences."""
+    """The host's event. Calls on host memory block, so recorded work has happened. Both methods are fences."""
 
     def export(self) -> bytes:
-        """Return an empty key: a peer needs none to open the event."""
+        """Return an empty key, because a peer needs no key to open the event."""
         return b""
 
     def record(self, stream: int) -> None:
-        """Order this rank's earlier writes before its later ones, such as the message that tells a peer of them."""
+        """Order the earlier writes of this rank before its later writes, such as the message that tells a peer."""
         fence()
 
     def wait(self, stream: int) -> None:
-        """Order this rank's later reads behind the peer's writes, of which a message has told it."""
+        """Order the later reads of this rank after the writes of the peer. A message has told this rank of them."""
         fence()
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class HostEvent:
 
 
 class HostBackend:
-    """Host memory as a `Backend`. It has no streams, for which 0 stands: every call blocks."""
+    """Host memory as a `Backend`. It has no streams, and 0 stands for the stream, because every call blocks."""
 
     device: int | str = "cpu"
     kinds: tuple[Kind, ...] = ("memfd",)
@@ -175,10 +175,10 @@ class HostBackend:
         self._missed: tuple[str, int] | None = None
 
     def make_current(self) -> None:
-        """Return: the host is always there."""
+        """Return, because the host is always current."""
 
     def prepare_thread(self) -> None:
-        """Return, as `make_current`."""
+        """Return, like `make_current`."""
 
     def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
         """Allocate shared memory in whole pages, all zero."""
@@ -188,7 +188,7 @@ class HostBackend:
     def adopt(self, array: Any) -> HostSegment:
         """Return the shared mapping that holds an array (``multiprocessing.shared_memory``, ``numpy.memmap``)."""
         if array.nbytes == 0:
-            return self.allocate("memfd", 0)  # an empty array lies nowhere; peers still expect a handle that opens
+            return self.allocate("memfd", 0)  # an empty array has no memory, but peers expect a handle that opens
         fd, offset = _find_shared_mapping(array.ctypes.data, array.nbytes)
         content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
         return HostSegment(content, fd=fd, size=os.fstat(fd).st_size, offset=offset)
@@ -199,7 +199,7 @@ class HostBackend:
         return handle, segment.take_fd()
 
     def open(self, handle: MemoryHandle, fd: int | None) -> HostSegment:
-        """Map a peer's shared memory. ``fd`` stays the caller's."""
+        """Map a peer's shared memory. The caller still owns ``fd``."""
         if handle.kind != "memfd" or fd is None:
             raise HandleError(
                 f"a cpu communicator cannot open a handle of kind {handle.kind}: pass the same device= on all ranks"
@@ -239,7 +239,7 @@ class HostBackend:
         return np.array(pointers, np.uint64)
 
     def stream(self, stream: Any, array: Any = None) -> int:
-        """Accept ``None`` only: host calls block."""
+        """Accept only ``None``, because host calls block."""
         if stream is not None:
             raise InvalidUsageError(f"stream={stream!r}: a cpu communicator has no streams; leave stream out")
         return 0
@@ -253,20 +253,20 @@ class HostBackend:
         _bytes_at(pointer, nbytes)[:] = 0
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Order this rank's earlier writes before its later ones."""
+        """Order the earlier writes of this rank before its later writes."""
         fence()
 
     def signal(self, sent: int, inbox: int, stream: int) -> None:
         """Add 1 to the counter at ``sent`` and publish it at ``inbox``."""
         mine, theirs = _word_at(sent), _word_at(inbox)
         mine[0] += np.uint64(1)
-        # A release: pairs with the fence in wait_signal. Without it a weakly ordered CPU may let the peer see the
-        # counter before the data that this rank has put ahead of it.
+        # A release: it pairs with the fence in wait_signal. Without it, a weakly ordered CPU may let the peer see the
+        # counter before the data that this rank has written before it.
         fence()
         theirs[0] = mine[0]
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
-        """Add 1 to the counter at ``expected``, and block until ``inbox`` has come to it."""
+        """Add 1 to the counter at ``expected``, and block until ``inbox`` has reached it."""
         count, box = _word_at(expected), _word_at(inbox)
         target = int(count[0]) + 1
         if not wait_until(lambda: int(box[0]) >= target, self._timeout_s):
@@ -277,8 +277,8 @@ class HostBackend:
             )
             self.check()
         count[0] = target
-        # An acquire: pairs with the fence in signal. This rank reads the peer's data after the counter that publishes
-        # it.
+        # An acquire: it pairs with the fence in signal. This rank reads the peer's data after the counter that
+        # publishes the data.
         fence()
 
     def check(self) -> None:
@@ -288,7 +288,7 @@ class HostBackend:
             raise CollectiveTimeoutError(text, ranks=[peer])
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return host memory, which is the device's own."""
+        """Return host memory. All host memory is memory of this device."""
         return np.empty(nbytes, np.uint8)
 
     @staticmethod
@@ -298,7 +298,7 @@ class HostBackend:
         return Scratch(array.ctypes.data, nbytes, array)
 
     def completion(self, stream: int) -> Callable[[], bool]:
-        """Return a function that returns True: host calls block."""
+        """Return a function that returns True, because host calls block."""
         return lambda: True
 
     def create_event(self) -> HostEvent:
@@ -322,13 +322,13 @@ class HostBackend:
 
 
 def fence() -> None:
-    """Order this thread's earlier reads and writes before its later ones, as other processes see them.
+    """Order this thread's earlier reads and writes before its later ones, in the view of other processes.
 
-    Python has no fence, and one critical section of a lock is none: accesses may move into it from both sides. Two in a
-    row are: nothing moves down past the first release or up past the second acquire, and that acquire cannot pass the
-    release of the same lock.
+    Python has no fence. One critical section of a lock is not a fence, because accesses may move into it from both
+    sides. Two sections, one after the other, are a fence. No access moves down past the first release, or up past the
+    second acquire, and that acquire cannot pass the release of the same lock.
     """
-    # A new lock for each call: a Ctrl-C could leave a lasting one acquired, and every later fence would wait for ever.
+    # A new lock for each call: a Ctrl-C could leave a lasting lock acquired, and every later fence would hang.
     lock = threading.Lock()
     for _ in range(2):
         with lock:
@@ -344,7 +344,7 @@ def _word_at(pointer: int) -> npt.NDArray[np.uint64]:
 
 
 class _Memory:
-    """An address as NumPy's array interface, NumPy's documented way to view memory that no Python object owns."""
+    """An address in NumPy's array interface: NumPy documents it for memory that no Python object owns."""
 
     def __init__(self, pointer: int, count: int, dtype: np.dtype[Any], owner: Any) -> None:
         self._owner = owner
@@ -357,7 +357,7 @@ class _Memory:
 
 
 def array_at(pointer: int, count: int, dtype: np.dtype[Any], owner: Any = None) -> npt.NDArray[Any]:
-    """Return a NumPy array over memory at an address. It keeps ``owner`` alive, else the caller keeps the memory."""
+    """Return a NumPy array over memory at an address. It keeps ``owner`` alive; else the caller keeps the memory."""
     if count == 0:
         return np.empty(0, dtype)
     return np.asarray(_Memory(pointer, count, dtype, owner))
@@ -371,7 +371,7 @@ def _available_nbytes() -> int:
 
 
 def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor, int]:
-    """Return a new descriptor of the file that backs an address, which the caller closes, and the offset in it."""
+    """Return a new descriptor of the file of an address, which the caller closes, and the offset in the file."""
     # In bytes, because file names need not be text.
     with Path("/proc/self/maps").open("rb") as maps:
         for line in maps:
@@ -393,6 +393,6 @@ def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor, int]:
                 )
             break
     raise InvalidUsageError(
-        "array lies in memory of this process alone, which no peer can open; allocate it with comm.empty(), or place "
+        "array lies in private memory of this process, which no peer can open; allocate it with comm.empty(), or place "
         "it in multiprocessing.shared_memory or a writable numpy.memmap"
     )

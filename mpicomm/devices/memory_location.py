@@ -1,4 +1,4 @@
-"""Where memory lies that only an address names: one question to the CUDA driver, if this process has loaded it."""
+"""The location of the memory at an address: one question to the CUDA driver, if this process has loaded it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ATTRIBUTES = (ctypes.c_int * 5)(_MEMORY_TYPE, _IS_MANAGED, _ORDINAL, _RANGE_STA
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 
 _ABSENT_S = 0.1
-"""How long the answer holds that no driver is loaded. To look for it takes longer than a small call of MPI takes, and a
-driver takes longer than this to load and to start."""
+"""The time for which the answer holds that no driver is loaded. A search for the driver takes longer than a small call
+of MPI. A driver takes longer than this time to load and to start."""
 
 
 class GpuLocation(NamedTuple):
@@ -56,9 +56,9 @@ def has_driver() -> bool:
 
 
 def place_of(pointer: int) -> GpuLocation | None:
-    """Return where an address of device memory lies; None for all other addresses. Local.
+    """Return the location of an address of device memory; None for all other addresses. Local.
 
-    Memory of the host is no device memory, also where it is pinned and devices can access it.
+    Host memory is not device memory, even if it is pinned and devices can access it.
     """
     query = _driver.query()
     if query is None:
@@ -67,7 +67,7 @@ def place_of(pointer: int) -> GpuLocation | None:
     size = ctypes.sizeof(ctypes.c_uint64)
     begin = ctypes.addressof(values)
     targets = (ctypes.c_void_p * len(_ATTRIBUTES))(*(begin + size * index for index in range(len(_ATTRIBUTES))))
-    # The driver writes zeros for an address that it does not know, and fails only before cuInit.
+    # The driver writes zeros for an address that it does not know. It fails only before cuInit.
     if query(len(_ATTRIBUTES), _ATTRIBUTES, targets, pointer) != 0:
         return None
     kind, managed, ordinal, start, nbytes = values
@@ -77,9 +77,9 @@ def place_of(pointer: int) -> GpuLocation | None:
 
 
 def lies_on_device(pointer: int) -> int | None:
-    """Return the ordinal of the GPU in whose memory an address lies; None for all other memory. Local.
+    """Return the ordinal of the GPU that has an address in its memory; None for all other memory. Local.
 
-    Managed memory counts as host memory: MPI can access it.
+    Managed memory counts as host memory, because MPI can access it.
     """
     place = place_of(pointer)
     return None if place is None or place.managed else place.device

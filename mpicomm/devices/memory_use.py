@@ -1,4 +1,4 @@
-"""MemoryUse: how much memory the library has set up on this rank, and for what."""
+"""MemoryUse: the memory that the library has set up on this rank, by purpose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemoryUse:
 
 
 def summed(uses: Iterable[MemoryUse]) -> tuple[MemoryUse, ...]:
-    """Return one use for each purpose, without those that have no memory."""
+    """Return one use for each purpose, without uses that have no memory."""
     sums: dict[str, MemoryUse] = {}
     for use in uses:
         before = sums.get(use.purpose, MemoryUse(use.purpose))

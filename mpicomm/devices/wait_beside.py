@@ -1,4 +1,4 @@
-"""Work that waits for peers beside a stream which several threads use: stream_threads.py says why."""
+"""Work that waits for peers beside a stream that several threads use: stream_threads.py says why."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mpicomm.devices.base import GpuBackend
 
 @contextlib.contextmanager
 def beside(backend: GpuBackend, stream: int) -> Iterator[int]:
-    """Give a side stream for work that waits for peers; wait for that work at the end of the ``with`` block.
+    """Give a side stream for work that waits for peers; wait for this work at the end of the ``with`` block.
 
-    The work follows the work of ``stream`` so far. Raises as `check` does.
+    The work follows the work that ``stream`` has at this call. Raises as `check` does.
     """
     streams = backend.side_streams
     side = streams.take(streams.mark(stream))

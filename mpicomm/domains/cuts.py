@@ -1,4 +1,4 @@
-"""Cuts: how a call over several peer domains becomes pieces. The network carries one while the domain works on another.
+"""Cuts: how a call over several peer domains becomes pieces. The network carries a piece while the domain works.
 
 All ranks cut a call alike. The functions are pure.
 """
@@ -17,9 +17,9 @@ from mpicomm.domains.steps import ScratchAllocator, Step
 from mpicomm.mpi.span import Span
 
 PIECE_NBYTES = 16 << 20
-"""The bytes of each rank in one piece of a long call, which bound the scratch memory that it takes."""
+"""The bytes of each rank in one piece of a long call, which bound the scratch memory of the call."""
 SHORTEST_NBYTES = 4 << 20
-"""A call without scratch memory has pieces of at least so many bytes; see `pipelined`."""
+"""The least bytes of a piece of a call without scratch memory; see `pipelined`."""
 _LINE_NBYTES = 128
 
 Steps = Callable[[Buffers, DomainLayout, ScratchAllocator], Iterator[Step]]
@@ -32,20 +32,21 @@ Schedule = Callable[[Buffers, DomainLayout], Sequence[Part]]
 
 
 def whole(steps: Steps) -> Schedule:
-    """Leave a call whole, because a rank does not know the counts of the others."""
+    """Leave a call whole, because a rank does not know the counts of the other ranks."""
     return lambda b, layout: [[partial(steps, b, layout)]]
 
 
 def cut_data(steps: Steps) -> Schedule:
-    """Cut the data, of which each rank has as much."""
+    """Cut the data, which has the same length on each rank."""
     return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES)
 
 
 def pipelined(steps: StepsOfTwo) -> Schedule:
-    """Cut the data of a call without scratch memory; the steps of each piece go on with the piece before.
+    """Cut the data of a call without scratch memory; the steps of each piece continue the previous piece.
 
-    A piece goes through several levels, one after the other. So k pieces take k times as long as one on the slowest
-    level, and once as long on the others. Long pieces are good for the former, and short ones for the latter.
+    A piece goes through several levels, one after the other. So k pieces take k times as long as one piece on the
+    slowest level, and once as long on the other levels. Long pieces are good for the slowest level, and short pieces
+    are good for the others.
     """
 
     def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
@@ -58,7 +59,7 @@ def pipelined(steps: StepsOfTwo) -> Schedule:
 
 
 def pipelined_piece(nbytes: float) -> int:
-    """Return the bytes of each piece that `pipelined` cuts, the geometric mean of the call's and the shortest's."""
+    """Return the bytes of each piece of `pipelined`: the geometric mean of the call and the shortest piece."""
     return math.isqrt(int(nbytes) * SHORTEST_NBYTES)
 
 
@@ -68,7 +69,7 @@ def cut_blocks(steps: Steps) -> Schedule:
 
 
 def domains_that_send(steps: StepsOfDomains) -> Schedule:
-    """Cut the block of each rank; take the domains one by one or several at once, this rank's first."""
+    """Cut the block of each rank; take the domains one by one or several at once, this rank's domain first."""
 
     def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
         return [
@@ -81,7 +82,7 @@ def domains_that_send(steps: StepsOfDomains) -> Schedule:
 
 
 def domains_that_receive(steps: StepsOfDomains) -> Schedule:
-    """Cut the block of each rank; take the domains one by one or several at once, this rank's last.
+    """Cut the block of each rank; take the domains one by one or several at once, this rank's domain last.
 
     The pieces of a part share the scratch memory that gathers the partial results of all domains.
     """
@@ -100,12 +101,12 @@ def domains_that_receive(steps: StepsOfDomains) -> Schedule:
 
 
 def domains_at_once(largest_nbytes: float, domains: int) -> int:
-    """Return how many of the other domains a step takes at once, where the blocks of one have so many bytes."""
+    """Return how many other domains a step takes at once, if the blocks of a domain have so many bytes."""
     return max(1, min(domains - 1, int(PIECE_NBYTES // max(1.0, largest_nbytes))))
 
 
 def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: DomainLayout) -> Iterator[range]:
-    """Yield the distances of the other domains, so many at once as have blocks for a piece together."""
+    """Yield the distances of the other domains, in runs of domains that together have the blocks of a piece."""
     assert blocks is not None
     domains = len(layout.domains)
     largest = max(sum(blocks[rank].count for rank in ranks) for ranks in layout.domains)
@@ -118,7 +119,7 @@ def _parts(steps: Steps, b: Buffers, layout: DomainLayout, nbytes: int) -> Seque
 
 
 def _cut(b: Buffers, nbytes: int) -> list[Buffers]:
-    """Cut a call into calls on parts of each block of at most so many bytes, equally many on all ranks."""
+    """Cut a call into calls on parts of each block of at most ``nbytes`` bytes, equally many on all ranks."""
     # Whole lines, because the elements of a movement are bytes, and kernels are slow at odd addresses.
     step = max(1, (nbytes - nbytes % _LINE_NBYTES or nbytes) // b.dtype.itemsize)
     return [_part(b, start, start + step) for start in range(0, _longest(b), step)] or [b]

@@ -38,8 +38,8 @@ class HostDomains:
     def run(self, call: Call, algorithm: str) -> None:
         """Carry out a call that was read. Collective, blocking; raises as `HostEngine.run` does.
 
-        Where a rank of another domain does not come, or makes another call, all ranks of this domain raise the error of
-        the rank that has noticed.
+        If a rank of another domain does not come, or makes another call, one rank notices. All ranks of this domain
+        raise the error of that rank.
         """
         require_order(call, self._layout)
         buffers = call.buffers(self._engine.scratch(call.scratch_nbytes))
@@ -83,7 +83,7 @@ class HostDomains:
 
 
 def combine(step: Combine) -> None:
-    """Do on host memory what `Combine` says. Local."""
+    """Carry out a `Combine` on host memory. Local."""
     narrow = is_narrow(step.dtype) or is_narrow(step.result)
     wide = _WIDE if narrow else step.dtype
     parts: list[npt.NDArray[Any]] = [

@@ -17,17 +17,17 @@ _CHANNELS = 2
 
 
 class MappedChannels:
-    """A slot for each other rank of the node, twice, in this rank's memory. Construction is collective over ``node``.
+    """Two slots for each other rank of the node, in this rank's memory. Construction is collective over ``node``.
 
-    A sender copies a chunk into its slot and signals. The receiver waits for the signal, copies the chunk out, and
-    signals that the slot is free, for which the sender has waited before. Chunk k of a network message goes through
-    channel k modulo 2, so one chunk is copied in while another one is copied out. Each channel strictly alternates, and
-    all counts are in memory of the device, so a captured graph can be replayed for ever.
+    A sender waits until its slot is free, copies a chunk into the slot, and signals. The receiver waits for the signal,
+    copies the chunk out, and signals that the slot is free. Chunk k of a network message goes through channel k modulo
+    2, so one chunk is copied in while another chunk is copied out. Each channel strictly alternates, and all counts are
+    in device memory, so a captured graph can run again for ever.
 
-    Ranks cannot wait for each other in a circle: every rank sends its chunks number k before it receives those, and
-    receives on another stream. Take the rank that is furthest behind, at chunk k. Those to which it sends have received
-    chunk k - 2, or will, without this rank: so its slots become free. Those from which it receives are at chunk k or
-    beyond.
+    Ranks cannot wait for each other in a circle: every rank sends its chunks number k before it receives the chunks
+    number k, and it receives on another stream. Take the slowest rank, at chunk k. The ranks to which it sends have
+    received chunk k - 2, or will receive it without this rank. So its slots become free. The ranks from which it
+    receives are at chunk k or later.
     """
 
     def __init__(self, node: Group, backend: Backend, kind: Kind, pads: SignalPads) -> None:
@@ -38,12 +38,12 @@ class MappedChannels:
         nbytes = _CHANNELS * node.size * SLOT_NBYTES
 
         def clear_and_allocate() -> Segment:
-            # Before the exchange that tells the peers of the slots: it could wipe out a peer's first signal.
+            # Before the exchange that tells the peers of the slots, because it could wipe out a peer's first signal.
             for pad in (*self._full, *self._free):
                 pads.clear(pad)
             return backend.allocate(kind, nbytes)
 
-        self._segments = share(node, backend, "slots between groups", clear_and_allocate, lambda: nbytes)
+        self._segments = share(node, backend, "slots between peer domains", clear_and_allocate, lambda: nbytes)
         self._kind = kind
         stream = backend.stream(None)
         for pad in self._free:
@@ -68,7 +68,7 @@ class MappedChannels:
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return the memory of this rank's slots; local."""
-        return (MemoryUse.of_kind("slots between groups", self._kind, self._segments.own.nbytes),)
+        return (MemoryUse.of_kind("slots between peer domains", self._kind, self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
         """Unmap the peers' slots; local."""

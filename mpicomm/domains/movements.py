@@ -27,13 +27,13 @@ def allgather_in_domain(layout: DomainLayout, dtype: np.dtype[Any], send: Span, 
 
 
 def rail_shards(span: Span, layout: DomainLayout, dtype: np.dtype[Any]) -> list[Span]:
-    """Return a shard of a span for each rank of the domain; those beyond the rails have empty ones."""
+    """Return a shard of a span for each rank of the domain. Ranks without a rail have empty shards."""
     shards = split(span, layout.rails, dtype.itemsize)
     return shards + [Span(span.pointer, 0)] * (len(layout.ranks) - layout.rails)
 
 
 def cut_alike(span: Span, parts: Sequence[Span], dtype: np.dtype[Any]) -> list[Span]:
-    """Return parts of a span of another element type, with the counts of ``parts`` of an equally long span."""
+    """Return parts of a span of another element type. They have the counts of ``parts`` of an equally long span."""
     ends = itertools.accumulate(part.count for part in parts)
     return [
         Span(span.pointer + (end - part.count) * dtype.itemsize, part.count)
@@ -42,14 +42,14 @@ def cut_alike(span: Span, parts: Sequence[Span], dtype: np.dtype[Any]) -> list[S
 
 
 def in_turn(blocks: Sequence[Span], turn: Sequence[int], layout: DomainLayout) -> list[Span]:
-    """Return a block for each rank of the domain, in a turn of ranks of another domain; there may be fewer of them."""
+    """Return a block for each rank of the domain, in a turn of ranks of another domain; missing blocks are empty."""
     return [blocks[rank] for rank in turn] + [Span(0, 0)] * (len(layout.ranks) - len(turn))
 
 
 def one_after_the_other(
     blocks: Sequence[Span], rows: Sequence[Sequence[int]], start: int, dtype: np.dtype[Any]
 ) -> tuple[dict[int, Span], list[Span]]:
-    """Return the place of each rank's block in memory from ``start`` on, and the span of each row of ranks."""
+    """Return the address of each rank's block in memory from ``start`` on, and the span of each row of ranks."""
     places: dict[int, Span] = {}
     spans = []
     for row in rows:
@@ -60,14 +60,16 @@ def one_after_the_other(
     return places, spans
 
 
-def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], room: ScratchAllocator) -> Iterator[Step]:
-    """Bring the blocks of the domains that lie ``distances`` places ahead to all ranks of this domain.
+def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], scratch: ScratchAllocator) -> Iterator[Step]:
+    """Bring the blocks of the domains that lie ``distances`` domains ahead to all ranks of this domain.
 
-    Each rank sends its block to its partners in the domains as many places behind, and receives the blocks of the ranks
-    that it serves. Then the domain gathers what its ranks have received. Distance 0 is the domain itself.
+    Each rank sends its block to its partners in the domains that lie as far before this domain. It receives the blocks
+    of the ranks that it serves. Then the domain gathers the blocks that its ranks have received. Distance 0 is the
+    domain itself.
 
-    The blocks of one domain go straight to their places. The blocks of several domains that one rank has received lie
-    apart in the output, so the domain gathers them in scratch memory, and each rank copies them to their places.
+    The blocks of one domain go directly to the output. If a rank has received blocks of several domains, these blocks
+    are not adjacent in the output. So the domain gathers them in scratch memory, and each rank copies them to the
+    output.
     """
     assert b.blocks is not None
     blocks, exchanged = b.blocks, [distance for distance in distances if distance]
@@ -75,7 +77,7 @@ def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], room: 
     sources = [layout.ahead(distance) for distance in distances]
     rows = layout.served_by_each(sources)
     packed = [blocks[rank] for row in rows for rank in row] if len(sources) > 1 and len(rows) > 1 else []
-    start = room.take(sum(block.count for block in packed) * b.dtype.itemsize)
+    start = scratch.take(sum(block.count for block in packed) * b.dtype.itemsize)
     places, spans = one_after_the_other(blocks, rows, start, b.dtype)
     received = [rank for distance in exchanged for rank in layout.served(layout.ahead(distance))]
     yield NetworkStep(
@@ -94,15 +96,15 @@ def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], room: 
             yield allgather_in_domain(layout, b.dtype, own, given)
 
 
-def alltoall(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
-    """Every rank sends straight to every rank of the other domains; each byte crosses the network once."""
+def alltoall(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
+    """Every rank sends directly to every rank of the other domains; each byte crosses the network once."""
     assert b.blocks is not None
     itemsize = b.dtype.itemsize
     sends = b.send_blocks
-    if sends is None:  # in place: a block would be overwritten before it is sent
+    if sends is None:  # in place: a receive would overwrite a block before it is sent
         sends = []
         for block in b.blocks:
-            copy = Span(room.take(block.count * itemsize), block.count)
+            copy = Span(scratch.take(block.count * itemsize), block.count)
             yield Move(copy.pointer, block.pointer, block.count * itemsize)
             sends.append(copy)
     others = layout.elsewhere
@@ -115,8 +117,8 @@ def alltoall(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterat
     yield Local(ALLTOALLV, in_domain(layout, b.dtype, send_blocks=here[0], blocks=here[1], cuts=cuts))
 
 
-def gather(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
-    """The ranks of other domains send straight to the root; the root's domain gathers. Counts may be private."""
+def gather(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
+    """The ranks of other domains send directly to the root; the root's domain gathers. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
         assert b.send is not None
         yield NetworkStep(sends=(NetworkMessage.of(b.root, b.send, b.dtype),))
@@ -132,8 +134,8 @@ def gather(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator
     yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=b.send, blocks=blocks))
 
 
-def scatter(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
-    """The root sends straight to the ranks of other domains, and scatters in its domain. Counts may be private."""
+def scatter(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
+    """The root sends directly to the ranks of other domains, and scatters in its domain. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
         assert b.output is not None
         yield NetworkStep(receives=(NetworkMessage.of(b.root, b.output, b.dtype),))
@@ -149,7 +151,7 @@ def scatter(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterato
     yield Local(SCATTERV, in_domain(layout, b.dtype, root=root, send_blocks=sends, output=b.output))
 
 
-def bcast_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+def bcast_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """The root sends to its partner in every other domain; each domain broadcasts. For small data."""
     assert b.output is not None
     nbytes = b.output.count * b.dtype.itemsize
@@ -168,12 +170,13 @@ def bcast_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) 
     yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), output=b.output))
 
 
-def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
-    """The root's domain broadcasts a piece; each rail brings a shard of it to all other domains, which gather.
+def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
+    """The root's domain broadcasts a piece. Each rail brings a shard of it to all other domains, which gather.
 
     Each rank of the root's domain cuts its shard into a part for each other domain. While it sends the parts of this
-    piece, the others of its rail exchange their parts of the piece before. So a piece has one network step, in which
-    every card carries about one shard, however many domains there are. The first and the last piece meet empty ones.
+    piece, the other ranks of its rail exchange their parts of the previous piece. So a piece has one network step, in
+    which every card carries about one shard, however many domains there are. Before the first piece and after the last
+    piece there is an empty piece.
     """
     assert b.output is not None and before.output is not None
     index, number, home = layout.index, layout.number, layout.domain_of(b.root)

@@ -16,7 +16,7 @@ from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks
 from mpicomm.waiting import wait_until
 
-# The groups of the communicator have the tags before these.
+# The groups of the communicator have smaller tags.
 _WAIT_TAG = 13
 _ERROR_TAG = 14
 _TEXT_TAG = 15
@@ -27,10 +27,10 @@ _SENDING_S = 0.05
 
 
 class MpiTransfer(Protocol):
-    """Network messages that are under way."""
+    """Network messages that are in flight."""
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; return whether all network messages have arrived. Local."""
+        """Do all that needs no waiting; return whether all network messages have arrived. Local."""
 
     def receiving(self) -> set[int]:
         """Return the ranks whose data has not arrived. Local."""
@@ -39,14 +39,14 @@ class MpiTransfer(Protocol):
         """Return the ranks that have not taken their data. Local."""
 
     def give_up(self) -> None:
-        """Leave the network messages to themselves: a rank does not come. Local."""
+        """Abandon the network messages, because a rank does not come. Local."""
 
 
 class Transfers:
-    """The transfers of one communicator over ``comm``, which carries the messages of its groups, too.
+    """The transfers of one communicator over ``comm``, which also carries the messages of its groups.
 
-    A message carries the hash of its call in its tag, so ranks in different calls notice. All messages of a call have
-    one tag, so they must be sent and received in the same order.
+    The tag of a message carries the hash of its call, so ranks in different calls notice. All messages of a call have
+    one tag, so ranks must send and receive them in the same order.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout_s: float, contacts: Sequence[int], waits: NetworkWaits) -> None:
@@ -57,9 +57,9 @@ class Transfers:
         self._open: list[MpiTransfer] = []
         self._has_told = False
         self.failed = False
-        """Whether this rank has given a call up: messages of it may still be under way, or in no receive."""
+        """Whether this rank has given up a call: messages of it may still be in flight, or in no receive."""
         self.meanwhile: Callable[[], object] = _nothing
-        """Called now and then during a wait. An exception of it ends the wait."""
+        """The transfers call it now and then during a wait. An exception of it ends the wait."""
 
     @staticmethod
     def tag_of(call: Signature) -> int:
@@ -67,11 +67,11 @@ class Transfers:
         return _FIRST_TAG + call.hash32 % (_LAST_TAG + 1 - _FIRST_TAG)
 
     def begin(self, make: Callable[[int], MpiTransfer], call: Signature) -> Callable[[], None]:
-        """Make a transfer, whose messages have the tag that is passed; return the function that waits for its end.
+        """Make a transfer with the tag that ``make`` gets; return the function that waits for its end.
 
-        That function raises `CollectiveTimeoutError` where a rank does not come within the deadline, and `PeerError`
-        where a rank makes another call, or sends another length. Where a rank that this one waits for has given the
-        call up, it raises the error of that rank: see `tell`.
+        That function raises `CollectiveTimeoutError` if a rank does not come within the deadline. It raises `PeerError`
+        if a rank makes another call, or sends another length. If an awaited rank has given up the call, it raises the
+        error of that rank: see `tell`.
         """
         try:
             transfer = make(self.tag_of(call))
@@ -82,26 +82,27 @@ class Transfers:
         return lambda: self._finish(transfer, call)
 
     def tell(self, error: MpicommError) -> None:
-        """Tell the ranks of other domains that may wait for this one why it has given a call up. Local.
+        """Tell ranks of other domains that may wait for this rank why it has given up a call. Local.
 
-        This rank may have waited for a rank of its domain: so they learn which one. A second call does nothing.
+        This rank may have waited for a rank of its domain. By the error the other ranks learn the missing rank. A
+        second call does nothing.
         """
         if self._has_told:
             return
         self._has_told = True
         self._say(equal_error(error), _ERROR_TAG)
-        # MPI sends messages only while it is called, also those that it has buffered. The program may not call it after
-        # the error.
+        # MPI sends messages, also buffered messages, only during its calls. The program may not call MPI after the
+        # error.
         wait_until(lambda: False, _SENDING_S, lambda: self.comm.Iprobe(self.comm.rank, _ERROR_TAG))
 
     def _say(self, said: Any, tag: int) -> None:
         self.failed = True
         for rank in self._contacts:
-            with contextlib.suppress(MPI.Exception):  # MPI knows that it is gone
+            with contextlib.suppress(MPI.Exception):  # MPI knows that the rank is gone
                 abandoned.append(self.comm.isend(said, rank, tag))
 
     def _told(self, ranks: Iterable[int]) -> MpicommError | None:
-        """Return the error that one of these ranks has told, if one has. Local."""
+        """Return the error that one of these ranks has sent, or None. Local."""
         for rank in ranks:
             if self.comm.Iprobe(rank, _ERROR_TAG):
                 said: MpicommError = self.comm.recv(None, rank, _ERROR_TAG)
@@ -144,7 +145,7 @@ class Transfers:
         try:
             if wait_until(ready, self._timeout_s, look_around):
                 return
-            # The ranks that this one waits for may themselves wait, and say so at about this time.
+            # The awaited ranks may wait themselves, and say so at about this time.
             self._say(sorted(transfer.receiving() or transfer.sending()), _WAIT_TAG)
             if wait_until(ready, GRACE_S, look_around):
                 return
@@ -162,7 +163,7 @@ class Transfers:
         )
 
     def _missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that are missing: in place of a rank that says that it waits, those for which it waits."""
+        """Return the missing ranks. A rank that says that it waits is replaced by the ranks for which it waits."""
         missing: set[int] = set()
         for rank in ranks:
             said = self.comm.recv(None, rank, _WAIT_TAG) if self.comm.Iprobe(rank, _WAIT_TAG) else [rank]
@@ -204,7 +205,7 @@ class _Message:
 
 
 class Direct:
-    """A transfer from and into memory that MPI reads and writes itself."""
+    """A transfer from and into memory that MPI itself reads and writes."""
 
     def __init__(self, comm: MPI.Intracomm, network_step: NetworkStep, tag: int) -> None:
         self._receives: list[_Message] = []
@@ -217,7 +218,7 @@ class Direct:
             for each in network_step.sends:
                 self._sends.append(_Message(each.rank, each.nbytes, comm.Isend(memory_of(each), each.rank, tag)))
         except MPI.Exception:
-            self.give_up()  # of the messages before the one that MPI refuses
+            self.give_up()  # the messages before the message that MPI refuses
             raise
 
     def advance(self) -> bool:
@@ -239,7 +240,7 @@ class Direct:
     def give_up(self) -> None:
         """Cancel the receives, because the memory may get another owner. Keep the requests: see `MpiTransfer`."""
         for message in self._receives:
-            if message.request != MPI.REQUEST_NULL:  # else it has ended with another length
+            if message.request != MPI.REQUEST_NULL:  # a null request has ended with another length
                 message.request.Cancel()
         abandoned.extend(message.request for message in (*self._receives, *self._sends))
 
@@ -248,7 +249,7 @@ def _nothing() -> None: ...
 
 
 def memory_of(message: NetworkMessage) -> Any:
-    """Return a network message's memory as MPI takes it."""
+    """Return the memory of a network message in the form that MPI takes."""
     return [MPI.memory.fromaddress(message.pointer, message.nbytes), MPI.BYTE]
 
 
@@ -257,7 +258,7 @@ class LengthError(Exception):
 
 
 def arrived(request: MPI.Request, rank: int, nbytes: int) -> bool:
-    """Return whether a message of a rank has arrived; raises `LengthError` where it has not ``nbytes``."""
+    """Return whether a message of a rank has arrived; raises `LengthError` if its length is not ``nbytes``."""
     status = MPI.Status()
     try:
         if not request.Test(status):
@@ -272,5 +273,5 @@ def arrived(request: MPI.Request, rank: int, nbytes: int) -> bool:
 
 
 def _refused(call: Signature, error: MPI.Exception) -> PeerError:
-    """Return the error for a message that MPI refuses, as it does where it knows that a rank is gone."""
+    """Return the error for a message that MPI refuses. MPI refuses if it knows that a rank is gone."""
     return PeerError(f"{call}: MPI reports that a rank is gone, or that its network is: {error}")

@@ -1,4 +1,4 @@
-"""Transports that give device memory to MPI: through pinned host memory, or straight to a CUDA-aware MPI."""
+"""Transports that give device memory to MPI: through pinned host memory, or directly to a CUDA-aware MPI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpicomm.domains.transport import Name
 from mpicomm.errors import MpicommError
 
 CHUNK_NBYTES = 2 << 20
-"""The bytes of one message: while MPI carries a chunk, the copy engines copy the next one."""
+"""The bytes of one message: while MPI carries a chunk, the copy engines copy the next chunk."""
 
 Host = npt.NDArray[np.uint8]
 
@@ -29,7 +29,7 @@ Host = npt.NDArray[np.uint8]
 class PinnedTransport:
     """Copies messages to pinned host memory, from which MPI sends them chunk by chunk. It blocks the host."""
 
-    name: Name = "staged"
+    name: Name = "pinned"
     capturable = False
 
     def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:
@@ -43,11 +43,11 @@ class PinnedTransport:
         """See `Transport`; the function that it returns blocks until the network messages have arrived."""
         side = self._backend.side_streams
         behind = side.mark(stream)
-        side.follow(self._out, behind)  # it reads memory that earlier work writes
-        side.follow(self._into, behind)  # it overwrites memory that earlier work may read
+        side.follow(self._out, behind)  # this stream reads memory that earlier work writes
+        side.follow(self._into, behind)  # this stream overwrites memory that earlier work may read
         comm, streams = self._transfers.comm, (self._out, self._into)
         wait = self._transfers.begin(
-            lambda tag: _Staged(comm, network_step, tag, self._backend, *streams, self._chunks), call
+            lambda tag: _PinnedTransfer(comm, network_step, tag, self._backend, *streams, self._chunks), call
         )
 
         def finish() -> None:
@@ -63,7 +63,7 @@ class PinnedTransport:
         self._transfers.tell(error)
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
-        """Return nothing: pinned memory belongs to a pool, and goes back to it with each call. Local."""
+        """Return nothing: pinned memory belongs to a pool, and returns to the pool after each call. Local."""
         return ()
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class _Outgoing:
     host: Host
     tag: int
     copied: Any
-    """Marks the stream behind the copy to the host."""
+    """A mark of the stream after the copy to the host."""
     request: MPI.Request | None = None
 
 
@@ -98,10 +98,10 @@ class _Chunks:
     outgoing: deque[_Outgoing]
     """Chunks that MPI does not have yet. It gets them in this order, because the messages of a call have one tag."""
     landing: deque[tuple[Any, Host]]
-    """Pinned memory that the device may still read, with marks behind the copies: the pool would give it to others."""
+    """Pinned memory that the device may still read, with marks after the copies: the pool must not reuse it before."""
 
 
-class _Staged:
+class _PinnedTransfer:
     """A transfer through pinned memory."""
 
     def __init__(
@@ -128,11 +128,11 @@ class _Staged:
                 request = comm.Irecv([host, MPI.BYTE], chunk.rank, tag)
                 self._receives.append(_Incoming(chunk.rank, chunk.pointer, host, request))
         except MPI.Exception:
-            self.give_up()  # of the messages before the one that MPI refuses
+            self.give_up()  # the messages before the message that MPI refuses
             raise
 
     def advance(self) -> bool:
-        """Send the chunks that are in pinned memory, and copy those that have arrived; see `Transfer`."""
+        """Send the chunks that are in pinned memory, and copy the chunks that have arrived; see `MpiTransfer`."""
         side, (outgoing, landing) = self._backend.side_streams, (self._chunks.outgoing, self._chunks.landing)
         while landing and side.passed(landing[0][0]):
             landing.popleft()
@@ -150,15 +150,15 @@ class _Staged:
         return not (self._receives or self._sends)
 
     def receiving(self) -> set[int]:
-        """See `Transfer`."""
+        """See `MpiTransfer`."""
         return {incoming.rank for incoming in self._receives}
 
     def sending(self) -> set[int]:
-        """See `Transfer`."""
+        """See `MpiTransfer`."""
         return {chunk.rank for chunk in self._sends}
 
     def give_up(self) -> None:
-        """Keep the requests, because MPI may still write to their memory; see `Transfer`."""
+        """Keep the requests, because MPI may still write to their memory; see `MpiTransfer`."""
         abandoned.extend(incoming.request for incoming in self._receives)
         abandoned.extend(chunk.request for chunk in self._sends if chunk.request is not None)
         self._chunks.outgoing.clear()
@@ -181,7 +181,7 @@ class CudaAwareTransport:
         self._backend = backend
 
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
-        """See `Transport`; it blocks until the stream has come here, because MPI knows no streams."""
+        """See `Transport`; it blocks until the work of the stream is done, because MPI knows no streams."""
         self._backend.synchronize(stream)
         self._backend.check()
         comm = self._transfers.comm
@@ -196,4 +196,4 @@ class CudaAwareTransport:
         return ()
 
     def close(self) -> None:
-        """Do nothing: there is nothing to give back."""
+        """Do nothing, because the transport holds no resources."""

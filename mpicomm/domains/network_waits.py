@@ -1,4 +1,4 @@
-"""NetworkWaits: which rank of another peer domain each rank of this domain waits for, in shared host memory."""
+"""NetworkWaits: for each rank of this domain the rank of another domain for which it waits, in shared host memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mpicomm.sharing.segments import share
 from mpicomm.waiting import wait_until
 
 _LINE_NBYTES = 64
-_ALIVE_S = 0.25  # in which a rank that waits shows that it is alive, also where ranks take turns on cores and on a GPU
+_ALIVE_S = 0.25  # in this time a waiting rank shows that it is alive, even if ranks take turns on cores and on a GPU
 
 
 class NetworkWaits:
-    """A line for each rank of a domain: the rank of another domain that it waits for, and a count that goes on.
+    """A line for each rank of a domain: the rank of another domain for which it waits, and a count that goes on.
 
-    A rank whose wait for a rank of its domain is over in vain may have waited for the wrong one: that rank may itself
-    wait for a rank of another domain, which is the missing one. A rank that has stopped in such a wait does not count
-    on, so it is missing itself. Construction is collective over ``domain`` and raises as `share` does.
+    If a rank waits too long for a rank of its domain, another rank may be the missing one: the awaited rank may itself
+    wait for a rank of another domain. A rank that has stopped in such a wait does not count on, so it is missing
+    itself. Construction is collective over ``domain`` and raises as `share` does.
     """
 
     def __init__(self, domain: Group) -> None:
@@ -34,9 +34,9 @@ class NetworkWaits:
         self._own = domain.rank
 
     def waits_for(self, rank: int) -> None:
-        """Say that this rank waits for ``rank``, and is alive; local, cheap, to be repeated."""
-        # Pairs with the reads in `awaited`. The words need no order between them: a reader only asks whether the count
-        # goes on, and names the rank that it finds.
+        """Say that this rank waits for ``rank``, and is alive; local and cheap. The caller repeats it."""
+        # Pairs with the reads in `awaited`. The words need no order between them, because a reader only asks whether
+        # the count goes on, and names the rank that it finds.
         line = self._lines[self._own]
         line[0] = rank + 1
         line[1] += 1
@@ -47,10 +47,10 @@ class NetworkWaits:
             self._lines[self._own][0] = 0
 
     def awaited(self) -> list[int]:
-        """Return the ranks of other domains that living ranks of this domain wait for.
+        """Return the ranks of other domains for which living ranks of this domain wait.
 
-        Local. It returns when all ranks that wait have counted on, and after `_ALIVE_S` where one has stopped or none
-        waits.
+        Local. It returns after all waiting ranks have counted on. If a rank has stopped or no rank waits, it returns
+        after `_ALIVE_S`.
         """
         counts = [line[1] for line in self._lines]
 

@@ -9,7 +9,7 @@ from typing import Any
 from mpicomm.domains.steps import NetworkStep
 
 DEPTH = 2
-"""The pieces that are under way at once."""
+"""The number of pieces that are in progress at once."""
 
 
 def carry_out(
@@ -17,14 +17,14 @@ def carry_out(
     work: Callable[[Any], object],
     start: Callable[[NetworkStep], Callable[[], object]],
 ) -> None:
-    """Carry out pieces, each a row of steps in order: ``start`` a `NetworkStep`, ``work`` on all others.
+    """Carry out pieces, each a sequence of steps: ``start`` a `NetworkStep`, ``work`` on all other steps.
 
     ``start`` returns the function that waits for the network messages.
 
-    Of two pieces the later one first starts its network messages, then the earlier one waits for its own. All ranks of
-    a peer domain make the same steps in the same order, because the order depends only on the number of network steps
-    in each piece. A piece begins when the piece `DEPTH` before it is over, so that pieces take turns with `DEPTH` parts
-    of scratch memory.
+    If two pieces are in progress, the later piece first starts its network messages. Then the earlier piece waits for
+    its network messages. The order of the steps depends only on the number of network steps in each piece. So all ranks
+    of a peer domain make the same steps in the same order. A piece begins when the piece `DEPTH` before it is over, so
+    that pieces take turns with `DEPTH` parts of scratch memory.
     """
     waiting, running = iter(pieces), deque[Iterator[None]]()
     while True:
@@ -41,7 +41,7 @@ _OVER = object()
 def _steps(
     piece: Iterable[Any], work: Callable[[Any], object], start: Callable[[NetworkStep], Callable[[], object]]
 ) -> Iterator[None]:
-    """Carry out a piece, with a stop behind the start of each network step."""
+    """Carry out a piece, and stop after the start of each network step."""
     for step in piece:
         if isinstance(step, NetworkStep):
             finish = start(step)

@@ -1,12 +1,12 @@
 """Schedules of the reductions over several domains: reduce in the domain, exchange between domains, reduce again.
 
-**Order.** The ranks of a domain are reduced in their order, then the results of the domains in the order of the
-domains. All ranks compute with the same numbers in the same order, so results are bitwise the same on all ranks and in
-every run of the same layout, whatever engine carries the data. They may differ from the result of one domain, whose
-order is that of the ranks alone.
+**Order.** A domain reduces its ranks in their order. Then the results of the domains are reduced in the order of the
+domains. All ranks compute with the same numbers in the same order. So results are bitwise the same on all ranks and in
+every run of the same layout, whatever engine carries the data. They may differ from the result in a single domain,
+which reduces all ranks in their order.
 
 **Rounding.** Sums, products, averages and operations of the user on floats of 16 bits or fewer are computed in float32
-from the first step on, travel as float32, and are rounded once, at the end.
+from the first step on. They travel as float32, and are rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from mpicomm.mpi.span import Span
 from mpicomm.mpi.types import is_narrow
 
 _WIDE = np.dtype(np.float32)
-_EXACT = ("max", "min", "land", "lor", "lxor")  # the operations whose results need no rounding
+_EXACT = ("max", "min", "land", "lor", "lxor")  # the results of these operations need no rounding
 
 
-def allreduce_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+def allreduce_in_one_step(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """All-reduce in each peer domain; then partners of all domains exchange the results. For small data."""
     send, output = _both(b)
-    dtype, op, source = yield from _widened(b, send, room)
+    dtype, op, source = yield from _widened(b, send, scratch)
     nbytes = send.count * dtype.itemsize
-    partials = Slots.take(room, len(layout.domains), nbytes)
+    partials = Slots.take(scratch, len(layout.domains), nbytes)
     own = partials[layout.number]
     yield Local(ALLREDUCE, in_domain(layout, dtype, op, send=source, output=Span(own, send.count)))
     yield NetworkStep(
@@ -54,23 +54,23 @@ def allreduce_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocat
     yield _combined(b, dtype, op, partials, output)
 
 
-def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """Reduce-scatter in each domain, then among the ranks of each rail; all-gather along each rail, then in the domain.
 
     Each rail has a shard, so all network cards carry the same bytes, twice their part of the data. In each rail every
-    rank reduces a part of the shard: two messages between each two ranks, for large data.
+    rank reduces a part of the shard. So each two ranks of a rail exchange two messages, which suits large data.
     """
     send, output = _both(b)
-    dtype, op, source = yield from _widened(b, send, room)
+    dtype, op, source = yield from _widened(b, send, scratch)
     number, index, domains = layout.number, layout.index, len(layout.domains)
     results = rail_shards(output, layout, b.dtype)
     shards = cut_alike(source, results, dtype)
-    shard = Span(room.take(shards[index].count * dtype.itemsize), shards[index].count)
+    shard = Span(scratch.take(shards[index].count * dtype.itemsize), shards[index].count)
     yield _reduce_scatter_in_domain(layout, dtype, op, shards, shard)
     places = split(results[index], domains, b.dtype.itemsize)
     parts = cut_alike(shard, places, dtype)
     nbytes = parts[number].count * dtype.itemsize
-    slots = Slots.take(room, domains, nbytes)
+    slots = Slots.take(scratch, domains, nbytes)
     rail = {domain: layout.domains[domain][index] for domain in layout.others} if index < layout.rails else {}
     yield NetworkStep(
         tuple(NetworkMessage.of(rank, parts[domain], dtype) for domain, rank in rail.items()),
@@ -85,16 +85,16 @@ def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, room: ScratchAlloca
     yield allgather_in_domain(layout, b.dtype, results[index], results)
 
 
-def reduce(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
+def reduce(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
     """Reduce-scatter in each domain; each rail brings its shards to the root's domain, which gathers the results."""
     assert b.send is not None
-    dtype, op, source = yield from _widened(b, b.send, room)
+    dtype, op, source = yield from _widened(b, b.send, scratch)
     home, index = layout.domain_of(b.root), layout.index
     at_home = layout.number == home
     shards = cut_alike(source, rail_shards(b.send, layout, b.dtype), dtype)
     count = shards[index].count
     nbytes = count * dtype.itemsize
-    slots = Slots.take(room, len(layout.domains) if at_home else 1, nbytes)
+    slots = Slots.take(scratch, len(layout.domains) if at_home else 1, nbytes)
     own = slots[layout.number if at_home else 0]
     yield _reduce_scatter_in_domain(layout, dtype, op, shards, Span(own, count))
     if not at_home:
@@ -106,7 +106,7 @@ def reduce(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator
     yield NetworkStep(
         receives=tuple(NetworkMessage(layout.domains[domain][index], slots[domain], nbytes) for domain in others)
     )
-    result = Span(room.take(count * b.dtype.itemsize), count)
+    result = Span(scratch.take(count * b.dtype.itemsize), count)
     yield _combined(b, dtype, op, slots, result)
     blocks = None if b.rank != b.root or b.output is None else rail_shards(b.output, layout, b.dtype)
     root = layout.index_of(b.root)
@@ -114,14 +114,14 @@ def reduce(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator
 
 
 def reduce_scatter(
-    b: Buffers, layout: DomainLayout, distances: Sequence[int], room: ScratchAllocator
+    b: Buffers, layout: DomainLayout, distances: Sequence[int], scratch: ScratchAllocator
 ) -> Iterator[Step]:
-    """Reduce the blocks of the domains that lie ``distances`` places ahead in this domain, and send the results there.
+    """Reduce the blocks of the domains that lie ``distances`` domains ahead in this domain, and send them the results.
 
-    Each block is reduced on the rank that is its owner's partner. The blocks of one domain are reduced where they lie,
-    unless they have to be converted. The blocks of several domains that one rank reduces lie apart, so each rank packs
-    them in scratch memory before. Distance 0 is the domain itself, and comes last: then all partial results of this
-    rank's block are here, and are reduced.
+    The partner of a block's owner reduces the block. The ranks reduce the blocks of one domain in place, unless the
+    blocks have to be converted. If a rank reduces blocks of several domains, these blocks are not adjacent. So each
+    rank first packs them in scratch memory. Distance 0 is the domain itself, and comes last: then all partial results
+    of this rank's block have come, and the rank reduces them.
 
     The calls with all distances must have the same scratch memory, which holds the partial results.
     """
@@ -129,9 +129,9 @@ def reduce_scatter(
     blocks, exchanged = b.send_blocks, [distance for distance in distances if distance]
     dtype, op = _accumulated(b)
     nbytes = b.output.count * dtype.itemsize
-    slots = Slots.take(room, len(layout.domains), nbytes)
+    slots = Slots.take(scratch, len(layout.domains), nbytes)
     served = [layout.served(domain) for domain in layout.others]
-    start = room.take(sum(blocks[rank].count for row in served for rank in row) * dtype.itemsize)
+    start = scratch.take(sum(blocks[rank].count for row in served for rank in row) * dtype.itemsize)
     places, spans = one_after_the_other(blocks, served, start, dtype)
     places[b.rank] = Span(slots[layout.number], b.output.count)
     targets = [layout.ahead(distance) for distance in distances]
@@ -142,11 +142,11 @@ def reduce_scatter(
     else:
         rows = layout.served_by_each(targets)
         count = sum(blocks[rank].count for row in rows for rank in row)
-        packed = Span(room.take(count * b.dtype.itemsize), count)
+        packed = Span(scratch.take(count * b.dtype.itemsize), count)
         _, given = one_after_the_other(blocks, rows, packed.pointer, b.dtype)
         yield Pack.of((blocks[rank] for row in rows for rank in row), packed.pointer, b.dtype)
         if dtype != b.dtype:
-            wide = Span(room.take(count * dtype.itemsize), count)
+            wide = Span(scratch.take(count * dtype.itemsize), count)
             yield _converted(b, packed, wide, dtype)
             given = cut_alike(wide, given, dtype)
         first = spans[distances[0] - 1] if exchanged else places[b.rank]
@@ -163,24 +163,24 @@ def reduce_scatter(
         yield _combined(b, dtype, op, slots, b.output)
 
 
-def scan(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
-    """Bring the data of all ranks to every rank, which reduces those up to its own."""
-    yield from _prefix(b, layout, room, b.rank + 1)
+def scan(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
+    """Bring the data of all ranks to every rank. Each rank reduces the data up to its data."""
+    yield from _prefix(b, layout, scratch, b.rank + 1)
 
 
-def exscan(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
-    """Bring the data of all ranks to every rank, which reduces those before its own; the first rank writes nothing."""
-    yield from _prefix(b, layout, room, b.rank)
+def exscan(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator) -> Iterator[Step]:
+    """Bring the data of all ranks to every rank. Each rank reduces the data before its data; the first writes none."""
+    yield from _prefix(b, layout, scratch, b.rank)
 
 
-def _prefix(b: Buffers, layout: DomainLayout, room: ScratchAllocator, ranks: int) -> Iterator[Step]:
+def _prefix(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator, ranks: int) -> Iterator[Step]:
     send, output = _both(b)
     nbytes = send.count * b.dtype.itemsize
-    slots = Slots.take(room, layout.size, nbytes)
+    slots = Slots.take(scratch, layout.size, nbytes)
     gathered = replace(b, output=None, blocks=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
-    yield from allgather(gathered, layout, [0], room)
-    yield from allgather(gathered, layout, range(1, len(layout.domains)), room)
-    if ranks == 1:  # a single contribution is the result, also where the operation would change it
+    yield from allgather(gathered, layout, [0], scratch)
+    yield from allgather(gathered, layout, range(1, len(layout.domains)), scratch)
+    if ranks == 1:  # a single contribution is the result, even if the operation would change it
         yield Move(output.pointer, slots[0], nbytes)
     elif ranks:
         divisor = ranks if b.op == "avg" else 1
@@ -189,17 +189,19 @@ def _prefix(b: Buffers, layout: DomainLayout, room: ScratchAllocator, ranks: int
 
 
 def _accumulated(b: Buffers) -> tuple[np.dtype[Any], str]:
-    """Return the type in which partial results travel, and the operation with which they are reduced."""
+    """Return the type in which partial results travel, and the operation that reduces them."""
     wide = is_narrow(b.dtype) and b.op not in _EXACT
     return (_WIDE if wide else b.dtype), ("sum" if b.op == "avg" else b.op)
 
 
-def _widened(b: Buffers, send: Span, room: ScratchAllocator) -> Generator[Step, None, tuple[np.dtype[Any], str, Span]]:
-    """Convert the input where partial results travel in a wider type; return that type, the operation, the input."""
+def _widened(
+    b: Buffers, send: Span, scratch: ScratchAllocator
+) -> Generator[Step, None, tuple[np.dtype[Any], str, Span]]:
+    """Convert the input if partial results travel in a wider type; return that type, the operation, the input."""
     dtype, op = _accumulated(b)
     if dtype == b.dtype:
         return dtype, op, send
-    wide = Span(room.take(send.count * dtype.itemsize), send.count)
+    wide = Span(scratch.take(send.count * dtype.itemsize), send.count)
     yield _converted(b, send, wide, dtype)
     return dtype, op, wide
 

@@ -24,8 +24,8 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.own_ops import Op
 
 ONE_STEP_NBYTES = 64 << 10
-"""The most bytes that a rank sends in a call of one network step. A step costs some tens of microseconds, in which a
-network card moves about as many bytes."""
+"""The most bytes that a rank sends in a call of one network step. A step costs some tens of microseconds. A network
+card moves about as many bytes in this time."""
 
 _IN_ONE_STEP: dict[Operation, Schedule] = {
     table.ALLREDUCE: cut_data(reductions.allreduce_in_one_step),
@@ -48,32 +48,32 @@ _SCHEDULES: dict[Operation, Schedule] = {
     table.SCATTERV: whole(movements.scatter),
 }
 _ALL_TO_ALL = whole(movements.alltoall)
-"""The schedule of all others: all-to-alls with private counts, as those of neighbours are."""
+"""The schedule of all other calls: all-to-alls with private counts, such as calls of neighbours."""
 _IN_RANK_ORDER = (table.SCAN, table.EXSCAN)
 
 
 def require_order(call: Call, layout: DomainLayout) -> None:
-    """Raise `InvalidUsageError` for an operation that does not commute where domains are not runs of ranks.
+    """Raise `InvalidUsageError` for an operation that does not commute, if domains are not runs of ranks.
 
     Local, with the same answer on all ranks. The schedules of Scan and Exscan reduce in the order of ranks.
     """
     op = call.arguments.op
     if isinstance(op, Op) and not op.commute and not layout.in_rank_order and call.operation not in _IN_RANK_ORDER:
         raise InvalidUsageError(
-            f"{call.operation}: {op!r} does not commute, and the ranks of a group do not follow each other: place them "
-            f'so, pass commute=True, or use algorithm="mpi"; the groups are {", ".join(map(str, layout.domains))}'
+            f"{call.operation}: {op!r} does not commute, and the ranks of a peer domain do not follow each other: "
+            f'place them so, pass commute=True, or use algorithm="mpi"; domains: {", ".join(map(str, layout.domains))}'
         )
 
 
 def schedule_of(operation: Operation, nbytes: int, layout: DomainLayout, algorithm: str) -> Schedule:
     """Return the schedule of a call of ``nbytes`` bytes for each rank. Local, with the same answer on all ranks.
 
-    Raises `InvalidUsageError` for an algorithm that works in one domain alone.
+    Raises `InvalidUsageError` for an algorithm that works only in one domain.
     """
     if algorithm not in ("auto", "one_shot", "two_shot", "copy_engine"):
         raise InvalidUsageError(
-            f'algorithm="{algorithm}" of {operation} works between ranks that map each other\'s memory, and these are '
-            f'{len(layout.domains)} groups of such ranks: use "auto"'
+            f'algorithm="{algorithm}" of {operation} works in one peer domain, and the ranks are in '
+            f'{len(layout.domains)}: use "auto"'
         )
     small = nbytes * (len(layout.domains) - 1) <= ONE_STEP_NBYTES
     if algorithm == "one_shot" or (algorithm != "two_shot" and small):
@@ -84,11 +84,11 @@ def schedule_of(operation: Operation, nbytes: int, layout: DomainLayout, algorit
 def steps_of(part: Part, memory: Callable[[int], int]) -> list[list[Step]]:
     """Return this rank's steps of each piece of a part of a call. Local.
 
-    ``memory`` takes a number of bytes, and returns the address of as much scratch memory. All the pieces share it.
+    ``memory`` takes a number of bytes, and returns the address of as much scratch memory. All pieces share it.
     """
     needed = [ScratchAllocator() for _ in part]
-    for piece, room in zip(part, needed, strict=True):
-        for _ in piece(room):
+    for piece, scratch in zip(part, needed, strict=True):
+        for _ in piece(scratch):
             pass
-    start = memory(max(room.nbytes for room in needed))
+    start = memory(max(scratch.nbytes for scratch in needed))
     return [list(piece(ScratchAllocator(start))) for piece in part]

@@ -1,4 +1,4 @@
-"""Steps: what one rank does for a collective over several peer domains. They know neither devices nor engines."""
+"""Steps: the work of one rank for a collective over several peer domains. They know neither devices nor engines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NetworkStep:
     receives: tuple[NetworkMessage, ...] = ()
 
     def without_empty(self) -> NetworkStep:
-        """Return the network messages that have bytes: both ranks of a network message know its length."""
+        """Return the network messages that have bytes. Both ranks of a network message know its length."""
         return NetworkStep(tuple(p for p in self.sends if p.nbytes), tuple(p for p in self.receives if p.nbytes))
 
 
@@ -53,8 +53,8 @@ class NetworkStep:
 class Combine:
     """Reduce ``sources`` arrays of ``count`` elements in this rank's memory, in their order, into ``output``.
 
-    The arrays begin ``stride`` bytes after each other. The result is divided by ``divisor`` and rounded to ``result``.
-    One source is converted.
+    The start of each array is ``stride`` bytes after the start of the previous array. The result is divided by
+    ``divisor`` and rounded to ``result``. A single source is only converted.
     """
 
     op: str
@@ -79,10 +79,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Pack:
-    """Copy blocks of this rank's memory to packed memory, where they follow each other; with ``unpacks`` copy back."""
+    """Copy blocks of this rank's memory to packed memory, one after the other; with ``unpacks`` copy back."""
 
     blocks: tuple[Span, ...]
-    """Their counts are bytes. None of them is empty."""
+    """The blocks with counts in bytes. No block is empty."""
     packed: int
     unpacks: bool = False
 
@@ -105,7 +105,7 @@ Step = Local | NetworkStep | Combine | Move | Pack
 
 
 class ScratchAllocator:
-    """Scratch memory of one call from an address on, which its schedule takes piece by piece.
+    """Scratch memory of one call from an address on. The schedule of the call takes it piece by piece.
 
     A schedule is a pure function of its arguments, so a run with any address tells how many bytes it needs.
     """
@@ -113,7 +113,7 @@ class ScratchAllocator:
     def __init__(self, start: int = 0) -> None:
         self._start = start
         self.nbytes = 0
-        """The bytes that were taken."""
+        """The number of bytes that the schedule has taken."""
 
     def take(self, nbytes: int) -> int:
         """Return the address of memory that nothing else of the call uses."""
@@ -124,17 +124,17 @@ class ScratchAllocator:
 
 @dataclass(frozen=True)
 class Slots:
-    """Scratch memory for ``number`` arrays of one length, which begin ``stride`` bytes after each other."""
+    """Scratch memory for ``number`` arrays of one length, with ``stride`` bytes from each start to the next."""
 
     start: int
     stride: int
     number: int
 
     @classmethod
-    def take(cls, room: ScratchAllocator, number: int, nbytes: int) -> Slots:
+    def take(cls, scratch: ScratchAllocator, number: int, nbytes: int) -> Slots:
         """Take slots of ``nbytes`` bytes each from the scratch memory."""
         stride = _aligned(nbytes)
-        return cls(room.take(number * stride), stride, number)
+        return cls(scratch.take(number * stride), stride, number)
 
     def __getitem__(self, index: int) -> int:
         return self.start + index * self.stride

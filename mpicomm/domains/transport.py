@@ -1,4 +1,4 @@
-"""Transport: an engine that moves network messages of device memory between peer domains, behind one face."""
+"""Transport: the interface of the engines that move network messages of device memory between peer domains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.steps import NetworkStep
 from mpicomm.errors import MpicommError
 
-Name = Literal["mapped", "nccl", "mpi", "staged"]
+Name = Literal["mapped", "nccl", "mpi", "pinned"]
 
 
 class Transport(Protocol):
@@ -23,15 +23,15 @@ class Transport(Protocol):
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
         """Start messages after the work of ``stream``. Return a function that makes the stream wait for them.
 
-        All ranks start equally many network steps in the same order; one of them may be without network messages. The
-        function raises `CollectiveTimeoutError` or `PeerError` as `Transfers.begin` says, or does not block.
+        All ranks start equally many network steps in the same order. A step may have no network messages. The function
+        does not block, or raises `CollectiveTimeoutError` or `PeerError` as `Transfers.begin` says.
         """
 
     def tell(self, error: MpicommError) -> None:
-        """Tell ranks of other domains why this rank has given a call up; local. See `Transfers.tell`."""
+        """Tell ranks of other domains why this rank has given up a call; local. See `Transfers.tell`."""
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return the memory of this rank; local."""
 
     def close(self) -> None:
-        """Give back what the transport has; its work must be over, or have failed. Local."""
+        """Release the resources of the transport; its work must be over, or have failed. Local."""

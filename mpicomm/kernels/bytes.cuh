@@ -5,15 +5,15 @@
 
 namespace mpicomm {
 
-// The bytes that a thread moves at once. Slots hold packets at multiples of 16 bytes, users' arrays
-// at any address.
+// The bytes that a thread moves at once. Slots hold packets at multiples of 16 bytes, and arrays of
+// users lie at any address.
 struct alignas(16) Packet {
   u32 words[4];
 };
 constexpr u32 kPacketNbytes = 16;
 static_assert(sizeof(Packet) == kPacketNbytes);
 
-// The widest access that an address allows: 16, 8, 4, 2 or 1.
+// The widest access that an address allows: 16, 8, 4, 2 or 1 bytes.
 MPICOMM_DEVICE u32 width_of(const void* pointer) {
   const u32 low = (static_cast<u32>(reinterpret_cast<u64>(pointer)) & 15) | 16;
   return low & -low;
@@ -22,9 +22,9 @@ MPICOMM_DEVICE u32 width_of(const void* pointer) {
 MPICOMM_DEVICE Packet load_aligned(const u8* from) { return *reinterpret_cast<const Packet*>(from); }
 MPICOMM_DEVICE void store_aligned(u8* to, const Packet& packet) { *reinterpret_cast<Packet*>(to) = packet; }
 
-// Loads a packet in accesses of `width` bytes. Where only `nbytes` < 16 are left, the rest of the
-// packet is zero. The loops are unrolled because a packet that is indexed by a variable would have
-// to lie in memory.
+// Loads a packet in accesses of `width` bytes. If only `nbytes` < 16 are left, the rest of the
+// packet is zero. The loops are unrolled, because a variable index into a packet would put the
+// packet into memory.
 MPICOMM_DEVICE Packet load_any(const u8* from, u32 width, u64 nbytes) {
   Packet packet{};
   if (width >= 4 && (nbytes >= kPacketNbytes || nbytes % 4 == 0)) {
@@ -65,7 +65,7 @@ MPICOMM_DEVICE void store_any(u8* to, const Packet& packet, u32 width, u64 nbyte
   }
 }
 
-// Copies whole packets; `load` loads one packet, `store` stores one.
+// Copies whole packets; `load` loads one packet, `store` stores one packet.
 template <class Load, class Store>
 MPICOMM_DEVICE void copy_packets(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads, Load load, Store store) {
   constexpr u32 kAtOnce = 4;
@@ -88,14 +88,14 @@ MPICOMM_DEVICE void copy_each_byte(u8* to, const u8* from, u64 nbytes, u32 threa
   for (u64 at = thread; at < nbytes; at += threads) to[at] = from[at];
 }
 
-// The side of a copy on which accesses are wide where source and target are not aligned alike: the
-// peer's.
+// The side of a copy on which accesses are wide if source and target are not aligned alike. It is
+// the memory of the peer.
 enum class Wide : u8 { kStores, kLoads };
 
-// Copies `nbytes` with `threads` threads, of which the caller is number `thread`. Accesses of the
-// wide side move whole packets, except in front of the first multiple of `alignment` and behind the
-// last packet; those of the other side are as wide as its address allows. If a peer's memory is the
-// wide side and `alignment` is a line, a warp moves whole lines, and a link carries them as such.
+// Copies `nbytes` with `threads` threads; the caller is number `thread`. Accesses of the wide side
+// move whole packets, except before the first multiple of `alignment` and after the last packet.
+// Accesses of the other side are as wide as its address allows. If the memory of a peer is the wide
+// side and `alignment` is a line, warps and links move whole lines.
 template <Wide wide = Wide::kStores, u64 alignment = kLineNbytes>
 MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
   constexpr bool kWideStores = wide == Wide::kStores;

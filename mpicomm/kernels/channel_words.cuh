@@ -1,24 +1,24 @@
-// Channels: how a sender hands chunks of data to a receiver through slots, with a flag and credit.
-// In exchange.cu and sendrecv.cu two blocks of two ranks are a channel. In chain.cu two warps are
-// one, and its slots hold packets: the top of that file says what differs.
+// Channels: how a sender hands chunks of data to a receiver through slots, with flags and credit.
+// In exchange.cu and sendrecv.cu two blocks of two ranks form a channel. In chain.cu two warps form
+// a channel, and its slots hold packets: the top of that file describes the differences.
 //
-// Slots. A channel has N slots in the receiver's memory. The sender stores a chunk in a slot, the
-// receiver takes it from there, first in first out.
+// Slots. A channel has N slots in the memory of the receiver. The sender stores a chunk in a slot,
+// and the receiver takes it from the slot, first in first out.
 //
-// Epochs. The chunks of a channel are counted for ever: chunk e, of epoch e, lies in slot e % N.
-// The sender and the receiver each keep the count of a channel in their own memory, and the kernel
-// advances it. So a captured graph can be replayed for ever, and the ranks reset nothing and agree
-// on nothing between two launches. Epochs have 32 bits and wrap around: comparisons look at the
-// sign of the difference.
+// Epochs. The two sides count the chunks of a channel for ever: chunk e, of epoch e, lies in slot
+// e % N. The sender and the receiver each keep the count in their memory, and the kernel advances
+// it. So a captured graph can run again for ever, and the ranks reset nothing and agree on nothing
+// between two launches. Epochs have 32 bits and wrap around, so comparisons look at the sign of the
+// difference.
 //
-// Flag. Each slot has a word in the receiver's memory. The sender stores {e, tag} there when chunk
-// e is in the slot. The tag says which call or message the chunk belongs to.
+// Flag. Each slot has a word in the memory of the receiver. The sender stores {e, tag} in this word
+// after chunk e is in the slot. The tag names the call or the message of the chunk.
 //
-// Credit. Each channel has a word in the sender's memory. The receiver stores {e} there when it is
-// done with chunk e, hence with all chunks before. The sender waits for credit e - N before it
-// stores chunk e, or it would overwrite a chunk that the receiver has yet to take. The flag of
-// chunk e comes after that, too: the receiver has seen the flag of chunk e - N, which stood in the
-// same word.
+// Credit. Each channel has a word in the memory of the sender. The receiver stores {e} there after
+// it is done with chunk e, and so with all chunks before. The sender waits for credit e - N before
+// it stores chunk e. Otherwise it would overwrite a chunk that the receiver has not taken. The flag
+// of chunk e follows the credit, too. So the receiver has seen the flag of chunk e - N before the
+// flag of chunk e overwrites the same word.
 //
 //     sender                                             receiver
 //     while (load_acquire(credit) < e - N) {}            while (load_acquire(flag) < e) {}
@@ -27,21 +27,17 @@
 //     __syncthreads()                                    __syncthreads()
 //     store_release(flag, e)                             store_release(credit, e)
 //
-// On each side one thread waits for the words of a channel and stores them; the barriers order the
-// accesses of its whole block between the two. All accesses to the words have system scope, because
-// the other side is another device.
-// - The release of a flag pairs with the receiver's acquire in await_epoch. It publishes the chunk,
-// which the releasing
-//   thread has seen stored by its whole block at the barrier. A plain store could arrive before the
-// data. With a plain
-//   load the receiver could read the slot first. Either way it would take what the slot held
-// before.
-// - The release of credit pairs with the sender's acquire in await_epoch. It says that the
-// receiver's loads of the
-//   slot, before the barrier, are over. A plain store could overtake these loads. With a plain load
-// the sender's stores
-//   to the slot could overtake the load. Either way the sender would overwrite data that is still
-// being read.
+// On each side one thread waits for the words of a channel and stores them. The barriers order the
+// accesses of its whole block between the wait and the store. All accesses to the words have system
+// scope, because the other side is another device.
+// - The release of a flag pairs with the acquire of the receiver in await_epoch. It publishes the
+//   chunk: at the barrier, the releasing thread has seen the stores of its whole block. A plain
+//   store could arrive before the data. With a plain load the receiver could read the slot first.
+//   In both cases the receiver would take the previous content of the slot.
+// - The release of credit pairs with the acquire of the sender in await_epoch. It says that the
+//   receiver has ended its loads of the slot, which come before the barrier. A plain store could
+//   overtake these loads. With a plain load the stores of the sender to the slot could overtake the
+//   load. In both cases the sender would overwrite data while the receiver still reads it.
 #pragma once
 
 #include "team.cuh"
@@ -51,29 +47,29 @@ namespace mpicomm {
 MPICOMM_DEVICE u64 word_of(u32 epoch, u32 tag) { return static_cast<u64>(epoch) << 32 | tag; }
 MPICOMM_DEVICE u32 epoch_of(u64 word) { return static_cast<u32>(word >> 32); }
 
-// Whether another rank has told this one that it gives up. Pairs with the store in raise_abort.
-// Relaxed, because the word alone says so.
+// Whether another rank has told this rank that it gives up. Pairs with the store in raise_abort.
+// The load is relaxed, because the word publishes no other data.
 MPICOMM_DEVICE bool is_told(const Team& team) { return load_relaxed(abort_word(team, team.rank)) != 0; }
 
 // Whether a wait ended because its word was reached. If time was up, this rank tells the others. If
-// another rank has told this one, this rank records the reason.
+// another rank has told this rank to give up, this rank records the reason.
 MPICOMM_DEVICE bool lasts(const Team& team, const Watch& watch, SpinEnd end) {
   if (end == kTimeUp) raise_abort(team, watch);
   if (end == kLeft) heed_abort(team, watch.block, load_relaxed(abort_word(team, team.rank)));
   return end == kReached;
 }
 
-// Waits until the epoch of `word`, a flag or credit, has come to the number in `watch`. The tag of
-// the word must then agree with `tag` in the bits of `mask`. False means that the kernel must
-// leave: time is up, the tag is that of another call, or another rank has given up.
+// Waits until the epoch of `word`, a flag or credit, has come to the number in `watch`. Then the
+// tag of the word must agree with `tag` in the bits of `mask`. If the result is false, the kernel
+// must leave: time is up, the tag belongs to another call, or another rank has given up.
 MPICOMM_DEVICE bool await_epoch(const Team& team, const u64* word, const Watch& watch, u32 tag, u32 mask) {
   const u32 epoch = static_cast<u32>(watch.sequence);
   u64 value = 0;
   const auto reached = [&] {
-    // A flag: pairs with the sender's store_release, which publishes the chunk. Credit: pairs with
-    // the receiver's store_release after its loads of the slot. The top of this file says what a
-    // plain load would break. The barrier that follows orders the other threads of the block after
-    // this load.
+    // If `word` is a flag, the load pairs with the store_release of the sender, which publishes the
+    // chunk. If it is credit, the load pairs with the store_release of the receiver after its loads
+    // of the slot. The top of this file says why a plain load would be wrong. The barrier that
+    // follows orders the other threads of the block after this load.
     value = load_acquire(word);
     // Signed, because epochs wrap around. Credit may be ahead of the number that the sender waits
     // for.
@@ -87,16 +83,16 @@ MPICOMM_DEVICE bool await_epoch(const Team& team, const u64* word, const Watch& 
   return false;
 }
 
-// Waits until `reached` returns true on all lanes of the warp, which go on or leave together. False
-// means that the kernel must leave.
+// Waits until `reached` returns true on all lanes of the warp, which go on or leave together. If
+// the result is false, the kernel must leave.
 template <class Reached>
 MPICOMM_DEVICE bool await_together(const Team& team, const Watch& watch, u32 lane, Reached reached) {
   Spell spell;
   for (u32 poll = 0;; ++poll) {
     if (__all_sync(kWarp, reached())) return true;
     if (poll < kPollsBeforeClock) continue;
-    // One lane decides for all. Lanes read the clock at different times: some would leave while the
-    // others wait for them.
+    // One lane decides for all lanes. Lanes read the clock at different times, so some would leave
+    // while the others wait for them.
     const bool goes_on = lane != 0 || lasts(team, watch, spell.end([&] { return is_told(team); }, watch));
     if (!__all_sync(kWarp, goes_on)) return false;
   }

@@ -1,12 +1,12 @@
-// Reduces arrays that lie in one rank's memory, in their order, and converts the result: the
-// partial results of several peer domains. The arrays are of MPICOMM_DTYPE, the result is of
-// MPICOMM_RESULT. One array is only converted.
+// Reduces arrays in the memory of one rank, in their order, and converts the result. The arrays are
+// the partial results of several peer domains. They are of MPICOMM_DTYPE, and the result is of
+// MPICOMM_RESULT. A single array is only converted.
 //
-// The type in which MPICOMM_OP computes is the same for both, so the result is rounded once, at the
-// end.
+// The type in which MPICOMM_OP computes is the same for both types. So the kernel rounds the result
+// once, at the end.
 //
-// No element is read or written by two threads, and kernels ahead of this one are over when it
-// begins. So it needs no flags.
+// No two threads touch the same element, and the preceding kernels of the stream have ended when
+// this kernel begins. So it needs no flags.
 
 #include "bytes.cuh"
 #include "element.cuh"
@@ -18,11 +18,11 @@ constexpr u32 kCombineThreads = 512;
 
 struct Combination {
   const u8* source;  // the first array
-  u64 stride;        // from the start of an array to the next, in bytes
-  u8* output;        // apart from all arrays, or at the same place as an array of equal elements
+  u64 stride;        // from the start of an array to the start of the next, in bytes
+  u8* output;        // apart from all arrays, or at the address of an array with elements of equal size
   u64 count;
   u32 sources;
-  u32 divisor;  // of the result; 1 leaves it as it is
+  u32 divisor;  // of the result; 1 leaves the result as it is
 };
 
 using Result = dtype::MPICOMM_RESULT;
@@ -47,7 +47,7 @@ struct alignas(16) Row {
   T of[kCombined];
 };
 
-// Combines `n` elements from index `first` on; `Sources` and `Results` hold so many.
+// Combines `n` elements from index `first` on; `Sources` and `Results` hold `n` elements.
 template <class Sources, class Results, u32 n>
 MPICOMM_DEVICE void combine(const Combination& x, u64 first) {
   typename Op::State states[n];

@@ -29,13 +29,13 @@ class CombineArguments(ctypes.Structure):
 def combine_kernel(reduction: Reduction, result: str) -> Variant:
     """Return the kernel that reduces by ``(dtype, op)`` to elements of the dtype ``result``; raises as `options_for`.
 
-    The two types differ at most in their width: both are reduced in the wider one.
+    The two types differ only in width, and the kernel reduces in the wider type.
     """
     options = (*options_for(reduction), f"-DMPICOMM_RESULT={cpp_name(result)}")
     return Variant(SHARED / "combine.cu", "mpicomm_combine", options)
 
 
 def blocks_for(nbytes: int, multiprocessors: int) -> int:
-    """Return the blocks of a launch whose result has ``nbytes`` bytes."""
+    """Return the number of blocks of a launch that makes a result of ``nbytes`` bytes."""
     most = _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors
     return max(1, min(most, -(-nbytes // (COMBINE_THREADS * _NBYTES_OF_A_THREAD))))

@@ -1,7 +1,7 @@
-// Element and Op: the reduction that a kernel is compiled for, MPICOMM_OP on elements of
-// MPICOMM_DTYPE. Without these macros the kernel reduces nothing, and an element is a byte. The
-// operation `own` is MPICOMM_EXPRESSION, which the host writes (mpicomm/expressions): a is the
-// reduction of the ranks before, b the next rank's contribution.
+// Element and Op: the reduction of a compiled kernel, MPICOMM_OP on elements of MPICOMM_DTYPE.
+// Without these macros the kernel reduces nothing, and an element is a byte. The operation `own` is
+// MPICOMM_EXPRESSION, which the host writes (mpicomm/expressions): a is the reduction of the
+// previous ranks, and b is the contribution of the next rank.
 #pragma once
 
 #if defined(MPICOMM_DTYPE)

@@ -1,6 +1,7 @@
-// Applies an epilogue to the stored result of a reduction, where no kernel that reduces has done
-// it: elements of MPICOMM_DTYPE become elements of MPICOMM_RESULT. No element is read or written by
-// two threads, and kernels ahead of this one are over when it begins. So it needs no flags.
+// Applies an epilogue to the stored result of a reduction, if the kernel that reduces has not
+// applied it. Elements of MPICOMM_DTYPE become elements of MPICOMM_RESULT. No two threads touch the
+// same element, and the preceding kernels of the stream have ended when this kernel begins. So it
+// needs no flags.
 
 #include "epilogue.cuh"
 #include "faults.cuh"
@@ -13,8 +14,8 @@ constexpr u32 kEpilogueThreads = 512;
 
 struct Epilogue {
   const u8* source;
-  u8* output;         // apart from the source, or the same place where both types are the same
-  const u32* failed;  // the word of Faults: once it is set, the source holds no result
+  u8* output;         // apart from the source, or at the same address if both types are the same
+  const u32* failed;  // the word of Faults: after it is set, the source holds no result
   Operands operands;
 };
 

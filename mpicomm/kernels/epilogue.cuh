@@ -1,7 +1,7 @@
-// The epilogue of a reduction: MPICOMM_EPILOGUE is an expression of the user (mpicomm/epilogues.py)
-// of v, an element of the result, i, its index, and w, the operands. It computes with v as it would
-// be stored, hence rounded. So the result has the same bits in a kernel that reduces and in
-// epilogue.cu, which reads the stored result.
+// The epilogue of a reduction: MPICOMM_EPILOGUE is an expression of the user
+// (mpicomm/epilogues). Its v is an element of the result, i the index of the element, and w the
+// operands. The value v is rounded to the stored type. So the result has the same bits in a kernel
+// that reduces and in epilogue.cu, which reads the stored result.
 #pragma once
 
 #include "element.cuh"
@@ -14,7 +14,7 @@ constexpr u32 kMostOperands = 8;
 
 struct Operands {
   u64 words[kMostOperands];  // addresses of arrays, and numbers
-  u64 count;                 // of all elements of the result: no other index may be used
+  u64 count;                 // of all elements of the result; every index is below it
 
   template <class A>
   MPICOMM_DEVICE const A* array(u32 number) const {

@@ -1,4 +1,4 @@
-"""Epilogues of reductions in kernels that reduce, and the kernels of epilogue.cu and rms_norm.cu behind others."""
+"""Epilogues of reductions: in kernels that reduce, and in epilogue.cu and rms_norm.cu after other kernels."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ class NormArguments(ctypes.Structure):
 
 
 def epilogue_options(expression: str, result: str | None = None) -> tuple[str, ...]:
-    """Return the options for a kernel that applies an expression in C++ to what it has reduced.
+    """Return the options for a kernel that applies an expression in C++ to the elements that it has reduced.
 
-    ``result`` is the type of the elements that it makes, where that is another than the reduced ones have.
+    ``result`` is the type of the results, or None if it is the type of the reduced elements.
     """
     converts = () if result is None else (f"-DMPICOMM_RESULT={cpp_name(result)}",)
     return f"-DMPICOMM_EPILOGUE={expression}", *converts
 
 
 def norm_options(result: str, weight: str) -> tuple[str, ...]:
-    """Return the options for a kernel that normalises rows of what it has reduced."""
+    """Return the options for a kernel that normalises rows of reduced elements."""
     return f"-DMPICOMM_RESULT={cpp_name(result)}", f"-DMPICOMM_WEIGHT={cpp_name(weight)}"
 
 
 def epilogue_kernel(dtype: str, result: str, expression: str) -> Variant:
-    """Return the kernel that makes elements of ``result`` of elements of ``dtype`` by an expression in C++."""
+    """Return the kernel that turns elements of ``dtype`` into elements of ``result`` by an expression in C++."""
     options = (*_reduced(dtype), *epilogue_options(expression, result))
     return Variant(SHARED / "epilogue.cu", "mpicomm_epilogue", options)
 
@@ -95,11 +95,11 @@ def norm_kernel(dtype: str, result: str, weight: str) -> Variant:
 
 
 def _reduced(dtype: str) -> tuple[str, ...]:
-    # The operation is for the headers alone.
+    # Only the headers need the operation.
     return *OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", "-DMPICOMM_OP=sum"
 
 
 def blocks_for(nbytes: int, multiprocessors: int) -> int:
-    """Return the blocks of a launch that reads or writes ``nbytes``."""
+    """Return the number of blocks of a launch that reads or writes ``nbytes``."""
     most = _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors
     return max(1, min(most, -(-nbytes // (EPILOGUE_THREADS * _NBYTES_OF_A_THREAD))))

@@ -1,12 +1,12 @@
 // The functions of expressions of the user (mpicomm/expressions), each with NumPy's meaning.
 // Operands and results have the type in which a kernel computes: see Number<T>::Value.
 //
-//   integers     wrap. Division rounds down; division by 0 gives 0. A shift by more bits than there
-// are moves all out.
+//   integers     wrap. Division rounds down, and division by 0 gives 0. A shift by at least the
+//                number of bits moves all bits out.
 //   max, min     NaN wins; of +0 and -0 the later one
 //   power<n>     n - 1 or fewer multiplications, in the order of `power` in functions.py
-//   exp, log, pow, tanh    CUDA's, whose last bits may differ from NumPy's. All others have NumPy's
-// bits.
+//   exp, log, pow, tanh    of CUDA: their last bits may differ from NumPy. All other functions have
+//                          the bits of NumPy.
 #pragma once
 
 #include "reduce.cuh"
@@ -50,7 +50,7 @@ MPICOMM_DEVICE T number(V value) {
   return As<T>::number(value);
 }
 
-// Literals. An integer becomes a float by way of a double, as Python does it.
+// Literals. An integer becomes a float by way of a double, as in Python.
 template <class T>
 MPICOMM_DEVICE T literal(double value) {
   return number<T>(value);
@@ -101,7 +101,7 @@ MPICOMM_DEVICE Complex<F> conj(Complex<F> x) {
 template <class T>
 MPICOMM_DEVICE T remainder(T x, T y) {
   constexpr bool kSigned = static_cast<T>(-1) < static_cast<T>(0);
-  // The quotient of the smallest number and -1 has no place in its type, and the processor would
+  // The quotient of the smallest number and -1 does not fit into the type, and the processor would
   // trap.
   if (y == 0 || (kSigned && y == static_cast<T>(-1))) return 0;
   const T rest = static_cast<T>(x % y);
@@ -131,7 +131,7 @@ template <class T>
 MPICOMM_DEVICE T invert(T x) {
   return static_cast<T>(~x);
 }
-// A negative number of bits is a huge one.
+// A negative number of bits counts as a huge number.
 template <class T>
 MPICOMM_DEVICE T shift_left(T x, T bits) {
   return static_cast<u64>(bits) < 8 * sizeof(T) ? static_cast<T>(static_cast<u64>(x) << bits) : static_cast<T>(0);
@@ -199,7 +199,7 @@ MPICOMM_DEVICE T power(T base) {
   }
 }
 
-// Floats. The names with f are C's, which NVRTC knows without a header.
+// Floats. The names with f are names of C, which NVRTC knows without a header.
 MPICOMM_DEVICE float abs(float x) { return ::fabsf(x); }
 MPICOMM_DEVICE double abs(double x) { return ::fabs(x); }
 template <class T>

@@ -1,5 +1,5 @@
-// The LL protocol (packet_protocols.cuh): packets of 16 bytes with 8 bytes of data, which show by a
-// flag beside each 4 bytes that they have come.
+// The LL protocol (packet_protocols.cuh): packets of 16 bytes with 8 bytes of data. A flag beside
+// each 4 bytes of data shows whether they have come.
 #pragma once
 
 #include "ll_flags.cuh"

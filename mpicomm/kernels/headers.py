@@ -1,4 +1,4 @@
-"""The directories of kernel sources: headers that kernels share, and the header for kernels of users."""
+"""The directories of kernel sources: the headers that kernels share, and the header for kernels of users."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def include_dir() -> str:
 
     With this header a kernel works on the parts of a `SymmetricArray` on all ranks: `put`, `get`, `signal`, `wait`,
     `barrier`, `send_packets`, `receive_packets` and `reduce_load`, each by a thread, a warp or a block. The comments of
-    the header say what each function orders, who calls it, and what happens at a timeout. It needs C++17.
+    the header say what each function orders, which threads call it, and what happens at a timeout. It needs C++17.
     """
     return str(SHARED / "include")

@@ -1,7 +1,7 @@
-// The flags of the LL protocol (packet_protocols.cuh), and what keeps a receiver from taking an old
-// flag for a new one. A flag is the number of a launch. These numbers come again after 2^30
-// launches, and a flag of that long ago may still lie in its slot. So at the start of each round of
-// numbers every rank wipes the flags in its inboxes.
+// The flags of the LL protocol (packet_protocols.cuh), and how a receiver tells an old flag from a
+// new flag. A flag is the number of a launch. These numbers come again after 2^30 launches, and a
+// flag from the last round may still lie in its slot. So at the start of each round of numbers
+// every rank wipes the flags in its inboxes.
 #pragma once
 
 #include "bytes.cuh"
@@ -25,19 +25,19 @@ MPICOMM_DEVICE_CALL void wipe_flags(const FlaggedInboxes& inboxes, u32 launch) {
   for (u64 at = static_cast<u64>(threadIdx.x) * kPacketNbytes; at < inboxes.nbytes; at += blockDim.x * kPacketNbytes) {
     store_volatile(reinterpret_cast<Pair*>(set + at), {0, 0});
   }
-  // Every thread fences its own wipes, then comes to the barrier; behind it threads of this block
-  // announce the launch. Pairs with the peers' loads of that announcement, after which they store
-  // packets in this set. Without the fence a wipe could arrive after a peer's packet and wipe that
-  // out.
+  // Every thread fences its wipes and then comes to the barrier. After the barrier, threads of this
+  // block announce the launch. The fence pairs with the peers' loads of that announcement: after
+  // these loads, the peers store packets in this set. Without the fence a wipe could arrive after
+  // the packet of a peer and wipe out the packet.
   fence_system();
   __syncthreads();
 }
 
-// All threads of every block call this before the launch is announced. Launches 0 and 1 of each
-// round of numbers wipe the set that the next launch uses. No peer stores there before this launch
-// is announced, and this rank has taken all packets that were stored there before. Every kernel
-// that counts launches calls this: if launches 0 and 1 were of a kernel that does not, old flags
-// would outlast the round.
+// All threads of every block call this before a thread announces the launch. Launches 0 and 1 of
+// each round of numbers wipe the set that the next launch uses. No peer stores in this set before
+// the announcement of this launch, and this rank has taken all packets that peers stored there
+// before. Every kernel that counts launches calls this. If launches 0 and 1 belonged to a kernel
+// that does not, old flags would outlast the round.
 MPICOMM_DEVICE void begin_round_of_flags(const FlaggedInboxes& inboxes, u32 launch) {
   if (blockIdx.x == 0 && (launch & kFlagMask) < 2) wipe_flags(inboxes, launch);
 }

@@ -1,4 +1,4 @@
-"""The inboxes of the LL protocol, as kernels know them: the host's copy of ll_flags.cuh. Imports no CUDA package."""
+"""The inboxes of the LL protocol: the host's copy of the structure in ll_flags.cuh. Imports no CUDA package."""
 
 from __future__ import annotations
 

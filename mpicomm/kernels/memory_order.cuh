@@ -1,10 +1,10 @@
 // All memory-ordering instructions of mpicomm, and the clock that bounds its spins. No other file
-// of the package contains such an instruction: this is the file to read (or to port) to learn which
-// thread sees which store, and when.
+// of the package contains such an instruction. So this file says which thread sees which store, and
+// when, and a port to other hardware begins here.
 //
-// Scope. Every access and fence has *system* scope, except those whose names say "device" or "in
-// block". The other side of a flag is another GPU, another process on this GPU, or the host. With
-// gpu scope a flag could stay in an L2 cache that a peer across the link does not read.
+// Scope. Every access and fence has *system* scope, except functions with "device" or "in_block" in
+// their name. The other side of a flag is another GPU, another process on this GPU, or the host.
+// With gpu scope a flag could stay in an L2 cache that a peer across the link does not read.
 //
 // How a flag works, here and on the peer:
 //
@@ -13,16 +13,16 @@
 //     __syncthreads() if others wrote data      __syncthreads() if others read data
 //     store_release(flag, target)               ... = data
 //
-// The release is cumulative. It publishes the stores of its own thread, and the stores of other
-// threads that its thread has seen: through a barrier of the block, or because an earlier kernel or
-// copy of the same stream made them.
+// The release is cumulative. It publishes the stores of its thread, and the stores of other threads
+// that its thread has seen. This thread has seen a store of another thread if a barrier of the
+// block lies between. It has also seen all stores of earlier kernels and copies of the same stream.
 //
-// nvcc and NVRTC compile PTX. Any other compiler compiles the C++ atomics of the same meaning, so
-// that the same kernels run on CPU threads, where tools can look for races.
+// nvcc and NVRTC compile PTX. Any other compiler compiles C++ atomics of the same meaning. So the
+// same kernels run on CPU threads, and tools look for races there.
 #pragma once
 
 // MPICOMM_DEVICE_CALL is for functions that run rarely. They stay out of line because a kernel
-// waits until the GPU has fetched even the code that it jumps over.
+// waits until the GPU has fetched even the code that the kernel jumps over.
 #if defined(__CUDACC__)
 #define MPICOMM_DEVICE __device__ __forceinline__
 #define MPICOMM_DEVICE_CALL __device__ __noinline__
@@ -37,8 +37,8 @@
 
 namespace mpicomm {
 
-// Not <cstdint>: NVRTC brings no such header, and these kernels compile where no CUDA headers are
-// installed.
+// Not <cstdint>: NVRTC brings no such header, and these kernels also compile on machines without
+// CUDA headers.
 using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -57,8 +57,8 @@ constexpr u64 kLineNbytes = 128;  // a cache line: words that different ranks or
 // The "memory" clobber keeps the compiler from moving other accesses across the instruction.
 // `volatile` keeps the compiler from dropping or merging the access itself.
 
-// Loads a flag before all accesses that follow in program order. Pairs with a release of the same
-// word.
+// Loads a flag before all accesses that follow in program order. It pairs with a release of the
+// same word.
 MPICOMM_DEVICE u32 load_acquire(const u32* p) {
   u32 value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -69,8 +69,8 @@ MPICOMM_DEVICE u64 load_acquire(const u64* p) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
   return value;
 }
-// Loads two words at once. Each of them is an acquire as above, but no order holds between the two:
-// one word may be older than the other.
+// Loads two words at once. Each word is an acquire as above, but no order holds between the two
+// words: one of them may be older than the other.
 MPICOMM_DEVICE Pair load_acquire(const Pair* p) {
   Pair value;
   asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];"
@@ -80,7 +80,7 @@ MPICOMM_DEVICE Pair load_acquire(const Pair* p) {
   return value;
 }
 
-// Publishes all accesses that precede it in program order together with the flag. Pairs with an
+// Publishes all accesses that precede it in program order together with the flag. It pairs with an
 // acquire of the same word.
 MPICOMM_DEVICE void store_release(u32* p, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
@@ -89,7 +89,7 @@ MPICOMM_DEVICE void store_release(u64* p, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// The same acquire and release, between the threads of one device.
+// The same acquire and release, between threads of one device.
 MPICOMM_DEVICE u64 load_acquire_on_device(const u64* p) {
   u64 value;
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
@@ -99,7 +99,7 @@ MPICOMM_DEVICE void store_release_on_device(u64* p, u64 value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// The same between the threads of one block.
+// The same acquire and release, between threads of one block.
 MPICOMM_DEVICE u32 load_acquire_in_block(const u32* p) {
   u32 value;
   asm volatile("ld.acquire.cta.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -109,8 +109,8 @@ MPICOMM_DEVICE void store_release_in_block(u32* p, u32 value) {
   asm volatile("st.release.cta.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-// Relaxed accesses: the word is whole and fresh, but the access orders nothing. For words whose
-// reader needs no data beside them.
+// Relaxed accesses: the word is whole and fresh, but the access orders nothing. They serve words
+// that publish no other data.
 MPICOMM_DEVICE u32 load_relaxed(const u32* p) {
   u32 value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -128,8 +128,8 @@ MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// As relaxed, in the form that PTX also has for vectors. For packets, which show by themselves
-// whether they have come.
+// Like the relaxed accesses, in the form that PTX also has for vectors. They serve packets, because
+// a packet shows by its content whether it has come.
 MPICOMM_DEVICE u32 load_volatile(const u8* p) {
   u32 value;
   asm volatile("ld.volatile.global.u8 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -155,8 +155,8 @@ MPICOMM_DEVICE void store_volatile(u64* p, u64 value) {
   asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// Sixteen bytes at once. Each half is whole and fresh, but a load may see one half of a store
-// without the other.
+// Accesses of sixteen bytes. Each half is whole and fresh, but a load may see one half of a store
+// without the other half.
 MPICOMM_DEVICE Pair load_volatile(const Pair* p) {
   Pair value;
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.first), "=l"(value.second) : "l"(p) : "memory");
@@ -166,15 +166,16 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(value.first), "l"(value.second) : "memory");
 }
 
-// Orders the accesses of this thread before the fence against those after it, for every observer.
+// Orders the accesses of this thread before the fence against its accesses after the fence, for
+// every observer.
 MPICOMM_DEVICE void fence_system() { __threadfence_system(); }
-// The same for observers on this device, and for the observers that those inform in turn.
+// The same for observers on this device, and for the observers that those observers inform in turn.
 MPICOMM_DEVICE void fence_device() { __threadfence(); }
 
-// A barrier of `threads` threads of a block: whole warps, which all name the same `number`. Numbers
-// begin at 1, because 0 is the barrier of __syncthreads. Returns whether all of them said `ok`. As
-// __syncthreads does, it orders the accesses of these threads before it against their accesses
-// after it. The threads of a warp may come one by one.
+// A barrier of `threads` threads of a block. They are whole warps, and all name the same `number`.
+// Numbers begin at 1, because 0 is the barrier of __syncthreads. It returns whether all threads
+// passed `ok`. Like __syncthreads, it orders the accesses of these threads before it against their
+// accesses after it. The threads of a warp may come one by one.
 MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) {
   u32 all;
   asm volatile(
@@ -188,10 +189,10 @@ MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) {
   return all != 0;
 }
 
-// Programmatic dependent launch. A kernel that is launched this way may begin before the kernel
-// ahead of it on its stream is over. It must not touch memory before `wait_for_predecessor`
-// returns: all accesses of that kernel are done and visible then. Once all blocks of a kernel have
-// called `let_successor_start` (or have returned), the next kernel may begin in this sense.
+// Programmatic dependent launch. A kernel that is launched this way may begin before the preceding
+// kernel of its stream has ended. It must not touch memory before `wait_for_predecessor` returns:
+// then all accesses of the preceding kernel are done and visible. The next kernel may begin after
+// all blocks of this kernel have called `let_successor_start` or have returned.
 MPICOMM_DEVICE void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -203,10 +204,10 @@ MPICOMM_DEVICE void let_successor_start() {
 #endif
 }
 
-// The thread sleeps for two microseconds and leaves the multiprocessor to other threads.
+// The thread sleeps for two microseconds, and leaves the multiprocessor to other threads.
 MPICOMM_DEVICE void pause() { __nanosleep(2000); }
 
-// Stores `value` if the word holds `expected`. Returns what the word held before. Orders nothing.
+// Stores `value` if the word holds `expected`. Returns the previous content. Orders nothing.
 MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
   u32 before;
   asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
@@ -217,8 +218,8 @@ MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
 }
 
 // Nanoseconds of a clock that all multiprocessors share. It advances in steps of up to a
-// microsecond. Unlike clock64 it runs at one rate whatever the GPU's clocks do, and a thread reads
-// the same clock all the time.
+// microsecond. Unlike clock64, it runs at one rate whatever the clocks of the GPU do, and a thread
+// always reads the same clock.
 MPICOMM_DEVICE u64 clock_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
@@ -227,7 +228,7 @@ MPICOMM_DEVICE u64 clock_ns() {
 
 #else
 
-// On a CPU a thread that waits has to let other threads run. Every thread does so at each of these
+// On a CPU a waiting thread has to let other threads run. Every thread yields at each of these
 // accesses, because this also gives the most interleavings.
 #if !defined(MPICOMM_YIELD)
 #define MPICOMM_YIELD() static_cast<void>(0)
@@ -268,7 +269,7 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   store_relaxed(&p->second, value.second);
 }
 MPICOMM_DEVICE void fence_device() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-// The program that runs the threads of a block knows who has come to a barrier.
+// The program that runs the threads of a block knows which threads have come to a barrier.
 #if defined(MPICOMM_MEET)
 MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) { return MPICOMM_MEET(number, threads, ok); }
 #endif
@@ -288,32 +289,29 @@ MPICOMM_DEVICE u64 clock_ns() {
 
 #endif
 
-// The fence between the reset of a slot and the news that the slot is free, for the slots of
-// packets.cu and chain.cu that are used again within a launch. A receiver that has taken a packet
-// of the sentinel protocol resets its slot to "absent" (packet_protocols.cuh). The sender may store
-// the next packet there only when the reset has reached the slot: a reset that arrives later would
-// wipe the packet out, and the receiver would wait for it until time is up. The fence orders the
-// resets that this thread has made, or has seen other threads make, before all that it tells the
-// sender afterwards.
+// The fence between the reset of a slot and the message that the slot is free. packets.cu and
+// chain.cu need it for slots that a launch uses again. A receiver that has taken a packet of the
+// sentinel protocol resets its slot to "absent" (packet_protocols.cuh). The sender may store the
+// next packet there only after the reset has reached the slot. A reset that arrives later would
+// wipe out the packet, and the receiver would wait for the packet until time is up. The fence
+// orders resets before all later messages of this thread to the sender. It orders the resets that
+// this thread has made, and the resets of other threads that this thread has seen.
 //
-// Slots in the receiver's own memory: device scope is enough, because this memory is the one place
-// where the receiver's resets and the sender's packets come to be ordered. A fence of system scope
-// would also wait for the receiver's own stores to other ranks.
+// Slots in the memory of the receiving device need only device scope. This memory is the one place
+// that orders the resets of the receiver and the packets of the sender. A fence of system scope
+// would also wait for the receiver's stores to other ranks.
 //
-// Slots in memory of the host (MPICOMM_HOST_SLOTS) lie in no device. The receiver's stores take
-// another way to them than the stores of its peers. So the fence has system scope: the resets have
-// arrived in host memory when it is over.
+// Slots in host memory (MPICOMM_HOST_SLOTS) lie in no device. The stores of the receiver take
+// another path to these slots than the stores of its peers. So the fence has system scope: when it
+// ends, the resets have arrived in host memory.
 //
-// The PTX memory model does not promise any of this, because packets neither release nor acquire.
-// The code rests on
-// these properties of the hardware instead:
-// - A device fence is over only when the device's memory has all stores to it by the thread of the
-// fence, and by the
-//   threads from which that thread has acquired.
-// - Stores of peers come to be ordered with those in the same place.
-// - When a peer has loaded a packet, branched on it and stored afterwards, its store does not
-// arrive before the load
-//   was done.
+// The PTX memory model promises none of this, because packets neither release nor acquire. The code
+// rests on these properties of the hardware:
+// - A device fence ends only after the memory of the device has all stores to it by certain
+//   threads: the thread of the fence, and the threads from which this thread has acquired.
+// - The same memory orders the stores of peers with these stores.
+// - If a peer has loaded a packet, has branched on it, and stores afterwards, the store does not
+//   arrive before the load is done.
 MPICOMM_DEVICE void fence_slots() {
 #if defined(MPICOMM_HOST_SLOTS)
   fence_system();

@@ -12,7 +12,7 @@ from mpicomm.kernels.variant import Variant
 # Constants and a structure of message.cu; a test compares them.
 MESSAGE_THREADS = 512
 MESSAGE_WORDS = 32
-"""The words of a message for each side, which is also the most blocks of a step."""
+"""The words of a message for each side, which is also the largest number of blocks of a step."""
 
 
 class MessageStep(ctypes.Structure):
@@ -35,16 +35,16 @@ class MessageStep(ctypes.Structure):
 
 
 MESSAGE_STEP = struct.Struct("=" + "".join({8: "Q", 4: "I"}[ctypes.sizeof(field[1])] for field in MessageStep._fields_))
-"""Packs a `MessageStep`, in a fifth of the time in which ctypes fills one."""
+"""Packs a `MessageStep`, in a fifth of the time that ctypes takes to fill the structure."""
 
 BLOCK_NBYTES = 16 << 10
-"""The bytes that a block copies, if there are not too many for `MESSAGE_WORDS`."""
+"""The bytes that a block copies, if `MESSAGE_WORDS` blocks are enough."""
 
 MESSAGE_KERNEL = Variant(SHARED / "message.cu", "mpicomm_message", options_for(None))
 """Carries out a step of a message."""
 
 
 def blocks_of_message(nbytes: int) -> int:
-    """Return the blocks that copy a message of ``nbytes``, 1 or more; sender and receiver have the same number."""
+    """Return the number of blocks that copy a message of ``nbytes``, 1 or more; the same for sender and receiver."""
     blocks = -(-nbytes // BLOCK_NBYTES)
     return blocks if blocks < MESSAGE_WORDS else MESSAGE_WORDS

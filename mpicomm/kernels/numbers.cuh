@@ -3,7 +3,7 @@
 //
 // Each conversion is integer arithmetic and at most one float operation, which is exact or rounds
 // to nearest even. So a GPU and a CPU give the same bits, and a test on a CPU holds for both. For
-// float16 the GPU has instructions with the same result (except the payload of a NaN), which keep
+// float16 the GPU has instructions with the same result, except for the payload of a NaN. They keep
 // the kernels of that type short.
 #pragma once
 
@@ -20,9 +20,9 @@ using u16 = unsigned short;
 MPICOMM_DEVICE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
 MPICOMM_DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 
-// A float of, from the top, a sign bit, `exponent` bits and `mantissa` bits. `largest` is the
-// largest finite magnitude, `overflow` the result for a larger one, `nan` the NaN that `encode`
-// writes; all three without the sign.
+// A float that has, from the top, a sign bit, `exponent` bits and `mantissa` bits. `largest` is the
+// largest finite magnitude. `overflow` is the result for a larger magnitude. `nan` is the NaN that
+// `encode` writes. All three are without the sign.
 template <class Bits, u32 exponent, u32 mantissa, u32 largest, u32 overflow, u32 nan>
 struct Small {
   Bits bits;
@@ -42,7 +42,7 @@ struct Small {
     }
 #endif
     const u32 magnitude = bits & kMagnitude;
-    // The fields stand at their places in a float. A float has a larger bias: the power of two
+    // The fields stand at their places in a float. A float has a larger bias. The power of two
     // makes up for it, and normalises subnormal values. The product needs subnormal floats, so no
     // compiler option may flush them.
     float value = float_of(magnitude << (23 - mantissa)) * float_of((254 - kBias) << 23);
@@ -68,9 +68,9 @@ struct Small {
     if (magnitude > 0x7F800000u) {
       rounded = nan;
     } else if (exponent < 8 && magnitude < (128 - kBias) << 23) {
-      // The value is subnormal in this format. In the sum with this power of two the lowest bit
-      // stands for the smallest subnormal. So the addition rounds as wanted and leaves the result
-      // in the low bits. That also holds for values that round up to the smallest normal number.
+      // The value is subnormal in this format. In the sum with this power of two, the lowest bit
+      // stands for the smallest subnormal. So the addition rounds correctly, and leaves the result
+      // in the low bits. This also holds for values that round up to the smallest normal number.
       const u32 power = (151 - kBias - mantissa) << 23;
       rounded = bits_of(float_of(magnitude) + float_of(power)) - power;
     } else {
@@ -109,15 +109,15 @@ using uint64 = u64;
 using float16 = Small<u16, 5, 10, 0x7BFF, 0x7C00, 0x7E00>;
 using bfloat16 = Small<u16, 8, 7, 0x7F7F, 0x7F80, 0x7FC0>;
 using float8_e5m2 = Small<u8, 5, 2, 0x7B, 0x7C, 0x7E>;
-using float8_e4m3fn = Small<u8, 4, 3, 0x7E, 0x7F, 0x7F>;  // it has no infinities: overflow gives NaN
+using float8_e4m3fn = Small<u8, 4, 3, 0x7E, 0x7F, 0x7F>;  // it has no infinities, so overflow gives NaN
 using float32 = float;
 using float64 = double;
 using complex64 = Complex<float>;
 using complex128 = Complex<double>;
 }  // namespace dtype
 
-// `Value` is the type in which reductions of T compute. `decode` converts to it, `encode` converts
-// back.
+// `Value` is the type in which reductions of T compute. `decode` converts to `Value`, and `encode`
+// converts back.
 template <class T>
 struct Number {
   using Value = T;

@@ -1,24 +1,24 @@
 // Packs and unpacks memory of any layout: runs of bytes that nested loops visit, as MPI's datatypes
 // describe them.
 //
-// A region is one run and its loops. A loop has a stride in memory and a stride in packed memory,
-// because the runs of other regions may lie between its own runs there: the fields of an array of
-// structures are one region each. The places of one loop of a region may be listed instead, as
-// those of an indexed datatype. All regions together fill packed memory, each byte once.
+// A region is one run and its loops. A loop has a stride in memory and a stride in packed memory.
+// Runs of other regions may lie between its runs in packed memory: each field of an array of
+// structures is a region. One loop of a region may have a list of places instead of a stride, as an
+// indexed datatype has. All regions together fill packed memory, each byte once.
 //
-// The runs of a region are cut into units of up to 16 bytes, which lie in one run. A thread moves
-// several units at a time. It searches for the region of a unit from its last region on, and finds
-// the place in the region by one division for each loop. Neighbouring threads move neighbouring
-// units of a region, so that a warp touches whole lines of packed memory where the runs of the
+// The kernel cuts the runs of a region into units of up to 16 bytes, and each unit lies in one run.
+// A thread moves several units at a time. It searches for the region of a unit from its last region
+// on. It finds the place in the region by one division for each loop. Neighbouring threads move
+// neighbouring units of a region. So a warp touches whole lines of packed memory if the runs of the
 // region follow each other.
 //
-// The fields of an array of structures are regions with the same loops, whose runs follow each
-// other in packed memory. Their units are numbered structure by structure, so that a warp moves
-// whole structures. If it moved one field of all structures, and then the next field, it would
-// touch most lines of memory once for each field.
+// The fields of an array of structures are regions with the same loops, and their runs follow each
+// other in packed memory. The numbers of their units go structure by structure, so that a warp
+// moves whole structures. If it moved one field of all structures, and then the next field, it
+// would touch most lines of memory once for each field.
 //
-// No unit is moved by two threads, and kernels ahead of this one are over when it begins. So it
-// needs no flags.
+// No two threads move the same unit, and the preceding kernels of the stream have ended when this
+// kernel begins. So it needs no flags.
 
 #include "bytes.cuh"
 #include "faults.cuh"
@@ -31,15 +31,15 @@ constexpr u32 kLoops = 4;
 constexpr u32 kAtOnce = 4;  // the units that a thread loads before it stores the first
 
 struct Region {
-  u64 memory;      // where the first run lies, from Packing::memory on
-  u64 packed;      // where it lies in packed memory
-  u64 first_unit;  // the units of all regions before this one; for a field but the first, those of all fields, too
-  u64 list;        // where the places of the listed loop lie, in bytes from the first region on
+  u64 memory;      // the offset of the first run from Packing::memory
+  u64 packed;      // the offset of the first run in packed memory
+  u64 first_unit;  // the units of all regions before; for a later field, the units of all fields, too
+  u64 list;        // the offset of the places of the listed loop, in bytes from the first region
   u32 run_nbytes;
   u32 run_units;
-  u32 listed;  // the loop whose places are listed, kLoops where none are
-  u32 element_units;  // the units of a run of all fields; for a field but the first it has no meaning
-  u32 counts[kLoops];  // the innermost loop first; 1 for a loop that there is not
+  u32 listed;  // the loop that has a list of places, or kLoops
+  u32 element_units;  // the units of a run of all fields; it has no meaning for a later field
+  u32 counts[kLoops];  // the innermost loop first; 1 for a loop that does not exist
   i64 strides[kLoops];  // in memory; 0 for the listed loop
   u64 packed_strides[kLoops];
 };
@@ -52,7 +52,7 @@ struct Packing {
   u64 units;
   u32 num_regions;
   u32 unpacks;
-  u32 structures;  // the arrays of structures and the other regions
+  u32 structures;  // the number of arrays of structures and of other regions
   u32 unused;
   Region first;  // the first region
 };
@@ -64,8 +64,8 @@ struct Unit {
   u32 nbytes;
 };
 
-// Returns the region of a unit; `from` is a region that does not begin behind the unit. The steps
-// of the search double, because the region is near for all but the first unit of a thread.
+// Returns the region of a unit; `from` is a region that does not begin after the unit. The steps of
+// the search double, because the region is near, except for the first unit of a thread.
 MPICOMM_DEVICE u32 region_of(const Packing& x, u64 number, u32 from) {
   const auto begins = [&](u32 region) { return region < x.num_regions && x.regions[region].first_unit <= number; };
   u32 low = from, step = 1;
@@ -73,7 +73,7 @@ MPICOMM_DEVICE u32 region_of(const Packing& x, u64 number, u32 from) {
     low += step;
     step *= 2;
   }
-  // The region lies between low and low + step, which begins behind the unit.
+  // The region lies between low and low + step, which begins after the unit.
   while (step > 1) {
     step /= 2;
     if (begins(low + step)) low += step;
@@ -85,13 +85,13 @@ MPICOMM_DEVICE const i64* list_of(const Packing& x, const Region& region) {
   return reinterpret_cast<const i64*>(reinterpret_cast<u64>(x.regions) + region.list);
 }
 
-// Returns a unit of a region, or of the structures of which the region is the first field; `index`
-// is its number. `kFields` is whether there can be other fields: a region without them is faster
-// without the question.
+// Returns the unit with the number `number` of a region, or of the structures that have the region
+// as their first field; `index` is the number of the region. `kFields` is whether there can be
+// other fields. A region without fields is faster without the question.
 template <bool kFields>
 MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u32 index, u64 number) {
-  // The host cuts regions so that 32 bits hold the number of a unit: a division of 64 bits takes
-  // four times as long.
+  // The host cuts regions so that 32 bits hold the number of a unit, because a division of 64 bits
+  // takes four times as long.
   const u32 unit = static_cast<u32>(number - region.first_unit);
   u32 run = unit / region.element_units;
   u32 rest = unit - run * region.element_units, units = region.run_units, run_nbytes = region.run_nbytes;
@@ -150,15 +150,15 @@ MPICOMM_DEVICE void store_unit(u8* to, const Packet& packet, u32 nbytes) {
   }
 }
 
-// Moves the units from `begin` to `end`, of which this thread has each `step`th. `kOne` is whether
-// all are units of the first region or of its structures: it lies in the kernel's argument, because
-// a thread would else wait for the table before it loads data.
+// Moves the units from `begin` to `end`; each `step`th of them belongs to this thread. `kOne` is
+// whether all are units of the first region or of its structures. The first region lies in the
+// argument of the kernel, because a thread would else wait for the table before it loads data.
 template <bool kOne, bool kFields>
 MPICOMM_DEVICE void move_units(const Packing& x, u64 begin, u64 end, u64 step) {
   // After a failure packed memory may hold other data, which must not get into the user's memory.
   // Pairs with the store in report_fault: a wait of this stream was an earlier kernel, so a plain
-  // load sees its store. A plain load also stays in the cache of the multiprocessor, where a load
-  // of each thread from the one word would queue up. It is in flight during the first loads of
+  // load sees its store. A plain load also hits the cache of the multiprocessor. Loads of the one
+  // word by all threads would otherwise queue up. The load is in flight during the first loads of
   // data.
   const u32 failed = x.unpacks ? *x.failed : kClear;
   u32 region = 0;
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kPackThreads)
 MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
   using mpicomm::u64;
   if (x.structures == 1) {
-    // All blocks move side by side, which the memory likes best.
+    // All blocks move side by side, because this order is the fastest for the memory.
     const u64 begin = static_cast<u64>(blockIdx.x) * blockDim.x, step = static_cast<u64>(gridDim.x) * blockDim.x;
     if (x.num_regions == 1) {
       mpicomm::move_units<true, false>(x, begin, x.units, step);

@@ -1,30 +1,27 @@
-// Packets of 16 bytes that show by themselves whether they have come. A sender stores a packet in a
-// slot of the receiver, and the receiver loads the slot until the packet is there. A unit is the
-// part of a message that one packet carries: one thread reads it, sends it, waits for it and stores
-// it. There are two protocols.
+// Packets of 16 bytes. Each packet shows by its content whether it has come. A sender stores a
+// packet in a slot of the receiver, and the receiver loads the slot until the packet is there. A
+// unit is the part of a message that one packet carries: one thread reads it, sends it, waits for
+// it and stores it. There are two protocols.
 //
 // LL ("low latency") carries 8 bytes of data. Each half of the packet has 4 bytes of data and a
 // flag, the number of the launch (ll_flags.cuh). It is the fastest protocol for messages of up to
 // some KiB.
 //
-// Sentinel carries 16 bytes of data and no flag. In a slot without a packet the upper word of each
-// half is kAbsent. The sender stores each half as a whole, so a half has come when its upper word
-// is another. A receiver that has taken a packet resets the slot: it stores kAbsent there again.
+// Sentinel carries 16 bytes of data and no flag. In a slot without a packet, the upper word of each
+// half is kAbsent. The sender stores each half as a whole. So a half has come after its upper word
+// differs from kAbsent. A receiver that has taken a packet resets the slot: it stores kAbsent there
+// again.
 //
-// Data may have the word kAbsent in one of these two places itself. Then the sender stores
-// kEscaped, which differs in
-// the sign. The rest depends on the kernel (kEscapes):
-// - As a number kEscaped is another NaN. A reduction that makes one NaN of all NaNs (kMakesOneNan)
-// needs nothing else.
-//   Where it has a single contribution the changed NaN stays, but this contribution goes to one
-// rank alone. An epilogue
-//   may make any NaN of it, and its results go on in packets where they have the type of the
-// elements.
-// - All other data has to arrive as it was. A packet with kAbsent or kEscaped in one of the two
-// places has an escape: a
-//   byte beside the slots. It is zero until the sender stores there which of the two words were
-// kAbsent. The receiver
-//   resets the byte with the slot. Such data is rare.
+// The data itself may have the word kAbsent in one of these two words. Then the sender stores
+// kEscaped, which differs in the sign. The rest depends on the kernel (kEscapes):
+// - As a number, kEscaped is another NaN. A reduction that makes one NaN of all NaNs (kMakesOneNan)
+//   needs no more. If it has a single contribution, the changed NaN stays, but only one rank
+//   receives this contribution. An epilogue may make any NaN. Packets carry the results of an
+//   epilogue if they have the type of the elements.
+// - All other data has to arrive unchanged. A packet with kAbsent or kEscaped in one of the two
+//   words has an escape: a byte beside the slots. The byte is zero until the sender stores in it
+//   which of the two words were kAbsent. The receiver resets the byte with the slot. Such data is
+//   rare.
 #pragma once
 
 #include "element.cuh"
@@ -53,7 +50,7 @@ struct SentinelProtocol {
     return upper(packet.first) != kAbsent && upper(packet.second) != kAbsent;
   }
   MPICOMM_DEVICE static Packet unit(const Pair& packet) { return __builtin_bit_cast(Packet, packet); }
-  // Whether a packet that is to be sent, or has come, needs an escape.
+  // Whether a packet needs an escape: a packet to send, or a packet that has come.
   MPICOMM_DEVICE static bool has_escape(const Pair& packet) {
     return kEscapes && (is_special(packet.first) || is_special(packet.second));
   }
@@ -66,8 +63,8 @@ struct SentinelProtocol {
   static constexpr u32 kAbsent = 0xFFF5A3C6;
   static constexpr u32 kEscaped = kAbsent ^ 1u << 31;
   static constexpr u64 kSign = 1ull << 63;  // the bit of a half in which kAbsent and kEscaped differ
-  // The bits of an escape: the first half has kEscaped for kAbsent, the second half has, the escape
-  // has come.
+  // The bits of an escape: the first half has kEscaped for kAbsent, the second half has it, and the
+  // escape has come.
   static constexpr u32 kFirst = 1, kSecond = 2, kCome = 4;
 
   MPICOMM_DEVICE static u32 upper(u64 half) { return static_cast<u32>(half >> 32); }
@@ -75,8 +72,8 @@ struct SentinelProtocol {
 };
 static_assert((SentinelProtocol::kEscaped | 1u << 31) == SentinelProtocol::kAbsent, "they differ in the sign");
 
-// Stores a packet that needs an escape. The two stores have no order and need none: a receiver that
-// has seen the packet waits for the escape, and the byte is zero until that comes, because the
+// Stores a packet that needs an escape. The two stores have no order and need none. A receiver that
+// has seen the packet waits for the escape. The byte is zero until the escape comes, because the
 // receiver reset it before the slot became free.
 MPICOMM_DEVICE_CALL void store_escaped(Pair* slot, u8* escape, Pair packet) {
   using Protocol = SentinelProtocol;
@@ -87,7 +84,7 @@ MPICOMM_DEVICE_CALL void store_escaped(Pair* slot, u8* escape, Pair packet) {
   store_volatile(escape, code);
 }
 
-// Returns the packet that the sender was given, from the packet that came and its escape.
+// Returns the packet of the sender, from the packet that came and its escape.
 MPICOMM_DEVICE Pair unescaped(const Pair& packet, u32 code) {
   using Protocol = SentinelProtocol;
   const u64 first = (code & Protocol::kFirst) != 0 ? Protocol::kSign : 0, second = (code & Protocol::kSecond) != 0 ? Protocol::kSign : 0;

@@ -35,7 +35,7 @@ class RegionEntry(ctypes.Structure):
 
 
 ENTRY = struct.Struct(f"=4Q4I{LOOPS}I{LOOPS}q{LOOPS}Q")
-"""Packs a `RegionEntry`, much faster than ctypes fills one."""
+"""Packs a `RegionEntry`, much faster than ctypes fills the structure."""
 ENTRY_NBYTES = ctypes.sizeof(RegionEntry)
 
 
@@ -58,17 +58,17 @@ class PackArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PackTable:
-    """Regions as the kernel reads them: ``content`` is an array of `RegionEntry`, and the lists of loops behind it."""
+    """Regions in the form that the kernel reads: ``content`` is an array of `RegionEntry`, and the lists after it."""
 
     content: bytes
     num_regions: int
     units: int
     structures: int
-    """The arrays of structures, whose fields are regions, and the other regions."""
+    """The number of arrays of structures and of other regions. A field of such an array is a region."""
 
     def arguments(self, regions: int, memory: int, packed: int, failed: int, *, unpacks: bool) -> PackArguments:
-        """Return the argument of a launch: the table lies at ``regions``; the regions lie from ``memory`` on, and their
-        packed memory from ``packed`` on. Once the word at ``failed`` is not 0, the launch unpacks nothing."""
+        """Return the argument of a launch. The table lies at ``regions``, the regions lie from ``memory`` on, and their
+        packed memory from ``packed`` on. If the word at ``failed`` is not 0, the launch unpacks nothing."""
         first = RegionEntry.from_buffer_copy(self.content) if self.num_regions else RegionEntry()
         numbers = self.units, self.num_regions, unpacks, self.structures, 0
         return PackArguments(regions, memory, packed, failed, *numbers, first)
@@ -79,8 +79,8 @@ PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))
 
 
 def blocks_for(units: int, multiprocessors: int) -> int:
-    """Return the blocks of a launch that moves so many units, at least one for each thread.
+    """Return the number of blocks of a launch that moves ``units``, at least one unit for each thread.
 
-    Eight blocks fill a multiprocessor. A launch of fewer would wait for memory most of the time.
+    Eight blocks fill a multiprocessor. A launch of fewer blocks would wait for memory most of the time.
     """
     return max(1, min(8 * multiprocessors, -(-units // PACK_THREADS)))

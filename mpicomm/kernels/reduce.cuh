@@ -1,14 +1,14 @@
-// The reduction of one element: `first` takes the first contribution, `next` takes each further one
-// in rank order, `last` returns the result. Compile with -fmad=false (-ffp-contract=off elsewhere),
-// so that a sum is NumPy's, bit for bit.
+// The reduction of one element: `first` takes the first contribution, `next` takes each further
+// contribution in rank order, and `last` returns the result. Compile with -fmad=false
+// (-ffp-contract=off elsewhere), so that a sum has the bits of NumPy's sum.
 //
-//   float16, bfloat16, float8   computed in float32, rounded once by `last`
+//   float16, bfloat16, float8   computed in float32, and `last` rounds once
 //   integers                    wrap
 //   max, min                    NumPy's maximum and minimum: NaN wins; of +0 and -0 the later one
 //   land, lor, lxor             0 or 1 in the same type; NaN is true, as in C and NumPy
 //   complex prod                (ac - bd) + (ad + bc)i, each of the four products rounded
-//   avg                         the sum divided by the number of contributions; complex sums as
-// NumPy divides them
+//   avg                         the sum divided by the number of contributions; NumPy's division of
+//                               complex sums
 #pragma once
 
 #include "numbers.cuh"
@@ -161,9 +161,9 @@ struct lxor : Logical<T> {
 
 }  // namespace op
 
-// kMakesOneNan: whether every NaN that a reduction computes has the same bits, whichever NaN went
-// in. On NVIDIA GPUs this holds for arithmetic in float32. Arithmetic in float64 keeps the bits of
-// a NaN that it is given. So do max and min, which compare and compute nothing.
+// kMakesOneNan: whether all NaNs that a reduction computes have the same bits, whichever NaN is its
+// input. On NVIDIA GPUs this holds for arithmetic in float32. Arithmetic in float64 keeps the bits
+// of an input NaN. So do max and min, because they compare and compute nothing.
 template <class T>
 constexpr bool kInFloat32 = false;
 template <>

@@ -55,13 +55,13 @@ MPICOMM_DEVICE void reduce_part(u8* output, Source source, u32 sources, u64 begi
   }
 }
 
-// As many packets at once as fit into 64 registers together with their sums.
+// The number of packets that fit into 64 registers together with their sums.
 template <class T>
 constexpr u32 kAtOnce = sizeof(T) < 4 ? 2 : 4;
 
-// Reduces `nbytes` with `threads` threads, of which the caller is number `thread`; `aligned` as
-// above. The output may be one of the sources, because a thread reads all contributions to an
-// element before it writes the element.
+// Reduces `nbytes` with `threads` threads; the caller is number `thread`; `aligned` as above. The
+// output may be one of the sources, because a thread reads all contributions to an element before
+// it writes the element.
 template <class Op, class T, u32 at_once = kAtOnce<T>, class Source>
 MPICOMM_DEVICE void reduce_bytes(
     u8* output, Source source, u32 sources, u64 nbytes, bool aligned, u32 thread, u32 threads) {

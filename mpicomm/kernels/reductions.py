@@ -16,10 +16,10 @@ from mpicomm.expressions.tree import Variable
 Reduction = tuple[str, str]
 """A reduction by the names of its element type and its operation."""
 
-# The compiler must not fuse a product and a sum into one rounding, because results are NumPy's, bit for bit.
+# The compiler must not fuse a product and a sum into one rounding, because results have the bits of NumPy's results.
 OPTIONS = ("-fmad=false",)
 HOST_SLOTS = ("-DMPICOMM_HOST_SLOTS",)
-"""An additional option for slots in memory of the host: see ``fence_slots`` in memory_order.cuh."""
+"""An additional option for slots in host memory: see ``fence_slots`` in memory_order.cuh."""
 
 _LOGICAL = ("land", "lor", "lxor")
 _BITWISE = ("band", "bor", "bxor")
@@ -45,20 +45,20 @@ def is_own(op: str) -> bool:
 
 
 def own_op(text: str) -> Expression:
-    """Return an operation of the user: ``a`` is the reduction of the ranks before, ``b`` the next contribution.
+    """Return an operation of the user: ``a`` is the reduction of the previous ranks, ``b`` the next contribution.
 
-    Raises `InvalidUsageError` where it is none.
+    Raises `InvalidUsageError` if the text is not an operation.
     """
     return parse(text, _OPERANDS, "op")
 
 
 def cpp_name(dtype: str) -> str:
-    """Return the dtype's name in numbers.cuh."""
+    """Return the name of the dtype in numbers.cuh."""
     return "boolean" if dtype == "bool" else dtype  # bool is a keyword of C++
 
 
 def options_for(reduction: Reduction | None) -> tuple[str, ...]:
-    """Return NVRTC's options for a kernel with the reduction ``(dtype, op)``, or with none.
+    """Return NVRTC's options for a kernel with the reduction ``(dtype, op)``, or without a reduction.
 
     Raises `InvalidUsageError` if kernels cannot do this reduction.
     """
@@ -79,7 +79,7 @@ def options_for(reduction: Reduction | None) -> tuple[str, ...]:
 
 
 def reduction_of(dtype: np.dtype[Any], op: str) -> Reduction:
-    """Return the reduction of an element type by an operation; raises `InvalidUsageError` where there is none."""
+    """Return the reduction of an element type by an operation; raises `InvalidUsageError` if there is none."""
     reduction = ("uint8" if dtype == np.dtype("V1") else dtype.name, op)  # V1 is MPI.BYTE
     options_for(reduction)
     return reduction

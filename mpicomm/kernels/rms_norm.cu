@@ -1,7 +1,7 @@
-// Normalises the rows of the stored result of a reduction (rms_norm.cuh), behind a kernel that
-// reduces. A block takes a row at a time. Each element of the arrays is read and written by one
-// thread alone, and kernels ahead of this one are over when it begins. So it needs no flags, and
-// two barriers: at the begin and between the sums.
+// Normalises the rows of the stored result of a reduction (rms_norm.cuh), after a kernel that
+// reduces. A block takes a row at a time. Only one thread reads and writes each element of the
+// arrays, and the preceding kernels of the stream have ended when this kernel begins. So it needs
+// no flags. It needs two barriers: at the begin and between the sums.
 
 #include "faults.cuh"
 #include "rms_norm.cuh"
@@ -10,8 +10,8 @@ namespace mpicomm {
 
 // The host's copy of RmsNorm is in epilogue.py; a test compares them.
 struct RmsNorm {
-  const u8* source;   // apart from the output, or the same place where both types are the same
-  const u32* failed;  // the word of Faults: once it is set, the source holds no result
+  const u8* source;   // apart from the output, or at the same address if both types are the same
+  const u32* failed;  // the word of Faults: after it is set, the source holds no result
   Norm norm;
 };
 
@@ -60,9 +60,9 @@ MPICOMM_KERNEL void mpicomm_rms_norm(const __grid_constant__ mpicomm::RmsNorm x)
   using namespace mpicomm;
   __shared__ Sums sums;
   // Pairs with the store of `failed` in report_fault, which a kernel of another stream may execute
-  // at this moment. Then some threads see the failure and others do not. All threads leave or none
-  // does, because the barrier of a row counts all threads: those that stay would wait there for
-  // ever.
+  // at this moment. Then some threads see the failure and others do not. All threads leave or no
+  // thread leaves, because the barrier of a row counts all threads: the remaining threads would
+  // wait there for ever.
   if (!__syncthreads_and(load_relaxed(x.failed) == kClear)) return;
   u32 turn = 0;
   for (u64 row = blockIdx.x; row < x.norm.rows; row += gridDim.x, turn ^= 1) normalise(x, row, turn, sums);

@@ -1,12 +1,14 @@
-// The RMS norm of rows with a residual, which packets.cu applies to what it has just reduced, and
-// rms_norm.cu to a stored result: elements of MPICOMM_DTYPE become elements of MPICOMM_RESULT.
+// The RMS norm of rows with a residual. packets.cu applies it to rows that it has just reduced, and
+// rms_norm.cu applies it to a stored result. Elements of MPICOMM_DTYPE become elements of
+// MPICOMM_RESULT.
 //
 //     h = value + residual, rounded            the new residual
 //     out = h / sqrt(mean of h * h + eps) * weight
 //
 // kNormThreads threads take a row together. Thread t adds the squares of packets t, t +
-// kNormThreads and so on, one element after the other, and the sums of all threads are added by
-// halves. So the order does not depend on the kernel, on the device, or on where the arrays lie.
+// kNormThreads and so on, one element after the other. Then they add the sums of all threads by
+// halves. So the order does not depend on the kernel, on the device, or on the addresses of the
+// arrays.
 #pragma once
 
 #include "expressions.cuh"
@@ -56,22 +58,22 @@ MPICOMM_DEVICE State with_squares(State sum, const Elements& h, u64 count) {
   return sum;
 }
 
-// The threads of a row, of which the caller is number `thread`, meet at the end of the row with
-// their sums of squares. Sets `root` to the root of the mean with eps. Returns false if not all of
-// them are `ok`: then the row has no mean, and all of them must leave. `turn` is 0 or 1, another
-// one than for the row before; `barrier` is for these threads alone.
+// The threads of a row meet at the end of the row with their sums of squares; the caller is number
+// `thread`. Sets `root` to the root of the mean with eps. Returns false if a thread is not `ok`:
+// then the row has no mean, and all threads must leave. `turn` is 0 or 1, and differs from the turn
+// of the previous row. Only these threads use the number `barrier`.
 MPICOMM_DEVICE bool meet_at_end(
     const Norm& norm, Sums& sums, u32 thread, u32 turn, u32 barrier, State sum, bool ok, State& root) {
   State* const all = sums.of[turn];
   all[thread] = sum;
-  // Publishes the sums of all threads to all of them. Without it a thread would add sums that the
-  // others have yet to store. No second barrier keeps the next sums out of `all` while a slow
-  // thread still reads it: they come two rows later, behind the barrier of the next row, which the
-  // slow thread has to reach first.
+  // Publishes the sums of all threads to all threads. Without this barrier, a thread would add sums
+  // that other threads have not stored yet. A slow thread may still read `all` afterwards. No
+  // second barrier is needed, because the next sums in `all` come two rows later. They come after
+  // the barrier of the next row, which the slow thread has to reach first.
   if (!meet(barrier, kNormThreads, ok)) return false;
   static_assert(kNormThreads == 8 * kLanes, "each lane adds eight sums");
-  // Each warp adds all sums. So no more barriers are needed: the last five halves are the lanes of
-  // a warp.
+  // Each warp adds all sums. So no more barriers are needed, because the last five halves are the
+  // lanes of a warp.
   const u32 lane = thread % kLanes;
   State halves[8];
 #pragma unroll

@@ -1,5 +1,5 @@
-// Runs: a few elements of one type, side by side, that one thread moves in accesses as wide as
-// their place allows.
+// Runs: a few elements of one type, side by side. One thread moves them, in accesses as wide as
+// their address allows.
 #pragma once
 
 #include "bytes.cuh"
@@ -11,7 +11,7 @@ struct alignas(n * sizeof(T) < kPacketNbytes ? n * sizeof(T) : kPacketNbytes) Ru
   T of[n];
 };
 
-// Loads the first `count` elements of a run; the others are undefined.
+// Loads the first `count` elements of a run; the other elements are undefined.
 template <class T, u32 n>
 MPICOMM_DEVICE Run<T, n> load_run(const u8* from, u64 count) {
   if (count >= n && width_of(from) >= alignof(Run<T, n>)) return *reinterpret_cast<const Run<T, n>*>(from);

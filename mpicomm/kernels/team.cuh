@@ -1,27 +1,24 @@
-// Team, which every kernel of a communicator gets as an argument, and the head of an arena: the
-// words by which ranks count their launches, announce which launch and which call they are in, and
-// give up together.
+// Team, which every kernel of a communicator gets as an argument, and the head of an arena. By the
+// words of the head, ranks count their launches, announce their launches and calls, and give up
+// together.
 //
-// An arena is memory of one rank that all ranks have mapped. Its head, all zero at first:
+// An arena is memory of one rank that all ranks have mapped. Its head is all zero at first:
 //
 //     abort word       a rank that gives up stores its reason there, in every arena
 //     announcements    of each rank: which launches it has begun, and the tags of its calls
-//     said             to each rank: this rank's copy of what it announced there
+//     said             to each rank: a copy of the announcements of this rank to it
 //     numbers          the number of the last launch, once for each block
 //
 // Three rules hold for all kernels of several ranks:
-// - All blocks of a launch run at once. A block waits for blocks of other ranks; if one of these
-// waited for a free
-//   multiprocessor, the ranks could wait for each other in a circle. The host launches no more
-// blocks than the smallest
-//   device runs at once. (Kernels of two communicators may still keep each other out of a small
-// device: then time runs
-//   out, and both say so.)
+// - All blocks of a launch run at once, because a block waits for blocks of other ranks. If one of
+//   these blocks waited for a free multiprocessor, the ranks could wait for each other in a circle.
+//   So the host launches at most as many blocks as the smallest device runs at once. Kernels of two
+//   communicators may still keep each other out of a small device: then time runs out, and both
+//   report it.
 // - Every kernel bounds its registers with __launch_bounds__, so that its blocks always fit on a
-// multiprocessor. A
-//   launch that fails on one rank would leave the peers waiting.
-// - A rank that stores to several peers begins with the rank after it, so that at any time one rank
-// stores to each.
+//   multiprocessor. If a launch failed on one rank, its peers would wait.
+// - A rank that stores to several peers begins with the next rank. So at any time one rank stores
+//   to each rank.
 #pragma once
 
 #include "bytes.cuh"
@@ -32,27 +29,27 @@ namespace mpicomm {
 // The host's copies of these constants and of Team are in team.py; a test compares them.
 constexpr u32 kMaxRanks = 8;
 constexpr u32 kMaxBlocks = 256;
-constexpr u64 kAnnouncements = kLineNbytes;  // the offset in an arena; the abort word has the line before
+constexpr u64 kAnnouncements = kLineNbytes;  // the offset in an arena, after the line of the abort word
 constexpr u64 kSaid = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
 constexpr u64 kNumbers = kSaid + kMaxRanks * 2 * sizeof(u64);
 constexpr u64 kHeadNbytes = kNumbers + kMaxBlocks * sizeof(u64);
 
 struct Team {
-  u8* arenas[kMaxRanks];  // the arena of every rank, as mapped on this rank
+  u8* arenas[kMaxRanks];  // the address of every rank's arena on this rank
   Faults faults;
   u64 timeout_ns;
-  u32 names[kMaxRanks];  // the ranks as the user's communicator counts them, for fault records
+  u32 names[kMaxRanks];  // the numbers of the ranks in the user's communicator, for fault records
   u32 size;
   u32 rank;
-  u32 tags[kMaxRanks];  // for each rank a hash of this rank's call and of all on which the two must agree
+  u32 tags[kMaxRanks];  // for each rank a hash of this rank's call, in all on which the two must agree
 };
 
-// The abort word. A rank that gives up stores {operation:8, rank at fault:24, epoch:32}, never
-// zero, in the first word of every arena. The stores here pair with the loads in load_health,
+// The abort word. A rank that gives up stores {operation:8, rank at fault:24, epoch:32}, which is
+// never zero, in the first word of every arena. The stores here pair with the loads in load_health,
 // Patience::lasts, is_told and lasts. Both sides are relaxed: the word is whole, and its reader
-// needs no other data. A reason that is there stays, because it is nearest to the cause: a rank
-// that was told of a mismatch would otherwise write over it that it gives up itself. Of two ranks
-// that store at once either may win, because each has a reason.
+// needs no other data. A rank does not overwrite a reason, because the first reason is nearest to
+// the cause. Otherwise a rank that hears of a mismatch would replace the mismatch by the message
+// that it gives up. If two ranks store at once, either may win, because each has a reason.
 MPICOMM_DEVICE u64* abort_word(const Team& team, u32 owner) { return reinterpret_cast<u64*>(team.arenas[owner]); }
 
 MPICOMM_DEVICE_CALL void raise_abort(const Team& team, const Watch& watch) {
@@ -63,8 +60,8 @@ MPICOMM_DEVICE_CALL void raise_abort(const Team& team, const Watch& watch) {
   }
 }
 
-// Whether `word`, this rank's abort word, says that another rank has given up. If so, this rank
-// records the same reason.
+// Whether `word`, the abort word of this rank, says that another rank has given up. If it does,
+// this rank records the same reason.
 MPICOMM_DEVICE_CALL bool heed_abort(const Team& team, u32 block, u64 word) {
   if (word == 0) return false;
   const u32 operation = static_cast<u32>(word >> 56), peer = static_cast<u32>(word >> 32) & 0xFFFFFFu;
@@ -72,8 +69,8 @@ MPICOMM_DEVICE_CALL bool heed_abort(const Team& team, u32 block, u64 word) {
   return true;
 }
 
-// The words that say whether a rank has given up. They are loaded apart from the check, so that
-// these loads are in flight beside other loads.
+// The words that say whether a rank has given up. A kernel loads them before it checks them, so
+// that these loads are in flight beside other loads.
 struct Health {
   u32 failed = kClear;
   u64 abort_word = 0;
@@ -84,7 +81,7 @@ MPICOMM_DEVICE Health load_health(const Team& team) {
 
 // Whether no rank has given up, and no wait of an earlier kernel has failed on this device. After a
 // failed wait this rank would compute with data that never came. So its kernel leaves, and tells
-// the other ranks at once that nothing more comes.
+// the other ranks at once that no more data comes.
 MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health) {
   if (health.abort_word == 0 && health.failed == kClear) return true;
   if (heed_abort(team, block, health.abort_word)) return false;
@@ -92,17 +89,17 @@ MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health
   return false;
 }
 
-// The number of a launch. Each rank counts its launches in its arena, alike on all ranks, so that a
-// captured graph can be replayed for ever. Every block reads and advances a count of its own, so
-// that no block needs to know whether the others have read theirs. The number belongs to the
-// communicator, but grids differ: so the blocks of a launch advance the counts of all possible
+// The number of a launch. Each rank counts its launches in its arena, and all ranks count alike, so
+// that a captured graph can run again for ever. Every block reads and advances a separate count, so
+// no block needs to know whether the other blocks have read theirs. The number belongs to the
+// communicator, but grids differ, so the blocks of a launch advance the counts of all possible
 // blocks. Words of 32 bits hold the lower half of a number, which wraps around.
 MPICOMM_DEVICE u64* launches_of(const Team& team) {
   return reinterpret_cast<u64*>(team.arenas[team.rank] + kNumbers);
 }
 
-// Advances the counts to `count`, with `threads` threads of each block, once all threads of the
-// block have read its count.
+// Advances the counts to `count`, with `threads` threads of each block. All threads of the block
+// have read the count of the block before.
 MPICOMM_DEVICE void count_launch(const Team& team, u64 count, u32 thread, u32 threads) {
   u64* const launches = launches_of(team);
   for (u32 block = blockIdx.x + thread * gridDim.x; block < kMaxBlocks; block += gridDim.x * threads) {
@@ -111,41 +108,43 @@ MPICOMM_DEVICE void count_launch(const Team& team, u64 count, u32 thread, u32 th
 }
 
 // The announcements of `announcer` in the arena of `owner`: {launch, tag} of its last two launches,
-// each at the place of its parity.
+// each in the word that the parity of the launch selects.
 MPICOMM_DEVICE u64* announcements(const Team& team, u32 owner, u32 announcer) {
   return reinterpret_cast<u64*>(team.arenas[owner] + kAnnouncements) + announcer * 2;
 }
 
-// This rank's copy of its announcements to `peer`, at the same places. Its next launch compares
-// them with the peer's.
+// This rank's copy of its announcements to `peer`, in the same order. The next launch of this rank
+// compares them with the announcements of the peer.
 MPICOMM_DEVICE u64* said(const Team& team, u32 peer) {
   return reinterpret_cast<u64*>(team.arenas[team.rank] + kSaid) + peer * 2;
 }
 
-// Returns the announcement of `launch` to `peer`, after noting it in this rank's copy.
+// Returns the announcement of `launch` to `peer`, and notes it in this rank's copy.
 MPICOMM_DEVICE u64 say(const Team& team, u32 peer, u32 launch) {
   const u64 word = static_cast<u64>(launch) << 32 | team.tags[peer];
-  store_relaxed(said(team, peer) + launch % 2, word);  // relaxed: the next kernel of this device alone reads it
+  store_relaxed(said(team, peer) + launch % 2, word);  // relaxed: only the next kernel of this device reads it
   return word;
 }
 
-// Announces `launch` to `peer`: it has begun on this rank, hence the launch before it is over.
-// Pairs with `load_announcements` and `look_at`. Relaxed: the launch before was another kernel,
-// whose accesses were performed when it ended, and this launch publishes nothing with the word.
+// Announces `launch` to `peer`: this rank has begun `launch`, and so has ended the launch before.
+// Pairs with `load_announcements` and `look_at`. The store is relaxed, because the previous launch
+// was another kernel. The accesses of that kernel were performed when it ended, and this launch
+// publishes nothing with the word.
 MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
   store_relaxed(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }
 
-// As `announce`, for a peer that may go on to read data that any kernel or copy wrote here before
-// `launch`, or to overwrite data that they read. Pairs with `acquire_announcements` and publishes
-// all of these accesses. The end of an earlier kernel orders its accesses for this device alone:
-// after a relaxed store the peer could read old data, or overwrite data that is still being read.
+// Like `announce`, for a peer that may next touch data of this rank. The peer may read data that
+// any kernel or copy wrote here before `launch`, or overwrite data that they read. Pairs with
+// `acquire_announcements`, and publishes all accesses before it. The end of an earlier kernel
+// orders the accesses of that kernel only for this device. After a relaxed store, the peer could
+// read old data, or overwrite data while a thread still reads it.
 MPICOMM_DEVICE void announce_all_before(const Team& team, u32 peer, u32 launch) {
   store_release(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }
 
-// The announcements of a rank's last two launches. A kernel loads both, so that the loads need not
-// wait for the number of this launch.
+// The announcements of the last two launches of a rank. A kernel loads both, so that the loads need
+// not wait for the number of this launch.
 struct Announcements {
   u64 words[2];
 
@@ -155,8 +154,8 @@ struct Announcements {
   }
   // A choice instead of an index, because an index would put the words into memory.
   MPICOMM_DEVICE u64 of(u32 launch) const { return launch % 2 == 0 ? words[0] : words[1]; }
-  // Whether two ranks announced different tags for `launch`. False if one of them has announced a
-  // later launch there since.
+  // Whether two ranks announced different tags for `launch`. The result is false if a rank has
+  // announced a later launch in the same word since.
   MPICOMM_DEVICE bool differ_from(const Announcements& others, u32 launch) const {
     const u64 word = of(launch), other = others.of(launch);
     return word != other && static_cast<u32>(word >> 32) == launch && static_cast<u32>(other >> 32) == launch;
@@ -164,8 +163,8 @@ struct Announcements {
 };
 
 // Loads this rank's copy of its announcements to `peer`. Pairs with the stores in `say` by earlier
-// launches, which are over. Another block may be storing the word of this launch: the caller uses
-// the other one of the two.
+// launches, which have ended. Another block may be storing the word of this launch, so the caller
+// uses only the other word.
 MPICOMM_DEVICE Announcements load_said(const Team& team, u32 peer) {
   const u64* const words = said(team, peer);
   return {{load_relaxed(words), load_relaxed(words + 1)}};
@@ -176,24 +175,24 @@ MPICOMM_DEVICE Announcements load_announcements(const Team& team, u32 announcer)
   return {{load_relaxed(words), load_relaxed(words + 1)}};
 }
 
-// Pairs with `announce_all_before` of `announcer`: the caller's later accesses come after all that
-// `announcer` did before it.
+// Pairs with `announce_all_before` of `announcer`: the later accesses of the caller come after all
+// accesses of `announcer` before its announcement.
 MPICOMM_DEVICE Announcements acquire_announcements(const Team& team, u32 announcer) {
-  // One load of both words, because each acquire holds up the accesses that follow it. No order
-  // holds between the two: the word of an earlier launch may be older than the other word implies.
-  // That does no harm. A peer that has gone on to a later launch was content with what this rank
-  // announced for the earlier one.
+  // One load of both words, because each acquire delays the accesses that follow it. No order holds
+  // between the two words: the word of an earlier launch may be older than the other word implies.
+  // This does no harm: a peer that has gone on to a later launch has accepted the announcement of
+  // this rank for the earlier launch.
   const Pair both = load_acquire(reinterpret_cast<const Pair*>(announcements(team, team.rank, announcer)));
   return {{both.first, both.second}};
 }
 
 enum Announced : u32 { kAbsent, kSame, kDifferent };
 
-// Compares what `peer` announced in `word`, at the place of `launch`, with this rank's call.
+// Compares `word`, the announcement of `peer` in the word of `launch`, with the call of this rank.
 MPICOMM_DEVICE Announced judge(const Team& team, u32 peer, u32 launch, u64 word) {
   const u32 said = static_cast<u32>(word >> 32);
-  // A peer that is two launches ahead has written over the word. It can be ahead only because it
-  // was content with what this rank announced for this launch.
+  // A peer that is two launches ahead has overwritten the word. It can be ahead only because it has
+  // accepted the announcement of this rank for this launch.
   if (static_cast<i32>(said - launch) < 0) return kAbsent;
   return said != launch || static_cast<u32>(word) == team.tags[peer] ? kSame : kDifferent;
 }
@@ -201,7 +200,7 @@ MPICOMM_DEVICE Announced look_at(const Team& team, u32 peer, u32 launch) {
   return judge(team, peer, launch, load_relaxed(announcements(team, team.rank, peer) + launch % 2));
 }
 
-// Gives up because `peer` was in another call than this rank in `launch`. Returns false.
+// Gives up because `peer` made another call than this rank in `launch`. Returns false.
 MPICOMM_DEVICE_CALL bool refuse(const Team& team, u32 peer, u32 launch) {
   const Watch mismatch{team.faults, 0, kMismatch, launch, blockIdx.x, team.names[peer]};
   report_fault(mismatch, 0);
@@ -209,15 +208,15 @@ MPICOMM_DEVICE_CALL bool refuse(const Team& team, u32 peer, u32 launch) {
   return false;
 }
 
-// How long a wait for ranks has lasted. The waiting thread reads the clock only when the wait lasts
-// long. All of this is out of line, so that the polling loops stay short.
+// The time that a wait for ranks has lasted. The waiting thread reads the clock only if the wait
+// lasts long. All this code is out of line, so that the polling loops stay short.
 struct Patience {
   u64 start = 0;
   u64 next_look = 0;
 
-  // Whether to go on waiting for the ranks in `missing`, of which there is at least one. If not,
-  // the kernel must leave: time is up, a missing rank is in another call, or another rank has given
-  // up.
+  // Whether to go on waiting for the ranks in `missing`, which is not empty. If the result is
+  // false, the kernel must leave: time is up, a missing rank makes another call, or another rank
+  // has given up.
   MPICOMM_DEVICE_CALL bool lasts(const Team& team, u32 launch, u32 missing) {
     const u64 now = clock_ns();
     if (start == 0) start = next_look = now;
@@ -244,7 +243,8 @@ struct Patience {
   }
 };
 
-// Waits until `absent` returns an empty set of ranks. False means that the kernel must leave.
+// Waits until `absent` returns an empty set of ranks. If the result is false, the kernel must
+// leave.
 template <class Absent>
 MPICOMM_DEVICE bool await_ranks(const Team& team, u32 launch, Absent absent) {
   Patience patience;

@@ -10,15 +10,15 @@ MAX_RANKS = 8
 MAX_BLOCKS = 256
 LINE_NBYTES = 128
 HEAD_NBYTES = 2432
-"""The size of the head of an arena, all zero at first: see the top of team.cuh."""
+"""The size of the head of an arena, which is all zero at first: see the top of team.cuh."""
 EXCHANGE, MISMATCH, MESSAGE = 2, 3, 4
 """``enum Operation`` of faults.cuh, without signals."""
 ABORT_OPERATION = 7
-"""The offset in an arena of the byte that says in which operation a rank gave up: the last of the abort word."""
+"""The offset in an arena of the byte that names the operation in which a rank gave up: the last of the abort word."""
 
 
 class Faults(ctypes.Structure):
-    """The fault record as kernels know it: the host's copy of ``Faults`` in faults.cuh."""
+    """The fault record in the view of kernels: the host's copy of ``Faults`` in faults.cuh."""
 
     _fields_ = [("record", ctypes.c_uint64), ("failed", ctypes.c_uint64)]
 

@@ -47,7 +47,7 @@ class InStreamOrder:
         ``status`` with the length and the source that the caller names, because the host does not see the message.
         """
         (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
-        call = MessageCall(operation, "stream", sendbuf, recvbuf, None, (dest, sendtag, source, recvtag))
+        call = MessageCall(operation, sendbuf, recvbuf, (dest, sendtag, source, recvtag))
         if not self._collectives.repeat_message(call, stream):
             session = self._session.set_up(operation)
             self._collectives.enqueue_message(call, stream, *_read(operation, send, receive, session))

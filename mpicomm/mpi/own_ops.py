@@ -27,9 +27,9 @@ class Op(MPI.Op):
 
     **Order.** A Communicator reduces in rank order, ``f(f(x0, x1), x2)``, with the same bits on all ranks. The
     operation has to be associative, as in MPI, in three cases: if MPI carries the call out, with ``algorithm="ring"``,
-    and between several groups of ranks, because each group reduces first. ``commute=True`` says that the order does not
-    matter either, and MPI and the ring use that. Without it the ranks of each group must follow each other, except in
-    Scan and Exscan.
+    and over several peer domains, because each domain reduces first. ``commute=True`` says that the order does not
+    matter either, and MPI and the ring use that. Without it the ranks of each peer domain must follow each other,
+    except in Scan and Exscan.
 
     **Expressions** are Python's, with the names a and b and with numbers, computed in the element type:
 

@@ -24,7 +24,9 @@ _LONG_PAUSE_S = 1e-3  # its pauses later
 _LINGER_S = 0.05  # a completer lives so long without work, because the start of a thread takes longer
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
-_wait = MPI.Grequest.Wait  # looked up once, because `super()` adds its time to each wait after the device is done
+# Looked up once, because `super()` adds its time to each wait after the device is done.
+_wait = MPI.Request.Wait
+_test = MPI.Request.Test
 
 
 class DeferredWork:
@@ -165,12 +167,12 @@ class _HoldingRequest(MPI.Request):
     _held: object
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        super().Wait(status)
+        _wait(self, status)
         self._held = None
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        done = super().Test(status)
+        done = _test(self, status)
         if done:
             self._held = None
         return done

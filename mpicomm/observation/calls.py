@@ -1,4 +1,4 @@
-"""The calls that are recorded, and the facts of a call that its arguments say."""
+"""The calls that are recorded, and the facts of a call that its arguments tell."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TABLE: tuple[tuple[Category, bool, str], ...] = (
 OF_COMMUNICATORS: dict[str, Kind] = {
     name: (category, numbered) for category, numbered, names in _TABLE for name in names.split()
 }
-"""The methods of a communicator that are recorded, where it has them."""
+"""The methods of a communicator that are recorded, if the communicator has them."""
 OF_ARRAYS: dict[str, Kind] = {
     **dict.fromkeys(("put", "get", "signal", "wait_signal"), ("memory", False)),
     "close": ("set-up", True),
@@ -46,7 +46,7 @@ OF_EVENTS: dict[str, Kind] = {**dict.fromkeys(("record", "wait"), ("memory", Fal
 
 @dataclass(frozen=True)
 class MethodSignature:
-    """Where the arguments of a method are: position, name and default."""
+    """The arguments of a method by position, name and default."""
 
     name: str
     buffers: tuple[tuple[int, str], ...]
@@ -57,10 +57,10 @@ class MethodSignature:
         """Return the signature of a method, whose first argument is the object."""
         try:
             parameters = [*inspect.signature(method).parameters.values()][1:]
-        except ValueError:  # a method of C that does not say
+        except ValueError:  # a method of C that does not tell its arguments
             parameters = []
         places = list(enumerate(parameters))
-        takes_buffers = name[0].isupper() or name in OF_ARRAYS  # the others take objects
+        takes_buffers = name[0].isupper() or name in OF_ARRAYS  # the other methods take objects
         return cls(
             name,
             tuple((place, each.name) for place, each in places if takes_buffers and each.name in _BUFFERS),
@@ -68,7 +68,7 @@ class MethodSignature:
         )
 
     def facts(self, called: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> CallFacts:
-        """Return the facts of a call that its arguments say. It raises nothing: the call says what is wrong."""
+        """Return the facts of a call that its arguments tell. It raises nothing: the call reports all faults."""
         details = {}
         for place, name, default in self.details:
             value = arguments[place] if place < len(arguments) else keywords.get(name, default)
@@ -81,7 +81,7 @@ class MethodSignature:
             if found is not None:
                 nbytes = max(nbytes or 0, found[0])
                 dtype = dtype or found[1]
-        if self.name == "get":  # it makes an array where none is passed
+        if self.name == "get":  # it makes an array if the caller passes none
             nbytes, dtype = called.nbytes, str(called.dtype)
         return CallFacts(nbytes, dtype, details)
 
@@ -96,15 +96,15 @@ class CallFacts:
 
 
 def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] | None:
-    """Return the bytes and the element type of a buffer argument; None where there is none."""
+    """Return the bytes and the element type of a buffer argument; None if there is no buffer."""
     if buffer is None or buffer is MPI.IN_PLACE:
         return None
     nbytes, dtype = getattr(buffer, "nbytes", None), getattr(buffer, "dtype", None)
-    if isinstance(nbytes, int) and dtype is not None:  # an array of any library, which the call alone exports
+    if isinstance(nbytes, int) and dtype is not None:  # an array of any library, which only the call exports
         return nbytes, _type_name(dtype)
     try:
         operand = _parse(call, name, buffer, called)
-    except Exception:  # whatever is wrong with it, the call says it, unless the call ignores the buffer
+    except Exception:  # the call reports the fault, unless it ignores the buffer
         return None
     named = operand.mpi_type.name if operand.dtype is None and operand.mpi_type else str(operand.dtype or "")
     return operand.packed_nbytes or _nbytes_by_mpi(operand), named
@@ -112,7 +112,7 @@ def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] 
 
 @functools.lru_cache
 def _type_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")  # NumPy takes a microsecond to say it
+    return str(dtype).removeprefix("torch.")  # NumPy takes a microsecond for the text
 
 
 def _parse(call: str, name: str, buffer: Any, called: Any) -> Operand:

@@ -1,6 +1,6 @@
 """Subclasses of the parts of a communicator that know the algorithm of a call and enqueue its work on a device.
 
-They note the algorithm in the record of the call that this thread is in, and measure the work on the device.
+They note the algorithm in the record of this thread's call, and measure the work on the device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mpicomm.ways.on_host import InMappedMemory
 
 
 class AnyTimeline(Protocol):
-    """Measures the work of a device's streams, as `mpicomm.devices.cuda.timeline.Timeline` does."""
+    """Measures the work of a device's streams, like `mpicomm.devices.cuda.timeline.Timeline`."""
 
     def begin(self, stream: int) -> Interval | None:
-        """Begin an interval behind the work that ``stream`` has been given so far; None where it cannot be measured."""
+        """Begin an interval after the work that ``stream`` has at this call; None if it cannot be measured."""
 
 
 class DeviceWork:
@@ -43,9 +43,9 @@ class DeviceWork:
 
     @contextlib.contextmanager
     def enqueued(self, stream: int, algorithm: str = "", why: str = "") -> Iterator[None]:
-        """Count what the block enqueues on ``stream`` as work of the current call, which takes this algorithm.
+        """Count the work that the block enqueues on ``stream`` as work of the current call, with this algorithm.
 
-        A call has one interval in each stream, from the begin of its first piece to the end of the last one.
+        A call has one interval in each stream, from the begin of its first piece to the end of its last piece.
         """
         record = current()
         if record is None:  # work of a set-up
@@ -67,12 +67,12 @@ class DeviceWork:
 
 
 def timeline_of(backend: GpuBackend) -> AnyTimeline | None:
-    """Return a timeline of a GPU; None, with a warning, where its work cannot be measured. Local."""
+    """Return a timeline of a GPU; None, with a warning, if its work cannot be measured. Local."""
     from mpicomm.devices.cuda.timeline import Timeline
 
     try:
         return Timeline(backend, now_ns)
-    except HandleError as error:  # the other ranks go on to make the communicator, so this rank must not raise alone
+    except HandleError as error:  # the other ranks go on to make the communicator, so this rank must not raise
         logger.warning("records have no times of GPU %s: %s", backend.device, error)
         return None
 
@@ -87,7 +87,7 @@ class RecordedSession(Session):
         self.measure()
 
     def measure(self) -> None:
-        """Let the device that has opened measure the work of calls. Local."""
+        """Let the open device measure the work of calls. Local."""
         backend: Any = self.backend
         if self.channel is not None and not isinstance(backend, HostBackend):
             self._work = backend._work = DeviceWork(self.channel, backend)
@@ -210,7 +210,7 @@ _BACKEND_METHODS: tuple[tuple[str, _Wrapper], ...] = (
 
 @functools.cache
 def _subclass(cls: Any, wrappers: tuple[tuple[str, _Wrapper], ...]) -> Any:
-    """Return a subclass whose methods are wrapped. The class is known at run time alone: importing it loads CUDA."""
+    """Return a subclass with wrapped methods. It is made at run time, because an import of the class loads CUDA."""
     found = {name: (getattr(cls, name), wrap) for name, wrap in wrappers if hasattr(cls, name)}
     methods = {name: functools.wraps(method)(wrap(method)) for name, (method, wrap) in found.items()}
     return type(cls.__name__, (cls,), {**methods, "__doc__": cls.__doc__})

@@ -1,7 +1,7 @@
-"""Subclasses whose methods record: of communicators, requests, symmetric arrays and shared events.
+"""Subclasses with methods that record: of communicators, requests, symmetric arrays and shared events.
 
-An object gets the subclass of its class, as a freed communicator does (`mpicomm.api.freed`): it stays what it was for
-programs that ask for its class, and objects without records have nothing to ask in each call.
+An object gets a subclass of its class, like a freed communicator (`mpicomm.api.freed`). So programs that ask for its
+class find the same class, and objects without records ask nothing in each call.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def record_calls(called: Any, channel: Channel) -> None:
 
 
 def _recorded_request(request: MPI.Request, channel: Channel, started: Record) -> Any:
-    """Return a request whose waits and starts are recorded as those of the call that has made it."""
+    """Return a request whose waits and starts are recorded like the call that has made it."""
     original: Any = type(request)
     cls = _request_class(original)
     try:
         made: Any = request
         made.__class__ = cls
-    except TypeError:  # mpi4py's own classes; the object that MPI's buffers belong to lives as long as the new one
+    except TypeError:  # classes of mpi4py itself; the new object keeps the old one, which owns MPI's buffers
         made = cls(request)
         made._original = request
     made._channel, made._call, made._nbytes = channel, started.operation, started.nbytes
@@ -84,7 +84,7 @@ def _recorded(cls: Any, name: str, category: Category, numbered: bool) -> Callab
 
 
 def _result(result: Any, channel: Channel, record: Record) -> Any:
-    """Return what a call has made, so that its calls are recorded, too."""
+    """Return the result of a call, so that calls on the result are recorded, too."""
     if isinstance(result, MPI.Request):
         return _recorded_request(result, channel, record)
     if isinstance(result, (SymmetricArray, SharedEvent)):
@@ -111,7 +111,7 @@ def _waiting(cls: Any, name: str) -> Callable[..., Any]:
             record = channel.begin(operation, category, nbytes=self._nbytes, dtype=self._dtype)
         else:
             record = channel.begin(name, "wait", details={"of": self._call, "bytes": self._nbytes})
-        # All ranks start the requests that they have prepared together equally often.
+        # All ranks have started the requests that they prepared together equally often.
         record.number = f"{self._number}.{self._starts}" if self._number and self._starts else self._number
         try:
             return method(self, *arguments, **keywords)

@@ -26,7 +26,7 @@ _made: Counter[int] = Counter()
 class Channel:
     """The records of one communicator on this rank. ``label`` is its name in traces, the same on all its ranks.
 
-    ``reads_clocks`` is for a communicator that is made of no other: its ranks compare their clocks.
+    ``reads_clocks`` is for a communicator that is made of no other communicator: its ranks compare their clocks.
     """
 
     def __init__(self, recorder: Recorder, label: str, *, reads_clocks: bool = False) -> None:
@@ -44,9 +44,9 @@ class Channel:
     def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Channel | None:
         """Begin to record a communicator if the environment asks for it. Collective in that case, else local.
 
-        ``wanted`` has the settings of all ranks, ``comm`` carries the messages of ``group``, which are all ranks.
-        Raises, on every rank alike, `InvalidUsageError` where the ranks differ, where a file cannot be written, and
-        where two ranks have one file.
+        ``wanted`` has the settings of all ranks. ``comm`` carries the messages of ``group``, which holds all ranks.
+        Raises, on every rank alike, `InvalidUsageError` if the ranks differ, if a file cannot be written, or if two
+        ranks have the same file.
         """
         if not any(wanted):
             return None
@@ -80,7 +80,7 @@ class Channel:
         return channel
 
     def child(self, ranks: Sequence[int]) -> Channel:
-        """Return the channel of a communicator made of ``ranks`` of this one. Local.
+        """Return the channel of a communicator made of ``ranks`` of this communicator. Local.
 
         All its ranks find the same label, because they have made the same communicators of these ranks before.
         """
@@ -114,7 +114,7 @@ class Channel:
         return record
 
     def choose(self, record: Record, algorithm: str, why: str) -> None:
-        """Note the algorithm of a call, which the call names as soon as it knows, and why it is that one."""
+        """Note the algorithm of a call, and the reason for it, as soon as the call knows them."""
         if record.algorithm:
             return
         record.algorithm, record.why = algorithm, why
@@ -128,7 +128,7 @@ class Channel:
         while records and records.pop() is not record:
             pass
         if not (record.algorithm or record.error) and record.category in ("collective", "message"):
-            record.algorithm = "mpi"  # all others name their algorithm
+            record.algorithm = "mpi"  # all other calls name their algorithm
             if record.nbytes is not None and not record.slow_ways:
                 record.why = "MPI takes host arrays of this size and type"
         if self._recorder.ranges is not None:
@@ -136,12 +136,12 @@ class Channel:
         self._recorder.add(record, self.ordinal, self.counts)
 
     def flush(self) -> None:
-        """Write what is known to the trace file."""
+        """Write all known events to the trace file."""
         self._recorder.flush()
 
     def part(self, group: Group, comm: MPI.Intracomm) -> None:
-        """Read the ranks' clocks once more, which drift, before they part. Collective; it raises nothing."""
-        with suppress(MpicommError):  # a rank that is missing now is missed by the rest of the teardown, too
+        """Read the ranks' clocks once more before they part, because clocks drift. Collective; it raises nothing."""
+        with suppress(MpicommError):  # if a rank is missing, the rest of the teardown reports it
             self._read_clocks(group, comm)
 
     def _read_clocks(self, group: Group, comm: MPI.Intracomm) -> None:
@@ -150,14 +150,14 @@ class Channel:
 
 
 def _missing(settings: environment.Recording) -> str:
-    """Return what the name of a file lacks that several ranks have."""
+    """Return the placeholders that a file name lacks if several ranks have it."""
     if "%r" not in str(settings.trace):
         return '%r, which stands for the rank, into the name, as in "trace-%r.json"'
     return '%h and %p, which stand for the host and the process, into the name, as in "trace-%r-%h-%p.json"'
 
 
 def _required(wanted: Sequence[environment.Recording | None]) -> list[environment.Recording]:
-    """Return the settings of all ranks. Raises `InvalidUsageError` where they do not ask for the same."""
+    """Return the settings of all ranks. Raises `InvalidUsageError` if the settings differ."""
     asked = [(each is not None and each.trace is not None, each is not None and each.stats) for each in wanted]
     for name, values in zip(("MPICOMM_TRACE", "MPICOMM_STATS"), zip(*asked, strict=True), strict=True):
         if len(set(values)) > 1:

@@ -1,4 +1,4 @@
-"""The clocks of ranks: how far each is behind that of the first rank."""
+"""The clocks of ranks: the offset of each clock from the clock of the first rank."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ _ROUNDS = 32
 
 @dataclass(frozen=True)
 class Reading:
-    """This rank's clock, compared with that of another rank."""
+    """This rank's clock, compared with the clock of another rank."""
 
     reference: int
-    """The number of the process whose clock counts."""
+    """The number of the process that has the reference clock."""
     time_ns: int
-    """When this was measured, by this rank's clock."""
+    """The time of the measurement, by this rank's clock."""
     offset_ns: int
-    """The nanoseconds by which this rank's clock is behind: to be added to its times."""
+    """The nanoseconds by which this rank's clock is late: add them to its times."""
     uncertainty_ns: int
 
 
 def now_ns() -> int:
-    """Return the time of this rank's clock, the monotonic one of the kernel."""
+    """Return the time of this rank's clock, the monotonic clock of the kernel."""
     return time.perf_counter_ns()
 
 
 def clock_key() -> str:
-    """Return a text that is the same on ranks that read one clock: those of a kernel, in one time namespace."""
+    """Return a text that is the same on ranks that read one clock: ranks of one kernel and one time namespace."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/time")  # kernels before 5.6 have none
     return f"{boot_id}/{namespace.readlink() if namespace.exists() else ''}"
 
 
 def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
-    """Compare this rank's clock with that of the first rank of ``group``. Collective, blocking.
+    """Compare this rank's clock with the clock of the first rank of ``group``. Collective, blocking.
 
-    ``comm`` carries the group's messages. Ranks of one kernel have the same clock. Each other rank asks the first one
-    for its time, again and again, and believes the answer that came fastest. Raises as `Group.exchange`.
+    ``comm`` carries the group's messages. Ranks of one kernel have the same clock. Each other rank asks the first rank
+    for its time, again and again, and believes the fastest answer. Raises as `Group.exchange`.
     """
     told = group.exchange("clocks: ranks", lambda: (clock_key(), process_number()))
     others = [index for index, (key, _) in enumerate(told) if key != told[0][0]]
@@ -70,7 +70,7 @@ def _ask(group: Group, comm: MPI.Intracomm, reference: int) -> Reading:
         _complete(group, first, [comm.Isend(question, first, _TAG), comm.Irecv(answer, first, _TAG)])
         taken = now_ns() - begin
         if shortest is None or taken < shortest:
-            # The first rank read its clock at some time between the two, and at no other.
+            # The first rank read its clock at some time between the two, and at no other time.
             shortest, middle = taken, begin + taken // 2
             found = Reading(reference, middle, int(answer[0]) - middle, -(-taken // 2))
     return found

@@ -12,14 +12,17 @@ _DOMAIN = "mpicomm"
 
 
 class Ranges:
-    """Opens a range for each call, with operation, bytes and type, and one inside it with the algorithm."""
+    """Opens a range for each call, with operation, bytes and type, and an inner range with the algorithm."""
 
     def __init__(self, nvtx: Any) -> None:
         self._nvtx = nvtx
 
     @classmethod
     def find(cls, *, required: bool) -> Ranges | None:
-        """Return ranges of the package nvtx; None, or `InvalidUsageError` if ``required``, where it is missing."""
+        """Return ranges of the package nvtx, or None without the package.
+
+        Raises `InvalidUsageError` if the package is missing and ``required``.
+        """
         try:
             return cls(importlib.import_module("nvtx"))
         except ImportError as error:
@@ -41,7 +44,7 @@ class Ranges:
         record.ranges += 1
 
     def end(self, record: Record) -> None:
-        """Close the ranges of a call. A call that MPI has carried out gets a mark, because MPI says nothing before."""
+        """Close the ranges of a call. A call by MPI gets a mark, because MPI names its algorithm only at the end."""
         if record.ranges == 1 and record.algorithm:
             self._nvtx.mark(message=f"{record.operation} by {record.algorithm}", domain=_DOMAIN)
         while record.ranges:

@@ -1,4 +1,4 @@
-"""Record: a call of this rank, and the record of the call that this thread is in."""
+"""Record: a call of this rank; and the record of the call in which this thread is."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Interval(Protocol):
     stream: int
 
     def extend(self) -> None:
-        """Let the interval end behind the work that the stream has been given so far. Local, does not block."""
+        """Let the interval end after the work that the stream has at this call. Local, does not block."""
 
     def times_ns(self) -> tuple[int, int] | None:
-        """Return when it began and ended, by the host's clock; None while it is not over. Local, does not block."""
+        """Return begin and end of the interval, by the host's clock; None before its end. Local, does not block."""
 
 
-# Not frozen: a record is filled while its call goes on.
+# Not frozen, because a record is filled while its call goes on.
 @dataclass(slots=True, eq=False)
 class Record:
-    """A call of this rank. Times are of `clocks.now_ns`."""
+    """A call of this rank. Times are times of `clocks.now_ns`."""
 
     comm: str
     """The label of the communicator."""
@@ -38,14 +38,14 @@ class Record:
     dtype: str = ""
     details: dict[str, Any] = field(default_factory=dict)
     nested: bool = False
-    """Whether it is part of another call that is recorded."""
+    """Whether the call is part of another recorded call."""
     stop_ns: int = 0
     algorithm: str = ""
     why: str = ""
     slow_ways: list[str] = field(default_factory=list)
     error: str = ""
     captured: bool = False
-    """Whether some of its work has become part of a CUDA graph, whose launches have no record."""
+    """Whether some work of the call has become part of a CUDA graph. Launches of a graph have no record."""
     intervals: list[Interval] = field(default_factory=list)
     """The work on devices, one interval for each stream."""
     ranges: int = 0
@@ -61,12 +61,12 @@ _calls = _Calls()
 
 
 def open_records() -> list[Record]:
-    """Return the records of the calls that this thread is in, the innermost last."""
+    """Return the records of the calls in which this thread is, the innermost last."""
     return _calls.open
 
 
 def current() -> Record | None:
-    """Return the record of the innermost call that this thread is in, None outside of recorded calls."""
+    """Return the record of the innermost call of this thread, None outside of recorded calls."""
     return _calls.open[-1] if _calls.open else None
 
 

@@ -1,4 +1,4 @@
-"""Recorder: the records of this process, which are written to its trace file and counted."""
+"""Recorder: it writes the records of this process to its trace file, and counts them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpicomm.recording.statistics import Counts, total
 from mpicomm.recording.trace_file import TraceFile
 
 NVTX = "nvtx"
-"""The value of MPICOMM_TRACE that asks for NVTX ranges alone."""
+"""The value of MPICOMM_TRACE that asks for only NVTX ranges."""
 
 
 class Recorder:
     """The records of the process with that number, for all its communicators that have these settings.
 
     ``reports`` says whether this process prints the table of MPICOMM_STATS. The recorder ends with the process. Raises
-    `InvalidUsageError` where the file cannot be written.
+    `InvalidUsageError` if the file cannot be written.
     """
 
     def __init__(self, settings: environment.Recording, number: int, *, reports: bool) -> None:
@@ -56,29 +56,29 @@ class Recorder:
         while self._pending:
             try:
                 pending = record, interval, ordinal, counts = self._pending.popleft()
-            except IndexError:  # another thread has taken the last one
+            except IndexError:  # another thread has taken the last record
                 return
             try:
                 times = interval.times_ns()
-            except MpicommError:  # the device has failed, which the program hears from its calls
+            except MpicommError:  # the device has failed, and the calls of the program report it
                 continue
             if times is None:
                 self._pending.appendleft(pending)
                 return
-            # Work on other streams is beside that of the call's own stream, which waits for it.
+            # The first interval is on the call's stream, which waits for the work on other streams.
             if not record.nested and interval is record.intervals[0]:
                 counts.add_device_time(record, times[1] - times[0])
             if self.file is not None:
                 self.file.add_device_time(record, ordinal, interval.stream, *times)
 
     def flush(self) -> None:
-        """Take all device times that are known, and write all events to the file."""
+        """Take all known device times, and write all events to the file."""
         self.drain()
         if self.file is not None:
             self.file.flush()
 
     def discard(self) -> None:
-        """Give the recorder up, whose file another rank has, too."""
+        """Give up the recorder, because another rank has the same file."""
         atexit.unregister(self._finish)
         if self.file is not None:
             self.file.close()
@@ -87,13 +87,13 @@ class Recorder:
         """Write the rest before the process ends. In a forked child everything belongs to the parent."""
         if os.getpid() != self._process:
             return
-        with suppress(OSError):  # the disk may be full by now, and a traceback would hide the program's own
+        with suppress(OSError):  # the disk may be full, and a traceback would hide the traceback of the program
             self.flush()
             if self.file is not None:
                 self.file.close()
         if self._reports:
             from rich.console import Console
 
-            # A file has no width of its own; the table is for people, so stdout stays the program's.
+            # A file has no width. The table is for people, and stdout stays the program's.
             width = None if sys.stderr.isatty() else 140
             total(counts.statistics() for counts in self.counts).print(Console(stderr=True, width=width))

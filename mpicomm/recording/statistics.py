@@ -27,13 +27,13 @@ class CallStatistics:
     algorithm: str
     calls: int
     nbytes: int
-    """The bytes of all calls; of each call those of the larger of this rank's buffers."""
+    """The bytes of all calls; each call counts the larger of this rank's buffers."""
     host_s: float
-    """The seconds in which the calls kept the host."""
+    """The time in seconds that the calls took on the host."""
     device_s: float
-    """The seconds between begin and end of each call in its stream, waits for other ranks included."""
+    """The seconds between begin and end of each call in its stream, with the waits for other ranks."""
     longest_s: float
-    """The longest time in which a call kept the host."""
+    """The longest time in seconds that a call took on the host."""
     error: str = ""
     """The class of the error that the calls have raised; "" for calls that have returned."""
 
@@ -95,7 +95,7 @@ class Counts:
         self._slow_ways: Counter[tuple[str, str]] = Counter()
 
     def add(self, record: Record) -> None:
-        """Count a call that is over on the host."""
+        """Count a call that has ended on the host."""
         row, lasted_ns = self._row(record), record.stop_ns - record.start_ns
         row.calls += 1
         row.nbytes += record.nbytes or 0

@@ -1,6 +1,6 @@
 """TraceFile: the trace of one rank in the JSON array format of Chrome's Trace Event Format, one event in each line.
 
-Perfetto and chrome://tracing read such a file also where its end is missing, as after a crash.
+Perfetto and chrome://tracing read such a file even if its end is missing, as after a crash.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LONGEST_KEPT_NS = 1_000_000_000
 
 
 class TraceFile:
-    """The file ``path``, which is replaced, for the calls of the process with that `process_number`.
+    """The file ``path``, which it replaces, for the calls of the process with that `process_number`.
 
-    Raises `InvalidUsageError` where the file cannot be written. Its methods are for any thread.
+    Raises `InvalidUsageError` if the file cannot be written. Its methods are for any thread.
     """
 
     def __init__(self, path: str, rank: int) -> None:
@@ -81,7 +81,7 @@ class TraceFile:
         self._add(self._slice(record, track, start_ns, stop_ns, DEVICE))
 
     def flush(self) -> None:
-        """Write all events that are kept."""
+        """Write all events that are still in memory."""
         with self._lock:
             lines, self._lines = self._lines, []
             if lines and not self._file.closed:
@@ -91,7 +91,7 @@ class TraceFile:
             self._written_ns = now_ns()
 
     def close(self) -> None:
-        """Write all events that are kept, and the end of the file. A second call does nothing."""
+        """Write all events that are still in memory, and the end of the file. A second call does nothing."""
         self.flush()
         if not self._file.closed:
             with self._file:

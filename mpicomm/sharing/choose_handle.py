@@ -1,4 +1,4 @@
-"""Choose a handle kind by a test: open, write through the mapping, read back. A driver's claims are not enough."""
+"""Choose a handle kind by a test: open, write through the mapping, read back. Claims of a driver are not enough."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class NoKindError(HandleError):
 def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict[str, str]]:
     """Return the best kind that works between all ranks of the node, and why better kinds do not. Collective.
 
-    ``request`` is a kind, which has to work, or "auto", with which it raises `NoKindError` where none works. Every rank
-    of the node raises the same error.
+    ``request`` is a kind, which has to work, or "auto". With "auto" it raises `NoKindError` if no kind works. Every
+    rank of the node raises the same error.
     """
     if request == "auto":
         candidates = backend.kinds
@@ -55,8 +55,8 @@ def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict
 def probe(node: Group, backend: Backend, kind: Kind) -> None:
     """Open memory of ``kind`` between all ranks of the node, and write and read it both ways. Collective.
 
-    Each rank's segment holds its own token and an inbox per rank. Array expressions write the inboxes as kernels do;
-    copies read the tokens as copy engines do.
+    The segment of each rank holds its token and an inbox for each rank. Array expressions write the inboxes as kernels
+    do. Copies read the tokens as copy engines do.
     """
     word = np.dtype(np.int64)
     nbytes = (node.size + 2) * word.itemsize

@@ -1,4 +1,4 @@
-"""The handle kind of each node; where ranks of a node share no memory, their containers become nodes."""
+"""The handle kind of each node. If ranks of a node share no memory, their containers become nodes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mpicomm.errors import HandleError
 from mpicomm.log import logger
 from mpicomm.sharing.choose_handle import NoKindError, choose_kind
 
-# It keeps the messages of a node apart from those of the whole communicator.
+# It keeps the messages of a node apart from the messages of the whole communicator.
 _NODE_TAG = 1
 
 
 def choose_handles(group: Group, placement: Placement, backend: Backend) -> Placement:
     """Return the placement with the best kind of handle that works between the ranks of each node. Collective.
 
-    Where none works and the ranks are in several containers, the ranks of each container are a node. Raises
-    `HandleError` on every rank alike where the ranks of one container cannot open each other's memory.
+    If no kind works and the ranks are in several containers, the ranks of each container become a node. If ranks of one
+    container cannot open each other's memory, every rank raises the same `HandleError`.
     """
     request = placement.here.handle
-    first: NoKindError | None = None  # of the whole node: it says most
+    first: NoKindError | None = None  # of the whole node, because it says most
     while True:
         node = node_of(group, placement)
 
@@ -50,7 +50,7 @@ def choose_handles(group: Group, placement: Placement, backend: Backend) -> Plac
 
 
 def node_of(group: Group, placement: Placement) -> Group:
-    """Return the group of this rank's node: ``group`` on one node, so that all ranks meet in one exchange. Local."""
+    """Return the group of this rank's node; on one node ``group``, so that all ranks meet in one exchange. Local."""
     if len(placement.node_ranks) == group.size:
         return group
     return group.subgroup(placement.node_ranks, tag=_NODE_TAG)

@@ -4,9 +4,9 @@ Every rank listens, tells the others its `address` over a channel that they trus
 rank sends each other rank one message with one descriptor. ``pidfd_getfd`` would need no socket, but containers often
 forbid it.
 
-Every user of the machine can see the socket's name (/proc/net/unix) and connect, so a name proves nothing. A message
-counts only if its sender's process has this process's uid (SO_PEERCRED, from the kernel), and if it carries the secret
-that the sending rank has told all ranks over MPI. The swap drops all other messages and goes on.
+Every user of the machine can see the name of the socket (/proc/net/unix) and connect, so a name proves nothing. A
+message counts only if the kernel says that its sender has the uid of this process (SO_PEERCRED). It must also carry the
+secret that the sending rank has sent to all ranks over MPI. The swap drops all other messages and goes on.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _RETRY_S = 0.01
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens, and the secret that its own messages carry. The repr does not show the secret."""
+    """The name at which a rank listens, and the secret in its messages. The repr does not show the secret."""
 
     name: bytes
     secret: bytes = field(repr=False)
 
 
-# Where a rank's descriptor is to go: an address, or a connection to it over which too many descriptors were in flight.
+# The target of a rank's descriptor: an address, or a connection over which too many descriptors were in flight.
 _Target = Address | socket.socket
 
 
@@ -90,9 +90,9 @@ class FdExchange:
     def swap(self, addresses: Sequence[Address], fd: int, timeout_s: float) -> dict[int, Descriptor]:
         """Send ``fd`` to every other rank, and return the others' descriptors by rank. Collective, blocking.
 
-        ``addresses`` holds every rank's `address`. ``fd`` stays the caller's. The returned descriptors are new, and the
-        caller closes each; an error closes those that have come. Raises `HandleError` for a peer that cannot be
-        reached, that sends anything else, or that sends nothing in time.
+        ``addresses`` holds the `address` of every rank. The caller still owns ``fd``. The returned descriptors are new,
+        and the caller closes each. An error closes the descriptors that have come. Raises `HandleError` for a peer that
+        cannot be reached, that sends anything else, or that sends nothing in time.
         """
         if self._size == 1:
             return {}
@@ -110,7 +110,7 @@ class FdExchange:
     ) -> dict[int, Descriptor]:
         received: dict[int, Descriptor] = {}
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as sockets:
-            # All sends come first, so that no failure to receive keeps a peer waiting for this rank. A message rests in
+            # All sends come first, so that no failure to receive keeps a peer waiting for this rank. A message stays in
             # the peer's queue with its descriptor, although this end closes before the peer reads it.
             unsent = self._send(others, fd, sockets)
             selector = sockets.enter_context(selectors.DefaultSelector())
@@ -124,7 +124,7 @@ class FdExchange:
                     raise HandleError(f"no descriptor came from local ranks {missing} in time")
                 for key, _ in selector.select(min(remaining_s, _RETRY_S) if unsent else remaining_s):
                     if key.data is None:
-                        # A connection that stays silent takes a place in the selector, and delays no other.
+                        # A connection that stays silent takes an entry of the selector, and delays no other connection.
                         if connection := _accept(listener):
                             sockets.enter_context(connection)
                             selector.register(connection, selectors.EVENT_READ, connection)
@@ -147,7 +147,7 @@ class FdExchange:
         return received
 
     def _send(self, targets: Mapping[int, _Target], fd: int, sockets: contextlib.ExitStack) -> dict[int, _Target]:
-        """Send the descriptor; return the targets to which it cannot go yet. ``sockets`` closes their connections."""
+        """Send the descriptor; return the targets that cannot take it yet. ``sockets`` closes their connections."""
         unsent: dict[int, _Target] = {}
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         for rank, target in targets.items():
@@ -160,12 +160,12 @@ class FdExchange:
                 unsent[rank] = target
             except OSError as error:
                 if peer is None or error.errno != errno.ETOOMANYREFS:
-                    hint = "; if its container has a network namespace of its own, give it another MPICOMM_HOSTID"
+                    hint = "; if its container has a separate network namespace, give it another MPICOMM_HOSTID"
                     raise HandleError(
                         f"cannot send a descriptor to rank {rank}: {error.strerror}{way_out(error.errno) or hint}"
                     ) from error
                 # The kernel counts the descriptors in flight of all processes of this user, so another job can use them
-                # up for a while. The connection stays, because the peer takes one that says nothing for a stranger's.
+                # up for a while. The connection stays, because the peer drops a connection that closes in silence.
                 unsent[rank] = peer
             else:
                 peer.close()
@@ -174,7 +174,7 @@ class FdExchange:
     def _read(self, connection: socket.socket, others: Mapping[int, Address]) -> tuple[int, Descriptor] | None:
         """Return (rank, descriptor), which the caller closes, or None for the message of a stranger.
 
-        It closes the descriptors of a stranger, and all descriptors where it raises.
+        It closes the descriptors of a stranger. If it raises, it closes all descriptors.
         """
         try:
             content, fds, flags = _receive(connection)
@@ -222,10 +222,10 @@ def _not_sent_in_time(targets: Mapping[int, _Target]) -> str:
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:
-    """Return the next connection, or None where it is of another user: that is closed unread.
+    """Return the next connection, or None if another user has made it: this closes it unread.
 
-    One at a time, so that the swap reads and closes the connections of a flood as they come, and the flood cannot use
-    all descriptors up.
+    The swap takes one connection at a time, and reads and closes the connections of a flood as they come. So the flood
+    cannot use up all descriptors.
     """
     try:
         connection, _ = listener.accept()
@@ -241,11 +241,11 @@ def _accept(listener: socket.socket) -> socket.socket | None:
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:
     """Return a message, its descriptors, which the caller closes, and its flags."""
-    # More room than a peer's message and descriptor need, so that a longer message or a second descriptor shows.
+    # Room for more than a peer's message and descriptor, so that a longer message or a second descriptor shows.
     room = socket.CMSG_SPACE(2 * array.array("i").itemsize)
     with uninterrupted():
         content, ancillary, flags, _ = connection.recvmsg(_HELLO.size + 1, room, socket.MSG_CMSG_CLOEXEC)
-        # The kernel adds nothing but whole descriptors: a socket has to ask for anything else.
+        # The kernel adds only whole descriptors, because a socket has to ask for anything else.
         fds = [Descriptor(number) for _, _, numbers in ancillary for number in array.array("i", numbers)]
     return content, fds, flags
 

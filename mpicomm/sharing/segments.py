@@ -16,7 +16,7 @@ from mpicomm.sharing.fd_exchange import Address, FdExchange
 
 
 class SharedSegments:
-    """Every rank's segment, by index in the node: this rank's own, and those of the peers as mapped here."""
+    """The segments of all ranks by index in the node: the segment of this rank, and the mapped segments of peers."""
 
     def __init__(self, node: Group) -> None:
         self._node = node
@@ -31,7 +31,7 @@ class SharedSegments:
         return self._segments[index]
 
     def close_peers(self) -> None:
-        """Unmap the peers' segments; local. This rank's work on them must be over."""
+        """Unmap the peers' segments; local. The work of this rank on them must be over."""
         for index in [index for index in self._segments if index != self._node.rank]:
             self._segments.pop(index).close()
 
@@ -43,23 +43,23 @@ class SharedSegments:
     def close(self, step: str) -> None:
         """Give everything back. Collective, blocking; this rank's work on the segments must be over.
 
-        A barrier between the two steps keeps a rank from freeing memory that a slower peer has still mapped. Where the
-        barrier fails, own memory is freed all the same, because a peer that is gone has nothing mapped.
+        A barrier between the two steps keeps a rank from freeing memory that a slower peer still maps. If the barrier
+        fails, the rank still frees its memory, because a peer that is gone maps nothing.
         """
         try:
             self._node.agree(step, self.close_peers)
         finally:
-            self.close_peers()  # where the group is broken, `agree` has not called it
+            self.close_peers()  # if the group is broken, `agree` has not called it
             self.close_own()
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """A rank's description of its segment for the others."""
+    """The description of a rank's segment for the other ranks."""
 
     signature: Hashable
     packet: bytes
-    address: Address | None  # of its end of the exchange of descriptors, if the segment has a descriptor
+    address: Address | None  # for the exchange of descriptors, if the segment has a descriptor
 
 
 def share(
@@ -71,11 +71,11 @@ def share(
     *,
     sealed: bool = True,
 ) -> SharedSegments:
-    """Let every rank of ``node`` open the segment that ``produce`` returns on each. Collective, blocking.
+    """Let every rank of ``node`` open the segment that ``produce`` returns on each rank. Collective, blocking.
 
     ``signature`` describes the segment, and has to return the same on all ranks. ``what`` names the call in errors.
     Host memory has to be ``sealed``, unless it is memory of the user. A failure on any rank raises the same error on
-    all, and leaves no memory, mapping or descriptor behind.
+    all ranks, and leaves no memory, mapping or descriptor.
     """
     segments = SharedSegments(node)
     with contextlib.ExitStack() as temporary:  # descriptors and the socket; all ranks have opened by its end
@@ -84,13 +84,13 @@ def share(
 
         def export() -> _Offer:
             nonlocal swap, own_fd
-            by_rendezvous = signature()
+            mine = signature()
             segments._segments[node.rank] = segment = produce()
             handle, own_fd = backend.export(segment)
             if own_fd is not None:
                 temporary.callback(own_fd.close)
                 swap = temporary.enter_context(FdExchange(node.rank, node.size))
-            return _Offer(by_rendezvous, handle.pack(), swap.address if swap else None)
+            return _Offer(mine, handle.pack(), swap.address if swap else None)
 
         def open_peers(offers: list[_Offer]) -> None:
             received: dict[int, Descriptor] = {}
@@ -114,14 +114,14 @@ def share(
             offers = node.exchange(f"{what}: allocate and export", export)
             _require_same_signature(what, node, offers)
         except Exception:
-            # No peer has opened it yet. No barrier, because ranks that called another function are not here.
+            # No peer has opened the segment yet. No barrier, because ranks that made another call do not come to it.
             with contextlib.suppress(MpicommError):
                 segments.close_own()
             raise
         try:
             node.agree(f"{what}: open", lambda: open_peers(offers))
         except Exception:
-            # All ranks are here together, or the group is broken and its barrier fails at once.
+            # All ranks meet here, or the group is broken and its barrier fails at once.
             with contextlib.suppress(MpicommError):
                 segments.close(f"{what}: undo")
             raise

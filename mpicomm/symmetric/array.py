@@ -1,4 +1,4 @@
-"""SymmetricArray: an array of the same shape on every rank, each rank's part open to the others of its node."""
+"""SymmetricArray: an array of the same shape on every rank; all ranks of a node open each other's parts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class SymmetricArray:
     """Memory of the same shape and dtype on every rank, mapped by all ranks of the node.
 
     ``comm.empty``, ``comm.zeros`` and ``comm.register`` create it. `local` and `peer` are NumPy arrays on the host and
-    CuPy arrays on a GPU: kernels and array expressions access a peer's memory as they access local memory. Nothing
-    orders the accesses of two ranks but `signal` with `wait_signal`, barriers and events.
+    CuPy arrays on a GPU. Kernels and array expressions access a peer's memory as they access local memory. Only
+    `signal` with `wait_signal`, barriers and events order the accesses of two ranks.
 
     The memory lives until `close` or the communicator's ``Free``, whichever comes first. It outlives the last reference
-    to this object, because freeing it is collective, which garbage collection cannot be. On a GPU the views are invalid
-    from then on; on the host they stay readable.
+    to this object, because freeing is collective, and garbage collection is not. Afterwards the views on a GPU are
+    invalid; the views on the host stay readable.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SymmetricArray:
         return self._local
 
     def peer(self, rank: int) -> Any:
-        """Return the part of ``rank`` as mapped here: a NumPy or CuPy ndarray of the memory itself. Local.
+        """Return the part of ``rank``, mapped on this rank: a NumPy or CuPy ndarray of the memory itself. Local.
 
         Raises `InvalidUsageError` for a rank outside the communicator or on another node.
         """
@@ -84,9 +84,9 @@ class SymmetricArray:
 
     @property
     def pointers(self) -> Any:
-        """Address of every rank's part as mapped here: uint64[size] on the device, 0 for ranks of other nodes.
+        """Address of every rank's part on this rank: uint64[size] on the device, 0 for ranks of other nodes.
 
-        It is for kernels. Do not write to it: every access returns the same array.
+        It is for kernels. Do not write to it, because every access returns the same array.
         """
         self._require_open("pointers")
         if self._pointers is None:
@@ -121,7 +121,7 @@ class SymmetricArray:
         """
         index = self._node_index(peer)
         if out is None:
-            out = np.empty_like(self._local)  # of a CuPy array CuPy makes it
+            out = np.empty_like(self._local)  # CuPy makes it if the part is a CuPy array
         target = self._checked(out, "out")
         if target.size != self.size:
             raise InvalidUsageError(f"out has {target.size} elements, the array {self.size}: pass an array of as many")
@@ -134,8 +134,8 @@ class SymmetricArray:
     def signal(self, peer: int, *, stream: Any = None) -> None:
         """Release one `wait_signal` of ``peer`` for this rank and this array. Local; stream-ordered on a GPU.
 
-        All earlier work, of the stream on a GPU or of this thread on the host, is visible to the peer when its
-        `wait_signal` is over: `put` above all. Signals are counted, so several may be ahead of their waits.
+        The peer sees all earlier work after its `wait_signal`: work of the stream on a GPU, or of this thread on the
+        host, such as a `put`. Signals are counted, so several may be ahead of their waits.
         """
         index = self._node_index(peer)
         backend = self._owner.backend
@@ -145,8 +145,8 @@ class SymmetricArray:
     def wait_signal(self, peer: int, *, stream: Any = None) -> None:
         """Wait for one `signal` of ``peer`` on this array. Local; blocking on the host, stream-ordered on a GPU.
 
-        After ``timeout_s`` seconds it gives up, and the communicator is unusable: on the host it raises
-        `CollectiveTimeoutError` naming the peer; on a GPU the next call, or ``comm.check()``, does.
+        After ``timeout_s`` seconds it gives up, and the communicator is unusable. On the host it raises
+        `CollectiveTimeoutError`, which names the peer. On a GPU the next call, or ``comm.check()``, raises it.
         """
         index = self._node_index(peer)
         backend = self._owner.backend
@@ -156,13 +156,13 @@ class SymmetricArray:
     def close(self) -> None:
         """Free the memory, after a wait for this rank's device. Collective, blocking. A second call does nothing.
 
-        Memory of ``register`` stays the caller's; the peers only unmap it.
+        The caller still owns memory of ``register``; the peers only unmap it.
         """
         if not self.closed:
             self._owner.close_shared(self, "SymmetricArray")
 
     def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of this rank's part, unless it is the caller's; local."""
+        """Return the memory of this rank's part, unless the caller owns it; local."""
         if self._registered:
             return ()
         return (MemoryUse.of_kind("symmetric arrays", self._owner.kind, self._segments.own.nbytes),)
@@ -213,7 +213,7 @@ def require_writable(array: Any, name: str) -> None:
 
 
 def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype as NumPy does; raises `InvalidUsageError` for those that no array can have."""
+    """Return shape and dtype as NumPy does; raises `InvalidUsageError` for values that no array can have."""
     try:
         sizes = tuple(operator.index(n) for n in shape) if isinstance(shape, Sequence) else (operator.index(shape),)
     except TypeError:
@@ -223,7 +223,7 @@ def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tup
     except (TypeError, ValueError) as error:
         raise InvalidUsageError(f"dtype={dtype!r} is no NumPy dtype: {error}") from None
     if element.subdtype is not None:
-        raise InvalidUsageError(f"dtype={element} is itself an array: add its shape to that of the array")
+        raise InvalidUsageError(f"dtype={element} is itself an array: add its shape to the shape of the array")
     if element.hasobject or element.itemsize == 0:
         raise InvalidUsageError(f"dtype={element} holds no plain bytes of a fixed size: use a numeric dtype")
     if any(n < 0 for n in sizes):
@@ -237,7 +237,7 @@ def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tup
 
 
 def _writable(array: Any) -> bool:
-    # CuPy's flags have no writeable, because its arrays always are.
+    # CuPy's flags have no writeable, because its arrays are always writable.
     return bool(getattr(array.flags, "writeable", True))
 
 

@@ -1,4 +1,4 @@
-"""Create symmetric arrays and shared events: each rank provides its part, and all open the parts of their node."""
+"""Create symmetric arrays and shared events: each rank provides its part, and opens the parts of its node."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Part(Protocol):
     """The part as an ndarray; there after `provide`."""
 
     def describe(self) -> str:
-        """Check the arguments, and return what has to be the same on all ranks."""
+        """Check the arguments, and return the facts that have to be the same on all ranks."""
 
     def provide(self) -> Segment:
         """Return the memory of the part."""
@@ -88,7 +88,7 @@ class _Allocation:
             on_failure.callback(segment.close)
             self.view = backend.view(segment, self._shape, self._dtype)
             if self._zero:
-                # Before the exchange that tells the peers of this memory: it could wipe out a peer's first put.
+                # Before the exchange that tells the peers of this memory, because it could wipe out a peer's first put.
                 backend.zero(segment.pointer, nbytes)
             on_failure.pop_all()
         return segment
@@ -120,7 +120,7 @@ def _array(owner: Owner, what: str, part: _Part, *, sealed: bool) -> SymmetricAr
     pads: list[SignalPad] = []
 
     def clear_and_provide() -> Segment:
-        # Before the exchange that tells the peers of this array: it could wipe out a peer's first signal.
+        # Before the exchange that tells the peers of this array, because it could wipe out a peer's first signal.
         owner.pads.clear(pads[0])
         return part.provide()
 
@@ -131,8 +131,8 @@ def _array(owner: Owner, what: str, part: _Part, *, sealed: bool) -> SymmetricAr
     try:
         segments = _share_on_all_nodes(owner, what, share_in_node, part.describe)
     except Exception:
-        # All ranks fail together, so all give the pad back and go on with the same free pads. A rank that a Ctrl-C
-        # takes out fails alone: it must keep the pad as its peers do.
+        # All ranks fail together, so all give back the pad, and have the same free pads afterwards. A rank that a
+        # Ctrl-C takes out fails without the others. It must keep the pad, as its peers do.
         for pad in pads:
             owner.pads.give_back(pad)
         raise

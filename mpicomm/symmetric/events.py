@@ -1,4 +1,4 @@
-"""SharedEvent: a point in one rank's stream that the streams of its node's other ranks can wait for."""
+"""SharedEvent: a point in the stream of a rank, for which the streams of the other ranks of the node can wait."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpicomm.symmetric.owner import Owner
 class SharedEvent:
     """One event per rank, open to all ranks of the node: CUDA interprocess events. ``comm.shared_event`` creates it.
 
-    As with CUDA events, `wait` refers to the latest `record` at the time of its call, and returns at once where there
-    was none. So a message or a barrier must tell the waiting rank that the peer has recorded.
+    As with CUDA events, `wait` refers to the latest `record` at the time of its call, and returns at once if there was
+    none. So a message or a barrier must tell the waiting rank that the peer has recorded.
     """
 
     def __init__(self, owner: Owner, events: dict[int, Event]) -> None:
@@ -24,7 +24,7 @@ class SharedEvent:
         self.closed = False
 
     def record(self, stream: Any = None) -> None:
-        """Mark the work enqueued on ``stream`` so far on this rank. Local, stream-ordered."""
+        """Mark the work that ``stream`` has at this call on this rank. Local, stream-ordered."""
         rank = self._owner.placement.rank
         self._event(rank).record(self._owner.backend.stream(stream))
 

@@ -1,4 +1,4 @@
-"""Owner: the session of a communicator, as its symmetric arrays and shared events see it."""
+"""Owner: the parts of a communicator's session that its symmetric arrays and shared events use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpicomm.symmetric.signals import SignalPads
 
 
 class Shared(Protocol):
-    """Memory or events that ranks give back in two steps: all unmap the peers' part, then each frees its own part."""
+    """Memory or events that ranks release in two steps: all unmap the peers' parts, then each rank frees its part."""
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's part; local."""
@@ -38,7 +38,7 @@ class Owner(Protocol):
     group: Group
     """All ranks of the communicator."""
     node: Group
-    """The ranks of this node: the same object as `group` where all ranks are on one node."""
+    """The ranks of this node: the same object as `group` if all ranks are on one node."""
     pads: SignalPads
 
     @property
@@ -50,13 +50,13 @@ class Owner(Protocol):
         """The kind of handle by which ranks open each other's memory."""
 
     def require_usable(self, what: str) -> None:
-        """Raise where the communicator was freed or is broken; local and cheap."""
+        """Raise if the communicator was freed or is broken; local and cheap."""
 
     def keep(self, shared: AnyShared) -> AnyShared:
-        """Give ``shared`` back with the communicator, unless it is closed before; local.
+        """Release ``shared`` with the communicator, unless it is closed before; local.
 
         All ranks keep the same things in the same order.
         """
 
     def close_shared(self, shared: Shared, what: str) -> None:
-        """Give ``shared`` back; collective, blocking."""
+        """Release ``shared``; collective, blocking."""

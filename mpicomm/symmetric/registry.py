@@ -1,4 +1,4 @@
-"""Mappings: the addresses of a communicator's symmetric arrays, as each rank maps them."""
+"""Mappings: the addresses of a communicator's symmetric arrays on this rank."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mapped:
-    """A piece of a symmetric array. ``pointers`` are its addresses on every rank of the node, as mapped here.
+    """A piece of a symmetric array. ``pointers`` are the addresses, on this rank, of the piece of every rank.
 
-    ``array``, the array's number, and ``offset``, in bytes, name the piece. They are the same on all ranks.
+    ``array``, the number of the array, and ``offset``, in bytes, name the piece. They are the same on all ranks.
     """
 
     array: int
@@ -35,10 +35,10 @@ class Mappings:
         self._arrays: dict[int, _Array] = {}
         self._made = 0
         self.version = 0
-        """It changes with every array that is created or closed: on all ranks at the same point of the program."""
+        """It changes with every array that a rank creates or closes: on all ranks at the same point of the program."""
 
     def add(self, pointers: Sequence[int], own: int, nbytes: int) -> int:
-        """Add an array with ``nbytes`` on each rank, on this rank at ``pointers[own]``; return its number."""
+        """Add an array with ``nbytes`` on each rank, and ``pointers[own]`` on this rank; return its number."""
         self._made += 1
         self.version += 1
         self._arrays[self._made] = _Array(pointers[own], pointers[own] + nbytes, tuple(pointers))
@@ -55,7 +55,7 @@ class Mappings:
         return bool(self._arrays)
 
     def find(self, pointer: int, nbytes: int) -> Mapped | None:
-        """Return the piece at ``pointer`` in this rank's memory; None where it is not inside one array."""
+        """Return the piece at ``pointer`` in this rank's memory; None if it is not inside one array."""
         for number, array in self._arrays.items():
             if nbytes > 0 and array.begin <= pointer and pointer + nbytes <= array.end:
                 offset = pointer - array.begin

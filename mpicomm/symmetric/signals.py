@@ -1,4 +1,4 @@
-"""Signal pads: for each symmetric array, counters with which the ranks of a node signal one another."""
+"""Signal pads: for each symmetric array, counters by which the ranks of a node signal one another."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CHUNK_NBYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class SignalPad:
-    """One array's counters: for each rank of the node an inbox, the signals sent to it, and the waits for it.
+    """The counters of an array: for each rank of the node an inbox, the signals sent to it, and the waits for it.
 
-    Rank i alone writes inbox i of a peer's pad, and the owner alone writes the other two: no counter has two writers.
+    Only rank i writes inbox i of a peer's pad. Only the owner writes the other two. So no counter has two writers.
     """
 
     number: int
     bases: tuple[int, ...]
-    """Address of every rank's pad, by index in the node, as mapped here."""
+    """The address of every rank's pad on this rank, by index in the node."""
     own: int
 
     def inbox(self, owner: int, sender: int) -> int:
@@ -43,7 +43,7 @@ class SignalPad:
 
 
 class SignalPads:
-    """The pads of one communicator, cut from shared chunks. All ranks take and give back in the same order."""
+    """The pads of one communicator, cut from shared chunks. All ranks take pads and return them in the same order."""
 
     def __init__(self, node: Group, backend: Backend, kind: Kind) -> None:
         self._node = node
@@ -56,7 +56,7 @@ class SignalPads:
         self._per_chunk = max(1, _CHUNK_NBYTES // self._stride)
 
     def take(self) -> SignalPad:
-        """Return a pad, which the caller clears. Collective where it needs a new chunk, else local."""
+        """Return a pad, which the caller clears. Collective if it needs a new chunk, else local."""
         if not self._free:
             nbytes = self._per_chunk * self._stride
             chunk = share(

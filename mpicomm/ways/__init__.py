@@ -1,1 +1,1 @@
-"""The ways of collective calls: which one a call goes, and engines with one face that carry it out."""
+"""The ways of collective calls: the choice of the way of a call, and engines with one interface that carry it out."""

@@ -11,7 +11,7 @@ from mpicomm.mpi.own_ops import Op
 
 
 def require_known(operation: Operation, algorithm: str) -> None:
-    """Raise for an algorithm that there is not, or not for this collective."""
+    """Raise for an algorithm that does not exist, or that does not serve this collective."""
     from mpicomm.collectives.gpu.algorithms import registry  # here, because few programs name an algorithm
 
     known = ("auto", "mpi", *registry.NAMES)
@@ -23,7 +23,7 @@ def require_known(operation: Operation, algorithm: str) -> None:
 
 
 def require_possible(call: Call) -> None:
-    """Raise where the algorithm that the caller names lacks the type, the operation, or the place of the buffers."""
+    """Raise if the named algorithm does not support the type, the operation, or the location of the buffers."""
     operation, algorithm = call.operation, call.algorithm
     if algorithm == "mpi":
         if call.op == "avg":

@@ -34,7 +34,7 @@ class MpiWay:
         return self.carry_out(call.operation, call.arguments, blocking=blocking)
 
     def carry_out(self, operation: Operation, arguments: Arguments, *, blocking: bool) -> MPI.Request | None:
-        """As `enqueue`, for a call that is certainly MPI's, so that nobody reads its arguments but MPI."""
+        """Like `enqueue`, for a call that is certainly MPI's, so that only MPI reads its arguments."""
         if operation.of_neighbors:
             self._reader.neighbors()
         if self._witness.is_needed:
@@ -48,7 +48,7 @@ class MpiWay:
         return holding(request, arguments)  # MPI uses the buffers until the request is complete
 
     def prepare(self, operation: Operation, arguments: Arguments, info: MPI.Info) -> MPI.Prequest:
-        """Return MPI's persistent request. It must not be for an input in place that MPI must get a copy of."""
+        """Return MPI's persistent request. The input must not be in place if MPI needs a copy of such an input."""
         if operation.of_neighbors:
             self._reader.neighbors()
         self._witness.tell(operation, on_host=True)
@@ -56,7 +56,7 @@ class MpiWay:
         return holding(prepared, arguments)
 
     def call(self, operation: Operation, arguments: Arguments, method: str, *more: MPI.Info) -> Any:
-        """Call mpi4py's ``method``. The Communicator's own method has called this one."""
+        """Call mpi4py's ``method``. The method of the Communicator has called this method."""
         if arguments.op is AVG:
             raise RefusedByMpiError(
                 f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide",
@@ -71,8 +71,8 @@ class MpiWay:
     def _out_of_place(self, arguments: Arguments) -> Arguments:
         """Return the arguments for MPI: an input in place that ``recvcounts`` cuts is copied.
 
-        MPICH 5 ends the program where a block overlaps its result. Ranks that receive nothing need not be in place, so
-        all ranks must still take MPI's way.
+        MPICH 5 ends the program if a block overlaps its result. Ranks that receive nothing need not be in place, so all
+        ranks must still take MPI's way.
         """
         if arguments.counts is None or not is_in_place(arguments.send):
             return arguments
@@ -97,4 +97,4 @@ class OnPinnedCopies:
             self._mpi.carry_out(call.operation, replace(given, send=send, receive=receive), blocking=True)
 
         buffers = [(given.send, False, "sendbuf", call.send), (given.receive, True, "recvbuf", call.receive)]
-        through_host(session.backend, stream, carry_out, buffers)  # host arrays beside them stay themselves
+        through_host(session.backend, stream, carry_out, buffers)  # host arrays beside device arrays need no copies

@@ -1,9 +1,10 @@
-"""Dispatch: which way each collective call of one communicator goes, and three forms in which a caller waits for it.
+"""Dispatch: the way of each collective call of one communicator, and three forms in which a caller waits for it.
 
-Kernels carry collectives on device arrays, and between peer domains an engine of room `internode`. Host arrays go
-through mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI
-itself, as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI.
-`place` has the rule of the choice, and why all ranks choose alike.
+Kernels carry out collectives on device arrays. Between peer domains an engine of room `domains` moves the data. Host
+arrays go through mapped memory if mapped memory is faster than MPI, or if MPI lacks the element type or the operation.
+Otherwise host arrays go to MPI itself, and so do all collectives of neighbours on host arrays. All other calls on
+device arrays go through pinned host copies and MPI. `mpicomm.collectives.call_location` has the rule of the choice, and
+says why all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import crossover, selection
-from mpicomm.collectives.host.fast_path import Judge, at_once, plain_calls
+from mpicomm.collectives.host.fast_path import PlainCheck, at_once, plain_calls
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
@@ -26,7 +27,7 @@ from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, Persi
 from mpicomm.session import Session
 from mpicomm.ways.by_mpi import MpiWay, OnPinnedCopies
 from mpicomm.ways.engines import Engines
-from mpicomm.ways.on_gpus import OnGpus, root_of
+from mpicomm.ways.on_gpus import OnGpus
 from mpicomm.ways.on_host import InMappedMemory, OnCopies, WithEpilogue
 from mpicomm.ways.reader import Reader
 from mpicomm.ways.way import Begun, Way
@@ -34,16 +35,13 @@ from mpicomm.ways.witness import Witness
 
 
 class MessageCall(NamedTuple):
-    """The arguments of a message in stream order, in the order in which `PlanCache.find` takes them."""
+    """The arguments of a message in stream order, in the order in which `PlanCache.find_message` takes them."""
 
     operation: str
-    algorithm: str
     send: Any
     receive: Any
-    op: None
     route: tuple[int, int, int, int]
     """The destination and its tag, the source and its tag."""
-    counts: None = None
 
 
 class Dispatcher:
@@ -70,9 +68,9 @@ class Dispatcher:
         self._epilogue = WithEpilogue(reader, self._carry)
         self._copies = OnCopies(session, reader, completer, self._carry, self.prepare)
         self._processes = frozenset((place.host, place.pid) for place in placement.places)
-        self.at_once: dict[str, Judge] = {}
-        """The judges of the calls that methods hand to MPI themselves: see `fast_path.at_once`."""
-        self._judge_with(crossover.known(self._processes) if self._size == 2 else 0)
+        self.at_once: dict[str, PlainCheck] = {}
+        """The checks of the calls that methods hand to MPI without this class: see `fast_path.at_once`."""
+        self._check_with(crossover.known(self._processes) if self._size == 2 else 0)
 
     def run(
         self,
@@ -88,12 +86,12 @@ class Dispatcher:
     ) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it.
 
-        It takes `Arguments` one by one, because making one would take a tenth of the time of a known call.
+        It takes the fields of `Arguments` one by one, because making an `Arguments` takes a tenth of a known call.
         """
         gpu = self.engines.gpu
         if gpu:
-            key = root if epilogue is None else epilogue.key(gpu.identity_of)
-            known = gpu.find(operation, algorithm, send, receive, op, key, counts)
+            finish = () if epilogue is None else epilogue.key(gpu.identity_of)
+            known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
             if known:
                 gpu.run(known, stream, send, receive)
                 return
@@ -103,10 +101,23 @@ class Dispatcher:
         else:
             self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=True)
 
-    def start(self, operation: Operation, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
-        """Start a nonblocking collective."""
-        begun: Begun = self._begin_known(operation, arguments, stream, algorithm)
+    def start(
+        self,
+        operation: Operation,
+        stream: Any,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None = None,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        epilogue: Epilogue | None = None,
+    ) -> MPI.Request:
+        """Start a nonblocking collective, with the arguments of `run`."""
+        given = send, receive, op, root, counts, epilogue
+        begun: Begun = self._begin_known(operation, stream, algorithm, *given)
         if begun is None:
+            arguments = Arguments(*given)
             if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
                 begun = self._mpi.carry_out(operation, arguments, blocking=False)
             else:
@@ -114,8 +125,8 @@ class Dispatcher:
         if isinstance(begun, MPI.Request):
             return begun
         work = _work(begun)
-        if not work.over:  # else nothing reads the buffers any more
-            work.kept = arguments
+        if not work.over:  # after its end nothing reads the buffers
+            work.kept = given
         return DeferredRequest(work)
 
     def prepare(
@@ -128,7 +139,7 @@ class Dispatcher:
         way = self._way_of(call, blocking=False)
         if way is self._copies:
             return self._copies.prepare(call, info)
-        # MPI would get a copy of an input in place that recvcounts cut, as it is when the request is prepared.
+        # For an input in place that recvcounts cut, MPI would get a copy with the content of this moment.
         if way is self._mpi and not (operation.send == "counted" and call.in_place):
             return self._mpi.prepare(operation, call.arguments, info)
         self._witness.tell(operation, on_host=not call.on_device)
@@ -136,10 +147,20 @@ class Dispatcher:
             self._session.require_gpu(operation.name)
 
         def begin() -> DeferredWork:
-            known = self._begin_known(operation, arguments, stream, algorithm)
+            known = self._begin_known(
+                operation,
+                stream,
+                algorithm,
+                arguments.send,
+                arguments.receive,
+                arguments.op,
+                arguments.root,
+                arguments.counts,
+                arguments.epilogue,
+            )
             if known is not None:
                 return known
-            # The arguments are read again, because symmetric memory among them may have been closed.
+            # This reads the arguments again, because symmetric memory among them may have been closed.
             return _work(
                 self._carry(
                     self._reader.read(operation, arguments, algorithm, stream, place=call.place), blocking=False
@@ -159,23 +180,23 @@ class Dispatcher:
     def repeat_message(self, call: MessageCall, stream: Any) -> bool:
         """Enqueue a message in stream order again; local. Return whether such a call was made before."""
         gpu = self.engines.gpu
-        known = gpu and gpu.find(*call)
+        known = gpu and gpu.find_message(*call)
         if not gpu or not known:
             return False
         gpu.enqueue(known, stream, call.send, call.receive)
         return True
 
     def enqueue_message(self, call: MessageCall, stream: Any, sent: Message | None, received: Message | None) -> None:
-        """Enqueue a message to one rank and a message from another, in stream order.
+        """Enqueue a message to one rank and a message from another rank, in stream order.
 
-        The first message of a communicator of GPUs is collective, the others are local.
+        The first message of a communicator of GPUs is collective, and later messages are local.
         """
         session = self._session.set_up(call.operation)
         session.require_usable(call.operation)
         gpu = self.engines.on_gpu(call.operation)
         plan = gpu.engine.prepare_messages(call.operation, sent, received)
         by_output = call.send is None
-        gpu.add(plan, call, by_output=by_output)
+        gpu.add_message(plan, *call, by_output=by_output)
         gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
 
     def refused(
@@ -192,11 +213,11 @@ class Dispatcher:
         return self._reader.refused(error, operation, Arguments(send, receive, op, root, counts))
 
     def _carry(self, call: Call, *, blocking: bool) -> Begun:
-        """Enqueue a call that was read, by the way that it goes. Collective."""
+        """Enqueue a call that was read, by its way. Collective."""
         return self._way_of(call, blocking=blocking).enqueue(call, blocking=blocking)
 
     def _way_of(self, call: Call, *, blocking: bool) -> Way:
-        """Return the way of a call. Local but for two ranks that measure their crossover first, which are alike."""
+        """Return the way of a call. Local, except if two ranks first measure their crossover, which is collective."""
         if call.on_device:
             return self._pinned if call.dtype is None or call.algorithm == "mpi" else self._gpus
         if call.device_array is not None:
@@ -204,11 +225,11 @@ class Dispatcher:
         refuse_stream(call.operation.name, call.stream)
         if call.epilogue is not None:
             return self._epilogue
-        if self._is_mpis(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
+        if self._is_for_mpi(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
             return self._mpi
         return self._mapped
 
-    def _is_mpis(self, call: Call) -> bool:
+    def _is_for_mpi(self, call: Call) -> bool:
         def goes_to_mpi() -> bool:
             return selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, self._crossover)
 
@@ -216,40 +237,51 @@ class Dispatcher:
         if goes_to_mpi() or measured or not selection.depends_on_crossover(call, self._size):
             return goes_to_mpi()
         engine = self.engines.on_host(call.operation.name)
-        self._judge_with(crossover.learn(self._comm, engine, self._processes))
+        self._check_with(crossover.learn(self._comm, engine, self._processes))
         return goes_to_mpi()
 
-    def _judge_with(self, crossover: int) -> None:
-        """Take the crossover of two ranks, which is 0 while it is not measured. Local."""
+    def _check_with(self, crossover: int) -> None:
+        """Take the crossover of two ranks, which is 0 before its measurement. Local."""
         self._crossover = crossover
         facts = self._size, self._rank, self._nodes, crossover
         self._plain = plain_calls(*facts)
         self.at_once.update(at_once(*facts, on_gpus=self._witness.is_needed))
 
     def _is_plain(self, operation: Operation, method: str, given: Arguments, stream: Any, algorithm: str) -> bool:
-        """Return whether a call is certainly MPI's, in which ranks exchange no counts before. Local."""
+        """Return whether a call is certainly MPI's, and needs no exchange of counts before. Local."""
         if algorithm != "auto" or stream is not None or given.epilogue is not None:
             return False
         told = operation.send != "counted" or given.counts is not None
         return told and self._plain[method](given.send, given.receive, given.op)
 
-    def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> DeferredWork | None:
+    def _begin_known(
+        self,
+        operation: Operation,
+        stream: Any,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None,
+        root: int,
+        counts: Sequence[int] | None,
+        epilogue: Epilogue | None,
+    ) -> DeferredWork | None:
         """Begin a call on device arrays that was made before; None if it was not."""
         gpu = self.engines.gpu
         if gpu is None:
             return None
-        root = root_of(gpu, given)
-        found = gpu.find(operation, algorithm, given.send, given.receive, given.op, root, given.counts)
-        return None if found is None else self._gpus.until(gpu.begin(found, stream, given.send, given.receive))
+        finish = () if epilogue is None else epilogue.key(gpu.identity_of)
+        known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
+        return None if known is None else self._gpus.until(gpu.begin(known, stream, send, receive))
 
 
 def _work(begun: Begun) -> DeferredWork:
-    """Return a call that was enqueued as work; it is complete where nobody has to wait for it."""
+    """Return a call that was enqueued as work. If no rank has to wait for the call, the work is complete."""
     if isinstance(begun, DeferredWork):
         return begun
     if begun is not None:
         begun.Wait()
     work = DeferredWork(lambda: True, lambda: None)
-    # MPICH ends a program that waits for an open generalized request beside a null one, so this one is complete.
+    # MPICH ends a program that waits for an open generalized request beside a null request, so the work is complete.
     work.advance()
     return work

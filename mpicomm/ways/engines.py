@@ -1,4 +1,4 @@
-"""Engines: those of one communicator, each made when a call first needs it."""
+"""Engines: the engines of one communicator. Each is made when a call first needs it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class InternodeEngine(NamedTuple):
-    """The engine between peer domains, as `Transport.name` says, and why better ones do not work."""
+    """The engine between peer domains, by the name of `Transport.name`, and the reasons against better engines."""
 
     name: str
     rejected: dict[str, str]
 
 
 class Engines:
-    """The engines of the communicator of ``session``, and the call logs on which its ranks say what they call.
+    """The engines of the communicator of ``session``, and the call logs in which its ranks post their calls.
 
-    The first engine sets ``session`` up, collectively.
+    The first engine sets up ``session``, collectively.
     """
 
     def __init__(self, session: Session) -> None:
@@ -44,7 +44,7 @@ class Engines:
         self._host: HostEngine | None = None
         self._host_domains: HostDomains | None = None
         self.gpu: PlanCache | None = None
-        """The engine for device arrays, once a call has needed it. A public field, as every known call reads it."""
+        """The engine for device arrays, after a call has needed it. Every known call reads this public field."""
         self._internode: InternodeEngine | None = None
         self._transfers: list[Transfers] = []
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
@@ -56,7 +56,7 @@ class Engines:
     def internode(self, operation: str) -> InternodeEngine | None:
         """Return the engine that moves memory of the device between peer domains, None in one peer domain.
 
-        Collective where it sets up the engine, else local.
+        Collective if it sets up the engine, else local.
         """
         if len(self._layout.domains) == 1:
             return None
@@ -68,7 +68,7 @@ class Engines:
     def call_log(self, operation: str, *, patient: bool) -> CallLog:
         """Return the call log of this rank's peer domain. Collective over all ranks the first time, else local.
 
-        ``patient`` as in `Session.set_up`.
+        ``patient`` is as in `Session.set_up`.
         """
         call_log = self._call_logs.get(self._session.domain) if self._session.is_set_up else None
         if call_log is not None:
@@ -103,7 +103,7 @@ class Engines:
         if self._host_domains is None:
             session = self._session.set_up(operation)
             layout = DomainLayout(session.placement.nodes, session.placement.rank)
-            # On all nodes together: where one fails, the others would wait for its messages.
+            # On all nodes together: if one node fails, the others would wait for its messages.
             made: list[NetworkWaits] = []
 
             def make() -> None:
@@ -130,7 +130,7 @@ class Engines:
             most_nbytes = session.placement.here.most_shared_nbytes
 
             def make() -> DeviceEngine:
-                # It allocates and waits, which a thread that captures a graph may not do otherwise.
+                # The engine allocates and waits. A thread that captures a graph may do so only in this block.
                 with backend.loading():
                     engine = DeviceEngine(session.domain, backend, session.kind, call_log, on_a_device, most_nbytes)
                 return session.keep(engine)
@@ -144,7 +144,7 @@ class Engines:
         from mpicomm.domains.gpu.engine import DomainsEngine
 
         made: list[tuple[DeviceEngine, NetworkWaits]] = []
-        # On all peer domains together: where one fails, the others would wait for its network messages.
+        # On all peer domains together: if one domain fails, the others would wait for its network messages.
         session.group.agree(
             "collectives: set-up", lambda: made.append((make(), session.keep(NetworkWaits(session.domain))))
         )
@@ -154,7 +154,7 @@ class Engines:
         uuids = tuple(place.device_uuid for place in session.placement.places)
 
         def channels() -> MappedChannels:
-            # Not in `backend.loading()`, because the first signal loads its kernel there.
+            # Not in `backend.loading()`, because the first signal enters this block to load its kernel.
             return session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
 
         on_one_node = channels if len(session.placement.nodes) == 1 else None
@@ -180,7 +180,7 @@ class Engines:
         return any(call_log.ahead() for call_log in self._call_logs.values())
 
     def _absence_reason(self) -> str:
-        """Return why ranks that are not gone may not come to an exchange, and the way out; local."""
+        """Return why ranks that still run may not come to an exchange, and the way out; local."""
         failed = self._host and self._host.broken
         if failed:
             return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from mpicomm.collectives.beside import PinnedCopies
-from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call import Call
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredWork
@@ -14,14 +13,11 @@ from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.witness import Witness
 
-if TYPE_CHECKING:
-    from mpicomm.collectives.gpu.plan_cache import PlanCache
-
 
 def ready(session: Session, call: Call) -> Session:
     """Return the session of a call on device arrays, which must be on this rank's GPU. Collective the first time."""
     operation = call.operation.name
-    session.require_gpu(operation)  # before device memory is looked at
+    session.require_gpu(operation)  # before anything looks at device memory
     session.set_up(operation)
     for operand in call.operands:
         require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
@@ -29,16 +25,8 @@ def ready(session: Session, call: Call) -> Session:
     return session
 
 
-def root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:
-    """Return the root of a call as a key of plans; of a call with an epilogue, which has no root, the epilogue.
-
-    None where the epilogue has an array that cannot be recognised.
-    """
-    return arguments.root if arguments.epilogue is None else arguments.epilogue.key(gpu.identity_of)
-
-
 class OnGpus:
-    """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps it for calls alike."""
+    """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps the plan for equal calls."""
 
     def __init__(self, session: Session, engines: Engines, completer: Completer, witness: Witness) -> None:
         self._session = session
@@ -49,14 +37,14 @@ class OnGpus:
     def enqueue(self, call: Call, *, blocking: bool) -> DeferredWork | None:
         """See `Way.enqueue`."""
         operation, given, session = call.operation, call.given, ready(self._session, call)
-        if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it has to know of it before
+        if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it must first know the location
             self._witness.tell(operation, on_host=False)
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
-        root = root_of(gpu, given)
+        finish = () if given.epilogue is None else given.epilogue.key(gpu.identity_of)
         # Other ranks may pass other memory the next time, and this rank would not ask.
-        if root is not None and not call.was_undecided:
-            key = (operation, call.algorithm, given.send, given.receive, given.op, root, given.counts)
+        if finish is not None and not call.was_undecided:
+            key = (operation, call.algorithm, given.send, given.receive, given.op, given.root, given.counts, finish)
             gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
         stream = backend.stream(call.stream, call.device_array)
         if blocking:
@@ -74,7 +62,7 @@ class OnGpus:
         return None
 
     def until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredWork:
-        """Return a call that was enqueued as work, which is over when ``done`` says so and ``copies`` are back."""
+        """Return a call that was enqueued as work. It is over after ``done`` says so and ``copies`` are back."""
         backend = self._session.backend
 
         def finish() -> None:

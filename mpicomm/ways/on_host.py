@@ -1,4 +1,4 @@
-"""The ways of calls on host arrays that are not MPI's alone."""
+"""The ways of calls on host arrays that MPI does not carry out directly."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class WithEpilogue:
 class OnCopies:
     """Another way, on a copy of the root's device array in pinned memory.
 
-    The other ranks do not see it. They pass host arrays, so the call is on the host: see `place`.
+    The other ranks do not notice the copy. They pass host arrays, so the call is on the host: see
+    `mpicomm.collectives.call_location`.
     """
 
     def __init__(self, session: Session, reader: Reader, completer: Completer, carry: Carry, prepare: Prepare) -> None:
@@ -82,7 +83,7 @@ class OnCopies:
         return None
 
     def prepare(self, call: Call, info: MPI.Info) -> MPI.Prequest:
-        """Return a persistent call, whose copies are made at each start; the other ranks have MPI's request."""
+        """Return a persistent call that makes its copies at each start. The other ranks have MPI's request."""
         copies, given = self._copies(call)
         prepared = self._prepare(call.operation, given, info, None, call.algorithm)
         backend = self._session.backend

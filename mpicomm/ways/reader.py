@@ -1,4 +1,4 @@
-"""Reader: reads and checks the calls of one communicator, and puts in words why MPI has refused one."""
+"""Reader: reads and checks the calls of one communicator, and says in words why MPI has refused a call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpicomm.ways.algorithm_argument import require_known, require_possible
 from mpicomm.ways.witness import Witness
 
 REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
-"""The errors with which mpi4py and MPI refuse the arguments of a call, and which `Reader.refused` puts in words."""
+"""The errors with which mpi4py and MPI refuse the arguments of a call. `Reader.refused` puts them in words."""
 _FAULTS_OF_ARGUMENTS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, MPI.ERR_ROOT, MPI.ERR_TYPE)
 
 
@@ -46,7 +46,7 @@ class Reader:
     ) -> Call:
         """Return a call that was read and checked, with pinned copies of host arrays beside device arrays.
 
-        ``place`` is where the call is, if that is known. A call that is read ``only_to_check`` it copies nothing.
+        ``place`` is the location of the call, if it is known. With ``only_to_check`` this copies nothing.
         """
         given = arguments
         if algorithm != "auto":
@@ -79,10 +79,10 @@ class Reader:
     def refused(
         self, error: BufferError | KeyError | ValueError | MPI.Exception, operation: Operation, arguments: Arguments
     ) -> InvalidUsageError:
-        """Return the error for arguments that mpi4py has refused with ``error``: the one that larger buffers get.
+        """Return the error for arguments that mpi4py has refused with ``error``: the same error as for larger buffers.
 
-        Local. mpi4py looks at the buffers of small calls alone, because that takes least time. Raises ``error`` itself
-        if it is MPI's and no fault of this rank's arguments.
+        Local. Only mpi4py looks at the buffers of small calls, because that takes the least time. If ``error`` is MPI's
+        and no fault of this rank's arguments, this raises ``error`` itself.
         """
         try:
             self._call(operation, arguments, "auto")

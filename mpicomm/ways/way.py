@@ -1,4 +1,4 @@
-"""Way: the face of all that carries out collective calls: MPI, mapped memory, GPUs, and ways on top of others."""
+"""Way: the interface of all that carries out collective calls: MPI, mapped memory, GPUs, and ways on top of others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpicomm.collectives.call import Call
 from mpicomm.mpi.requests import DeferredWork
 
 Begun = MPI.Request | DeferredWork | None
-"""A call that was enqueued: MPI's request, or work that MPI does not know; None where nobody has to wait for it."""
+"""A call that was enqueued: MPI's request, or work that MPI does not know; None if no rank has to wait for it."""
 
 
 class Way(Protocol):
@@ -19,13 +19,13 @@ class Way(Protocol):
     def enqueue(self, call: Call, *, blocking: bool) -> Begun:
         """Enqueue a call that was read. Collective.
 
-        A ``blocking`` call has to be over when this returns, or in the order of its stream; the answer is None then.
-        Blocking, nonblocking and persistent calls differ in what they do with the answer, see `dispatch`.
+        When this returns, a ``blocking`` call has to be over, or in the order of its stream. The answer is None then.
+        Blocking, nonblocking and persistent calls differ in their use of the answer, see `dispatch`.
         """
 
 
 class Carry(Protocol):
-    """Carries out another call, for a way on top of others: the way that the call goes enqueues it."""
+    """Carries out another call, for a way on top of others: the way of that call enqueues it."""
 
     def __call__(self, call: Call, *, blocking: bool) -> Begun:
         """See `Way.enqueue`."""

@@ -2,15 +2,16 @@
 
 Run `python scripts/documents/how_it_works.py [FILE]`. Without FILE the script writes mpicomm/docs/how_it_works.svg.
 
-The upper half is set-up, in which ranks swap handles of their memory and open each other's. The lower half is a
-collective, in which kernels store straight into the memory of their peers.
+The upper half shows set-up: ranks swap handles of their memory, and open memory of each other. The lower half shows a
+collective: kernels store straight into the memory of their peers.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from xml.sax.saxutils import escape
+
+from shapes import GREY, PANEL, PAPER, arrow, box, picture, text
 
 PICTURE = Path(__file__).parents[2] / "mpicomm/docs/how_it_works.svg"
 WIDTH, HEIGHT = 840, 830
@@ -18,44 +19,16 @@ RANKS = (0, 1, 2)
 COLUMN_WIDTH, FIRST_COLUMN, COLUMN_STEP = 230, 35, 270
 FILLS = ("#bfdbfe", "#fde68a", "#bbf7d0")  # a colour for each rank
 STROKES = ("#1d4ed8", "#b45309", "#15803d")
-INK, GREY, PAPER, PANEL = "#111827", "#4b5563", "#ffffff", "#f3f4f6"
 
 
 def left_of(rank: int) -> int:
-    """Return where a rank's column begins."""
+    """Return the left edge of a rank's column."""
     return FIRST_COLUMN + rank * COLUMN_STEP
 
 
 def middle_of(rank: int) -> int:
     """Return the middle of a rank's column."""
     return left_of(rank) + COLUMN_WIDTH // 2
-
-
-def text(x: float, y: float, words: str, *, size: int = 15, weight: str = "normal", fill: str = INK) -> str:
-    """Return a line of text whose middle is ``x`` and whose base line is ``y``."""
-    style = f'font-size="{size}" font-weight="{weight}" fill="{fill}" text-anchor="middle"'
-    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(words)}</text>'
-
-
-def box(x: float, y: float, width: float, height: float, *, fill: str, stroke: str = GREY) -> str:
-    """Return a rectangle with round corners."""
-    place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6"'
-    return f'<rect {place} fill="{fill}" stroke="{stroke}" stroke-width="1.5"/>'
-
-
-def arrow(x1: float, y1: float, x2: float, y2: float, stroke: str, head: str, *, width: float = 2) -> str:
-    """Return a straight arrow; ``head`` names the marker at its end."""
-    line = f'x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"'
-    return f'<line {line} stroke="{stroke}" stroke-width="{width:g}" marker-end="url(#{head})"/>'
-
-
-def markers() -> list[str]:
-    """Return the heads of the arrows: one for each rank's colour, and a grey one."""
-    heads = [*((f"rank{rank}", STROKES[rank]) for rank in RANKS), ("grey", GREY)]
-    shape = 'viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto"'
-    path = "M 0 1 L 10 5 L 0 9 z"
-    drawn = [f'<marker id="{name}" {shape}><path d="{path}" fill="{fill}"/></marker>' for name, fill in heads]
-    return ["<defs>", *drawn, "</defs>"]
 
 
 def set_up() -> list[str]:
@@ -125,26 +98,17 @@ def collective() -> list[str]:
     return parts
 
 
-def picture() -> str:
-    """Return the whole SVG; it has a light background, so that it is legible on dark pages too."""
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, sans-serif" role="img">',
-        "<title>How mpicomm works</title>",
-        *markers(),
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{PAPER}"/>',
-        *set_up(),
-        *collective(),
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+def drawing() -> str:
+    """Return the whole SVG."""
+    heads = [*((f"rank{rank}", STROKES[rank]) for rank in RANKS), ("grey", GREY)]
+    return picture(WIDTH, HEIGHT, "How mpicomm works", heads, [*set_up(), *collective()])
 
 
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=PICTURE)
-    parser.parse_args().file.write_text(picture())
+    parser.parse_args().file.write_text(drawing())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """Take a result of the bench into scripts/results.
 
-Run `python scripts/measuring/add_result.py RESULT.json NAME [--hardware TEXT]`.
-
-RESULT.json is a file of `python -m mpicomm.bench -J`, and NAME.json its place in scripts/results, where it replaces an
-earlier result of that name. Names of hosts, processes and devices stay out. `python scripts/results/tables.py` then
-writes the tables.
+Run `python scripts/measuring/add_result.py RESULT.json NAME [--hardware TEXT]`. RESULT.json is a file of `python -m
+mpicomm.bench -J`. The script writes NAME.json in scripts/results, and replaces an earlier result of the name. Names of
+hosts, processes and devices stay out. `python scripts/results/tables.py` then writes the tables.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Measure set-up and mapped memory: `mpirun -np N python scripts/measuring/measure.py [--json FILE]`.
 
-Set-up: milliseconds of the slowest rank to create a communicator, its first array and its second. The first
-communicator of the process counts by itself, because on GPUs it creates the CUDA context; other times are medians.
+Set-up: the slowest rank's milliseconds to create a communicator, its first array and its second array. The first
+communicator of the process has a row, because on GPUs it creates the CUDA context. Other times are medians.
 
-Memory of the next rank: every rank moves data there at once. On the host these are 64 MiB: a put into mapped memory,
-MPI's Sendrecv into the same memory and into an ordinary array, and both for an array that is computed first, straight
-into the next rank's memory or into memory of this rank. On GPUs these are puts of 256 MiB for each handle kind, beside
-copies by the copy engine between the same two devices in one process.
+Memory of the next rank: every rank moves data there at once. On the host the data has 64 MiB. A rank puts it into
+mapped memory, or sends it by MPI's Sendrecv into the same memory or into an ordinary array. It does so again with an
+array that it computes first: in the next rank's memory, or in memory of this rank. On GPUs the data has 256 MiB, and a
+rank puts it by each handle kind. The copy engine copies as much between the same two devices in one process.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def device_ring(nbytes: int) -> list[list[Any]]:
 
 
 def main() -> None:
-    """Measure and print on rank 0; write the tables where a file is named."""
+    """Measure and print on rank 0; write the tables if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
@@ -209,8 +209,8 @@ def device_table(measured: list[list[Any]], where: str) -> Table:
     """Return the table of mapped GPU memory."""
     rows = [[kind, rate and round(rate), plain and round(plain), note] for kind, rate, plain, note in measured]
     text = (
-        "Every rank puts into the memory of the next rank at once. The plain copy is the copy engine between the same "
-        "two GPUs inside one process, in the same run."
+        "Every rank puts into the memory of the next rank at once. The copy engine makes the plain copy between the "
+        "same two GPUs inside one process, in the same run."
     )
     columns = ["handle", "put, GB/s per rank", "plain copy, GB/s per rank", "note"]
     title = f"Puts of 256 MiB to the next rank, {WORLD.size} ranks"

@@ -1,10 +1,10 @@
 """Measure epilogues of all-reduces on GPUs: `mpirun -np 2 python -m mpi4py scripts/measuring/measure_epilogues.py`.
 
-It times a CUDA graph of 20 all-reduces: each of them alone; with an epilogue; with the same epilogue in the package's
-kernel behind the all-reduce; and with kernels of CuPy behind that compute the same. It does so for
-``v * scale + bias[i]``, for a conversion to float8, and for a residual with an RMS norm of rows of 4096. The median
-over 7 launches is printed, in microseconds for each all-reduce, of the slowest rank. Results are compared before. Ranks
-that share a GPU take turns, so compare the columns, not the times with those of other machines.
+It times CUDA graphs of 20 all-reduces: without an epilogue; with an epilogue; with the same epilogue in a second kernel
+of mpicomm; and with kernels of CuPy that compute the same. The epilogues are ``v * scale + bias[i]``, a conversion to
+float8, and a residual with an RMS norm of rows of 4096. The script compares the results first. It prints microseconds
+for one all-reduce: the slowest rank's median over 7 launches. Ranks that share a GPU take turns, so compare the
+columns, and do not compare the times with times of other machines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES = (16 << 10, 256 << 10, 4 << 20, 64 << 20)
 CALLS, ROUNDS = 20, 7
 HIDDEN = 4096
 SCALE = 0.5
-COLUMNS = ("alone", "epilogue", "kernel behind", "CuPy behind")
+COLUMNS = ("alone", "epilogue", "kernel after", "CuPy after")
 
 _affine = cupy.ElementwiseKernel(
     "T v, T bias, float32 scale", "T out", "out = float(v) * scale + float(bias)", "affine"
@@ -54,7 +54,7 @@ _to_float8 = cupy.ElementwiseKernel(
 
 
 class Behind(Epilogue):
-    """An epilogue that no kernel that reduces applies, so that the package's kernel behind does."""
+    """An epilogue that mpicomm applies in a second kernel, because no kernel that reduces can apply it."""
 
     def __init__(self, epilogue: Epilogue) -> None:
         self._epilogue = epilogue
@@ -72,7 +72,7 @@ class Behind(Epilogue):
 
 
 class Float8:
-    """An array of float8_e4m3fn in the memory of ``words``, which are bytes: CuPy lacks the type."""
+    """An array of float8_e4m3fn in the memory of ``words``, which are bytes, because CuPy lacks the type."""
 
     def __init__(self, words: Any) -> None:
         self.words = words
@@ -82,7 +82,7 @@ class Float8:
 
 
 class Calls:
-    """All-reduces of ``x``: alone, with an epilogue, and with kernels behind."""
+    """All-reduces of ``x``, without an epilogue, with an epilogue, and with kernels after them."""
 
     def __init__(self, comm: mpicomm.Communicator, x: Any) -> None:
         self._comm = comm
@@ -99,7 +99,7 @@ class Calls:
     ) -> list[float]:
         """Return the times by `COLUMNS`.
 
-        ``epilogue`` makes ``y``, the equal epilogue ``same`` makes ``other`` by the kernel behind, and ``cupy_behind``
+        ``epilogue`` makes ``y``, the equal epilogue ``same`` makes ``other`` by the second kernel, and ``cupy_behind``
         makes the result of the sum.
         """
 
@@ -121,7 +121,7 @@ class Calls:
         made = with_cupy()
         self._comm.check()
         if not bool((_words(y) == _words(other)).all()):
-            raise SystemExit(f"the kernel behind has other bits: {_words(y)[:4]} and {_words(other)[:4]}")
+            raise SystemExit(f"the second kernel has other bits: {_words(y)[:4]} and {_words(other)[:4]}")
         _require_close(y, made)
         return [time_us(self._comm, work) for work in (alone, fused, behind, with_cupy)]
 
@@ -156,7 +156,7 @@ def _words(array: Any) -> Any:
 
 
 def _require_close(got: Any, expected: Any) -> None:
-    """Raise where an epilogue and CuPy differ by more than the rounding of a kernel of CuPy."""
+    """Raise if an epilogue and CuPy differ by more than the rounding of a kernel of CuPy."""
     if isinstance(got, Float8):
         close = bool((cupy.abs(got.words.astype(np.int16) - expected.astype(np.int16)) <= 1).all())
     else:
@@ -210,7 +210,7 @@ def norm(comm: mpicomm.Communicator, x: Any) -> list[float]:
 
 
 def main() -> None:
-    """Measure, print on rank 0, and write the table where a file is named."""
+    """Measure, print on rank 0, and write the table if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
@@ -230,10 +230,10 @@ def main() -> None:
                     rows.append([name, what, format_size(nbytes), *(round(each, 2) for each in times)])
     if ranks is not None and options.json is not None:
         text = (
-            "An all-reduce alone, with an epilogue, with the same epilogue in the package's kernel behind it, and with "
-            f"kernels of CuPy behind it that compute the same, in CUDA graphs of {CALLS}: us for each, of the slowest "
-            "rank. *affine* is `v * scale + bias[i]`, *fp8* multiplies and converts to float8_e4m3fn, *norm* adds a "
-            f"residual and normalises rows of {HIDDEN}."
+            f"CUDA graphs of {CALLS} all-reduces run without an epilogue, with an epilogue, with the same epilogue in "
+            "a second kernel of mpicomm, and with kernels of CuPy that compute the same. Times are us for one "
+            "all-reduce on the slowest rank. *affine* is `v * scale + bias[i]`, *fp8* multiplies and converts to "
+            f"float8_e4m3fn, *norm* adds a residual and normalises rows of {HIDDEN}."
         )
         columns = ["type", "epilogue", "size", *COLUMNS]
         title = f"Epilogues of all-reduces, {len(ranks)} ranks"

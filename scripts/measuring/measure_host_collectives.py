@@ -1,12 +1,12 @@
 """Measure MPI against mapped memory on host arrays.
 
-Run `mpiexec -n N python scripts/measuring/measure_host_collectives.py`.
+Run `mpiexec -n N python scripts/measuring/measure_host_collectives.py`. MPI and the algorithms of the host engine take
+turns for each collective and size. Times are milliseconds: the slowest rank's median of the rounds. Beside each time
+stands MPI's time divided by it. Sizes are sizes of a rank's largest buffer. Each line also has a plain np.copyto of as
+many bytes on all ranks at once, because no collective is faster than the memory.
 
-For each collective and size the script gives milliseconds of the slowest rank: the median of rounds in which MPI and
-the algorithms of the host engine take turns. Beside each time it gives how many times as fast as MPI that is. Sizes are
-those of a rank's largest buffer. Each line also has a plain np.copyto of as many bytes on all ranks at once, because no
-collective is faster than the memory. ``--slots 512x4,1024x4`` compares KiB per slot x slots; ``--kib 256,1024`` picks
-sizes; ``--only Allreduce`` picks collectives. ``--json FILE`` adds the rows to a result file.
+``--slots 512x4,1024x4`` compares KiB per slot x slots; ``--kib 256,1024`` picks sizes; ``--only Allreduce`` picks
+collectives. ``--json FILE`` adds the rows to a result file.
 """
 
 from __future__ import annotations

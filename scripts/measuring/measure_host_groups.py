@@ -1,7 +1,7 @@
-"""Measure host arrays between groups against MPI alone: `mpiexec -n N python scripts/measuring/measure_host_groups.py`.
+"""Measure host arrays between peer domains against MPI: `mpiexec -n N python scripts/measuring/measure_host_groups.py`.
 
-The ranks claim to be on two hosts. MPIR_CVAR_NUM_CLIQUES=2 before the command makes MPICH take them for two hosts, too.
-A Communicator and plain mpi4py take turns with the same arrays. Times are microseconds: medians of the slowest rank.
+The ranks claim to be on two hosts. With MPIR_CVAR_NUM_CLIQUES=2 before the command MPICH takes them for two hosts, too.
+A Communicator and plain mpi4py take turns with the same arrays. Times are microseconds: the slowest rank's medians.
 ``--json FILE`` adds the rows to a result file.
 """
 
@@ -40,12 +40,12 @@ def call_of(name: str, nbytes: int) -> tuple[Callable[[Any], object], Any]:
 
 
 def compare(name: str, nbytes: int, comm: MPI.Intracomm, rounds: int) -> tuple[float, float]:
-    """Return the microseconds of ``comm`` and of MPI alone, after a check that both give the same result."""
-    # Both use the same arrays, because the time depends on where these lie in the caches.
+    """Return the microseconds of ``comm`` and of plain MPI, after a check that both give the same result."""
+    # Both use the same arrays, because the time depends on the places of the arrays in the caches.
     call, result = call_of(name, nbytes)
     call(comm)
     found = result.copy()
-    if name != "Bcast" or WORLD.rank != 0:  # where the result is the input
+    if name != "Bcast" or WORLD.rank != 0:  # if the result replaces the input
         result[...] = np.nan
     call(WORLD)
     if not WORLD.allreduce(bool((result == found).all()), MPI.LAND):
@@ -79,7 +79,7 @@ def main() -> None:
     if WORLD.rank == 0 and options.json is not None:
         domains = os.environ.get("MPIR_CVAR_NUM_CLIQUES", "1")
         text = f"{WORLD.size} ranks of one machine that claim to be on 2 hosts; MPIR_CVAR_NUM_CLIQUES={domains}."
-        title = f"Host arrays between two groups against MPI alone, {WORLD.size} ranks"
+        title = f"Host arrays between two peer domains against MPI alone, {WORLD.size} ranks"
         where = hardware([], processor())
         add_tables(options.json, [Table("Calls", title, where, COLUMNS, rows, text=text, command=command(WORLD.size))])
 

@@ -1,10 +1,10 @@
-"""Measure all-reduces between groups of GPUs.
+"""Measure all-reduces between peer domains of GPUs.
 
 Run `mpiexec -n 4 python scripts/measuring/measure_internode.py [--json FILE]`.
 
 The ranks claim to be on ``--hosts`` hosts, so this also measures ranks of one machine. The engine is the one of
 MPICOMM_INTERNODE. *possible* is the time of the copies and of MPI's own Allreduce of the shards that the engine
-"staged" cannot do without: each rank copies its shard to pinned memory, MPI sums the shards of each rail, and each rank
+"pinned" cannot do without: each rank copies its shard to pinned memory, MPI sums the shards of each rail, and each rank
 copies the result back. Times are microseconds: medians of the slowest rank, results are checked.
 """
 
@@ -30,7 +30,7 @@ from mpicomm.cli.options import rank_record
 from mpicomm.sizes import format_size, nbytes_of
 
 WORLD = MPI.COMM_WORLD
-COLUMNS = ["size", "engine", "Allreduce", "possible", "possible / Allreduce", "one group"]
+COLUMNS = ["size", "engine", "Allreduce", "possible", "possible / Allreduce", "one peer domain"]
 
 
 def median(work: Callable[[], object], rounds: int) -> float:
@@ -100,11 +100,11 @@ def main() -> None:
         if comm.rank == 0 and options.json is not None:
             text = (
                 f"{WORLD.size} ranks of one machine that claim to be on {options.hosts} hosts; NCCL takes sockets "
-                'between them. *possible* is what the engine "staged" cannot do without: copies of a shard to the host '
-                "and back, and MPI's own Allreduce of the shards. *one group*: an Allreduce of the ranks of one group."
+                'between them. *possible* is what the engine "pinned" cannot do without: copies of a shard to the host '
+                "and back, and MPI's own Allreduce of the shards. *one peer domain* is an Allreduce of its ranks."
             )
             where = hardware(record or [], processor())
-            title = f"Between groups: all-reduce, {options.hosts} x {ranks} ranks"
+            title = f"Between peer domains: all-reduce, {options.hosts} x {ranks} ranks"
             add_tables(
                 options.json,
                 [Table("Ways compared", title, where, COLUMNS, rows, text=text, command=command(comm.size))],

@@ -1,13 +1,14 @@
 """Measure how long a call holds the host: `mpiexec -n N python scripts/measuring/measure_issue.py [--json FILE]`.
 
-A *known* call is the same in all calls. A *new* call has another size than all before, above half of ``--kib`` up to
-it, and other addresses; calls whose ranks have counts have other counts. Calls of arrays are those of a Communicator,
-beside NCCL's C functions with arguments that are converted before. Calls of `torch.distributed` have groups of the
-backends mpicomm and NCCL in one job. Times are microseconds: the median of ``--calls`` calls, of the slowest rank. Up
-to 20 calls are in flight, then the ranks wait for them and for each other, which is not timed. Each byte that the new
-calls leave is compared. A step of DistributedDataParallel is timed until it is done.
+A *known* call is the same each time. A *new* call has another size than all calls before, between half of ``--kib`` and
+``--kib``, and other addresses. If the ranks have counts, the counts of a new call are other counts. A Communicator
+makes the calls of arrays, and NCCL's C functions make them with arguments that are converted before.
+`torch.distributed` makes calls of groups of the backends mpicomm and NCCL in one job.
 
-Without GPUs the arrays are those of NumPy, and gloo takes NCCL's place in `torch.distributed`.
+Times are microseconds: the slowest rank's median of ``--calls`` calls. Up to 20 calls are in flight. Then the ranks
+wait for the calls and for each other, outside the time. The script compares each byte that the new calls leave. A step
+of DistributedDataParallel is timed until it is done. Without GPUs the arrays are NumPy's, and gloo takes NCCL's place
+in `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 from mpi4py import MPI
 from needed import torch
 from result_file import Table, add_tables, command, hardware
+from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from varied_arrays import FLOAT, Pools
@@ -47,8 +49,6 @@ from mpicomm.cli.options import rank_record
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
 
-dist = torch.distributed
-
 WORLD = MPI.COMM_WORLD
 IN_FLIGHT = 20
 WARM_UPS = 40
@@ -62,20 +62,20 @@ Make = Callable[[Pools, int], Call]
 
 @dataclass(frozen=True)
 class Row:
-    """A call, and who makes it how."""
+    """A call, with the functions that make it."""
 
     name: str
     operation: str
-    """Of the bench, which says what the call leaves."""
+    """The operation of the bench, which knows the results of the call."""
     place: str
     own: Make
     peer: Make | None = None
     known_alone: bool = False
-    """Whether it is for calls that are repeated alone."""
+    """Whether only known calls can be made."""
 
 
 class Session:
-    """What the rows need: the Communicator, the groups, and the device of all arrays."""
+    """The objects that the rows need: the Communicator, the groups, and the device of all arrays."""
 
     def __init__(self, stack: ExitStack) -> None:
         dist.init_process_group("mpicomm")
@@ -121,7 +121,7 @@ def slowest(times: Sequence[float]) -> float:
 
 
 def measure(session: Session, pools: Pools, make: Make, calls: int, *, known_alone: bool) -> list[float | None]:
-    """Return the microseconds of a known call and of a new one. Collective. Exits where a call leaves wrong bytes."""
+    """Return the microseconds of a known call and of a new one. Collective. Exits if a call leaves wrong bytes."""
     pools.reset()
     call = make(pools, 0)
     known = host_times(repeat(call, WARM_UPS + calls), session.finish)
@@ -188,7 +188,7 @@ def array_rows(session: Session) -> list[Row]:
 
 
 def torch_rows(session: Session) -> list[Row]:
-    """Return the calls of `torch.distributed`, blocking, and begun with ``async_op=True`` and waited for at once."""
+    """Return the calls of `torch.distributed`, blocking, and with ``async_op=True`` and a wait right after it."""
 
     def all_reduce(case: Case, place: CaseBuffers, **options: Any) -> Any:
         return partial(dist.all_reduce, place.send, **options)
@@ -262,7 +262,7 @@ def training_step(session: Session, rounds: int) -> list[Any]:
 
 
 def cells(row: Sequence[Any]) -> list[Any]:
-    """Return a row with one digit behind the point."""
+    """Return a row with one digit after the point."""
     return [round(cell, 1) if isinstance(cell, float) else cell for cell in row]
 
 
@@ -341,9 +341,9 @@ def table(
         columns,
         rows,
         text=(
-            f"Medians of {options.calls} calls, of the slowest rank. A known call is the same each time. A new call "
-            f"has another size, above {options.kib / 2:g} KiB, and other addresses; where ranks have counts, they are "
-            "other ones. NCCL's calls of arrays are its C functions, with arguments that are converted before."
+            f"Times are the slowest rank's medians of {options.calls} calls. A known call is the same each time. A new "
+            f"call has another size, above {options.kib / 2:g} KiB, other addresses, and other counts if the ranks "
+            "have counts. NCCL's calls of arrays are its C functions, and their arguments are converted before."
         ),
         command=command(WORLD.size),
         versions=software,

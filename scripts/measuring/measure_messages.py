@@ -1,15 +1,14 @@
 """Measure messages of GPU arrays between two ranks.
 
-Run `mpiexec -n 2 python scripts/measuring/measure_messages.py [--json FILE]`.
-
-Each way has its line. *MPI matches* is `Send` and `Recv`. *stream order* is the same with ``algorithm="stream"``,
-where kernels match. *by hand* copies to NumPy arrays, sends these with mpi4py, and copies back. Times are microseconds:
+Run `mpiexec -n 2 python scripts/measuring/measure_messages.py [--json FILE]`. Each way has its line. *MPI matches* is
+`Send` and `Recv`. *stream order* is the same with ``algorithm="stream"``, so that kernels match. *by hand* copies to
+NumPy arrays, sends the arrays with mpi4py, and copies back. Times are microseconds, and medians of the slower rank:
 
 - issue: the host's time in `Send`, and in `Recv` of messages that MPI has already received.
 - one way: half of the time of a message to the other rank and one back, of many in a row.
 - exchange: both ranks `Sendrecv` at once, many in a row.
 
-All are medians of rounds, of the slower rank. Received data is checked.
+The script checks the received data.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def ways(comm: mpicomm.Communicator, nbytes: int) -> dict[str, Way]:
 
 
 def median(work: Callable[[], object], rounds: int) -> float:
-    """Return the median of microseconds of some rounds, of the slower rank."""
+    """Return the slower rank's median of some rounds, in microseconds."""
     times = []
     for _ in range(rounds + 2):
         cupy.cuda.Device().synchronize()
@@ -167,8 +166,8 @@ def main() -> None:
         record = WORLD.gather(rank_record(comm.describe()))
         if RANK == 0 and options.json is not None:
             text = (
-                "`Send` and `Recv` of CuPy arrays, microseconds. *MPI matches* and *stream order* are mpicomm's; *by "
-                "hand* copies to the host and back around mpi4py's calls."
+                "Times of `Send` and `Recv` of CuPy arrays are us. *MPI matches* and *stream order* are ways of "
+                "mpicomm. *by hand* copies to the host and back around mpi4py's calls."
             )
             where = hardware(record or [], processor())
             title = "Messages of GPU arrays, 2 ranks"

@@ -1,10 +1,9 @@
 """Measure the kernel that packs and unpacks derived datatypes, on one GPU.
 
-Run `python scripts/measuring/measure_packing.py`.
-
-It times a launch that packs and a launch that unpacks, each beside a copy of as many bytes within the device. A CUDA
-graph of 20 launches is launched twice, and events time the second. The data is random. NumPy checks what the graphs
-have written, over poison, also that nothing lies beside the elements. ``--json FILE`` adds the rows to a result file.
+Run `python scripts/measuring/measure_packing.py`. It times a launch that packs and a launch that unpacks, each beside a
+copy of as many bytes within the device. A CUDA graph of 20 launches runs twice, and events time the second run. The
+data is random, and the memory of results holds poison before. NumPy checks each byte that the graphs write, and the
+bytes beside the elements. ``--json FILE`` adds the rows to a result file.
 """
 
 from __future__ import annotations
@@ -115,14 +114,14 @@ CASES: tuple[Callable[[int], Case], ...] = (
 
 
 def measured(case: Case, backend: CudaBackend, gpu: GpuMachine) -> tuple[int, dict[str, float]]:
-    """Return the packed bytes of a case, and microseconds of each launch; exit where NumPy has other bytes."""
+    """Return the packed bytes of a case, and microseconds of each launch; exit if NumPy has other bytes."""
     layout = layout_of(case.datatype)
     assert layout is not None
     layout = layout.repeated(case.count)
     nbytes, stream = layout.nbytes, gpu.stream.ptr
     rng = cupy.random.default_rng(nbytes)
     memory = cupy.empty(int(np.prod(case.shape)), np.uint8)
-    packed = cupy.empty(nbytes + 64, np.uint8)  # the last bytes are nobody's
+    packed = cupy.empty(nbytes + 64, np.uint8)  # no element has the last bytes
     other = cupy.empty(nbytes, np.uint8)
     jobs = [PackJob(memory.data.ptr, layout, 0)]
 
@@ -163,14 +162,14 @@ def measured(case: Case, backend: CudaBackend, gpu: GpuMachine) -> tuple[int, di
 
 
 def require_same(what: str, found: Bytes, expected: Bytes) -> None:
-    """Exit where bytes differ."""
+    """Exit if bytes differ."""
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
         sys.exit(f"{what}: {wrong.size} bytes are wrong, the first at {wrong[0]}")
 
 
 def main() -> None:
-    """Measure and print; write the table where a file is named."""
+    """Measure and print; write the table if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
@@ -198,8 +197,8 @@ def main() -> None:
         columns = ["datatype", "packed", "copy, us", "pack, us", "unpack, us"]
         columns += ["pack, GB/s", "unpack, GB/s", "pack, % of the copy's rate", "unpack, % of the copy's rate"]
         text = (
-            "GB/s count packed bytes. The copy is of as many bytes within the device. A CUDA graph of "
-            f"{LAUNCHES} launches is launched twice and events time the second launch; median of {ROUNDS}."
+            "GB/s count packed bytes. The copy moves as many bytes within the device. A CUDA graph of "
+            f"{LAUNCHES} launches runs twice, and events time the second run. Times are medians of {ROUNDS}."
         )
         table = Table("Calls", "Packing of derived datatypes", where, columns, rows, text=text, command=command())
         add_tables(options.json, [table])

@@ -1,12 +1,12 @@
-"""Measure what programs of others gain.
+"""Measure the gain of programs of others.
 
-Run `python scripts/measuring/measure_programs.py --heat DIR --ptypy DIR --pylops-mpi DIR`.
+Run `python scripts/measuring/measure_programs.py --heat DIR --ptypy DIR --pylops-mpi DIR`. Each DIR is a checkout of
+the program's repository. A benchmark or an example in it runs on ``--ranks`` GPUs: Heat's `benchmarks/cb`, ptypy's
+`benchmark/ptypy_moonflower_script_cupy.py` or PyLops-MPI's `tutorials_cupy/poststack_cupy.py`.
 
-Each DIR is a checkout of the program's repository, whose own benchmark or example runs on ``--ranks`` GPUs: Heat's
-`benchmarks/cb`, ptypy's `benchmark/ptypy_moonflower_script_cupy.py` and PyLops-MPI's
-`tutorials_cupy/poststack_cupy.py`. The program runs in two ways, in turns: with `python -m mpi4py`, where it copies its
-GPU arrays through the host itself, as it does for an MPI that knows no GPU; and with `python -m mpicomm`, where it is
-told that MPI is CUDA-aware. Times are seconds: the fastest of ``--repeat`` jobs.
+The program runs in two ways, in turns. With `python -m mpi4py` it copies its GPU arrays through the host, as it does
+for an MPI that knows no GPU. With `python -m mpicomm` a variable tells it that MPI is CUDA-aware. Times are seconds:
+the fastest of ``--repeat`` jobs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 MARK = "TIMES "
 WAYS = ("staged", "mpicomm")
-# Variables with which a program takes MPI for CUDA-aware, and those with which it copies through the host.
+# Variables that make a program take MPI for CUDA-aware, and variables that make it copy through the host.
 VARIABLES: dict[str, dict[str, dict[str, str]]] = {
     "heat": {"mpicomm": {"MPIR_CVAR_ENABLE_HCOLL": "1"}, "staged": {}},
     "ptypy": {
@@ -45,7 +45,7 @@ times: dict[str, float] = {}
 
 
 def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call``, whose time on all ranks and GPUs is added to ``times``."""
+    """Return ``call``, and add its time on all ranks and GPUs to ``times``."""
     import cupy  # after the program has chosen its GPU
     from mpi4py import MPI
 
@@ -78,7 +78,7 @@ def run_heat(folder: Path) -> None:
 
 
 def run_ptypy(folder: Path) -> None:
-    """Run ptypy's benchmark, with its time and that of its reductions alone."""
+    """Run ptypy's benchmark, and time it and its reductions."""
     sys.path.insert(0, str(folder))
     multi_gpu: Any = import_module("ptypy.accelerate.cuda_cupy.multi_gpu")
     cls: Any

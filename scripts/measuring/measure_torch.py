@@ -1,17 +1,18 @@
 """Measure PyTorch's backends mpicomm and gloo, or NCCL on GPUs.
 
-Run `mpiexec -n N python scripts/measuring/measure_torch.py`.
+Run `mpiexec -n N python scripts/measuring/measure_torch.py`. It times `torch.distributed.all_reduce` of float32
+tensors, blocking, and with ``async_op=True`` and a wait right after it. Then it times a step of
+DistributedDataParallel: with the network of examples/train_torch.py, and on GPUs with a network that has 268 MB of
+gradients.
 
-`torch.distributed.all_reduce` of float32 tensors, blocking, and begun with ``async_op=True`` and waited for at once.
-Then a step of the network of examples/train_torch.py with DistributedDataParallel, and on GPUs one of a network whose
-gradients have 268 MB. Both backends have groups of the same ranks in one job, and take turns. A time is the slowest
-rank's for one of five calls in a row: the median of the rounds. Before each round the tensor receives other numbers,
-whose sums are exact. After it each element is compared, so a call that does nothing is found. ``--kib 64,256`` picks
-sizes; ``--json FILE`` adds the rows to a result file.
+Both backends have groups of the same ranks in one job, and take turns. A time is the slowest rank's for one of five
+calls in a row: the median of the rounds. Before each round the tensor receives other numbers with exact sums. After the
+round the script compares each element, so it finds a call that does nothing. ``--kib 64,256`` picks sizes; ``--json
+FILE`` adds the rows to a result file.
 
 ``--gpu`` takes tensors of GPUs. There a call is issued when it returns, and done later: the table has both times. Ranks
-may share a GPU. NCCL refuses that between ranks of one host, so each rank then counts as a host of its own, by
-NCCL_HOSTID, and NCCL sends through sockets: the host's time to issue is all that can be compared.
+may share a GPU, but NCCL refuses ranks of one host that do. Then each rank counts as another host, by NCCL_HOSTID, and
+NCCL sends through sockets, so only the host's time to issue can be compared.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 from mpi4py import MPI
 from needed import torch
 from result_file import Table, add_tables, command, hardware
+from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,12 +42,10 @@ from mpicomm.cli.options import rank_record
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
 
-dist = torch.distributed
-
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 CALLS = 5
-"""Calls in a row. Between rounds MPI keeps the cores busy, which makes the first call of threads that sleep slower."""
+"""Calls in a row. The first call of threads that sleep is slower, because MPI keeps the cores busy between rounds."""
 Call = Callable[[], object]
 
 
@@ -111,7 +111,7 @@ def measure(
 
 
 def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median of all rounds but the first."""
+    """Return the median of all rounds except the first."""
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
@@ -219,7 +219,7 @@ def main() -> None:
 
 
 def peer_on_gpus() -> Peer:
-    """Return a group of NCCL, which works also where ranks share a GPU."""
+    """Return a group of NCCL. Ranks may share a GPU."""
     device = mpicomm.torch.communicator().device
     if device == "cpu":
         sys.exit("--gpu needs a GPU and a PyTorch for GPUs")
@@ -245,18 +245,21 @@ def tables(peer: Peer, rows: list[list[Any]], steps: dict[Training, list[list[An
     ratio = f"{peer.name}'s time by mpicomm's"
     columns = ["mpicomm, us", f"{peer.name}, us", ratio]
     columns += [f"begun: {columns[0]}", f"begun: {columns[1]}", ratio]
-    text = '"Begun" is `all_reduce(async_op=True)`, waited for at once. float32; each rank has one thread.'
+    text = (
+        '"Begun" is `all_reduce(async_op=True)` and a wait right after it. Tensors are float32, and each rank has one '
+        "thread."
+    )
     place = "the host"
     records = WORLD.allgather(rank_record(mpicomm.torch.communicator().describe()))
     if peer.device.type == "cuda":
         place = "GPUs"
         columns = [f"issued: {name}" for name in columns] + [f"done: {name}" for name in columns]
-        text += " A call is issued when it returns to the program, and done when its kernels are."
+        text += " A call is issued when it returns to the program, and done when its kernels have ended."
         software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         if ranks_share_gpus():
             notes.append(
-                "Ranks share a GPU, which they use in turns of some milliseconds, and NCCL goes through sockets, as "
-                "NCCL_HOSTID makes each rank a host: only the host's time to issue can be compared."
+                "Ranks use one GPU in turns of some milliseconds. NCCL goes through sockets, because NCCL_HOSTID makes "
+                "each rank a host, so only the host's time to issue can be compared."
             )
     where, started = hardware(records, processor()), command(SIZE)
     calls = Table(
@@ -277,7 +280,7 @@ def tables(peer: Peer, rows: list[list[Any]], steps: dict[Training, list[list[An
             where,
             columns=["who averages the gradients", "step, ms", f"{peer.name}'s time by this"],
             rows=measured,
-            text=f"DistributedDataParallel, {training.samples} samples of all ranks together, float32.",
+            text=f"DistributedDataParallel trains on {training.samples} samples of all ranks together, in float32.",
             notes=notes,
             command=started,
             versions=software,

@@ -1,7 +1,7 @@
 """How far the model of several nodes is from recorded runs: a table of `python scripts/measuring/predict.py`.
 
-The runs are all-reduces between groups of GPUs of one machine, by measure_internode.py. Two groups of one rank tell the
-cost of the network, which is the engine here. Two groups of two ranks are predicted from that.
+The runs are all-reduces between peer domains of one machine, by measure_internode.py. Two domains of one rank tell the
+cost of the network, which is the engine here. Two domains of two ranks are predicted from that.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def table() -> Table:
             rows.append([engine, size, round(each.run.time_us), round(each.predicted_us), round(each.ratio, 2)])
     text = (
         "**Predicted, not measured**, beside the measured time, in us. The network is what the engine makes of one "
-        f"machine: its latency and bandwidth are those of [two groups of one rank]({ONE_RANK.name}). The group is "
-        f"[measured]({TWO_RANKS.name}); a reduce-scatter and an all-gather are taken to last half as long as its "
-        f"all-reduce. {'; '.join(said)}."
+        f"machine: its latency and bandwidth are those of [two peer domains of one rank]({ONE_RANK.name}). "
+        f"The domain is [measured]({TWO_RANKS.name}); a reduce-scatter and an all-gather are taken to last half "
+        f"as long as its all-reduce. {'; '.join(said)}."
     )
     return Table(
         group="Predicted",
@@ -53,9 +53,9 @@ def table() -> Table:
 
 
 def network_of(engine: str) -> Network:
-    """Return the cost of the network that makes the model's times of two groups of one rank those of the runs.
+    """Return the cost of the network that makes the model's times of two domains of one rank those of the runs.
 
-    The smallest run is all latency. The largest run is pieces, each of which takes the latency and its transfer.
+    The smallest run is all latency. The largest run is pieces, and each piece takes the latency and its transfer.
     """
     points = times_of(ONE_RANK, engine, "Allreduce")
     (_, latency_us), (nbytes, time_us) = points[0], points[-1]
@@ -63,8 +63,8 @@ def network_of(engine: str) -> Network:
 
 
 def group_of(engine: str) -> DomainTimes:
-    """Return the group of two ranks, as measured in the same run as ``engine``."""
-    points = times_of(TWO_RANKS, engine, "one group")
+    """Return the domain of two ranks, as measured in the same run as ``engine``."""
+    points = times_of(TWO_RANKS, engine, "one peer domain")
     half = MeasuredTimes([(nbytes, time_us / 2) for nbytes, time_us in points])
     return DomainTimes(2, {"allreduce": MeasuredTimes(points), "reduce_scatter": half, "allgather": half}, {})
 

@@ -1,6 +1,6 @@
-"""Packages that a script cannot do without: `from needed import cupy` stands above all imports that load the package.
+"""Packages that a script needs: `from needed import cupy` stands above all imports that load the package.
 
-Where the package is missing, the script still answers --help, and any other call says which package to install.
+If the package is missing, the script still answers --help, and any other call says which package to install.
 """
 
 from __future__ import annotations

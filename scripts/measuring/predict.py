@@ -1,7 +1,7 @@
 """Predict collectives over many nodes from recorded results of one: `python scripts/measuring/predict.py`.
 
-It replaces scripts/results/predicted-8-h200.json, and predicted-against-runs-h100.json by model_error.py; then run
-`python scripts/results/tables.py`. A test compares the files with what this script would write.
+It replaces predicted-8-h200.json in scripts/results, and by model_error.py predicted-against-runs-h100.json. Run
+`python scripts/results/tables.py` after it. A test compares the files with the text that this script would write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TITLES = {
     "alltoall": "all-to-all",
 }
 FIRST = "allreduce"
-AS_FIRST = "**Predicted, not measured**, as the all-reduce above."
+AS_FIRST = "**Predicted, not measured**, like the all-reduce above."
 PREDICTORS = {
     "mpicomm": lambda *call: predict(*call).time_us,
     "NCCL ring": ring_us,
@@ -45,11 +45,11 @@ def tables() -> list[Table]:
     group = read_group(SOURCES)
     sources = ", ".join(f"[{path.name}]({path.name})" for path in SOURCES)
     text = (  # above the first table
-        f"**Predicted, not measured.** Times in us by the model of `python -m mpicomm.bench --model`, from {sources}. "
+        f"**Predicted, not measured.** Times are us by the model of `python -m mpicomm.bench --model`, from {sources}. "
         f"Assumed, not measured: each GPU has a network card of {NETWORK.gb_s:g} GB/s in each direction (400 Gb/s "
         f"InfiniBand NDR), a message takes {NETWORK.latency_us:g} us, and messages do not meet in switches. "
-        f"{'; '.join(group.lines()[1:])}. To pack the blocks of several groups takes {PACKING.latency_us:g} us and "
-        f"the time of the bytes at {PACKING.gb_s:g} GB/s. What the model leaves out, and the formulae, are in the "
+        f"{'; '.join(group.lines()[1:])}. To pack the blocks of several peer domains takes {PACKING.latency_us:g} us "
+        f"and the time of the bytes at {PACKING.gb_s:g} GB/s. What the model leaves out, and the formulae, are in the "
         "docstrings of mpicomm/bench/model."
     )
     machine = json.loads(SOURCES[0].read_text())["hardware"]

@@ -1,6 +1,6 @@
-"""Result files: tables of measurements as JSON, written by the scripts that measure, read by scripts/results/tables.py.
+"""Result files: tables of measurements as JSON. The scripts that measure write them, and tables.py reads them.
 
-A file holds one table, or a list of tables. To publish it, put it into scripts/results and run tables.py.
+A file holds one table, or a list of tables. To publish it, put it into scripts/results and run tables.py there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONG_RUNS = ["run", "date", "how many", "result"]
 
 @dataclass
 class Table:
-    """A table and how it was measured. A cell is a text, a number, None, or a list of two numbers, which is a range."""
+    """A table and how it was measured. A cell is a text, a number, None, or a list of two numbers for a range."""
 
     group: str
     """A group of scripts/results/tables.py."""
@@ -33,19 +33,19 @@ class Table:
     columns: list[str]
     rows: list[list[Any]]
     text: str = ""
-    """What the columns mean, above the table."""
+    """A text above the table, which explains the columns."""
     notes: list[str] = field(default_factory=list)
     """Below the table."""
     command: str | None = None
-    """The same for all rows; None where a column says it."""
+    """The command of all rows; None if a column names the commands."""
     versions: dict[str, str] = field(default_factory=dict)
     """Of software that `mpicomm.cli.machine.versions` does not name."""
 
 
 def add_tables(path: Path, tables: Sequence[Table]) -> None:
-    """Write tables into a file. Rows of a table that the file has already follow the rows that are there.
+    """Write tables into a file. If the file has a table already, the rows follow its rows.
 
-    Exits where the file has the table with other hardware, because one table has one machine.
+    Exits if the file has the table with other hardware, because one table has one machine.
     """
     found: Any = json.loads(path.read_text()) if path.exists() else []
     documents: list[dict[str, Any]] = found if isinstance(found, list) else [found]
@@ -79,7 +79,7 @@ def command(ranks: int | None = None) -> str:
 
 
 def without(words: Sequence[str], *options: str) -> list[str]:
-    """Return a command without these options and their values; they do not change what is measured."""
+    """Return a command without these options and their values, because they do not change the measurement."""
     kept, rest = [], iter(words)
     for word in rest:
         if word in options:

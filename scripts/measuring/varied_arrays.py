@@ -1,7 +1,8 @@
-"""Arrays of calls that vary: each call has a place of its own in two pools, its data, and what it must leave there.
+"""Arrays of calls that vary: each call has a place in two pools, its data, and the result that it must leave there.
 
-All calls may be in flight before anything is compared. Then each byte of both pools is: a call that reads, writes or
-counts what another call left in a template is found, because no two places have the same data, and poison lies between.
+All calls may be in flight before the first comparison. Then each byte of both pools is compared. This finds a call that
+reads, writes or counts something that another call left in a template, because no two places have the same data, and
+poison lies between the places.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Pools:
         return self._place(call, self._arrays)
 
     def count_wrong(self, called: Iterable[int]) -> int:
-        """Return how many bytes of this rank are not what exactly these calls leave."""
+        """Return how many bytes of this rank differ from the bytes that exactly these calls leave."""
         wanted = [pool.copy() for pool in self._initial]
         for call in called:
             self._leave(call, wanted)
@@ -86,7 +87,7 @@ class Pools:
         return pools
 
     def _leave(self, call: int, pools: list[Bytes]) -> None:
-        """Write what a call receives."""
+        """Write the data that a call receives."""
         start = self._starts[call] // FLOAT.itemsize
         for piece in expected(self.cases[call]):
             source = self._reduced if piece.period == REDUCED else self._data[piece.period]
@@ -96,7 +97,7 @@ class Pools:
 
 
 def _numbers(rank: int, count: int) -> npt.NDArray[np.float32]:
-    """Return whole numbers, whose sums are the same in every order."""
+    """Return whole numbers, because their sums are the same in every order."""
     return np.random.default_rng([48, rank]).integers(-100_000, 100_000, count).astype(FLOAT)
 
 

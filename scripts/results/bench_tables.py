@@ -27,9 +27,10 @@ COLLECTIVES = {
 }
 PEERS = {"nccl": "NCCL", "nccl-symmetric": "NCCL symm.", "torch": "torch", "nvshmem": "NVSHMEM", "mpi": "MPI"}
 PLACES = {"out-of-place": "", "in-place": "in place: "}
+UNEVEN = "The blocks are uneven: 1/4, 3/4, 5/4 and 7/4 of an even block with 4 ranks, 1/2 and 3/2 with 2 ranks."
 REMARKS = {
-    "allgatherv": "The blocks are uneven: of 4 ranks 1/4, 3/4, 5/4 and 7/4 of the even ones, of 2 ranks 1/2 and 3/2.",
-    "alltoallv": "The blocks are uneven: of 4 ranks 1/4, 3/4, 5/4 and 7/4 of the even ones, of 2 ranks 1/2 and 3/2.",
+    "allgatherv": UNEVEN,
+    "alltoallv": UNEVEN,
     "sendrecv": "Every rank sends to the next rank at once. NCCL groups ncclSend and ncclRecv.",
 }
 
@@ -71,12 +72,12 @@ def bench_title(bench: Bench) -> str:
 
 
 def versions_of(bench: Bench) -> dict[str, str]:
-    """Return the versions of mpicomm, what it needs, and its peers."""
+    """Return the versions of mpicomm, of its dependencies, and of its peers."""
     return {**bench["versions"], **{PEERS[name]: version for name, version in bench["peers"].items()}}
 
 
 def anchor(title: str) -> str:
-    """Return what GitHub makes of a heading in links."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
@@ -94,7 +95,7 @@ def overview(benches: list[Bench]) -> list[str]:
 
 
 def behind(benches: list[Bench]) -> list[str]:
-    """Return a list of the sizes at which a peer is faster by more than noise, one run of the bench a line."""
+    """Return a list of the sizes at which a peer is faster by more than noise. Each run of the bench has a line."""
     lines = []
     for bench in benches:
         sizes: dict[str, dict[int, None]] = {}
@@ -202,7 +203,7 @@ def _footer(bench: Bench) -> list[str]:
 
 
 def _beside(bench: Bench) -> list[str]:
-    """Return the table of a matrix product beside the collective, where it was measured."""
+    """Return the table of a matrix product beside the collective, if the run has measured it."""
     if not bench["beside"]:
         return []
     rows = []

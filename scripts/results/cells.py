@@ -32,7 +32,7 @@ def number(value: Any) -> str:
 
 
 def microseconds(value: float | None) -> str:
-    """Write a time with three digits or so; a dash where there is none."""
+    """Write a time with three digits or so; a dash for None."""
     if value is None:
         return "-"
     digits = 2 if value < 10 else 1 if value < 100 else 0

@@ -24,19 +24,21 @@ GROUPS = ("Mapped memory", "Messages", "Calls", "Ways compared", "Reliability", 
 HEAD = """\
 # Measured
 
-`python scripts/results/tables.py` writes this file from the JSON files beside it.
+This document is for users who compare mpicomm with other libraries. `python scripts/results/tables.py` writes it from
+the JSON files beside it.
 
 Times are microseconds: the slowest rank's median. "GB/s" is mpicomm's bus bandwidth. Sizes and bus bandwidths are as
-nccl-tests counts them. The number in brackets is the peer's time divided by mpicomm's time, so mpicomm is faster where
-it is above 1. Bold type marks a peer that is faster by more than 3 %, because two runs on one machine differ by up to
-3 %. "NCCL symm." is NCCL with symmetric windows. "torch" is the fastest way of PyTorch's symmetric memory. Columns "in
-place" are calls whose result replaces their input. Symmetric arrays are parts of a `SymmetricArray`, which all ranks
-have mapped; ordinary arrays are each rank's alone. Tables under [Predicted](#predicted) are computed, not measured.
+nccl-tests counts them. The number in brackets is the peer's time divided by mpicomm's time, so above 1 mpicomm is
+faster. Bold type marks a peer that is faster by more than 3 %, because two runs on one machine differ by up to 3 %.
+
+"NCCL symm." is NCCL with symmetric windows. "torch" is the fastest way of PyTorch's symmetric memory. In columns "in
+place" the result replaces the input. Symmetric arrays are parts of a `SymmetricArray`, so all ranks have mapped them.
+Only its rank has mapped an ordinary array. Tables under [Predicted](#predicted) are computed, not measured.
 """
 
 
 def documents() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the results of the bench, and the other tables, of which a file may hold a list.
+    """Return the results of the bench, and the other tables. A file may hold a list of tables.
 
     Each remembers the name of its file.
     """

@@ -1,6 +1,6 @@
-"""Programs of others, which pip fetches into .clients: their source packages, and what they need.
+"""Programs of others, as source packages and with the packages that they need; pip fetches them into .clients.
 
-A folder of .clients that is there already is taken as it is, so a machine without a network takes a copy of them.
+A folder of .clients that is there already stays as it is, so a machine without a network takes a copy of the folders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def source_of(package: str) -> Path:
     name = f"{package.replace('-', '_')}-{VERSIONS[package]}"
     folder = CLIENTS / name
     if not folder.exists():
-        # pip asks the package for its metadata, for which mpi4py-fft looks for FFTW. Its pencils need none.
+        # mpi4py-fft looks for FFTW when pip asks for its metadata. Its pencils need no FFTW.
         library = CLIENTS / "fftw/lib/libfftw3.so"
         library.parent.mkdir(parents=True, exist_ok=True)
         library.touch()
@@ -51,7 +51,7 @@ def needs_of(package: str) -> Path:
 
 
 def _repair_cupy_arrays(folder: Path) -> None:
-    # Its CuPy arrays begin with -1 in each element, which NumPy 2 refuses for unsigned types.
+    # Its CuPy arrays begin with -1 in each element, and NumPy 2 refuses -1 for unsigned types.
     arrays = folder / "test" / "arrayimpl.py"
     cast = "self.array.fill(cupy.asarray(numpy.asarray(arg).astype(typecode)))"
     numpys, cupys = arrays.read_text().split("class GPUArrayCuPy")

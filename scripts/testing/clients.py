@@ -1,11 +1,11 @@
-"""Run programs that others wrote unchanged on Communicators, and compare with plain mpi4py.
+"""Run unchanged programs of others on Communicators, and compare with plain mpi4py.
 
     python scripts/testing/clients.py [--ranks 2,3] [--cupy]
 
-They are mpi4py's own tests and demos, pylops-mpi's tests, and a distributed FFT by mpi4py-fft's pencils. client_sources
-fetches them. Each runs twice on the same number of ranks: by `python -m mpi4py` and by `python -m mpicomm`. A program
-that passes on mpi4py must pass on mpicomm, and a demo must print the same numbers. With --cupy the tests on mpicomm
-have CuPy's arrays, too, which need a GPU.
+The programs are mpi4py's own tests and demos, pylops-mpi's tests, and a distributed FFT by mpi4py-fft's pencils.
+client_sources.py fetches them. Each program runs twice on the same number of ranks: by `python -m mpi4py` and by
+`python -m mpicomm`. A program that passes on mpi4py must pass on mpicomm, and a demo must print the same numbers. With
+--cupy the tests on mpicomm also have CuPy's arrays, and need a GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PROGRAMS = (
     *(_tests(name) for name in ("test_p2p", "test_request", "test_win", "test_rma", "test_io", "test_file")),
     # One of its tests has ranks with neighbours that do not name them. MPI does not check this, mpicomm refuses it.
     _tests("test_comm", "-x", "testDistgraphcommAdjacent"),
-    # One of its tests lets a C program make the object of a communicator, of which only MPI's handle is known there.
+    # In one of its tests a C program makes the object of a communicator, and knows only the handle of MPI.
     _tests("test_objmodel", "-x", "testCAPI"),
     *(_tests(name) for name in ("test_pickle", "test_handle", "test_group", "test_status", "test_attributes")),
     *(_tests(name) for name in ("test_errhandler", "test_subclass", "test_util", "test_threads")),
@@ -113,7 +113,7 @@ PROGRAMS = (
 
 
 def main() -> int:
-    """Run all programs; return 1 if one fails on Communicators alone."""
+    """Run all programs; return 1 if one fails only on Communicators."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks, with commas between them")
     parser.add_argument("--cupy", action="store_true", help="test CuPy's arrays on mpicomm, too")

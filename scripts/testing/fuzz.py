@@ -1,7 +1,7 @@
 """Feed damaged packets to their readers: `python scripts/testing/fuzz.py [--packets 1000000]`, from the project's root.
 
-The inputs are handle packets, with a digest that fits or not, and messages of the descriptor exchange: first random
-ones, then, where atheris is installed, as many that atheris chooses by the code they reach. A `HandleError` and a
+The inputs are handle packets, with a digest that fits or not, and messages of the descriptor exchange. The first inputs
+are random. If atheris is installed, it then chooses as many inputs by the code that they reach. A `HandleError` and a
 dropped message are right answers; anything else ends the program with a traceback. An accepted packet must lie within
 its allocation, and an accepted message must have the secret. ``--json FILE`` adds a row of the random inputs to a
 result file.

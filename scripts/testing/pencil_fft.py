@@ -1,10 +1,9 @@
 """Transform arrays by mpi4py-fft's pencils.
 
-Run `mpirun -np N python -m mpicomm scripts/testing/pencil_fft.py PENCIL [--cupy]`.
-
-PENCIL is the file pencil.py of mpi4py-fft, which needs no FFTW. Its classes divide an array along one axis or two, by
-parts of a Cartesian communicator, and turn the division by `Alltoallw` of subarray types. Each rank transforms the axis
-that it has as a whole, forward and back, and compares with the transform of the whole array on one rank.
+Run `mpirun -np N python -m mpicomm scripts/testing/pencil_fft.py PENCIL [--cupy]`. PENCIL is the file pencil.py of
+mpi4py-fft, which needs no FFTW. Its classes divide an array along one axis or two, by parts of a Cartesian
+communicator. They turn the division by `Alltoallw` of subarray types. Each rank transforms the axis that it has as a
+whole, forward and back, and compares with the transform of the whole array on one rank.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TYPES = (np.complex64, np.complex128)
 
 
 def load(path: str) -> Any:
-    """Return the module in a file, without the package around it, which imports FFTW."""
+    """Return the module in a file, without its package, because the package imports FFTW."""
     spec = importlib.util.spec_from_file_location("pencil", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -71,7 +70,7 @@ def transform(xp: Any, module: Any, divided: list[int], dtype: Any) -> float:
 
 
 def main() -> None:
-    """Transform in all ways; exit with 1 where a result is wrong."""
+    """Transform in all ways; exit with 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pencil")
     parser.add_argument("--cupy", action="store_true", help="transform CuPy's arrays")

@@ -1,17 +1,17 @@
 """Random calls for a long time: `mpiexec -n N python scripts/testing/soak.py --seconds 3600`, from the project's root.
 
 Each round makes new communicators and streams. It calls random collectives (blocking, nonblocking and persistent, of
-all types and sizes), puts, gets, signals, messages and registrations; on GPUs also graphs of collectives, which it
-replays, and collectives on arrays large enough for copy engines. All results are checked, those of graphs by kernels.
-The program prints the number and the rate of its calls, and the growth of the process since the first tenth of the
+all types and sizes), puts, gets, signals, messages and registrations. On GPUs it also replays graphs of collectives,
+and calls collectives on arrays large enough for copy engines. The script checks all results; kernels check the results
+of graphs. It prints the number and the rate of its calls, and the growth of the process since the first tenth of the
 time. It exits with 1 if a result is wrong or a resource grows.
 
 ``--repeat N`` begins again with the first round after N rounds, and measures growth from the end of two times N rounds.
-By then a device holds the code of all kernels, which takes some 60 MiB in all, so that it does not count as growth.
+By then a device holds the code of all kernels, about 60 MiB, so that the code does not count as growth.
 
 ``--communicators 10000`` and ``--registrations 100000`` make and free so many instead. ``--late 10000`` makes so many
-calls on arrays of 4 to 240 MiB; before half of them each rank's GPU idles for a random time. ``--device cpu|auto``.
-With ``--hosts N`` the ranks claim to be on N hosts. ``--json FILE`` adds a row to a result file.
+calls on arrays of 4 to 240 MiB; before half of them each rank's GPU idles for a random time. ``--device cpu|auto``
+picks the device. With ``--hosts N`` the ranks claim to be on N hosts. ``--json FILE`` adds a row to a result file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def resources(soak: Soak) -> dict[str, int]:
     """Return the resources of this process, and this rank's share of the memory in use on its device. Collective."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)  # now and then glibc keeps tens of MiB of freed memory, which are no growth
+        ctypes.CDLL(None).malloc_trim(0)  # now and then glibc keeps tens of MiB of freed memory, and they are no growth
     maps = Path("/proc/self/maps").read_text().splitlines()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     used = 0
@@ -59,7 +59,7 @@ def resources(soak: Soak) -> dict[str, int]:
         cupy.get_default_pinned_memory_pool().free_all_blocks()
         WORLD.Barrier()  # before it, another rank on the device may still hold blocks of its pools
         free, total = cupy.cuda.runtime.memGetInfo()
-        WORLD.Barrier()  # behind it, another rank may allocate again
+        WORLD.Barrier()  # after it another rank may allocate again
         used = total - free
     return {
         "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),

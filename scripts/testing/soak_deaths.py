@@ -3,7 +3,7 @@
 Run `python scripts/testing/soak_deaths.py --trials 1000`, from the project's root.
 
 tests/helpers/programs/peer_death.py describes a trial, and the duties of the survivors and of the victims that live on.
-This program prints the victims and the survivors' errors, and exits with 1 if a rank fails one of its duties. Pass
+The script prints the victims and the survivors' errors, and exits with 1 if a rank fails one of its duties. Pass
 `--timeout 3` on GPUs, because they need time to set up. ``--json FILE`` adds a row to a result file.
 """
 

@@ -40,7 +40,7 @@ class Soak:
         with communicator(device) as comm, array_module(comm):
             self.device = comm.device
             uuid = comm.describe().device_uuid
-            self.sharing = comm.allgather(uuid).count(uuid)  # ranks on one device, each of which loads all code
+            self.sharing = comm.allgather(uuid).count(uuid)  # ranks on one device, because each of them loads all code
             compile_reductions(comm, known(REDUCED))
 
     def round(self, number: int) -> None:
@@ -111,7 +111,7 @@ class Soak:
         stream.synchronize()
 
     def _replay(self, comm: mpicomm.Communicator, xp: Any) -> None:
-        """Capture collectives into a graph whose kernels make and check their values, and replay it."""
+        """Capture collectives into a graph, and replay it. Kernels of the graph make and check the values."""
         last = "chain" if comm.num_nodes == 1 else "two_shot"
         calls = [
             draw(self._rng, comm.size, CAPTURED_NBYTES, ("auto", "auto", "one_shot", last)) for _ in range(CAPTURED)

@@ -77,7 +77,7 @@ class GpuRig(AnyRig):
         values = [self.arguments(self._comm.rank, failed.data.ptr, timeout_s), *map(ctypes.c_uint64, addresses)]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         cupy.cuda.Device().synchronize()
-        self._comm.Barrier()  # all ranks have loaded the kernel, and their memory is zeroed
+        self._comm.Barrier()  # by then all ranks have loaded the kernel and zeroed their memory
         kernel.launch_at(0, ctypes.addressof(pointers), blocks, self.threads)
         cupy.cuda.Device().synchronize()
         self._comm.Barrier()

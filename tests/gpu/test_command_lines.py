@@ -1,4 +1,4 @@
-"""The bench, tune and p2p on GPUs, with all that they compare with: small runs, which check every element."""
+"""The bench, tune and p2p on GPUs, with all libraries for comparison: small runs, which check every element."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_bench_compares_with_what_is_installed(how: tuple[str, ...], tmp_pat
     assert [row["nbytes"] for row in report["results"]] == [1 << 10, 1 << 15, 1 << 20]
 
 
-# Without a name of its own the last would be taken for pytest-mpi's marker, and skipped.
+# The last case has a name, because pytest-mpi takes "mpi" for its marker and skips the test.
 @pytest.mark.parametrize("algorithm", [*names_for(ALLREDUCE), "mpi"], ids="algorithm={}".format)
 def test_nothing_is_wrong_with_any_algorithm(algorithm: str) -> None:
     job = run_job(RANKS, *BENCH, "-G", "1", "--algorithm", algorithm)

@@ -1,4 +1,4 @@
-"""Arrays and streams that come from elsewhere: what is taken as it is, and what is refused with which words."""
+"""Arrays and streams of other libraries: some are taken as they are, and others are refused with clear words."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     steps.wait(waiting, ready=words.lines, done=words.lines + LINE_NBYTES, count=7, blocks=1, peer=0)
     streams.give_back(waiting)
     other = streams.take()
-    assert other != waiting  # which is still at work
+    assert other != waiting  # the stream is still at work
     first_waits = streams.mark(waiting)
     streams.follow(first.ptr, first_waits)
     time.sleep(0.05)
@@ -229,7 +229,7 @@ def test_a_message_that_does_not_come(copies: bool) -> None:
         )
     else:
         steps.wait(stream.ptr, **line, count=1, blocks=1, peer=3)
-    steps.announce(stream.ptr, ready=words.lines, count=5)  # is not said any more
+    steps.announce(stream.ptr, ready=words.lines, count=5)  # is reported only once
     backend.synchronize(stream.ptr)
     with pytest.raises(CollectiveTimeoutError, match=r"message: number 1 from rank 3 .* within 0\.2") as raised:
         backend.check()
@@ -298,7 +298,7 @@ def test_a_signal_that_does_not_come() -> None:
     backend.signal(words.sent, words.inbox, stream.ptr)
     backend.synchronize(stream.ptr)
     assert time.monotonic() - start < 0.2  # later waits leave at once
-    assert words.counts() == [0, 0, 0]  # and nothing is signalled any more
+    assert words.counts() == [0, 0, 0]  # no signal follows
     with pytest.raises(CollectiveTimeoutError, match="rank 3"):
         backend.check()
     words.segment.close()
@@ -309,7 +309,7 @@ def test_a_signal_that_does_not_come() -> None:
 # Threads, events, links, end
 
 
-def test_works_from_a_thread_and_leaves_its_device_alone(backend: CudaBackend, words: Words) -> None:
+def test_works_from_a_thread_and_keeps_its_device(backend: CudaBackend, words: Words) -> None:
     def work() -> tuple[int, int, int]:
         before = current_context()
         table = backend.pointer_table([7])

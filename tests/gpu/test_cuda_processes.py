@@ -24,7 +24,7 @@ import cupy
 from mpicomm.devices.cuda.backend import CudaBackend
 
 KINDS: list[Kind] = ["ipc", "fd", "staged"]
-INBOX = 64  # where the first process's memory has the counter the second signals with
+INBOX = 64  # the second process signals with the counter at this place of the first process's memory
 
 
 def peer(connection: Connection, packet: bytes, exported_event: bytes) -> None:

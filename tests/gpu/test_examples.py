@@ -14,7 +14,7 @@ except BackendUnavailableError as unavailable:
     pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
 NEEDS = {"train_cupy": "sklearn"}
-"""Packages that not every environment of these tests has."""
+"""Some environments of these tests lack these packages."""
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])

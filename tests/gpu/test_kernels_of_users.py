@@ -18,9 +18,9 @@ except BackendUnavailableError as unavailable:
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
-def test_each_function_does_what_it_does_on_cpu_threads(nprocs: int, tmp_path: Path) -> None:
+def test_each_function_works_as_on_cpu_threads(nprocs: int, tmp_path: Path) -> None:
     pytest.importorskip("ml_dtypes")
-    # A cache of its own, because the package's cache does not look into the headers for users.
+    # The test has its own cache, because the package's cache does not look into the headers for users.
     program = ("-m", "mpi4py", "-m", "tests.gpu.device_functions")
     result = run_job(nprocs, *program, XDG_CACHE_HOME=str(tmp_path))
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
@@ -28,7 +28,7 @@ def test_each_function_does_what_it_does_on_cpu_threads(nprocs: int, tmp_path: P
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
-def test_heat_is_that_of_one_rank_in_four_ways(nprocs: int) -> None:
+def test_heat_equals_the_heat_of_one_rank_in_four_ways(nprocs: int) -> None:
     result = run_job(nprocs, str(ROOT / "examples/jacobi.py"))
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     assert len(re.findall(r"^.{24} +\d+\.\d us a step$", result.stdout, re.MULTILINE)) == 4, result.stdout

@@ -19,10 +19,10 @@ except BackendUnavailableError as unavailable:
 
 PROGRAM = ("-m", "mpi4py", "-m", "tests.helpers.programs.every_kernel")
 RANKS = max(2, len(DEVICES))
-# The tool sees the writes of its own process alone, and takes memory that a peer has written for memory without data.
-# Copies and the kernels of messages that MPI matches read such memory; all other kernels read memory of their own
-# process. To look at copies, the tool also lets each wait for all earlier work: two ranks whose copies wait for each
-# other's work would wait for ever.
+# The tool sees only the writes of its own process. It takes memory that a peer has written for memory without data.
+# Copies, and the kernels of messages that MPI matches, read such memory. All other kernels read memory of their own
+# process. To look at copies, the tool also lets each copy wait for all earlier work. Two ranks whose copies wait for
+# each other's work would wait for ever.
 OPTIONS = {"initcheck": ("--check-api-memory-access", "no")}
 ARGUMENTS = {"initcheck": ("--own-memory",)}
 

@@ -17,7 +17,7 @@ PLACEMENTS = {"2+2": "0,0,1,1", "2+1": "0,0,1", "round-robin": "0,1,0,1"}
 
 @dataclass
 class Outcomes:
-    """What each rank says of each check, and what the job says."""
+    """The report of each rank about each check, and the output of the job."""
 
     ranks: list[dict[str, str]]
     job: str
@@ -25,7 +25,7 @@ class Outcomes:
 
 @pytest.fixture(scope="module", params=PLACEMENTS)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
-    """Those of one job, which runs all checks."""
+    """The reports of one job, which runs all checks."""
     placement = PLACEMENTS[request.param]
     results = tmp_path_factory.mktemp("results")
     with hosts(tmp_path_factory.mktemp("hosts"), 2) as two_hosts:

@@ -29,7 +29,7 @@ with hosts(Path(directory), 2) as two_hosts:
 
 
 def processes(mark: str) -> list[Path]:
-    """Return those that have ``mark`` as their last argument."""
+    """Return the processes that have ``mark`` as their last argument."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

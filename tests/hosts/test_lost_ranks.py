@@ -14,13 +14,13 @@ from tests.helpers.jobs.in_child import KILLED
 from tests.helpers.programs.lost_ranks import CALLS, ROW, TIMEOUT_S, Call
 
 PLACEMENT = (0, 0, 1, 1)
-SLACK_S = 1.0  # by how much a call may exceed its deadline
+SLACK_S = 1.0  # a call may exceed its deadline by so much
 START_LIMIT_S = 20.0
-DISTANT = 3  # a rank of the host that the first rank is not on
+DISTANT = 3  # a rank of the other host than the first rank's
 
 
 class Job:
-    """Ranks of which some are lost."""
+    """Ranks that lose some peers."""
 
     def __init__(self, hosts: Hosts, directory: Path, how: str, victim: int, *calls: str) -> None:
         self._results, self._output = directory / "results", directory / "output"
@@ -29,7 +29,7 @@ class Job:
         self._job = hosts.start(PLACEMENT, self._output, *arguments)
         self._wait_for("ready", range(len(PLACEMENT)), START_LIMIT_S)
         if how == "kill":
-            # Over libfabric MPICH itself ends the job where a rank dies while a message to it is in flight.
+            # Over libfabric MPICH ends the job if a rank dies while a message to it is in flight.
             assert wait_until((self._results / KILLED).exists, START_LIMIT_S)
         self._calls = len(calls)
 
@@ -38,14 +38,14 @@ class Job:
         (self._results / "lost").touch()
 
     def outcomes(self, ranks: list[int]) -> dict[int, list[Call]]:
-        """Let the ranks make their calls, and return what became of them."""
+        """Let the ranks make their calls, and return the results."""
         self.begin_calls()
         self._wait_for("end", ranks, self._calls * (TIMEOUT_S + SLACK_S) + START_LIMIT_S)
         lines = {rank: (self._results / f"rank-{rank}").read_text().splitlines() for rank in ranks}
         return {rank: [Call(*json.loads(line)) for line in lines[rank]] for rank in ranks}
 
     def _wait_for(self, what: str, ranks: range | list[int], limit_s: float) -> None:
-        """Wait until each rank has left a file, or the job has ended without."""
+        """Wait until each rank has left a file, or the job has ended."""
         files = [self._results / f"{what}-{rank}" for rank in ranks]
         wait_until(lambda: all(file.exists() for file in files) or self._job.poll() is not None, limit_s)
         missing = [file.name for file in files if not file.exists()]
@@ -64,9 +64,9 @@ def require_in_time(outcomes: dict[int, list[Call]], *lost: int) -> None:
 
 
 def require_lost(job: Job, victim: int) -> None:
-    """Assert that all calls of all others raise in time, and that the first rank, which hears all, knows of whom.
+    """Assert that all calls of all other ranks raise in time, and that the first rank names the victim.
 
-    It may also name the ranks of that host, which wait for the victim among themselves before they answer.
+    The error may also name ranks of the victim's host, because these wait for the victim before they answer.
     """
     outcomes = job.outcomes([rank for rank in range(len(PLACEMENT)) if rank != victim])
     require_in_time(outcomes, victim)
@@ -74,14 +74,14 @@ def require_lost(job: Job, victim: int) -> None:
     assert all(victim in call.ranks and PLACEMENT[call.ranks[0]] == 1 for call in heard)
 
 
-# Each call has a job of its own, because MPICH aborts a rank whose collective sends to a rank that it knows to be dead.
+# Each call has its own job, because MPICH aborts a rank whose collective sends to a rank that it knows to be dead.
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("victim", [0, DISTANT])
 def test_a_rank_dies(two_hosts: Hosts, tmp_path: Path, victim: int, call: str) -> None:
     require_lost(Job(two_hosts, tmp_path, "kill", victim, call), victim)
 
 
-# The collective has a job of its own, because the ranks come out of the other calls at different times.
+# The collective has its own job, because the ranks come out of the other calls at different times.
 @pytest.mark.parametrize("calls", [CALLS[:-1], CALLS[-1:]], ids=["set-up", "collective"])
 @pytest.mark.parametrize("victim", [0, DISTANT])
 def test_a_rank_stops(two_hosts: Hosts, tmp_path: Path, victim: int, calls: tuple[str, ...]) -> None:

@@ -17,9 +17,9 @@ from tests.helpers.inputs.kernel_sources import HEADERS, SOURCES
 
 SIMULATION = Path(__file__).parent / "simulation"
 
-# A sum and a product may not become one rounding (as in the package's options for NVRTC), and packets are read through
-# pointers to other types, which g++ has to be told of. A thread's stack has 128 KiB, and the next stack lies below it.
-# g++ is done sooner with -Og than with -O1, and most tests compile for longer than they run.
+# A sum and a product may not become one rounding, as in the package's options for NVRTC. Kernels read packets through
+# pointers to other types, so g++ may not assume that such pointers differ. A thread's stack has 128 KiB, and the next
+# stack lies below it. g++ is done sooner with -Og than with -O1, and most tests compile for longer than they run.
 _KERNEL = (
     *("-std=c++17", f"-I{SIMULATION}", "-Og", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
     "-Werror=frame-larger-than=65536",
@@ -30,7 +30,7 @@ _SANITIZER = ("-fsanitize=thread", "-g1")
 
 
 def missing() -> str | None:
-    """Return what keeps this machine from building and running kernels, None if nothing does."""
+    """Return the reason why this machine cannot build and run kernels, or None."""
     if shutil.which("g++") is None:
         return "there is no g++"
     if platform.machine() != "x86_64":
@@ -49,14 +49,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel: what the launcher has to be told of it."""
+    """A compiled kernel as the launcher knows it."""
 
     binary: Path
     entry: str
 
 
 class Builds:
-    """What was built in ``directory``, each thing once by all who share it; all for ThreadSanitizer if ``sanitize``."""
+    """The builds in ``directory``, which several processes share and make once; for ThreadSanitizer if ``sanitize``."""
 
     def __init__(self, directory: Path, *, sanitize: bool = False) -> None:
         self.sanitize = sanitize
@@ -95,7 +95,7 @@ class Builds:
             (directory / "entry.cpp").write_text(text)
             directories = (own.parent, own.parent / "include") if changes else (own.parent, SHARED, include_dir())
             paths = (*(f"-I{each}" for each in directories), "-include", str(self._language))
-            # The launcher has all libraries: not to link them saves time.
+            # The launcher has all libraries, so the kernel saves the time to link them.
             _run(
                 *("g++", *_KERNEL, *self._sanitizer, *paths, *options, "-shared", "-nodefaultlibs"),
                 *(str(directory / "entry.cpp"), "-o", str(directory / "kernel.so")),
@@ -106,7 +106,7 @@ class Builds:
 
     @cached_property
     def _language(self) -> Path:
-        """What every kernel includes: cuda.hpp, which the compiler finds compiled."""
+        """The header cuda.hpp of every kernel, compiled."""
 
         def build(directory: Path) -> None:
             header = ("-x", "c++-header", str(SIMULATION / "cuda.hpp"), "-o", str(directory / "cuda.hpp.gch"))
@@ -137,7 +137,7 @@ def _changed(directory: Path, source: Path, changes: Sequence[Change]) -> Path:
         shutil.copy(original, copy / original.name)
     for change in changes:
         text = (copy / change.file).read_text()
-        # A change that fits nowhere would leave a kernel without a mistake, one that fits twice another mistake.
+        # A change that fits nowhere would make no mistake, and a change that fits twice would make another mistake.
         if text.count(change.old) != 1:  # no AssertionError, which tests of changed kernels expect
             raise ValueError(f"{change.file} has {text.count(change.old)} of: {change.old}")
         (copy / change.file).write_text(text.replace(change.old, change.new))

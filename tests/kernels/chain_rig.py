@@ -20,7 +20,7 @@ from tests.kernels.memory_rig import MemoryRig
 
 
 class ChainRig(MemoryRig[Node]):
-    """``blocks`` is how many a kernel has for one place at most; slots are those for messages of ``nbytes``."""
+    """A kernel has at most ``blocks`` blocks for one place; the slots hold messages of ``nbytes``."""
 
     def __init__(
         self,
@@ -44,17 +44,8 @@ class ChainRig(MemoryRig[Node]):
         for place in self.memory:
             place.bytes[layout.slots : layout.nbytes].view(np.uint32)[:] = ABSENT
 
-    def run(
-        self,
-        rank: int,
-        pattern: Pattern,
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-    ) -> None:
+    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0) -> None:
         """Enqueue a rank's part of a chain."""
-        assert threads is None
         call = pattern.call(signature)
         launch = ChainTemplate(self.planners[rank], pattern.chain, call.reduction).launch(call.tag())
-        self.launch(rank, launch, threads=None, nap_us=nap_us)
+        self.launch(rank, launch, nap_us=nap_us)

@@ -22,6 +22,6 @@ def _builds(tmp_path_factory: pytest.TempPathFactory, *, sanitize: bool) -> Buil
     if why := missing():
         pytest.skip(f"{why}: kernels cannot run on the processor")
     directory = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # workers share what they build
+    if "PYTEST_XDIST_WORKER" in os.environ:  # workers share their builds
         directory = directory.parent
     return Builds(directory / ("watched-builds" if sanitize else "builds"), sanitize=sanitize)

@@ -1,9 +1,8 @@
 // A kernel of a user for each function of mpicomm.cuh. GROUP is Thread, Warp or Block. Every group
-// of a block works by itself, with flags and memory of its own.
+// of a block works by itself, with its own flags and memory.
 //
-// In each round threads of a group write data, the function moves it, and threads copy it to
-// `seen`: other threads than those that moved it. So a function that lets a thread go on too early
-// shows as a race.
+// In each round threads of a group write data, the function moves the data, and other threads copy
+// it to `seen`. So a function that lets a thread go on too early shows as a race.
 
 #include <mpicomm.cuh>
 
@@ -19,9 +18,9 @@ MPICOMM_DEVICE u32 number_of(mpicomm::Thread) { return mpicomm::thread_of_block(
 MPICOMM_DEVICE u32 number_of(mpicomm::Warp) { return mpicomm::thread_of_block() / 32; }
 MPICOMM_DEVICE u32 number_of(mpicomm::Block) { return 0; }
 
-// Where a kernel runs, and its messages: one for each round and group, `stride` bytes apart. A
-// message begins `offset` bytes after its place in the memory of senders, `end_offset` bytes after
-// it in the memory of receivers.
+// The ranks and groups of a kernel, and its messages: one for each round and group, `stride` bytes
+// apart. A message begins `offset` bytes after its place in the memory of senders, `end_offset`
+// bytes after it in the memory of receivers.
 struct Run {
   u32 rank, size, rounds, groups;
   u64 timeout_ns;
@@ -111,7 +110,7 @@ MPICOMM_KERNEL void between_blocks(Run x, u8* data, u64* flags, u8* seen) {
   }
 }
 
-// All ranks write, meet, and read what all others wrote; they meet again before they write there
+// All ranks write, meet, and read the words of all others; they meet again before they write there
 // again.
 MPICOMM_KERNEL void meet(Run x, const u64* boards, const u64* flags, u8* seen) {
   const auto all_meet = [&] {
@@ -130,7 +129,7 @@ MPICOMM_KERNEL void meet(Run x, const u64* boards, const u64* flags, u8* seen) {
 
 #if defined(OPERATION)
 // Reduces values of DTYPE: `nbytes` of them in each message. Each rank publishes values, and reads
-// those of all ranks.
+// the values of all ranks.
 MPICOMM_KERNEL void reduce_all(Run x, const u64* boards, const u64* flags, const u8* values, u8* result, u8* seen) {
   using T = mpicomm::dtype::DTYPE;
   for (u32 round = 0; round < x.rounds; ++round) {

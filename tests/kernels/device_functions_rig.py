@@ -1,6 +1,6 @@
-"""The kernels of device_functions.cu: their messages, and what ranks have to see of them.
+"""The kernels of device_functions.cu: their messages, and the words that ranks must see.
 
-`Rig` has them run on the ranks of a machine, on CPU threads; tests/gpu/device_functions.py on GPUs.
+`Rig` runs them on the ranks of a machine, on CPU threads; tests/gpu/device_functions.py runs them on GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.kernels.machine import Machine
 
 SOURCE = Path(__file__).parent / "device_functions.cu"
 GROUPS = {"Thread": (7, 7), "Warp": (70, 3), "Block": (70, 1)}
-"""The groups; how many threads a block has, and how many groups these are. The last of three warps is a part of one."""
+"""The groups; the numbers of threads and of groups of a block. The last of three warps is only a part of a warp."""
 FUNCTIONS = ("put_around", "get_around", "packets_to_all", "meet")
 """The kernels in which ranks exchange bytes."""
 IN_TIME = "hang: not over in time"
@@ -54,13 +54,13 @@ class Messages:
         return -(-(self.nbytes + 16) // 16) * 16
 
     def content(self, rank: int, message: int) -> Bytes:
-        """Return what a rank writes into one message."""
+        """Return the words that a rank writes into one message."""
         i = np.arange(self.nbytes)
         return (rank * 37 + message * 11 + i * 7 + (i >> 5)).astype(np.uint8)
 
 
 class AnyRig(ABC):
-    """Ranks with groups of threads that exchange messages; ``ranks`` are those whose memory this process sees."""
+    """Ranks with groups of threads that exchange messages; this process sees the memory of ``ranks``."""
 
     def __init__(self, group: str, size: int, ranks: Sequence[int], messages: Messages) -> None:
         self.size = size
@@ -75,7 +75,7 @@ class AnyRig(ABC):
 
     @abstractmethod
     def read(self, memory: Any, rank: int) -> Bytes:
-        """Return what lies in the memory of a rank."""
+        """Return the content of a rank's memory."""
 
     @abstractmethod
     def write(self, memory: Any, rank: int, content: Bytes) -> None:
@@ -92,7 +92,7 @@ class AnyRig(ABC):
         blocks: int = 1,
         timeout_s: float = TIMEOUT_S,
     ) -> list[npt.NDArray[np.uint32]]:
-        """Run a kernel on all ranks; return for each of ``ranks`` which of its threads failed."""
+        """Run a kernel on all ranks; return for each of ``ranks`` the threads that failed."""
 
     def arguments(self, rank: int, failed: int, timeout_s: float) -> Run:
         """Return the first argument of a kernel."""
@@ -111,7 +111,7 @@ class AnyRig(ABC):
         return self.everywhere(self.groups * words * 8)
 
     def require_messages(self, seen: Bytes, senders: Sequence[int | None]) -> None:
-        """Assert that what a rank saw are the messages of ``senders``, one in each round and group; None sends none."""
+        """Assert that a rank saw the messages of ``senders``, one in each round and group; None sends none."""
         messages, parts = self.messages, len(senders)
         expected = np.zeros((messages.rounds * self.groups, parts, messages.stride), np.uint8)
         for message in range(messages.rounds * self.groups):
@@ -177,7 +177,7 @@ class Rig(AnyRig):
 
 
 def exchange(rig: AnyRig, function: str, *, timeout_s: float = TIMEOUT_S) -> list[npt.NDArray[np.uint32]]:
-    """Run one of `FUNCTIONS`; where no thread fails compare what ranks saw. Return which threads failed."""
+    """Run one of `FUNCTIONS`; if no thread fails, compare the words that ranks saw. Return the threads that failed."""
     size, memory = rig.size, rig.message_memory
     if function in ("put_around", "get_around"):
         seen = memory()
@@ -200,7 +200,7 @@ def exchange(rig: AnyRig, function: str, *, timeout_s: float = TIMEOUT_S) -> lis
 
 
 def hand_over(rig: AnyRig, *, timeout_s: float = TIMEOUT_S) -> list[npt.NDArray[np.uint32]]:
-    """Let one block of each rank hand messages to another, and compare. Return which threads failed."""
+    """Let one block of each rank hand messages to another, and compare. Return the threads that failed."""
     seen = rig.message_memory()
     private = (rig.message_memory(), rig.flags(), seen)
     failed = rig.run("between_blocks", (), private, blocks=2, timeout_s=timeout_s)
@@ -211,7 +211,7 @@ def hand_over(rig: AnyRig, *, timeout_s: float = TIMEOUT_S) -> list[npt.NDArray[
 
 
 def reduce_all(rig: AnyRig, dtype_name: str, op: str, *, timeout_s: float = TIMEOUT_S) -> list[npt.NDArray[np.uint32]]:
-    """Let every rank reduce what all ranks publish, and compare with NumPy. Return which threads failed."""
+    """Let every rank reduce the values of all ranks, and compare with NumPy. Return the threads that failed."""
     dtype, stride, nbytes = dtype_named(dtype_name), rig.messages.stride, rig.messages.nbytes
     boards, values, result, seen = (rig.message_memory() for _ in range(4))
     total = rig.messages.rounds * rig.groups * stride

@@ -10,9 +10,9 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
-from tests.helpers.inputs.launch_numbers import begin_behind
+from tests.helpers.inputs.launch_numbers import begin_after
 from tests.kernels.build import Change
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine, Place
 from tests.kernels.packet_rig import SmallLayout
 
@@ -49,7 +49,7 @@ class DirectRig:
         """Let all ranks have begun and ended this launch; ``moved`` is the last that moved data, if not the same."""
         arrived = launch if moved is None else moved
         for arena in self.arenas:
-            begin_behind(launch, arena.bytes, self.size)
+            begin_after(launch, arena.bytes, self.size)
             arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = arrived
 
     def flags(self, rank: int) -> np.ndarray:
@@ -69,10 +69,9 @@ class DirectRig:
         self._enqueue(rank, self._planners[rank].barrier(tag, after_copies=False), nap_us)
 
     def _enqueue(self, rank: int, launch: Launch, nap_us: int) -> None:
-        kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
         # Each thread more takes ThreadSanitizer a while.
         threads = min(launch.threads, 96) if self.machine.builds.sanitize else launch.threads
-        self.machine.launch(rank, kernel, [launch.arguments], blocks=launch.blocks, threads=threads, nap_us=nap_us)
+        enqueue(self.machine, rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)
 
     def _addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
         return [self.machine.address(owner, place, viewer) for owner, place in enumerate(places)]

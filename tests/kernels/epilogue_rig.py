@@ -30,7 +30,7 @@ def bound(epilogue: Epilogue, dtype: str, result: str, count: int) -> BoundEpilo
 
 
 def on_rank(epilogue: Epilogue, machine: Machine, rank: int, offset: int = 0) -> tuple[Epilogue, dict[str, Place]]:
-    """Return it with its arrays in memory of a rank, and their places by name."""
+    """Return the epilogue with its arrays in memory of a rank, and their places by name."""
     moved, places = copy.copy(epilogue), {}
 
     def read(name: str, array: Any, result: Operand, *, writable: bool = False) -> Operand:
@@ -76,10 +76,10 @@ class FusedCalls:
         residual: Array | None = None,
         values: Callable[[np.dtype[Any], int, np.random.Generator], Array] = samples,
     ) -> None:
-        """Enqueue an all-reduce, in place where it may be; arrays lie anywhere, and a rank may be late.
+        """Enqueue an all-reduce, in place if it may be; arrays lie anywhere, and a rank may be late.
 
-        ``exact``: whether NaN has to have the same bits. ``residual`` is the epilogue's, which changes on each rank.
-        ``values`` makes the ranks' inputs.
+        ``exact``: whether NaN has to have the same bits. ``residual`` is the residual of the epilogue, which changes on
+        each rank. ``values`` makes the ranks' inputs.
         """
         size, machine, rng, (name, op) = self._rig.size, self._rig.machine, self._rng, reduction
         whole = bound(epilogue, name, result, count)
@@ -121,7 +121,7 @@ def run_fused(
     exact: bool = False,
     changes: Sequence[Change] = (),
 ) -> None:
-    """All-reduces in one hop and in two, of which the last elements are in no whole packet."""
+    """All-reduces in one hop and in two; their last elements fill no whole packet."""
     rig = PacketRig(Machine(builds, size), protocol, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=2)
     calls = FusedCalls(rig, np.random.default_rng(size))
     for count in (1, 5, 2003) if protocol == "sentinel" else (1, 5, 301):

@@ -9,25 +9,27 @@ import numpy as np
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChannelPlanner
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import LINE_NBYTES
-from mpicomm.kernels.variant import Variant
-from tests.kernels.build import Builds, Change, Kernel
+from tests.kernels.build import Change
+from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine
 
 
-def kernel_of(builds: Builds, variant: Variant, changes: Sequence[Change] = ()) -> Kernel:
-    """Return a kernel of the package for the processor."""
-    options = [option for option in variant.options if option.startswith("-D")]
-    return builds.kernel(variant.source, variant.entry, options, changes=changes)
-
-
 class ExchangeRig:
-    """An arena and a planner for each rank; ``channels`` is how many blocks an exchange has at most."""
+    """An arena and a planner for each rank; an exchange has at most ``channels`` blocks.
+
+    Each launch draws its number of ``threads``; None is the number of the package.
+    """
 
     def __init__(
-        self, machine: Machine, channels: int, *, changes: Sequence[Change] = (), timeout_s: float = 20
+        self,
+        machine: Machine,
+        channels: int,
+        *,
+        threads: Sequence[int | None] = (None,),
+        changes: Sequence[Change] = (),
+        timeout_s: float = 20,
     ) -> None:
         self.machine = machine
         self.size = machine.size
@@ -35,6 +37,8 @@ class ExchangeRig:
         self.arenas = [machine.allocate(rank, self.layout.nbytes) for rank in range(self.size)]
         self._slots = [machine.allocate(rank, self.layout.slots_nbytes) for rank in range(self.size)]
         machine.keep()
+        self._threads = threads
+        self._rng = np.random.default_rng(machine.size)
         self._changes = changes
         self._planners = [
             ChannelPlanner(machine.team(self.arenas, rank, timeout_s), self.layout) for rank in range(self.size)
@@ -49,29 +53,16 @@ class ExchangeRig:
                 arena.bytes[start : start + pairs * LINE_NBYTES].view(np.uint64)[:] = epoch << 32
 
     def epoch(self, rank: int, peer: int, *, sent: bool) -> int:
-        """Return how many chunks ``rank`` has counted on its first channel to ``peer``, or from it."""
+        """Return the number of chunks that ``rank`` has counted on its first channel to ``peer``, or from it."""
         row = self.size + peer if sent else peer
         counts = self.arenas[rank].bytes[self.layout.counts :].view(np.uint32)
         return int(counts[row * self.layout.channels])
 
-    def run(
-        self,
-        rank: int,
-        exchanges: Sequence[Exchange],
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-    ) -> None:
-        """Enqueue a rank's part of a collective; blocks of ``threads`` instead of as many as the package wants."""
+    def run(self, rank: int, exchanges: Sequence[Exchange], signature: Signature, *, nap_us: int = 0) -> None:
+        """Enqueue a rank's part of a collective."""
         for step, exchange in enumerate(exchanges):
             slots = self.machine.addresses(self._slots, rank)
             launch = self._planners[rank].launch(exchange, (signature.hash32, step), slots)
             if launch is not None:
-                self._enqueue(rank, launch, threads, nap_us)
-
-    def _enqueue(self, rank: int, launch: Launch, threads: int | None, nap_us: int) -> None:
-        kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
-        self.machine.launch(
-            rank, kernel, [launch.arguments], blocks=launch.blocks, threads=threads or launch.threads, nap_us=nap_us
-        )
+                threads = self._threads[int(self._rng.integers(len(self._threads)))]
+                enqueue(self.machine, rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)

@@ -1,7 +1,6 @@
 """Collectives between the ranks of a machine: each enqueues a call on all ranks and returns the check of its results.
 
-``Calls`` draws everything that is free from its random numbers: data, where it lies, in place or not, sizes of blocks,
-and which rank is late.
+``Calls`` draws data, its place in memory, whether a call is in place, and which rank is late.
 """
 
 from __future__ import annotations
@@ -22,38 +21,27 @@ Check = Callable[[], None]
 
 
 class Rig(Protocol):
-    """What calls are made on."""
+    """The rig of calls."""
 
     size: int
     machine: Machine
 
-    def run(
-        self,
-        rank: int,
-        pattern: Pattern,
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-    ) -> None:
+    def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0) -> None:
         """Enqueue a rank's part of a collective."""
 
 
 class Calls:
-    """``threads``: sizes of blocks to choose from, None being the package's; ``nap_us``: how late a rank may be."""
+    """A rank may be ``nap_us`` late."""
 
-    def __init__(
-        self, rig: Rig, rng: np.random.Generator, *, threads: Sequence[int | None] = (None,), nap_us: int = 0
-    ) -> None:
+    def __init__(self, rig: Rig, rng: np.random.Generator, *, nap_us: int = 0) -> None:
         self._rig = rig
         self._rng = rng
-        self._threads = threads
         self._nap_us = nap_us
 
     def allreduce(
         self, name: str, op: str, count: int, *, two_shot: bool = False, in_place: bool | None = None
     ) -> Check:
-        """All ranks reduce; the bits are NumPy's."""
+        """All ranks reduce, with NumPy's bits."""
         dtype = dtype_named(name)
         parts = [samples(dtype, count, self._rng) for _ in range(self._rig.size)]
         in_place = bool(self._rng.integers(2)) if in_place is None else in_place
@@ -88,7 +76,7 @@ class Calls:
         return check
 
     def allgather(self, nbytes: int) -> Check:
-        """All ranks get what each has, some of them in place."""
+        """All ranks get the data of all, some of them in place."""
         dtype, size = np.dtype(np.uint8), self._rig.size
         parts = [self._bytes(nbytes) for _ in range(size)]
         targets = []
@@ -105,7 +93,7 @@ class Calls:
         return lambda: _require(targets, [np.concatenate(parts)] * size)
 
     def bcast(self, nbytes: int, algorithm: str = "one_shot") -> Check:
-        """One rank's buffer goes to all; in two shots each rank sends a shard on, in a chain all of it."""
+        """One rank's buffer goes to all. In two shots each rank sends a shard on, and in a chain the whole buffer."""
         dtype, root = np.dtype(np.uint8), int(self._rng.integers(self._rig.size))
         content = self._bytes(nbytes)
         places = [
@@ -117,7 +105,7 @@ class Calls:
         return lambda: _require(places, [content] * self._rig.size)
 
     def reduce(self, name: str, op: str, count: int, algorithm: str, *, in_place: bool | None = None) -> Check:
-        """The root's result is all ranks'; in a chain the root is the first rank or the last one."""
+        """The root gets the reduction of all ranks; in a chain the root is the first rank or the last one."""
         dtype, size = dtype_named(name), self._rig.size
         root = int(self._rng.choice((0, size - 1) if algorithm == "chain" else range(size)))
         parts = [samples(dtype, count, self._rng) for _ in range(size)]
@@ -139,7 +127,7 @@ class Calls:
         total = reduced(op, parts)
         expected = [total[start : start + count] for start, count in zip(starts, counts, strict=True)]
         if in_place:
-            targets = sources  # but for the result at the start they are left alone
+            targets = sources  # only the result at the start changes
             expected = [np.append(result, part[result.size :]) for result, part in zip(expected, parts, strict=True)]
         else:
             targets = [self._place(rank, np.zeros(counts[rank], dtype)) for rank in range(size)]
@@ -151,7 +139,7 @@ class Calls:
         return lambda: _require(targets, expected)
 
     def scan(self, name: str, op: str, count: int) -> Check:
-        """Each rank reduces what the ranks up to itself have, in place: every rank does something else."""
+        """Each rank reduces the data of the ranks up to itself, in place. So every rank does something else."""
         dtype = dtype_named(name)
         parts = [samples(dtype, count, self._rng) for _ in range(self._rig.size)]
         places = [self._place(rank, part) for rank, part in enumerate(parts)]
@@ -163,10 +151,9 @@ class Calls:
         return lambda: _require(places, expected)
 
     def _run(self, rank: int, pattern: Pattern, signature: Signature) -> None:
-        threads = self._threads[int(self._rng.integers(len(self._threads)))]
         late = self._nap_us and self._rng.integers(20) == 0
         nap_us = int(self._rng.integers(self._nap_us)) if late else 0
-        self._rig.run(rank, pattern, signature, threads=threads, nap_us=nap_us)
+        self._rig.run(rank, pattern, signature, nap_us=nap_us)
 
     def _place(self, rank: int, content: Array) -> Place:
         offset = int(self._rng.choice((0, 0, content.dtype.itemsize % 16, 8, 1)))
@@ -191,5 +178,5 @@ def sizes_around(*limits: int, itemsize: int = 1) -> list[int]:
 
 
 def random_counts(rng: np.random.Generator, size: int, choices: Sequence[int]) -> Any:
-    """Return how much each rank sends to each."""
+    """Return the counts that each rank sends to each."""
     return rng.choice(choices, (size, size))

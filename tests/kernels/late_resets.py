@@ -1,4 +1,4 @@
-"""Packets whose slots are put back as late as fences allow: a mistake with fences then loses packets."""
+"""Slots of packets are put back as late as fences allow, so that a mistake with fences loses packets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ struct Fences {""",
       }""",
     ),
 ]
-"""What is put back arrives when a fence that was asked for afterwards is over, and no sooner."""
+"""A slot is put back when a later fence is over, and no sooner."""
 
 LOST = "fault on rank| differ, first at "
-"""What it ends in when a packet is wiped out or one is taken twice: not a hang, in which fences are never had."""
+"""The error of a run that wipes a packet out or takes one twice. It is no hang, because hanging threads come to no
+fence.
+"""

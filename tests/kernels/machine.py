@@ -1,4 +1,4 @@
-"""Ranks with memory that all have mapped, and streams of kernels: what a node with GPUs is to a collective."""
+"""Ranks with memory that all have mapped, and streams of kernels, as a node with GPUs has them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.kernels.build import Builds, Kernel
 
 Array = npt.NDArray[Any]
 
-# Where ranks map the memory: free in a process under Linux on x86-64 that does not randomize addresses, and also memory
-# to ThreadSanitizer, which finds a race by its address. Each process has addresses of its own, so that an address of a
-# rank is no use to another.
+# Ranks map the memory here. The place is free in a process under Linux on x86-64 that does not randomize addresses.
+# ThreadSanitizer, which finds a race by its address, takes the place for memory, too. Each process has other addresses,
+# so that an address of one rank is no use to another.
 _FIRST_ADDRESS = 0x7EA0_0000_0000
 _ADDRESSES = 0x1_0000_0000
 _RANK_NBYTES = 1 << 27
-_GAP = 64  # around everything that is allocated, to see whether a kernel writes where it should not
+_GAP = 64  # around each allocation, to see whether a kernel writes beside it
 _GAP_BYTE = 0xA5
 _ADDR_NO_RANDOMIZE = 0x0040000  # of personality(2)
 _CURRENT = 0xFFFFFFFF
@@ -36,11 +36,11 @@ _LIBC = ctypes.CDLL(None)
 
 
 CAUGHT = r"ThreadSanitizer: data race|hang: not over|fault on rank| differ, first at "
-"""What a mistake in a kernel's protocol ends in, when it is seen: matches the AssertionError."""
+"""Matches the AssertionError of a run that sees a mistake in a kernel's protocol."""
 
 
 class RunFailedError(AssertionError):
-    """A run that did not end as it should, without a look at the results."""
+    """A run that failed before its results are compared."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Place:
     bytes: npt.NDArray[np.uint8]
 
     def view(self, dtype: npt.DTypeLike) -> Array:
-        """Return what lies there."""
+        """Return the content."""
         return self.bytes.view(dtype)
 
 
@@ -65,7 +65,7 @@ class _Launch:
 
 
 class Machine:
-    """``size`` ranks, all on this machine. What is allocated first stays; `clear` gives back the rest.
+    """``size`` ranks, all on this machine. The first allocations stay, up to `keep`; `clear` gives back the rest.
 
     With builds for ThreadSanitizer the ranks are threads of one process, otherwise each is a process.
     """
@@ -87,12 +87,12 @@ class Machine:
         self._kept = list(self._ends)
 
     def keep(self) -> None:
-        """Let what is allocated now survive `clear`."""
+        """Let the present allocations survive `clear`."""
         self._kept = list(self._ends)
         self._gaps.clear()
 
     def clear(self) -> None:
-        """Forget what was allocated since `keep`."""
+        """Forget the allocations since `keep`."""
         self._ends = list(self._kept)
         self._gaps.clear()
 
@@ -101,11 +101,11 @@ class Machine:
         return place.address - self._base(owner) + self._base(viewer)
 
     def addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
-        """Return where each rank's memory, one of each, is for the rank ``viewer``."""
+        """Return the addresses of the ranks' memory, one place of each rank, for the rank ``viewer``."""
         return [self.address(owner, place, viewer) for owner, place in enumerate(places)]
 
     def team(self, arenas: Sequence[Place], rank: int, timeout_s: float) -> Team:
-        """Return what kernels of a rank are told of all ranks, as if these were part of a larger communicator."""
+        """Return the team for a rank's kernels, as if these ranks were part of a larger communicator."""
         team = Team(faults=self.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
         for owner, address in enumerate(self.addresses(arenas, rank)):
             team.arenas[owner], team.names[owner] = address, 10 + owner
@@ -143,15 +143,16 @@ class Machine:
         self._launches[rank].append(_Launch(kernel, tuple(places), blocks, threads, nap_us))
 
     def run(self, *, seed: int = 0, jitter_us: int = 0, limit_s: float = 60) -> None:
-        """Run all that was enqueued. Raises `RunFailedError` for a crash, a hang, a race, a fault record, and for
-        writes beside what was allocated."""
+        """Run all that was enqueued. Raises `RunFailedError` for a crash, a hang, a race, a fault record and stray
+        writes.
+        """
         jobs = [self._job(rank, seed, jitter_us) for rank in range(self.size)]
         if self.builds.sanitize:
             header = jobs[0].splitlines()[:2]
             jobs = ["\n".join([*header, *(line for job in jobs for line in job.splitlines()[2:])])]
         self._launches = [[] for _ in range(self.size)]
         self._run_jobs(jobs, limit_s)
-        # Of all ranks: one of them may have learned from another that it gives up, before it found out why by itself.
+        # The records of all ranks: a rank may have learned that another one gives up, before it found the cause itself.
         faults = []
         for rank, place in enumerate(self._records):
             record = FaultRecord.from_buffer_copy(place.bytes.tobytes())
@@ -219,9 +220,9 @@ class Machine:
 def _fixed_addresses() -> Iterator[None]:
     """Let programs that this thread starts have the same addresses in every run.
 
-    Many kernels spread addresses so widely (vm.mmap_rnd_bits, which only root may read) that ThreadSanitizer does not
-    start, and that a library may lie where ranks map the memory. A container may forbid the call, which then changes
-    nothing.
+    Many versions of Linux spread addresses widely (vm.mmap_rnd_bits, which only root may read). Then ThreadSanitizer
+    does not start, and a library may lie at the addresses of the ranks' memory. A container may forbid the call, which
+    then changes nothing.
     """
     before = _LIBC.personality(_CURRENT)
     _LIBC.personality(before | _ADDR_NO_RANDOMIZE)

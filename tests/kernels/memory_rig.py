@@ -1,4 +1,4 @@
-"""What kernels need that hand each other slots in memory of their own, between the ranks of a machine."""
+"""Memory and planners of kernels that pass slots, between the ranks of a machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, escapes_nby
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.kernels.team import HEAD_NBYTES, Team
 from tests.kernels.build import Builds, Change
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine
 
 Planner = TypeVar("Planner")
 
 
 class MemoryRig(Generic[Planner]):
-    """Memory of this layout, and a planner, for each rank; subclasses say what is enqueued."""
+    """Memory of this layout, and a planner, for each rank; subclasses enqueue the work."""
 
     def __init__(
         self,
@@ -47,9 +47,6 @@ class MemoryRig(Generic[Planner]):
             memory.bytes[: 2 * channels * 4].view(np.uint32)[:] = epoch
             memory.bytes[self.layout.credits : self.layout.slots].view(np.uint64)[:] = epoch << 32
 
-    def launch(self, rank: int, launch: Launch, *, threads: int | None, nap_us: int) -> None:
+    def launch(self, rank: int, launch: Launch, *, threads: int | None = None, nap_us: int) -> None:
         """Enqueue a kernel of a rank; blocks of ``threads`` instead of as many as the package wants."""
-        kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
-        self.machine.launch(
-            rank, kernel, [launch.arguments], blocks=launch.blocks, threads=threads or launch.threads, nap_us=nap_us
-        )
+        enqueue(self.machine, rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)

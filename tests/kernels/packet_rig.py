@@ -18,25 +18,25 @@ from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.signature import Signature
-from tests.helpers.inputs.launch_numbers import begin_behind, old_flags
+from tests.helpers.inputs.launch_numbers import begin_after, old_flags
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Change
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine
 
-_ANY_NBYTES = 1 << 30  # what ranks take the longest message for that they do not all know
+_ANY_NBYTES = 1 << 30  # assumed for a longest message that not all ranks know
 
 
 @dataclass(frozen=True)
 class SmallLayout(ArenaLayout):
-    """The package's, with inboxes of any size."""
+    """The package's layout, with inboxes of any size."""
 
     flagged_inbox_nbytes: int = 0
     sentinel_inbox_nbytes: int = 0
 
 
 class PacketRig:
-    """An arena for each rank, of one protocol; ``inbox_nbytes`` is what each rank can send to another."""
+    """An arena of one protocol for each rank; each rank can send ``inbox_nbytes`` to another."""
 
     def __init__(
         self,
@@ -63,27 +63,19 @@ class PacketRig:
     def start_at(self, launch: int) -> None:
         """Let all ranks have begun and ended this launch."""
         for arena in self.arenas:
-            begin_behind(launch, arena.bytes, self.size)
+            begin_after(launch, arena.bytes, self.size)
 
     def fill_with_old_flags(self, rng: np.random.Generator) -> None:
-        """Let the inboxes of the LL protocol hold what launches of the last round of numbers have left."""
+        """Let the inboxes of the LL protocol hold the flags of launches of the last round of numbers."""
         layout = self._layout
         for arena in self.arenas:
             flagged = arena.bytes[layout.flagged : layout.sentinels]
             flagged[:] = old_flags(flagged.nbytes, rng).view(np.uint8)
 
     def run(
-        self,
-        rank: int,
-        pattern: Pattern,
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-        finish: CallEpilogue | None = None,
+        self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, finish: CallEpilogue | None = None
     ) -> None:
-        """Enqueue a rank's part of a collective; how threads share the work is the rig's, the same on all ranks."""
-        assert threads is None
+        """Enqueue a rank's part of a collective; the geometry of the rig divides the work among threads."""
         call = replace(pattern.call(signature), epilogue=finish)
         fused = fused_in(call)
         rows = row_geometry(fused.rows, self._geometry.blocks, self.size) if fused and fused.rows else None
@@ -96,9 +88,7 @@ class PacketRig:
             inboxes = node.arena.flagged if self._protocol == "flagged" else node.arena.sentinels
             template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused)
             launch = template.launch(signature.hash32, (self._protocol, inboxes, geometry, nbytes))
-            kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
-            parameters = [launch.arguments]
-            self.machine.launch(rank, kernel, parameters, blocks=launch.blocks, threads=launch.threads, nap_us=nap_us)
+            enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 
     def _node(self, rank: int, timeout_s: float) -> Node:
         pointers = tuple(self.machine.address(owner, arena, rank) for owner, arena in enumerate(self.arenas))

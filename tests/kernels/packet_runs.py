@@ -1,4 +1,4 @@
-"""Runs of packets of one protocol that its tests share: every size, and hundreds of launches from a given one on."""
+"""Runs of packets of one protocol, for several tests: every size, and hundreds of launches from a given one on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_every_size(builds: Builds, protocol: Protocol, size: int) -> None:
 
 
 def run_movements(builds: Builds, protocol: Protocol, nbytes: int) -> None:
-    """What reduces nothing."""
+    """Collectives that only move data."""
     rig = PacketRig(Machine(builds, 4), protocol, SMALL, inbox_nbytes=INBOX_NBYTES)
     calls = Calls(rig, np.random.default_rng(nbytes))
     checks = [call(nbytes) for call in (calls.bcast, partial(calls.bcast, algorithm="two_shot"), calls.allgather)]
@@ -53,7 +53,7 @@ def run_movements(builds: Builds, protocol: Protocol, nbytes: int) -> None:
 def run_uneven(
     builds: Builds, size: int, *, laps: int = 6, seed: int = 0, changes: Sequence[Change] = (), timeout_s: float = 20
 ) -> None:
-    """What uses inboxes again between ranks of which one sends more than the other, or alone."""
+    """Calls that use inboxes again, between two ranks; one of them sends more than the other, or only it sends."""
     machine, inbox_nbytes = Machine(builds, size), laps * _STEP_NBYTES
     rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
     rng = np.random.default_rng((size, seed))
@@ -80,7 +80,7 @@ def run_long(
 ) -> None:
     """Hundreds of small reductions between three ranks, from launch ``start`` on.
 
-    Where all send to all, packets alone keep the ranks in step; in scans the first rank takes none.
+    If all send to all, packets keep the ranks in step; in scans the first rank takes none.
     """
     rng = np.random.default_rng(start)
     machine = Machine(builds, 3)
@@ -93,7 +93,7 @@ def run_long(
         machine.clear()
         checks = [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
         checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
-        if protocol != "flagged":  # several times what the inboxes hold
+        if protocol != "flagged":  # several times the size of the inboxes
             checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
             checks += [calls.allgather(12000), calls.bcast(20000, "two_shot"), calls.allgather(12000)]
         machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)

@@ -22,7 +22,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.patterns import Pattern
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
 
@@ -33,7 +33,7 @@ MOST_STAGED_NBYTES = 96 << 10  # less than a message, so that regions are used a
 
 
 class Layout(SmallLayout):
-    """One whose inboxes are as large as inboxes get, so that longer messages use them again."""
+    """A layout whose inboxes have their largest size, so that longer messages use them again."""
 
     @property
     def most_inbox_nbytes(self) -> int:
@@ -41,7 +41,7 @@ class Layout(SmallLayout):
 
 
 class SimulatedArena:
-    """The arena of one rank: that of the rig as this rank sees it, with the ``regions`` that the rig has."""
+    """The rig's arena as one rank sees it, with the rig's ``regions``."""
 
     def __init__(self, layout: SmallLayout, arenas: Sequence[int], regions: Mapping[str, ArenaRegion]) -> None:
         self.layout = layout
@@ -54,7 +54,7 @@ class SimulatedArena:
         return True
 
     def region(self, request: Request) -> ArenaRegion:
-        if request.what == large_inboxes(self.layout, 1).what:  # the ordinary ones, which are used again more often
+        if request.what == large_inboxes(self.layout, 1).what:  # the ordinary inboxes, which are used again more often
             return ArenaRegion(self.sentinels.pointers, PARITIES * STAGES * self.layout.size * self.sentinels.nbytes)
         region = self._regions[request.what]
         assert request.slots_nbytes <= region.slots_nbytes
@@ -107,17 +107,9 @@ class ProgramRig:
             self.nodes.append(Node(team, arena_here, BLOCKS, most_staged_nbytes=MOST_STAGED_NBYTES))
 
     def run(
-        self,
-        rank: int,
-        pattern: Pattern,
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-        symmetric: bool = False,
+        self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, symmetric: bool = False
     ) -> None:
-        """Enqueue a rank's part of a collective, all of it on one stream; ``symmetric`` if it is into `outputs`."""
-        assert threads is None
+        """Enqueue a rank's part of a collective on one stream; ``symmetric`` if its output lies in `outputs`."""
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         call, node = pattern.call(signature, memory), self.nodes[rank]
         algorithm = ANY_LENGTH if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)
@@ -126,7 +118,5 @@ class ProgramRig:
             if isinstance(step, Copy):
                 step = local_reduction(Reduce((step.source,), step.target, step.nbytes), ("uint8", "max"))
             if isinstance(step, Launch):
-                kernel = kernel_of(self.machine.builds, step.variant)
-                parameters = [step.arguments]
-                self.machine.launch(rank, kernel, parameters, blocks=step.blocks, threads=step.threads, nap_us=nap_us)
+                enqueue(self.machine, rank, step, nap_us=nap_us)
                 nap_us = 0

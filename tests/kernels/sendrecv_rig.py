@@ -15,7 +15,7 @@ from tests.kernels.memory_rig import MemoryRig
 
 
 class SendrecvRig(MemoryRig[SendrecvPlanner]):
-    """``channels`` is how many two ranks have, each way."""
+    """Two ranks have ``channels`` channels, each way."""
 
     def __init__(
         self, builds: Builds, size: int, channels: int, *, changes: Sequence[Change] = (), timeout_s: float = 20
@@ -24,7 +24,7 @@ class SendrecvRig(MemoryRig[SendrecvPlanner]):
         super().__init__(builds, size, layout, SendrecvPlanner, changes=changes, timeout_s=timeout_s)
 
     def epoch(self, rank: int, peer: int, *, sent: bool) -> int:
-        """Return how many chunks ``rank`` has counted on its first channel to ``peer``, or from it."""
+        """Return the number of chunks that ``rank`` has counted on its first channel to ``peer``, or from it."""
         row = self.size + peer if sent else peer
         return int(self.memory[rank].view(np.uint8)[: self.layout.credits].view(np.uint32)[row * self.layout.channels])
 

@@ -1,4 +1,4 @@
-"""Exchanges between processes: every size at which the kernel does something else, types, and long runs."""
+"""Exchanges between processes: every size at which the kernel changes its behaviour, types, and long runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kernels.machine import Machine
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-# One of each size, of each kind of state that is kept while reducing, and of each way to read an element.
+# Types of each size, of each kind of state of a reduction, and of each way to read an element.
 REDUCTIONS = [
     ("bool", "land"),
     ("uint8", "max"),
@@ -39,8 +39,8 @@ def limits(rig: ExchangeRig) -> tuple[int, ...]:
 @pytest.mark.parametrize(("size", "channels"), [(1, 2), (2, 3), (3, 1), (4, 2)])
 def test_every_size_at_which_something_changes(builds: Builds, size: int, channels: int) -> None:
     rng = np.random.default_rng([size, channels])
-    rig = ExchangeRig(Machine(builds, size), channels)
-    calls = Calls(rig, rng, threads=(None, 64, 96, 512), nap_us=2000)
+    rig = ExchangeRig(Machine(builds, size), channels, threads=(None, 64, 96, 512))
+    calls = Calls(rig, rng, nap_us=2000)
     sizes = sizes_around(*limits(rig))
     checks = [calls.alltoallv(random_counts(rng, size, sizes)) for _ in range(12)]
     checks += [calls.bcast(nbytes) for nbytes in sizes]
@@ -53,8 +53,8 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int, channe
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda reduction: "-".join(reduction))
 def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
-    rig = ExchangeRig(Machine(builds, 3), 2)
-    calls = Calls(rig, np.random.default_rng([ord(letter) for letter in reduction[0]]), threads=(None, 160))
+    rig = ExchangeRig(Machine(builds, 3), 2, threads=(None, 160))
+    calls = Calls(rig, np.random.default_rng([ord(letter) for letter in reduction[0]]))
     checks = []
     for count in (1, 2, 15, 1021, 9001):
         checks += [calls.allreduce(*reduction, count, in_place=in_place) for in_place in (False, True)]
@@ -67,9 +67,9 @@ def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> Non
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_thousands_of_chunks_across_the_end_of_32_bits(builds: Builds, size: int) -> None:
     rng = np.random.default_rng(size)
-    rig = ExchangeRig(Machine(builds, size), 2)
+    rig = ExchangeRig(Machine(builds, size), 2, threads=(64,))
     rig.start_at(2**32 - 1500)
-    calls = Calls(rig, rng, threads=(64,), nap_us=3000)
+    calls = Calls(rig, rng, nap_us=3000)
     for batch in range(6):
         rig.machine.clear()
         checks = [calls.bcast(9_830_400)]  # dozens of chunks at once

@@ -45,7 +45,7 @@ def play(
     changes: tuple[Change, ...] = (),
 ) -> None:
     rng = np.random.default_rng([size, seed])
-    # ThreadSanitizer makes everything slow; without it what waits for two seconds waits for ever.
+    # ThreadSanitizer makes everything slow. Without it a wait of two seconds is a wait for ever.
     rig = ChainRig(builds, size, blocks, nbytes=room, changes=changes, timeout_s=20 if builds.sanitize else 2)
     rig.start_at(2**32 - 3)
     calls = Calls(rig, rng, nap_us=1000)
@@ -78,7 +78,7 @@ def test_slots_of_few_batches(builds: Builds, batches: int) -> None:
 
 
 def test_flags_of_all_slots_are_written(builds: Builds) -> None:
-    """Those of slots that no launch begins with, too: what is left for 2**31 slots is ahead of what is awaited then."""
+    """Slots that no launch begins with need flags, too: flags that are 2**31 slots old are ahead of awaited ones."""
     rig = ChainRig(builds, 3, 1)
     check = Calls(rig, np.random.default_rng(0)).bcast((CHAIN_SLOTS + 2) * SLOTS_NBYTES, "chain")
     rig.machine.run(seed=1)

@@ -1,4 +1,4 @@
-"""Chains of which a rank is missing, does not take what comes, or calls something else."""
+"""Chains with a rank that is missing, does not take data that comes, or calls something else."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_fo
 from mpicomm.mpi.types import is_narrow
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Machine
 
 CASES = [

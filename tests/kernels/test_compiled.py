@@ -1,4 +1,4 @@
-"""What NVRTC makes of the kernels for GPUs that are not here."""
+"""NVRTC compiles the kernels for GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ WANTED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
 CAPABILITIES = [(major, minor) for major, minor in WANTED if 10 * major + minor in SUPPORTED]
 
-# Each type once, with operations and architectures by turns; unit tests compile all operations, without a kernel.
+# Each type once, with operations and architectures in turns; unit tests compile all operations, without a kernel.
 PAIRS = [
     ((dtype, ops[number % len(ops)]), CAPABILITIES[number % len(CAPABILITIES)])
     for number, (dtype, ops) in enumerate(REDUCTIONS.items())
 ]
 PLAIN_STEPS: list[Steps] = ["one", "few", "laps"]
 WIDEST = ("complex128", "prod")
-# Large messages go through these. A type whose elements are converted and the widest one need the most registers of
-# all. Sizes differ in how many registers a thread may have.
+# Large messages go through these. A type whose elements are converted and the widest type need the most registers. The
+# number of registers of a thread depends on the number of ranks.
 BANDWIDTH = [
     exchange_kernel(reduction)
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), WIDEST)
@@ -89,7 +89,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def ptxas_says(text: str, options: Sequence[str]) -> str:
-    """Return what the assembler says of a source on sm_90."""
+    """Return the assembler's messages about a source on sm_90."""
     status, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
     assert int(status) == 0
     arguments = ["-arch=sm_90", "-std=c++17", *INCLUDES, "--ptxas-options=-v", *options]
@@ -102,7 +102,7 @@ def ptxas_says(text: str, options: Sequence[str]) -> str:
 
 
 def spills(log: str, entry: str) -> list[int]:
-    """Return the bytes that a kernel stores and loads for want of registers."""
+    """Return the bytes that a kernel stores and loads because it lacks registers."""
     properties = re.search(
         rf"Function properties for {entry}\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads", log
     )
@@ -206,13 +206,13 @@ LARGEST_BLOCKS = [
 
 @pytest.mark.parametrize(("variant", "threads"), LARGEST_BLOCKS, ids=lambda value: getattr(value, "entry", None))
 def test_the_largest_block_fits_on_every_gpu(variant: Variant, threads: int) -> None:
-    # The assembler gives each thread of so many the registers that there are for it; else the launch could fail.
+    # The assembler gives each thread of such a block only the registers that there are; otherwise a launch could fail.
     ptx = compile_kernel(variant.source, (99, 0), variant.options).decode(errors="replace")
     assert re.search(rf"\.entry {variant.entry}\([^)]*\)\s*\.maxntid {threads}\n", ptx)
 
 
 def fences_of(variant: Variant) -> set[str]:
-    """Return the scopes of the fences of a kernel, which PTX names: what there is for devices newer than NVRTC."""
+    """Return the scopes of the fences of a kernel. PTX names them, and NVRTC leaves PTX for newer devices."""
     ptx = compile_kernel(variant.source, (99, 0), variant.options).decode(errors="replace")
     return {found[0] or found[1] for found in re.findall(r"\n\s*(?:membar\.(\w+)|fence\.\w+\.(\w+));", ptx)}
 
@@ -235,7 +235,7 @@ def test_kernels_of_one_source_compile_together(capability: tuple[int, int]) -> 
     assert all(variant.entry.encode() in image for variant in (HOLD, COPY, RALLY, CHASE))
 
 
-# As a user would: nothing of this package but the directory that it names.
+# As a user would: only the directory that the package names.
 USERS = (f"-I{mpicomm.include_dir()}",)
 FUNCTIONS = ROOT / "tests" / "kernels" / "device_functions.cu"
 ALL_FUNCTIONS = ("-DGROUP=Block", "-DDTYPE=float16", "-DOPERATION=sum")

@@ -22,7 +22,7 @@ from tests.kernels.device_functions_rig import (
 )
 from tests.kernels.machine import CAUGHT
 
-# Lengths around a unit, a packet and a line, and longer than what all threads move at once.
+# Lengths around a unit, a packet and a line, and longer than the bytes that all threads move at once.
 SHAPES = [
     *(Messages(nbytes, rounds=2) for nbytes in (0, 1, 16, 1500)),
     Messages(117, 3, 3, rounds=4),  # aligned alike
@@ -73,7 +73,7 @@ def test_blocks_of_a_rank_hand_data_over(builds: Builds, group: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "op", "messages"), REDUCTIONS, ids=str)
-def test_reduction_is_that_of_numpy_in_rank_order(builds: Builds, dtype: str, op: str, messages: Messages) -> None:
+def test_reduction_equals_numpys_in_rank_order(builds: Builds, dtype: str, op: str, messages: Messages) -> None:
     pytest.importorskip("ml_dtypes")
     for group in GROUPS:
         require_all_in_time(reduce_all(Rig(builds, group, messages), dtype, op))

@@ -15,7 +15,7 @@ from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.direct_rig import DirectRig
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import kernel_of
 from tests.kernels.machine import CAUGHT, Machine, RunFailedError
 
 pytest.importorskip("ml_dtypes")
@@ -27,7 +27,7 @@ Check = Callable[[], None]
 
 
 class Calls:
-    """Collectives on a rig's symmetric memory, one after the other; each adds to what is to be checked at the end."""
+    """Collectives on a rig's symmetric memory, one after the other; each adds a check for the end."""
 
     def __init__(self, rig: DirectRig, rng: np.random.Generator, nap_us: int = 0) -> None:
         self._rig = rig
@@ -35,7 +35,7 @@ class Calls:
         self._nap_us = nap_us
 
     def allgather(self, block: int) -> Check:
-        """All get all; the block of each lies in a place of its own."""
+        """All get all; the block of each rank lies in another place."""
         rig = self._rig
         parts = [self._rng.integers(0, 256, block, dtype=np.uint8) for _ in range(rig.size)]
         for rank, part in enumerate(parts):
@@ -45,7 +45,7 @@ class Calls:
         return self._check([np.concatenate(parts)] * rig.size)
 
     def alltoall(self, block: int) -> Check:
-        """Each gets a block of each."""
+        """Each rank gets a block of each rank."""
         rig = self._rig
         parts = [self._rng.integers(0, 256, (rig.size, block), dtype=np.uint8) for _ in range(rig.size)]
         for rank, part in enumerate(parts):
@@ -55,7 +55,6 @@ class Calls:
         return self._check([np.concatenate([part[rank] for part in parts]) for rank in range(rig.size)])
 
     def bcast(self, nbytes: int) -> Check:
-        """All get what one has."""
         rig, root = self._rig, int(self._rng.integers(self._rig.size))
         content = self._rng.integers(0, 256, nbytes, dtype=np.uint8)
         rig.outputs[root].bytes[:nbytes] = content
@@ -103,9 +102,10 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int) -> Non
 def run_long(
     builds: Builds, *, start: int = 0, rounds: int = 40, changes: Sequence[Change] = (), timeout_s: float = 20
 ) -> None:
-    """All-gathers into the same memory, which the next one overwrites: its owner reads it in between, in a kernel.
+    """All-gathers into the same memory, which the next one overwrites. In between a kernel of the owner reads it.
 
-    That reduces what has come into memory of its own; between two that is all that says when it may be written again.
+    The kernel reduces the data into other memory. Between two ranks nothing else tells the peer when it may write
+    again.
     """
     machine = Machine(builds, 3)
     count = 700
@@ -140,7 +140,7 @@ def test_memory_is_written_again_only_when_its_owner_has_done_with_it(builds: Bu
 
 @pytest.mark.parametrize("launch", [2**31 + 8, 2**32 - 3])
 def test_data_is_awaited_after_many_launches_that_moved_none(builds: Builds, launch: int) -> None:
-    """Barriers and packets count too: what ranks said of their data is as old as the first launch."""
+    """Barriers and packets count too: the ranks' flags of their data are as old as the first launch."""
     rig = DirectRig(Machine(builds, 3), 3 * NBYTES)
     rig.start_at(launch, moved=0)
     check = Calls(rig, np.random.default_rng(launch)).allgather(NBYTES)
@@ -163,7 +163,7 @@ def test_data_that_does_not_come_is_missed_after_many_launches_that_moved_none(b
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_the_first_launches_of_a_round_wipe_old_flags_of_packets(builds: Builds, moves: bool) -> None:
-    """Each the set of inboxes of the next launch, and nothing of the other, where packets may be coming."""
+    """Each launch wipes the set of inboxes of the next launch. It leaves the other set, where packets may be coming."""
     rig = DirectRig(Machine(builds, 3), 3 * NBYTES)
     calls = Calls(rig, np.random.default_rng(0))
     rig.start_at(2**30 - 2, moved=0)
@@ -205,7 +205,7 @@ def test_local_reductions(builds: Builds, reduction: tuple[str, str]) -> None:
 
 
 def test_a_barrier_waits_for_all(builds: Builds) -> None:
-    """A rank that comes late holds the others: what it has written before, they read afterwards."""
+    """A late rank holds the others, so that they read the data that it has written before."""
     run_with_barriers(builds)
 
 

@@ -1,4 +1,4 @@
-"""Epilogues in the kernels that reduce, and in the kernel behind them: the bits of NumPy in both."""
+"""Epilogues in the kernels that reduce, and in the kernel after them: both give NumPy's bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpicomm.mpi.span import Span
 from tests.helpers.references.reductions import dtype_named, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import bound, finished, on_rank, run_fused
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import kernel_of
 from tests.kernels.machine import CAUGHT, Machine
 
 pytest.importorskip("ml_dtypes")
@@ -39,7 +39,7 @@ AFFINE = Elementwise("v * scale + bias[i] - row[i % n]", scale=0.3, n=7, bias=BI
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_the_kernel_behind(builds: Builds, epilogue: Epilogue, dtype: str, result: str) -> None:
+def test_the_kernel_after_the_reduction(builds: Builds, epilogue: Epilogue, dtype: str, result: str) -> None:
     machine = Machine(builds, 1)
     for count, offset in ((1, 0), (4099, 0), (1001, 1)):
         whole = bound(epilogue, dtype, result, count)
@@ -58,7 +58,7 @@ def test_the_kernel_behind(builds: Builds, epilogue: Epilogue, dtype: str, resul
         machine.clear()
 
 
-def test_the_kernel_behind_a_failed_one_does_nothing(builds: Builds) -> None:
+def test_the_kernel_after_a_failed_one_does_nothing(builds: Builds) -> None:
     machine, values = Machine(builds, 1), np.ones(100, np.float32)
     machine.failed[0].bytes[:] = 1
     whole = bound(Elementwise("v + 1"), "float32", "float32", values.size)
@@ -99,13 +99,13 @@ def test_rows_are_normalised(builds: Builds, dtype: str, result: str, hidden: in
     assert np.allclose(expected.astype(np.float64), exact.ravel(), rtol=0.13, atol=1e-4)  # as float8_e5m2 rounds
 
 
-def test_the_threads_of_a_row_leave_together_where_some_see_a_failure(builds: Builds) -> None:
+def test_the_threads_of_a_row_leave_together_if_some_see_a_failure(builds: Builds) -> None:
     machine, values = Machine(builds, 1), np.ones(64, np.float32)
     epilogue, _ = on_rank(rms_norm(np.zeros(64, np.float32), np.ones(64, np.float32), 0.0), machine, 0)
     source, target = machine.place(0, values), machine.place(0, np.full(64, 7, np.float32))
     finish = CallEpilogue(bound(epilogue, "float32", "float32", values.size), target.address)
     (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
-    # Another stream reports a failure while the block begins: one thread alone sees it.
+    # Another stream reports a failure while the block begins: only one thread sees it.
     late = Change("rms_norm.cu", "load_relaxed(x.failed) == kClear", "threadIdx.x != 5")
     kernel = kernel_of(builds, launch.variant, [late])
     machine.launch(0, kernel, [launch.arguments], blocks=1, threads=launch.threads)

@@ -1,4 +1,4 @@
-"""Calls that are filled into the plans of their forms, carried out by kernels: the results are NumPy's."""
+"""Calls that are filled into the plans of their forms and carried out by kernels have NumPy's results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from mpicomm.mpi.span import Span
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Builds
-from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.kernel_calls import Calls, random_counts
+from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Machine
 from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 
 
 class FilledRig(ProgramRig):
-    """One on which each rank fills its calls into the plans of their forms."""
+    """A rig on which each rank fills its calls into the plans of their forms."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine, 16)
@@ -41,14 +41,7 @@ class FilledRig(ProgramRig):
         self._nap_us = 0
 
     def run(
-        self,
-        rank: int,
-        pattern: Pattern,
-        signature: Signature,
-        *,
-        threads: int | None = None,
-        nap_us: int = 0,
-        symmetric: bool = False,
+        self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, symmetric: bool = False
     ) -> None:
         b, operation = pattern.buffers, pattern.operation
         send, receive = _argument(b.send, b.send_blocks, b.dtype), _argument(b.output, b.blocks, b.dtype)

@@ -1,4 +1,4 @@
-"""Rows that the kernel normalises that has reduced them: the bits of the kernel behind, and mistakes that are found."""
+"""The kernel that reduces rows normalises them, with the bits of the separate kernel; mistakes are found."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 STEP_NBYTES = 256 * 16  # of a row
 SHAPES = ((1, 16), (5, 272), (2, STEP_NBYTES), (9, STEP_NBYTES + 16), (3, 3 * STEP_NBYTES - 16))
-"""Numbers of rows and their bytes: in one step or in more, which the last packets of a row fill or not."""
+"""Numbers of rows and their bytes, for one step and for more. The last packets of a row fill a step or not."""
 
 
 def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
-    """Return numbers of which sums of squares are finite."""
+    """Return numbers whose sums of squares are finite."""
     return rng.standard_normal(count).astype(dtype)
 
 
@@ -86,8 +86,8 @@ def test_no_race(watched_builds: Builds) -> None:
     run_norms(watched_builds, "float32", "float32", "float32", shapes=[*SHAPES, LONG[0]], laps=8)
 
 
-# Threads of which all but the first have no unit in every third step. With 8 laps some fences fall on such a step. On
-# every other rank, which its addresses tell, the fence of the first thread is over long before those of the others.
+# In every third step only the first thread has a unit. With 8 laps some fences fall on such a step. On every second
+# rank, which its addresses tell, the first thread's fence is over long before the other threads' fences.
 GAPS, LAPS = ((30, 2 * STEP_NBYTES + 16),), 8
 SLOW = "(overseer == 0 || (reinterpret_cast<u64>(this) >> 32) % 2 == 1 ? 0 : 1000)"
 LATER = [*LATE, Change("fences.cuh", "turn < 20;", f"turn < {SLOW};")]
@@ -139,7 +139,7 @@ def test_race_with_sums_is_seen(watched_builds: Builds, name: str) -> None:
         run_norms(watched_builds, "float32", "float32", "float32", shapes=[(40, 272)], changes=[SUMS[name]])
 
 
-# One thread of a rank sends nothing from one turn on: one thread of each other rank gives up, while the others of its
+# One thread of a rank sends nothing from one turn on. One thread of each other rank gives up, while the others of its
 # group go on to the end of the row.
 SILENT = Change(
     "packets.cu",

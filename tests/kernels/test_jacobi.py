@@ -38,7 +38,7 @@ def run(
     absent: int | None = None,
     timeout_s: float = 20,
 ) -> list[int]:
-    """Return which ranks say that another one did not come; if none does compare the heat with that of one rank."""
+    """Return the ranks that report a missing rank; if there are none, compare the heat with the heat of one rank."""
     kernel = builds.kernel(SOURCE, "relax_all", changes=changes)
     size = dims[0] * dims[1]
     machine, ranks = Machine(builds, size), range(size)
@@ -82,7 +82,7 @@ def run(
 
 
 @pytest.mark.parametrize("dims", [(1, 1), (2, 1), (1, 3), (2, 2)])
-def test_heat_is_that_of_one_rank(builds: Builds, dims: tuple[int, int]) -> None:
+def test_heat_equals_the_heat_of_one_rank(builds: Builds, dims: tuple[int, int]) -> None:
     assert run(builds, dims) == [0] * dims[0] * dims[1]
 
 

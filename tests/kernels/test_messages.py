@@ -17,7 +17,7 @@ BLOCKS = 3
 
 
 class Outboxes(WordsRig):
-    """Every rank sends words to the next rank through one place of its own memory, which is used again and again."""
+    """Every rank sends words to the next rank through one place of its memory, again and again."""
 
     def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
         super().__init__(builds, size, (), changes)
@@ -35,7 +35,7 @@ class Outboxes(WordsRig):
         words, place, ready, target = (
             each[rank].address for each in (self.words, self.places, self.ready, self.targets)
         )
-        # What the host does: the receiver of the last message is done.
+        # The host does this: the receiver of the last message is done.
         self.step(rank, following, ready=self.done[rank].address, done=self.seen[rank].address, awaits=1, taken=1)
         self.write(rank, words, number)
         self.step(rank, rank, place, words, ready=ready, sent=1, blocks=self.blocks(number), nap_us=nap_us)
@@ -47,7 +47,7 @@ class Outboxes(WordsRig):
         self.add(rank, target)
 
     def blocks(self, number: int) -> int:
-        """Return the blocks of a message: the lengths of messages with one place differ."""
+        """Return the number of blocks of a message; it differs between messages of one place."""
         return BLOCKS - number % BLOCKS
 
     def step(
@@ -104,7 +104,7 @@ def test_no_race(watched_builds: Builds) -> None:
     ],
     ids=[
         "release of ready turned relaxed", "release of done turned relaxed", "acquire turned relaxed", "no wait",
-        "no barrier behind the wait", "no barrier ahead of the release", "the word of another block",
+        "no barrier after the wait", "no barrier before the release", "the word of another block",
         "words of later messages left out",
     ],
 )  # fmt: skip

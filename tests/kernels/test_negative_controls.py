@@ -1,4 +1,4 @@
-"""Kernels that are broken on purpose, one thing each: if one of them passes, the other tests here say nothing."""
+"""Kernels with one deliberate mistake each: if one of them passes, the other tests here prove nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels.machine import CAUGHT, Machine
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-RUNS = 20  # how often a mistake may go unnoticed; few do in more than half of them
+RUNS = 20  # a mistake may go unnoticed in some runs; few mistakes do in more than half of them
 
 # Each is a race, which ThreadSanitizer sees whatever order the threads happen to run in.
 RACES = {
@@ -55,12 +55,12 @@ FAILURES = {
 def run(builds: Builds, seed: int, change: Change | None) -> None:
     """Reductions of all kinds of sizes between three ranks, past the end of the epochs.
 
-    Where all send to all, flags alone keep the ranks in step; in a scan the first rank learns of others by credit.
+    If all send to all, flags keep the ranks in step; in a scan the first rank learns of others by credit.
     """
     rng = np.random.default_rng(seed)
-    rig = ExchangeRig(Machine(builds, 3), 2, changes=[change] if change else (), timeout_s=2)
+    rig = ExchangeRig(Machine(builds, 3), 2, threads=(64, 96), changes=[change] if change else (), timeout_s=2)
     rig.start_at(2**32 - 20)
-    calls = Calls(rig, rng, threads=(64, 96), nap_us=1000)
+    calls = Calls(rig, rng, nap_us=1000)
     counts = [*rng.integers(1, 6000, 40), 60000]
     rng.shuffle(counts)
     checks = [calls.allreduce("float32", "sum", int(count)) for count in counts]

@@ -16,7 +16,7 @@ from tests.helpers.inputs.regions import layout as in_turn
 from tests.helpers.inputs.regions import region
 from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds, Change
-from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Machine
 
 _rng = np.random.default_rng(9)

@@ -1,4 +1,4 @@
-"""Packets that say themselves whether they have come, with LL flags and without any: between processes, under TSan."""
+"""Packets that tell whether they have come, with LL flags and without: between processes, and under ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROTOCOLS: list[Protocol] = ["flagged", "sentinel"]
 
 
 class SentinelCalls(Calls):
-    """Calls of which all words need escapes."""
+    """Calls whose words all need escapes."""
 
     def _bytes(self, nbytes: int) -> Array:
         return self._rng.choice(SENTINELS, -(-nbytes // 4)).astype(np.uint32).view(np.uint8)[:nbytes]
@@ -41,7 +41,7 @@ def test_every_size_at_which_something_changes(builds: Builds, protocol: Protoco
 
 
 @pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 6), (4, 10)])
-def test_ranks_of_which_one_sends_more_than_the_other(builds: Builds, size: int, laps: int) -> None:
+def test_one_rank_sends_more_than_the_other(builds: Builds, size: int, laps: int) -> None:
     for seed in range(2):
         run_uneven(builds, size, laps=laps, seed=seed)
 
@@ -96,7 +96,7 @@ def test_bytes_are_moved(builds: Builds, protocol: Protocol, nbytes: int) -> Non
 
 
 def run_escapes(builds: Builds, *, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
-    """Movements of nothing but words that need escapes."""
+    """Movements of only words that need escapes."""
     rig = PacketRig(
         Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s
     )
@@ -111,7 +111,7 @@ def run_escapes(builds: Builds, *, changes: Sequence[Change] = (), timeout_s: fl
         check()
 
 
-def test_data_of_nothing_but_what_needs_escapes(builds: Builds) -> None:
+def test_all_words_of_the_data_need_escapes(builds: Builds) -> None:
     run_escapes(builds)
 
 
@@ -143,7 +143,7 @@ def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_
     rig = PacketRig(machine, "flagged", SMALL)
     dtype, size = np.dtype(np.uint8), 3
     for rank in range(size):
-        root = min(rank, 1)  # rank 2 takes from rank 1, which agrees with it; nobody takes from rank 0
+        root = min(rank, 1)  # rank 2 takes from rank 1, which agrees with it; no rank takes from rank 0
         buffer = machine.allocate(rank, 8)
         exchanges = patterns.bcast(rank, size, dtype, Span(buffer.address, 8), root)
         rig.run(rank, exchanges, Signature("Bcast", "uint8", 8, root=root))
@@ -164,7 +164,7 @@ def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expect
     for rank in range(3):
         exchanges = patterns.alltoall(rank, 3, dtype, sends[rank], receives[rank])
         rig.run(rank, exchanges, Signature("Alltoallv", "uint8"))
-    if expected == 0:  # nobody waits for anything
+    if expected == 0:  # no rank waits
         machine.run()
         Calls(rig, np.random.default_rng(0)).allreduce("float32", "sum", 100)
     with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
@@ -182,7 +182,7 @@ def test_two_ranks_that_cut_the_same_bytes_differently_notice(builds: Builds) ->
         machine.run()
 
 
-def test_a_rank_that_gives_up_leaves_what_another_was_told_before(builds: Builds) -> None:
+def test_a_rank_that_gives_up_keeps_the_earlier_report_of_another(builds: Builds) -> None:
     machine = Machine(builds, 3)
     rig = PacketRig(machine, "flagged", SMALL)
     told = [arena.bytes[:8].view(np.uint64) for arena in rig.arenas]
@@ -191,7 +191,7 @@ def test_a_rank_that_gives_up_leaves_what_another_was_told_before(builds: Builds
     source, target = machine.allocate(0, 8), machine.allocate(0, 8)
     exchanges = patterns.allreduce(0, 3, np.dtype(np.float32), Span(source.address, 2), Span(target.address, 2), "sum")
     rig.run(0, exchanges, Signature("Allreduce", "float32", 2, "sum"))
-    with contextlib.suppress(RunFailedError):  # a block that comes late reads what another has said
+    with contextlib.suppress(RunFailedError):  # a late block reads the report of another block
         machine.run()
     assert told[1][0] >> 56 == 2
     assert told[2][0] == mismatch

@@ -1,4 +1,4 @@
-"""Whole collectives as the package carries them out: which kernels there are is its own choice, at any size."""
+"""Whole collectives of any size as the package carries them out, with the kernels that it chooses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
 
 @pytest.mark.parametrize(("size", "name"), [(2, "float32"), (3, "int32")])
 def test_collectives_without_memory_beyond_the_arena(builds: Builds, size: int, name: str) -> None:
-    """Also of messages that inboxes do not hold, of which more go one way."""
+    """Also messages that inboxes do not hold; more of them go one way."""
     rig = ProgramRig(Machine(builds, size), 16, bare=True)
     rng = np.random.default_rng(size)
     calls = Calls(rig, rng, nap_us=1000)
@@ -86,7 +86,7 @@ def test_reduce_scatter_of_parts_of_any_size(builds: Builds, name: str) -> None:
 
 @pytest.mark.parametrize("first", [100, 6000])
 def test_counts_of_a_reduce_scatter_that_differ_between_ranks_are_noticed(builds: Builds, first: int) -> None:
-    """Their sum is the same. What is sent and not taken would be left for a later call."""
+    """Their sum is the same. Data that is sent and not taken would be left for a later call."""
     rig = ProgramRig(Machine(builds, 2), 16)
     for rank, counts in enumerate(([first, 6100 - first], [6100 - first, first])):
         source = rig.machine.place(rank, np.ones(6100, np.int32))
@@ -99,7 +99,7 @@ def test_counts_of_a_reduce_scatter_that_differ_between_ranks_are_noticed(builds
 
 
 @pytest.mark.parametrize("count", [5, 3 * INBOX_NBYTES // 4])
-def test_some_ranks_alone_are_in_place_in_a_reduce_scatter(builds: Builds, count: int) -> None:
+def test_only_some_ranks_are_in_place_in_a_reduce_scatter(builds: Builds, count: int) -> None:
     rig = ProgramRig(Machine(builds, 3), 16)
     dtype, counts = np.dtype(np.int32), [0, count, 0]
     parts = [samples(dtype, count, np.random.default_rng(rank)) for rank in range(3)]

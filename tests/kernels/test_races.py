@@ -1,4 +1,4 @@
-"""Exchanges under ThreadSanitizer, which sees that nothing orders two accesses, whatever order they happened in."""
+"""Exchanges under ThreadSanitizer, which finds two accesses without an order, in whatever order they happened."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 @pytest.mark.parametrize(("size", "channels"), [(2, 2), (3, 1), (4, 2)])
 def test_no_race(watched_builds: Builds, size: int, channels: int) -> None:
     rng = np.random.default_rng(size)
-    rig = ExchangeRig(Machine(watched_builds, size), channels)
-    calls = Calls(rig, rng, threads=(64, 96), nap_us=2000)  # ThreadSanitizer knows 8000 threads at most
+    # ThreadSanitizer knows 8000 threads at most.
+    rig = ExchangeRig(Machine(watched_builds, size), channels, threads=(64, 96))
+    calls = Calls(rig, rng, nap_us=2000)
     slots_nbytes = channels * rig.layout.slot_nbytes
     sizes = sizes_around(16, CHANNEL_NBYTES, slots_nbytes, 3 * slots_nbytes)
     checks = [calls.alltoallv(random_counts(rng, size, sizes)) for _ in range(8)]

@@ -1,4 +1,4 @@
-"""The ring all-reduce through exchange.cu between processes: the bits are those of its order."""
+"""The ring all-reduce through exchange.cu between processes has the bits of the ring's order."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CHANNELS = 2
 def ring_allreduce(
     rig: ExchangeRig, rng: np.random.Generator, name: str, op: str, count: int, *, in_place: bool
 ) -> Check:
-    """Enqueue it on all ranks, one of which may be late; return the check of all results."""
+    """Enqueue it on all ranks, one of them perhaps late; return the check of all results."""
     dtype, ranks = dtype_named(name), range(rig.size)
     parts = [samples(dtype, count, rng) for _ in ranks]
-    offsets = rng.choice((0, dtype.itemsize), (2, rig.size))  # aligned to packets, or to elements alone
+    offsets = rng.choice((0, dtype.itemsize), (2, rig.size))  # aligned to packets, or only to elements
     sources = [rig.machine.place(rank, parts[rank], offset=int(offsets[0, rank])) for rank in ranks]
     targets = sources
     if not in_place:
@@ -53,7 +53,7 @@ def ring_allreduce(
 def test_every_size_at_which_something_changes(builds: Builds, size: int, in_place: bool) -> None:
     rng = np.random.default_rng([size, in_place])
     rig = ExchangeRig(Machine(builds, size), CHANNELS)
-    # Of all, and of a shard.
+    # The bytes of the whole array, and of a shard.
     limits = [128, CHANNEL_NBYTES, CHANNELS * CHANNEL_NBYTES, CHANNELS * rig.layout.slot_nbytes]
     counts = sizes_around(4 * size, *limits, *(size * limit for limit in limits), itemsize=4)
     checks = [ring_allreduce(rig, rng, "float32", "sum", count, in_place=in_place) for count in counts]

@@ -1,4 +1,4 @@
-"""Messages in the order of streams: random ones between all ranks, races, ranks that depend on each other, mistakes."""
+"""Messages in the order of streams: random messages, races, ranks that depend on each other, mistakes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.kernels.machine import CAUGHT, Array, Place, RunFailedError
 from tests.kernels.sendrecv_rig import SendrecvRig
 
 CHANNELS = 2
-FITS_NBYTES = CHANNELS * SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES // 2  # into the slots, beside another one of these
+FITS_NBYTES = CHANNELS * SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES // 2  # fits into the slots, beside another one
 LIMITS = (16, CHANNEL_NBYTES, CHANNELS * CHANNEL_NBYTES, CHANNELS * SENDRECV_SLOT_NBYTES, 2 * FITS_NBYTES)
 
 
 def random_round(
     rig: SendrecvRig, rng: np.random.Generator, sizes: list[int], blocks: Sequence[int]
 ) -> Callable[[], None]:
-    """Enqueue messages from some ranks to some, itself too, each sending and receiving one at most; return a check.
+    """Enqueue messages between random ranks; return a check. Each rank sends one at most, perhaps to itself.
 
     ``blocks`` are the sizes of blocks to choose from, 0 being the package's.
     """
@@ -41,7 +41,8 @@ def random_round(
         arrived.append((rig.machine.allocate(target, content.size, offset=int(rng.integers(20))), content))
         sent[source] = rig.message(target, out, tag)
         received[target] = rig.message(source, arrived[-1][0], None if rng.integers(2) else tag)
-    # One that fits into the slots may be sent before its receiver comes: then nobody has to do both at once.
+    # A message that fits into the slots may be sent before its receiver comes. Then no rank must send and receive at
+    # once.
     apart = all(message.span.count <= FITS_NBYTES for message in sent.values()) and bool(rng.integers(2))
     for rank in range(rig.size):
         threads, nap_us = int(rng.choice(blocks)) or None, int(rng.choice((0, 0, 800)))
@@ -60,7 +61,7 @@ def random_round(
 
 def play(builds: Builds, size: int, rounds: int, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
     rng = np.random.default_rng([size, seed])
-    # ThreadSanitizer makes everything slow; without it what waits for two seconds waits for ever.
+    # ThreadSanitizer makes everything slow. Without it a wait of two seconds is a wait for ever.
     rig = SendrecvRig(builds, size, CHANNELS, changes=changes, timeout_s=20 if builds.sanitize else 2)
     rig.start_at(2**32 - 3)
     blocks = (64, 96) if builds.sanitize else (0, 64, 512)  # each thread more takes ThreadSanitizer a while
@@ -92,7 +93,7 @@ def test_both_sides_count_alike(builds: Builds) -> None:
     assert rig.epoch(1, 0, sent=True) == rig.epoch(0, 1, sent=False) == 0
 
 
-def test_what_is_sent_does_not_wait_for_what_is_received(builds: Builds) -> None:
+def test_a_send_does_not_wait_for_a_receive(builds: Builds) -> None:
     """Rank 0 sends much to 1 and receives at the same time from 2, which sends once 1 has got all of it."""
     rng = np.random.default_rng(2)
     rig = SendrecvRig(builds, 3, 1)

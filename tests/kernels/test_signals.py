@@ -16,7 +16,7 @@ ROUNDS = 40
 
 
 class Ring(WordsRig):
-    """Every rank writes into the next rank's memory, signals, waits for the one before, adds up, and signals back."""
+    """Every rank writes into the next rank's memory, signals, waits for the rank before, adds up, and signals back."""
 
     def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = ()) -> None:
         super().__init__(builds, size, ("mpicomm_signal", "mpicomm_wait_signal"), changes)

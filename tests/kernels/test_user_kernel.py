@@ -20,7 +20,7 @@ CALLS = 60
 def run(
     builds: Builds, size: int, changes: Sequence[Change] = (), *, absent: int | None = None, timeout_s: float = 20
 ) -> list[int]:
-    """Return what the ranks say of others that did not come; all of them compare their sums."""
+    """Return the ranks' reports of missing ranks; all ranks compare their sums."""
     kernel = builds.kernel(SOURCE, "ring_sum", changes=changes)
     machine, ranks, count = Machine(builds, size), range(size), 300
     rng = np.random.default_rng(size)
@@ -79,7 +79,7 @@ def test_no_race(watched_builds: Builds, size: int) -> None:
         Change("include/mpicomm/flags.cuh", "return group.all(", "return ("),
         Change("ring_sum.cu", "call % 2 * size", "0 * size"),
     ],
-    ids=["release turned relaxed", "acquire turned relaxed", "signal early", "wait alone", "one buffer"],
+    ids=["release turned relaxed", "acquire turned relaxed", "signal early", "only a wait", "one buffer"],
 )
 def test_race_is_seen(watched_builds: Builds, change: Change) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):

@@ -1,4 +1,4 @@
-"""Kernels that write words into memory and add them up, around the kernels of signal.cu that say when."""
+"""Kernels that write words into memory and add them up, around the kernels of signal.cu that order them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = 500
 
 
 class WordsRig:
-    """Words of every rank, and what it has added up of words that a neighbour has written; subclasses say whose."""
+    """Words of every rank, and the sum of words that a neighbour has written; subclasses choose the neighbour."""
 
     def __init__(self, builds: Builds, size: int, names: Sequence[str], changes: Sequence[Change] = ()) -> None:
         self.machine = Machine(builds, size)

@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _devices(config: pytest.Config) -> list[str]:
-    """What every rank can run on; collective at its first call."""
+    """Return the devices that every rank has; collective at its first call."""
     if DEVICES not in config.stash:
         mine = _has_gpu()
         everyone = config.stash[AGREEMENT].allgather(mine) if AGREEMENT in config.stash else [mine]
@@ -67,7 +67,7 @@ def comm(device: str) -> Iterator[mpicomm.Communicator]:
 
 @pytest.fixture(scope="module")
 def host_comm() -> Iterator[mpicomm.Communicator]:
-    """As `comm`, for tests of the host alone."""
+    """As `comm`, for tests of only the host."""
     with shared_by_tests("cpu") as shared:
         yield shared
 
@@ -83,14 +83,14 @@ def shared_by_tests(device: str) -> Iterator[mpicomm.Communicator]:
 
 @pytest.fixture
 def own_comm(device: str) -> Iterator[mpicomm.Communicator]:
-    """One for a test that breaks it, or measures what it takes."""
+    """A communicator for a test that breaks it, or measures its resources."""
     with communicator(device) as own:
         yield own
 
 
 @pytest.fixture(scope="module")
 def parent() -> Iterator[mpicomm.Communicator]:
-    """A communicator on the host, whose duplicates `rig` takes for some on GPUs."""
+    """A communicator on the host; `rig` takes its duplicates for communicators on GPUs."""
     if MPI.COMM_WORLD.size == 1:
         pytest.skip("a rank that sends to itself before it receives waits for ever in some MPIs")
     with communicator("cpu") as comm:

@@ -16,7 +16,7 @@ def backend(no_leaks: None) -> HostBackend:
 
 @pytest.fixture
 def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the exchanges say of strangers."""
+    """The log lines of exchanges about strangers."""
     lines: list[str] = []
     monkeypatch.setattr(fd_exchange.logger, "warning", lines.append)
     return lines

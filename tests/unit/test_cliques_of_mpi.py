@@ -68,7 +68,7 @@ if world.rank == 0:
 
 
 @pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="only MPICH has the variable")
-def test_calls_give_what_mpi4py_gives(tmp_path: Path) -> None:
+def test_calls_give_the_results_of_mpi4py(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     result = run_job(3, str(program), MPIR_CVAR_NUM_CLIQUES="2")

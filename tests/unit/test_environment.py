@@ -87,7 +87,7 @@ def test_handle_argument_wins(monkeypatch: pytest.MonkeyPatch, text: str) -> Non
     assert environment.handle("ipc") == "ipc"
 
 
-def test_timeout_is_the_default_where_nothing_says_otherwise() -> None:
+def test_timeout_is_the_default_if_nothing_says_otherwise() -> None:
     assert environment.timeout_s(None) == environment.DEFAULT_TIMEOUT_S == 30.0
 
 
@@ -201,10 +201,15 @@ def test_internode(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert environment.internode() == name
 
 
+def test_internode_by_its_alias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOMM_INTERNODE", "staged")
+    assert environment.internode() == "pinned"
+
+
 @pytest.mark.parametrize("name", ["", "NCCL", "ucx", "nccl,mpi"])
 def test_internode_that_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("MPICOMM_INTERNODE", name)
-    expected = re.escape(f"MPICOMM_INTERNODE={name!r}: use mapped, nccl, mpi, staged or auto")
+    expected = re.escape(f"MPICOMM_INTERNODE={name!r}: use mapped, nccl, mpi, pinned or auto")
     with pytest.raises(InvalidUsageError, match=expected):
         environment.internode()
 

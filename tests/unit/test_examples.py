@@ -28,7 +28,7 @@ CHANGED = {
 
 @functools.cache
 def said(nprocs: int) -> dict[str, str]:
-    """What the programs print on so many ranks, by their names; "original" is the stock program without mpicomm."""
+    """Return the programs' output on so many ranks, by their names; "original" is the stock program without mpicomm."""
     source = STOCK.read_text()
     for line, was in CHANGED.items():
         assert source.count(line) == 1
@@ -46,13 +46,13 @@ def said(nprocs: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
-def test_stock_program_gives_what_mpi4py_gives(nprocs: int) -> None:
+def test_stock_program_gives_the_results_of_mpi4py(nprocs: int) -> None:
     for name in ("stock_mpi4py", "original"):
         assert said(nprocs)[name].startswith(f"{nprocs} ranks: eigenvalue 1.000000000 after ")
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
-def test_halo_exchange_computes_what_one_rank_computes(nprocs: int) -> None:
+def test_halo_exchange_computes_the_results_of_one_rank(nprocs: int) -> None:
     grid = " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))
     assert said(nprocs)["halo_exchange"].startswith(f"{grid} ranks: steps of ")
     assert said(nprocs)["halo_exchange"].endswith(" the same heat as one rank computes\n")
@@ -65,7 +65,7 @@ def test_the_list_of_examples_names_all_programs() -> None:
 
 @pytest.mark.parametrize("nprocs", [2, 4])
 @pytest.mark.parametrize("name", COMPARED)
-def test_ranks_compute_what_one_rank_computes(name: str, nprocs: int) -> None:
+def test_ranks_compute_the_results_of_one_rank(name: str, nprocs: int) -> None:
     output = said(nprocs)[name]
     assert re.match(COMPARED[name].format(nprocs=nprocs, consumers=nprocs - 1), output), output
     assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", output), output
@@ -90,7 +90,7 @@ BROKEN: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def test_programs_find_what_is_wrong(tmp_path: Path) -> None:
+def test_programs_find_wrong_results(tmp_path: Path) -> None:
     programs = []
     for mistake, (name, changes) in BROKEN.items():
         source = (ROOT / f"examples/{name}.py").read_text()
@@ -112,7 +112,7 @@ def test_a_picture_without_matplotlib_is_refused(name: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn has the digits")
-def test_matplotlib_is_for_pictures_alone(tmp_path: Path) -> None:
+def test_matplotlib_is_only_for_pictures(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('none here')")
     program = str(ROOT / "examples/train_cupy.py")
     result = run_job(1, program, "--epochs=1", PYTHONPATH=f"{tmp_path}:{ROOT}", MPICOMM_DEVICE="cpu")

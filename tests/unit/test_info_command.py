@@ -35,7 +35,7 @@ def test_json_is_one_complete_object() -> None:
         assert info["links"][rank]["path"] == "self"
         assert info["links"][1 - rank]["path"] == "host memory"
         held = {use["purpose"]: (use["device_nbytes"], use["host_nbytes"] > 0) for use in info["memory"]}
-        assert held == dict.fromkeys(("signal pads", "call call log", "host arena"), (0, True))
+        assert held == dict.fromkeys(("signal pads", "call log", "host arena"), (0, True))
     assert found["first_calls"] == "work"
     assert found["versions"]["mpicomm"] == mpicomm.__version__
     assert found["versions"]["numpy"] == np.__version__
@@ -63,7 +63,7 @@ def test_memory_of_gpus_and_of_the_host_is_shown_apart() -> None:
     assert "collectives: arena │ device: 44,032 KiB, host: 4 KiB" in captured.get()
 
 
-def test_paths_show_what_they_carry() -> None:
+def test_paths_show_their_bandwidth() -> None:
     found = json.loads(run_job(2, *INFO, "--json", "-").stdout)
     assert found["ranks"][1]["links"][0]["gb_s"] is None
     found["ranks"][0]["links"][1].update(path="NVLink", gb_s=478.116)
@@ -91,7 +91,7 @@ class FakeInfo:
 
 
 class FakeLibrary:
-    """An MPI library that has those query functions whose answers are given."""
+    """An MPI library that has the query functions whose answers are given."""
 
     _name = "libmpi.so.12"
 

@@ -14,7 +14,7 @@ from tests.helpers.faults.interrupts import interrupts_raise
 
 @pytest.fixture(autouse=True)
 def _default_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
@@ -66,7 +66,7 @@ def test_the_users_handler_is_called() -> None:
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_what_is_no_handler_of_pythons_is_left_alone(handler: signal.Handlers) -> None:
+def test_handlers_that_are_not_pythons_stay(handler: signal.Handlers) -> None:
     signal.signal(signal.SIGINT, handler)
     try:
         with uninterrupted():

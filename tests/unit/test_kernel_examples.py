@@ -15,7 +15,7 @@ EDGES = "[before, counts, displacements, {}]"
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
-def test_heat_is_that_of_one_rank_in_every_way(nprocs: int) -> None:
+def test_heat_equals_the_heat_of_one_rank_in_every_way(nprocs: int) -> None:
     result = run_job(nprocs, str(JACOBI), MPICOMM_DEVICE="cpu")
     assert (result.returncode, result.stderr) == (0, "")
     grid = " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))

@@ -18,7 +18,7 @@ import mpicomm
 
 ROOT = Path(mpicomm.__file__).parents[1]
 
-# The rooms, lowest first: a room imports from the rows above its own. A module that is named here is a room of its own.
+# The rooms, lowest first: a room imports from the rows above its own. A module that is named here is a separate room.
 ROOMS = [
     {"errors", "sizes"},
     {"environment", "waiting", "interrupts"},
@@ -77,7 +77,7 @@ MODULES = sorted(
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The dotted names that a module imports, those in functions and for type checkers alone too."""
+    """The dotted names that a module imports, also in functions and only for type checkers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -148,6 +148,16 @@ def test_no_modules_import_each_other() -> None:
         graph[own] = {known for name in found for known in (name, name.rpartition(".")[0]) if known in names} - {own}
     # It raises CycleError with the modules of a circle.
     assert set(graphlib.TopologicalSorter(graph).static_order()) == names
+
+
+def test_the_document_of_rooms_has_this_order() -> None:
+    docs = ROOT / "mpicomm/docs"
+    table = (docs / "architecture.md").read_text().split("| room |")[1].split("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])]
+    drawn = [name for name in re.findall(r">([\w.]+)</text>", (docs / "rooms.svg").read_text()) if name in ROOM]
+    for names in (named, drawn):
+        assert sorted(names) == sorted(ROOM)
+        assert names == sorted(names, key=lambda name: -ROOM[name]), "a room stands above one that may import it"
 
 
 def test_import_loads_nothing_heavy() -> None:

@@ -25,7 +25,7 @@ log.logger.log(log.TRACE, "a trace")
 
 
 def run(code: str, **variables: str) -> tuple[int, str]:
-    """Run Python code; return its pid and what it wrote to stderr."""
+    """Run Python code; return its pid and its output on stderr."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MPICOMM_")}
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=environment | variables, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Jobs that leave communicators behind end at once, with the right exit code, and without noise."""
+"""Jobs that do not free their communicators end at once, with the right exit code, and without noise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ comm.Barrier()
 
 
 def files() -> set[str]:
-    """The files in /dev/shm, without those of MPI and of other tests."""
+    """The files in /dev/shm, without the files of MPI and of other tests."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(NOT_MADE_HERE)}
 
 
@@ -54,6 +54,7 @@ ENDS = {
     "Finalize, collected": "MPI.Finalize(); del comm, child, array, of_child, event, view; gc.collect()",
     "communicator collected": "del comm, child; gc.collect(); array.local[:] = 2; assert of_child.peer(1)[0] == 0",
     "arrays collected": "del array, of_child, event; gc.collect(); comm.zeros(3)",
+    "kept by other modules": "MPI.kept = comm.Dup(); sys.kept = comm.Split()",  # which end later than mpicomm
     "all collected": "del comm, child, array, of_child, event; gc.collect(); assert view[0] in (0, 1)",
     "error caught": """
 try:
@@ -116,7 +117,7 @@ def test_error_of_all_ranks_ends_the_job(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_did_not_come_keeps_nobody_from_ending(rank: int) -> None:
+def test_rank_that_did_not_come_keeps_no_rank_from_ending(rank: int) -> None:
     require_end(f"""
 impatient = mpicomm.Communicator(device="cpu", timeout_s=0.5)
 impatient.zeros(3)
@@ -147,7 +148,7 @@ else:
     assert time.monotonic() - start < 15
 
 
-def test_forked_process_is_refused_and_leaves_its_parent_alone() -> None:
+def test_forked_process_is_refused_and_its_parent_goes_on() -> None:
     code = """
 import atexit
 reduce()
@@ -189,10 +190,10 @@ unused.zeros(1)
 for each in (unused, child, comm):
     each.Free()
 """
-    # MPI has a thread of its own, beside which Python 3.12 warns of every fork.
+    # MPI has a thread, and Python 3.12 warns of every fork beside a thread.
     require_end(code, 0, "-W", "ignore:This process:DeprecationWarning")
 
 
-def test_import_alone_ends_at_once() -> None:
+def test_a_program_that_only_imports_ends_at_once() -> None:
     result = run_job(1, "-c", "import mpicomm")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -255,7 +255,7 @@ if RANK == 1:
 """
     start = time.monotonic()
     job = run_changed(3, code)
-    assert time.monotonic() - start < 10  # mostly the start of Python; a rank that waits would take 30 s
+    assert time.monotonic() - start < 10  # the start of Python takes most of it; a rank that waits would take 30 s
     assert job.returncode != 0
     assert "# OK" not in job.stdout
     assert "# FAILED" not in job.stdout
@@ -304,7 +304,7 @@ def test_an_interrupt_is_quiet(nprocs: int) -> None:
     assert "mpicomm" not in stderr
 
 
-def test_time_is_that_of_one_iteration(run_changed: Job) -> None:
+def test_time_is_one_iteration(run_changed: Job) -> None:
     code = """
 import time
 put = SymmetricArray.put

@@ -1,4 +1,4 @@
-"""`python -m mpicomm PROGRAM`: programs that know mpi4py alone."""
+"""`python -m mpicomm PROGRAM`: programs that know only mpi4py."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ send.Free()
     run(tmp_path, program)
 
 
-def test_device_memory_in_what_is_mpis_alone(tmp_path: Path) -> None:
+def test_device_memory_in_calls_that_only_mpi_has(tmp_path: Path) -> None:
     program = """
 import mpicomm
 from tests.helpers.fakes import fake_driver
@@ -164,7 +164,8 @@ request.wait()
 
 
 DEVICE = """
-from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.message_rigs import take_for_gpu
 gpu = take_for_gpu(MPI.COMM_WORLD)
 def of(*values):
     return DeviceArray(gpu, np.array(values, np.int32))

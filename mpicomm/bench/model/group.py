@@ -1,4 +1,4 @@
-"""The measured times of one group of ranks, from results that ``python -m mpicomm.bench`` has written."""
+"""The measured times of one peer domain, from results that ``python -m mpicomm.bench`` has written."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class DomainTimes:
             for name, stand_in in STAND_INS.items()
             if name not in self.own and stand_in in self.own
         )
-        return [f"measured in one group of {self.ranks} ranks: {', '.join(measured)}", *taken]
+        return [f"measured in one peer domain of {self.ranks} ranks: {', '.join(measured)}", *taken]
 
 
 def _find(table: Mapping[str, MeasuredTimes], collective: str) -> MeasuredTimes | None:
@@ -101,7 +101,7 @@ def _find(table: Mapping[str, MeasuredTimes], collective: str) -> MeasuredTimes 
 
 
 def read_group(files: Sequence[Path]) -> DomainTimes:
-    """Read results of one group.
+    """Read results of one peer domain.
 
     Raises `InvalidUsageError` for files without results, or with results that do not fit.
     """

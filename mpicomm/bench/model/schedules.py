@@ -190,6 +190,6 @@ def predict(system: System, collective: str, nbytes: float) -> Prediction:
     if collective not in SCHEDULES:
         raise InvalidUsageError(f"--model has no schedule of {collective}: use one of {', '.join(SCHEDULES)}")
     if system.groups == 1:
-        return Prediction(system.group.us(collective, nbytes), "one group")
+        return Prediction(system.group.us(collective, nbytes), "one peer domain")
     found = [Prediction(time_us(system, nbytes), name) for name, time_us in SCHEDULES[collective].items()]
     return min(found, key=lambda prediction: prediction.time_us)

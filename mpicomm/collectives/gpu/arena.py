@@ -1,4 +1,4 @@
-"""DeviceArena: the memory that each rank of a communicator opens to the kernels of the others."""
+"""DeviceArena: the memory that each rank of a communicator opens to the kernels of its peers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PURPOSE = "collectives: arena"
 
 
 class NoMemoryError(HandleError):
-    """The ranks could not set up memory that a call needs; raised on all of them."""
+    """The ranks could not set up memory that a call needs; raised on all ranks."""
 
 
 class OverBoundError(NoMemoryError, InvalidUsageError):
@@ -28,9 +28,9 @@ class OverBoundError(NoMemoryError, InvalidUsageError):
 
 
 class DeviceArena:
-    """Every rank's arena, and the regions that calls have asked for. Construction is collective, as ``share`` is.
+    """Every rank's arena, and the regions that calls have requested. Construction is collective, as ``share`` is.
 
-    A region lives until the communicator is freed, because a captured graph may go on using it. All regions of a rank
+    A region lives until the communicator is freed, because a captured graph may still use it. All regions of a rank
     together take at most ``most_nbytes``.
     """
 
@@ -51,16 +51,17 @@ class DeviceArena:
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
         """The inboxes of the sentinel protocol."""
         self.any_length = self.sentinels
-        """The inboxes for messages whose length only two ranks know. All ranks change them behind the same call."""
+        """The inboxes for messages with a length that only two ranks know. All ranks change them after the same
+        call."""
 
     def has(self, request: Request) -> bool:
-        """Return whether there is a region that a request fits into. Local, the same on all ranks."""
+        """Return whether a request fits into a region. Local, the same on all ranks."""
         return self._find(request) is not None
 
     def require_room(self, request: Request) -> None:
-        """Raise `OverBoundError` where a new region would exceed the bound. Local, the same on all ranks.
+        """Raise `OverBoundError` if a new region would exceed the bound. Local, the same on all ranks.
 
-        All ranks agree without a word, because they have the same bound and have set up the same regions.
+        All ranks agree without communication, because they have the same bound and the same regions.
         """
         if self._most_nbytes is None:
             return
@@ -79,7 +80,7 @@ class DeviceArena:
             end += request.slots_nbytes
         allocate = partial(self._allocate, request.nbytes, words_nbytes, end)
         try:
-            # A thread that captures a graph may not allocate and wait otherwise.
+            # Only within `loading` may a thread that captures a graph allocate and wait.
             with self._backend.loading():
                 segments = share(self._node, self._backend, request.what, allocate, lambda: request.nbytes)
         except HandleError as error:
@@ -93,10 +94,10 @@ class DeviceArena:
         return ArenaRegion(self._pointers(self._regions[found]), found.slots_nbytes)
 
     def abort(self) -> None:
-        """Let kernels of all ranks give up, as a kernel does that finds a rank in another call. Local, blocking."""
+        """Let the kernels of all ranks give up, as if a kernel had found a rank in another call. Local, blocking."""
         # Pairs with the loads of the abort word in is_healthy and Patience: without it kernels would wait until their
-        # time is up. One byte is enough, because kernels look whether the word is zero. A report that the byte
-        # overwrites loses its operation alone.
+        # time is up. One byte is enough, because kernels only check whether the word is zero. A report that this byte
+        # overwrites loses only its operation.
         for pointer in self.pointers:
             self._backend.fill(pointer + ABORT_OPERATION, 1, MISMATCH)
 
@@ -117,7 +118,7 @@ class DeviceArena:
             segments.close_own()
 
     def _find(self, request: Request) -> Request | None:
-        # The same on all ranks, because all ranks have set up every region together.
+        # All ranks find the same region, because they have set up every region together.
         fitting = [
             each
             for each in self._regions
@@ -129,8 +130,8 @@ class DeviceArena:
     def _allocate(self, nbytes: int, begin: int, end: int) -> Segment:
         """Return memory that holds `ABSENT` from offset ``begin`` to ``end``, and zeros elsewhere.
 
-        It is filled before the exchange that tells the peers of it, because filling it later could wipe out the first
-        data that a peer stores there.
+        This rank fills the memory before it exports it to the peers. A later fill could wipe out the first data that a
+        peer stores there.
         """
         segment = self._backend.allocate(self._kind, nbytes)
         self._backend.fill(segment.pointer, begin, 0)

@@ -1,4 +1,4 @@
-"""The table of algorithms that is built in, measured on H200s, and the same table scaled to other links."""
+"""The built-in table of algorithms, measured on H200s, and the same table scaled to other links."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from mpicomm.collectives.gpu.tuning import KIB, MIB, Row, Tuning, kind_of
 
 _LINK_GB_S = 478.0
-"""What the links of an H200 carry each way: 18 NVLinks of 26.6 GB/s."""
+"""The speed of an H200's links each way: 18 NVLinks of 26.6 GB/s."""
 
 
 def _row(operation: str, size: int, *changes: tuple[int, str], registered: bool = False) -> Row:
@@ -15,7 +15,7 @@ def _row(operation: str, size: int, *changes: tuple[int, str], registered: bool 
 
 
 def _allreduce(copies_from: dict[int, int], *, registered: bool = False) -> list[Row]:
-    # Rows of two ranks have no "two_shot", because one hop between two ranks moves no more bytes than two hops.
+    # Rows for two ranks have no "two_shot", because one hop between two ranks moves no more bytes than two hops.
     two_hops = {3: 384, 4: 256, 6: 152, 8: 176}
     return [
         _row(
@@ -32,10 +32,9 @@ def _allreduce(copies_from: dict[int, int], *, registered: bool = False) -> list
 _ROWS = (
     *_allreduce({2: 240, 3: 192, 4: 176, 6: 160, 8: 192}),
     *_allreduce({2: 112, 3: 112, 4: 112, 6: 96, 8: 120}, registered=True),
-    # Between 4 ranks a chain wins from 384 KiB on where call follows call. But a call takes 2 us for each rank on its
-    # way, so a single call by a chain ends as soon as one by two hops only from 2 MiB on. The bound lies in between,
-    # where one kind of use loses as much as the other gains. For 6 and 8 ranks the bound of the chain is computed from
-    # these times.
+    # Between 4 ranks a chain wins from 384 KiB on if call follows call. A chain adds 2 us for each rank on its way. So
+    # a single call by a chain is as fast as two hops only from 2 MiB on. The bound lies in between, where one use loses
+    # as much as the other gains. For 6 and 8 ranks the bound of the chain is computed from these times.
     _row("Bcast", 3, (896 * KIB, "chain")),
     _row("Bcast", 4, (576 * KIB, "chain")),
     _row("Bcast", 6, (448 * KIB, "two_shot"), (1280 * KIB, "chain")),
@@ -74,8 +73,8 @@ BUILT_IN = Tuning("built in, measured on H200s", _ROWS, "NVIDIA H200")
 def scaled(link_gb_s: float) -> Tuning:
     """Return the table for links that carry ``link_gb_s`` each way.
 
-    The model: an algorithm costs more than another at first because of launches and barriers, which take as long on any
-    GPU; it saves time on the links. So bounds grow with the speed of the links.
+    The model: an algorithm for large messages has more launches and barriers, which take the same time on any GPU, and
+    saves time on the links. So bounds grow with the speed of the links.
     """
     speed = link_gb_s / _LINK_GB_S
     rows = tuple(

@@ -1,7 +1,7 @@
 """Which algorithm carries out a collective call on GPUs: one choice per call, the same on all ranks.
 
-`choose` is a pure function of the call, the table and the node. `Preparation` asks it, sets up the memory that the
-algorithm needs, and returns the steps of this rank.
+`choose` is a pure function of the call, the table and the node. `Preparation` calls it, sets up the memory that the
+algorithm needs, and returns this rank's steps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from mpicomm.log import logger
 
 
 def choose(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> Algorithm:
-    """Return the algorithm for a call: the one that was ``asked`` for, or with "auto" the fastest by the table. Local.
+    """Return the algorithm for a call: the algorithm ``asked``, or with "auto" the fastest by the table. Local.
 
-    Raises `InvalidUsageError` with the algorithm's reason where it was asked for and cannot carry out the call.
+    Raises `InvalidUsageError` with the algorithm's reason if the caller named an algorithm that cannot carry out the
+    call.
     """
     name = asked
     if asked == "auto":
@@ -44,8 +45,8 @@ def choose(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> Algorithm:
 
 
 def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]:
-    """Return the first algorithm of that name that accepts the call, or None and why the last one does not."""
-    reason = "no algorithm of that name is for it"
+    """Return the first algorithm of that name that accepts the call; else None and the last algorithm's reason."""
+    reason = "the collective has no algorithm of that name"
     for algorithm in ALGORITHMS:
         if algorithm.name == name and algorithm.serves(call.operation):
             refusal = algorithm.accepts(call, node)
@@ -56,29 +57,29 @@ def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]
 
 
 class AlgorithmChoice(NamedTuple):
-    """The algorithm of a call in words, for records of calls."""
+    """The algorithm of a call, as text for records of calls."""
 
     algorithm: str = ""
     why: str = ""
     slow: str = ""
-    """Why the call takes a slow way; "" for calls that do not."""
+    """Why the call takes a slow way; "" if it does not."""
 
 
 NO_CHOICE = AlgorithmChoice()
-"""For plans that are parts of calls."""
+"""The choice of plans that are parts of calls."""
 
 
 class Prepared(NamedTuple):
-    """The part of this rank in a call."""
+    """This rank's part of a call."""
 
     text: str
-    """The call in words."""
+    """The text of the call, for errors."""
     steps: list[Step]
     choice: AlgorithmChoice
 
 
 def _reason(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> str:
-    """Return why `choose` takes the algorithm that it takes."""
+    """Return the reason for the choice of `choose`, as text."""
     if asked != "auto":
         return f'algorithm="{asked}"'
     if node.size == 1 or call.nbytes == 0:
@@ -89,7 +90,7 @@ def _reason(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> str:
 
 
 class Preparation:
-    """Chooses an algorithm for each call and sets up its memory. Local but for a set-up, in which all ranks meet."""
+    """Chooses an algorithm for each call and sets up its memory. Local, except that all ranks meet in a set-up."""
 
     def __init__(
         self,
@@ -104,11 +105,11 @@ class Preparation:
         self._arena = arena
         self._call_log = call_log
         self._calls = calls
-        self._refused: dict[str, tuple[int, NoMemoryError]] = {}  # by purpose: the least memory that was refused
+        self._refused: dict[str, tuple[int, NoMemoryError]] = {}  # by purpose: the smallest request that failed
 
     def steps(self, call: GpuCall, asked: str) -> Prepared:
         """Return this rank's steps of a call; see `DeviceEngine.prepare`."""
-        _ = call.reduction  # it raises here where it is not defined, before the other ranks are told of the call
+        _ = call.reduction  # an undefined reduction raises here, before the call log gets the call
         table = self._tuning
         algorithm = choose(call, asked, table, self._node)
         why, slow = _reason(call, asked, table, self._node), ""
@@ -116,10 +117,11 @@ class Preparation:
             requests = algorithm.memory(call, self._node)
             text = call.text(into_memory=algorithm.into_memory)
             try:
-                # Before the call log is told, because a rank that keeps the plan of another algorithm never comes here.
+                # This check comes before the post, because a rank that has kept another algorithm's plan never comes
+                # here.
                 for request in requests:
                     self._require_possible(request)
-                self._call_log.post(text)  # before this rank waits for others, which may be in another call
+                self._call_log.post(text)  # before this rank waits for ranks that may be in another call
                 for request in requests:
                     self.provide(request)
                 steps = [*algorithm.plan(call, self._node), *self._finish(call, algorithm)]
@@ -130,9 +132,9 @@ class Preparation:
                     raise
                 for request in requests:
                     self._remember_refusal(request, error)
-                slow = f"for want of memory for {algorithm.name!r}: {error}"
+                slow = f"memory is short for {algorithm.name!r}: {error}"
                 if in_inboxes:
-                    _warn_of_memory(call.operation.name, "in the inboxes of the arena alone", str(error))
+                    _warn_of_memory(call.operation.name, "only in the inboxes of the arena", str(error))
                     algorithm = ANY_LENGTH
                 else:
                     _warn_of_memory(call.operation.name, f"without algorithm {algorithm.name!r}", str(error))
@@ -147,7 +149,7 @@ class Preparation:
         return finish_launches(call.epilogue, call.buffers.output, node.team.faults, node.multiprocessors)
 
     def provide(self, request: Request) -> None:
-        """Set up memory for a request where there is none. Collective then, else local. Raises `NoMemoryError`."""
+        """Set up memory for a request, unless there is some. A set-up is collective. Raises `NoMemoryError`."""
         if not self._arena.has(request):
             self._arena.require_room(request)
             self._calls.require_same()
@@ -156,7 +158,7 @@ class Preparation:
     def enlarge_inboxes(self, call: object, longest_nbytes: int) -> bool:
         """Set up larger inboxes for messages of any length if messages of ``longest_nbytes`` are then faster.
 
-        Return whether the inboxes have changed: collective then, else local. A warning names the ``call``.
+        Return whether the inboxes have changed. A change is collective. A warning names the ``call``.
         """
         for request in larger_inboxes(self._node, longest_nbytes):
             try:
@@ -171,10 +173,10 @@ class Preparation:
         return False
 
     def _require_possible(self, request: Request) -> None:
-        """Raise `NoMemoryError` where such memory exceeds the bound or was refused before. Local, on all ranks alike.
+        """Raise `NoMemoryError` if such memory exceeds the bound or failed before. Local, alike on all ranks.
 
-        The ranks never try again what was refused, because a rank that has kept the plan of another algorithm, for a
-        call that it repeats, would not come to the set-up.
+        The ranks never try a failed request again. A rank that repeats a call may have kept another algorithm's plan,
+        and would not come to the set-up.
         """
         if self._arena.has(request):
             return
@@ -190,4 +192,4 @@ class Preparation:
 
 @lru_cache
 def _warn_of_memory(operation: str, way: str, reason: str) -> None:
-    logger.warning("%s goes %s, which is slower, for want of memory: %s", operation, way, reason)
+    logger.warning("%s runs slower, %s, because memory is short: %s", operation, way, reason)

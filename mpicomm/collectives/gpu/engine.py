@@ -50,30 +50,30 @@ from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 
 MAX_CHANNELS = 128
-"""Blocks of a kernel of exchange.cu: half of an H200's 132 multiprocessors keep the links nearly full."""
-_MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and the blocks that receive
+"""The most blocks of a kernel of exchange.cu: half of an H200's 132 multiprocessors keep the links nearly full."""
+_MESSAGE_CHANNELS = 128  # between two ranks each way: the blocks that send, and the blocks that receive
 _MOST_STAGED_NBYTES = 1 << 30
-_STAGED_PART = 64  # and at most this part of a device's memory
+_STAGED_PART = 64  # staging memory takes at most this fraction of a device's memory
 
 
 @dataclass(frozen=True)
-class _Told:
-    """The device of a rank, as the ranks tell each other."""
+class _DeviceFacts:
+    """The facts about a rank's device that the ranks exchange."""
 
     multiprocessors: int
     total_nbytes: int
     uuid: bytes
     takes_turns: bool
-    """Whether the device runs one process at a time, so that a kernel has all multiprocessors."""
+    """Whether the device runs only one process at a time, so that a kernel has all multiprocessors."""
 
 
-def _told(backend: GpuBackend) -> _Told:
+def _device_facts(backend: GpuBackend) -> _DeviceFacts:
     takes_turns = not environment.multi_process_service()
-    return _Told(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, takes_turns)
+    return _DeviceFacts(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, takes_turns)
 
 
 def _packed_nbytes(message: Message | None) -> int:
-    """Return the bytes of packed memory that a message needs, 0 unless it is of a derived datatype."""
+    """Return the bytes of packed memory that a message needs; 0 unless it has a derived datatype."""
     if message is None or message.elements is None:
         return 0
     return -(-message.span.count // LINE_NBYTES) * LINE_NBYTES
@@ -82,13 +82,13 @@ def _packed_nbytes(message: Message | None) -> int:
 class DeviceEngine:
     """Collectives on GPU memory, which need not be shared: data goes through the ranks' arenas.
 
-    Construction is collective over ``node`` and raises as ``share`` does. A call that was enqueued and could not be
-    carried out is raised by the backend's `check`: `CollectiveTimeoutError` names the rank that did not come,
-    `PeerError` says what each rank called. The communicator is unusable then.
+    Construction is collective over ``node`` and raises as ``share`` does. If an enqueued call fails, the backend's
+    `check` raises: `CollectiveTimeoutError` names the rank that did not come, `PeerError` names the call of each rank.
+    The communicator is unusable then.
 
-    ``on_a_device`` are the most ranks of the communicator that share a device, also those of other nodes and peer
-    domains: containers of one machine count as nodes. Calls take at most ``most_nbytes`` of memory beyond the arena.
-    Both are the same numbers on all ranks.
+    ``on_a_device`` is the highest number of the communicator's ranks that share a device. It counts ranks of all nodes
+    and peer domains, because the containers of one machine count as nodes. Calls take at most ``most_nbytes`` of memory
+    beyond the arena. Both numbers are the same on all ranks.
 
     The top of each algorithm's kernel explains how the ranks meet, and why they cannot wait for each other in a circle.
     """
@@ -104,21 +104,21 @@ class DeviceEngine:
     ) -> None:
         if node.size > MAX_RANKS:
             raise InvalidUsageError(
-                f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, this one has {node.size}"
+                f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, but this node has {node.size}"
             )
         self._group = node
         self._backend = backend
         self._call_log = call_log
-        told = node.exchange("collectives: set-up", lambda: _told(backend))
-        # All blocks of all ranks must run at once, because they wait for each other: as many as the smallest of the
-        # devices can hold. Ranks that run side by side on a device share its multiprocessors. If they did not, one
-        # rank's waiting blocks could keep out the blocks that they wait for.
-        side_by_side = 1 if all(each.takes_turns for each in told) else on_a_device
-        multiprocessors = max(1, min(each.multiprocessors for each in told) // side_by_side)
-        most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(each.total_nbytes for each in told) // _STAGED_PART)
+        devices = node.exchange("collectives: set-up", lambda: _device_facts(backend))
+        # All blocks of all ranks must run at once, because they wait for each other. So a launch has only the blocks
+        # that the smallest device can hold. Ranks that run side by side on a device share its multiprocessors.
+        # Otherwise one rank's waiting blocks could keep out the blocks for which they wait.
+        side_by_side = 1 if all(each.takes_turns for each in devices) else on_a_device
+        multiprocessors = max(1, min(each.multiprocessors for each in devices) // side_by_side)
+        most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(each.total_nbytes for each in devices) // _STAGED_PART)
 
         def link_gb_s() -> float | None:
-            return slowest_gb_s(backend.link(each.uuid, kind) for each in told[1:])
+            return slowest_gb_s(backend.link(each.uuid, kind) for each in devices[1:])
 
         def find() -> Tuning | None:
             return tuning_file.find(backend.info.name, link_gb_s) if node.rank == 0 else None
@@ -126,7 +126,7 @@ class DeviceEngine:
         found = node.exchange("collectives: table", find)[0]
         assert found is not None
         self.tuning: Tuning = found
-        """The table of the first rank. All ranks go by it."""
+        """The table of the first rank, which all ranks use."""
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, multiprocessors))
         self._arena = DeviceArena(node, backend, kind, layout, most_nbytes)
         calls = LoggedCalls(node, call_log, backend, self._arena)
@@ -141,9 +141,10 @@ class DeviceEngine:
             multiprocessors,
             self.tuning.link_speed,
             most_staged_nbytes,
-            # Devices before 9.0 cannot set up a kernel's blocks before the last kernel has ended. A kernel that begins
-            # early relies on the last kernel's stores being seen on this device, which says nothing of host memory.
-            # Side by side, blocks that are set up early could keep out blocks that another rank waits for.
+            # Devices before 9.0 cannot set up a kernel's blocks before the previous kernel has ended. A kernel that
+            # begins early relies on this device seeing the previous kernel's stores. That guarantees nothing for slots
+            # in host memory. If ranks run side by side, early blocks could keep out blocks for which another rank
+            # waits.
             early=backend.info.compute_capability >= (9, 0) and not host_slots and side_by_side == 1,
             host_slots=host_slots,
         )
@@ -154,7 +155,7 @@ class DeviceEngine:
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
         self._scratch = GrowingScratch(backend)
         self._kernels = kernels_of(backend.info)
-        self._plans: WeakSet[Plan] = WeakSet()  # the callers who enqueue plans keep them
+        self._plans: WeakSet[Plan] = WeakSet()  # weak, because the callers who enqueue plans keep them alive
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
@@ -164,7 +165,7 @@ class DeviceEngine:
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
-        """Return this rank's part of a call that was read; ``mappings`` are the symmetric arrays. See `prepare`."""
+        """Return the plan of this rank's part of a read call; ``mappings`` are the symmetric arrays. See `prepare`."""
         scratch = self._scratch.of(call.scratch_nbytes)
         packed = call.packed
         if packed is None or scratch is None:
@@ -176,17 +177,17 @@ class DeviceEngine:
     def prepare(
         self, call: GpuCall, asked: str = "auto", before: Sequence[Launch] = (), after: Sequence[Launch] = ()
     ) -> Plan:
-        """Return this rank's part of a call, to be enqueued any number of times; ``asked`` is ``algorithm=``.
+        """Return the plan of this rank's part of a call, for any number of launches; ``asked`` is ``algorithm=``.
 
         The launches ``before`` and ``after`` pack and unpack this rank's buffers.
 
-        Collective where the call needs more memory than all calls before, else local. The call log is told of it: that
-        counts as the first time that the plan is enqueued. Where the ranks cannot set up memory for an algorithm that
-        was not asked for, they take another one, and a warning says so.
+        Collective if the call needs more memory than all earlier calls, else local. This posts the call to the call
+        log, so the first `enqueue` of the plan does not. If the ranks cannot set up memory for an algorithm of "auto",
+        they take another algorithm and log a warning.
 
         Raises `InvalidUsageError` for an algorithm that cannot carry out the call and for a reduction that is not
-        defined, and as ``share`` does. The first use of a reduction compiles its kernel, about a second once per
-        machine.
+        defined, and as ``share`` does. The first use of a reduction compiles its kernel, which takes about a second
+        once per machine.
         """
         self._require_open(call.operation.name)
         text, steps, choice = self._preparation.steps(call, asked)
@@ -196,7 +197,7 @@ class DeviceEngine:
         return plan
 
     def form_plan(self, call: Call, asked: str) -> FormPlan | None:
-        """Return the plan of all calls of the form of a call; None where each of them has to be planned. Local."""
+        """Return one plan for all calls of a call's form; None if the engine has to plan each call. Local."""
         if self._node.size == 1 or not has_form(call):
             return None
         form = Form(call, self._node.rank, self._node.size)
@@ -209,17 +210,17 @@ class DeviceEngine:
         return self._kernels.load(variant).launcher(arguments, early=early)
 
     def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
-        """Return a plan of this rank alone, in which no rank waits for another; ``text`` is its call. Local."""
+        """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""
         self._require_open(text)
         return self._plan(text, steps, collective=False)
 
     def give_up(self, error: CollectiveTimeoutError | PeerError) -> None:
-        """Let every later `check` of the backend raise an error, and kernels of all ranks leave. Local, any thread."""
+        """Make every later `check` of the backend raise an error, and all kernels leave. Local, any thread."""
         self._backend.fail(error)
         self._arena.abort()
 
     def prepare_barrier(self) -> Plan:
-        """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local."""
+        """Return a plan of a barrier, in which a stream waits until the streams of all ranks are in it. Local."""
         signature = Signature("Barrier", "uint8")
         self._require_open(signature.operation)
         self._call_log.post(str(signature))
@@ -227,10 +228,10 @@ class DeviceEngine:
         return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
-        """Return a plan that sends one message and receives another; ``text`` says so.
+        """Return a plan that sends one message and receives another; ``text`` names the call.
 
-        Collective the first time, local from then on. The two ranks of a message must come to it in the same order,
-        relative to their other messages and to collectives.
+        Collective the first time, then local. Both ranks of a message must enqueue it in the same order, relative to
+        their other messages and to collectives.
         """
         self._require_open(text)
         request = sendrecv_request(self._sendrecv.layout)
@@ -247,7 +248,7 @@ class DeviceEngine:
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
     ) -> tuple[list[Launch], Message | None]:
-        """Return the launch that packs or unpacks a message of derived datatypes, and the message in packed memory."""
+        """Return the launch that packs or unpacks a message of a derived datatype, and the message in packed memory."""
         if message is None or message.elements is None or scratch is None:
             return [], message
         pointer, elements = scratch.pointer + at, message.elements
@@ -258,7 +259,8 @@ class DeviceEngine:
     def _plan(
         self, text: str, steps: Sequence[Step], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
     ) -> Plan:
-        # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
+        # All kernels are loaded before any of them can run. Loading may wait for the device, and a kernel that runs
+        # there may wait for the peers.
         launches = [step for step in steps if isinstance(step, Launch)]
         if any(self._kernels.find(launch.variant) is None for launch in launches):
             with self._backend.loading():
@@ -271,29 +273,32 @@ class DeviceEngine:
     def enqueue(self, plan: Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
-        Behind some calls with private lengths it may block until ranks are there: see `LongestMessage`.
+        After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.
 
-        Return whether anything is to be done that `completion` tells of: nothing is in a capture, nor where this rank
-        has no part. With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the
-        next time on. With ``meets`` it blocks until all ranks launch this call.
+        Return whether there is work that `completion` reports. There is none in a capture, or if this rank has no part
+        in the call. ``again`` says that the plan was enqueued before. Then the plan becomes a graph, which is cheaper
+        from the next time on. With ``meets`` this blocks until all ranks launch this call.
 
-        All ranks enqueue the same collectives in the same order. What is enqueued on different streams, or on different
-        streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
-        is for the caller to order (see `StreamOrder`). The call log is told of this, not of replays of a graph.
+        All ranks enqueue the same collectives in the same order. Plans on different streams, or on different streams of
+        one capture, run one after the other. The caller must order a captured graph relative to other work of the
+        communicator (see `StreamOrder`). This posts the call to the call log, but a replay of a graph does not.
         """
         if not self._open:
             self._require_open(plan.text)
         if plan.collective:
+            # `ready` pairs with `meet` on the other ranks: nothing holds this thread up before its launch.
             if again:
-                self._call_log.post(plan.words, plan.count)
-            self._call_log.ready()  # pairs with `meet` on the other ranks: this thread launches next
+                self._call_log.post(plan.words, plan.count, ready=True)
+            else:
+                self._call_log.ready()
             if meets:
                 self._calls.meet()
         if not plan.steps:
             return False
-        # A rank that meets the others makes no graph, because that may wait for other threads.
+        # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
         eager = plan.launch or (partial(self._launch, plan) if again and not meets else plan.enqueue)
-        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        # This check is cheaper than a change of context. It nearly always succeeds, because creating a Communicator
+        # makes its GPU the current device.
         if runtime.getDevice() == self._ordinal:
             pending = self._order.enqueue(stream, eager, plan.enqueue)
         else:
@@ -304,23 +309,22 @@ class DeviceEngine:
         return pending
 
     def _enlarge_inboxes(self, plan: Plan) -> None:
-        """Set up larger inboxes for calls with private lengths, if that pays: collective then. ``plan`` is this call.
+        """Set up larger inboxes for calls with private lengths, if that pays; collective then. ``plan`` is this call.
 
-        It comes behind the call, because a rank that has the plan of the call and a rank that makes a new one must use
-        the same inboxes.
+        It comes after the call, because all ranks must use the same inboxes in the call, with an old plan or a new one.
         """
         if self._preparation.enlarge_inboxes(plan, self._longest.agree()):
             self._longest.make_plans_old()
 
     def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether what was enqueued so far is done; callable in any thread. Local."""
+        """Return a function that says whether all work enqueued so far is done; callable in any thread. Local."""
         if runtime.getDevice() == self._ordinal:
             return self._order.completion()
         with self._backend.current():
             return self._order.completion()
 
     def _launch(self, plan: Plan, stream: int) -> None:
-        """Enqueue a plan as a graph, which is made first."""
+        """Make a plan a graph and enqueue it."""
         with self._backend.loading():
             plan.make_graph(self._capturing)
         assert plan.launch is not None
@@ -332,14 +336,14 @@ class DeviceEngine:
         yield MemoryUse("scratch", device_nbytes=self._scratch.nbytes)
 
     def close_peers(self) -> None:
-        """Unmap the peers' arenas; local. This rank's work must be over; the engine cannot be used any more."""
+        """Unmap the peers' arenas; local. This rank's work must be over. The engine is unusable afterwards."""
         self._open = False
         self._backend.calls = None
         self._arena.close_peers()
 
     def close_own(self) -> None:
         """Free this rank's arena and events; local, after every peer's `close_peers`."""
-        # As in GpuBackend.close, not when the garbage collector comes.
+        # As in GpuBackend.close, this happens here and not in the garbage collector.
         with suppress(DriverShutDownError), self._backend.current():
             for plan in self._plans:
                 plan.drop_graph()
@@ -354,7 +358,8 @@ class DeviceEngine:
 
     def _enqueuer(self, step: Step) -> Enqueue:
         if isinstance(step, Launch):
-            # Not by `load` if it is there: another thread may hold its lock, and wait for the device.
+            # `find` comes first, because `load` takes a lock, and another thread may hold the lock while it waits for
+            # the device.
             return launching(self._kernels.find(step.variant) or self._kernels.load(step.variant), step)
         if isinstance(step, Copy):
             return self._copies.copying(step)

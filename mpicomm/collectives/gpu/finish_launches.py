@@ -1,4 +1,4 @@
-"""The launch that applies an epilogue behind the steps that reduce."""
+"""The launch that applies an epilogue after the steps that reduce."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mpicomm.mpi.span import Span
 
 
 def finish_launches(finish: CallEpilogue, reduced: Span, faults: Faults, multiprocessors: int) -> list[Launch]:
-    """Return the launch that makes elements of the ``reduced`` ones; none for no elements. Local.
+    """Return the launch that applies the epilogue to the ``reduced`` elements; none for no elements. Local.
 
-    It does nothing once an earlier kernel of the device has failed.
+    The kernel does nothing if an earlier kernel of the device has failed.
     """
     if reduced.count == 0:
         return []

@@ -1,4 +1,4 @@
-"""FormPlan: the plan of all calls of one form. Each call fills its addresses and counts into the plan."""
+"""FormPlan: one plan for all calls of a form. Each call fills its addresses and counts into the plan."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.plain_arrays import is_counted
 
 Load = Callable[[Variant, Any, bool], Launcher]
-"""Returns what launches a kernel with these arguments, early or not."""
+"""Returns the launcher of a kernel with these arguments, early or not."""
 
 
 class FormPlan(ABC):
-    """The calls of a form, for `DeviceEngine.enqueue` as a `Plan` is. `fill` makes it the plan of one of them.
+    """The calls of a form. `DeviceEngine.enqueue` takes it like a `Plan`. `fill` makes it the plan of one call.
 
-    It chooses the algorithm for a call as `choose` does. The filled call is enqueued before the next one is filled in:
-    MPI lets one thread at a time call collectives of a communicator.
+    It chooses the algorithm for a call as `choose` does. The caller enqueues the filled call before it fills in the
+    next call. MPI lets only one thread at a time call collectives of a communicator.
     """
 
     collective = True
     is_old = False
     steps = (None,)
-    """Not empty: every rank has a part in a call of a form."""
+    """It is not empty, because every rank has a part in a call of a form."""
     private_nbytes: int | None = None
     """See `Plan.private_nbytes`."""
 
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
         self.words = signature.text_without_count()
         self.count = 0
-        """The words and the count of the call that is filled in, for `CallLog.post`."""
+        """The text and the count of the filled-in call, for `CallLog.post`."""
         self._hash = signature.hash_without_count
         self._load = load
         self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'
@@ -63,7 +63,7 @@ class FormPlan(ABC):
 
         self._into_any = self._begins, self._choices = table(registered=False)
         self._into_memory = table(registered=True) if form.has_common_output else self._into_any
-        # Longer messages go straight into symmetric memory, whose place is a fact of the call.
+        # Longer messages go straight into symmetric memory, and then ranks must agree on the place of that memory.
         straight = form.has_common_output and not form.operation.reduces
         self._most_nbytes = most_copied_nbytes(form.operation, node) if straight else inf
         self._chosen = self._choices[0]
@@ -72,19 +72,19 @@ class FormPlan(ABC):
 
     @abstractmethod
     def takes(self, sent: Any, received: Any) -> bool:
-        """Return whether buffers of these kinds are read as the form needs them."""
+        """Return whether buffers of these kinds have the fields that `fill` reads."""
 
     @abstractmethod
     def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
         """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
 
-        ``registered`` is whether the output of all ranks is symmetric memory.
-        A call that the form does not know is planned, and raises there what it has to.
+        ``registered`` is whether the output of all ranks is symmetric memory. If `fill` returns False, the engine plans
+        the call, which raises the errors of a wrong call.
         """
 
     @property
     def text(self) -> str:
-        """The call that is filled in, in words."""
+        """The text of the filled-in call."""
         return self.words.replace(COUNT_IN_TEXT, str(self.count))
 
     def __str__(self) -> str:
@@ -92,11 +92,11 @@ class FormPlan(ABC):
 
     @property
     def choice(self) -> AlgorithmChoice:
-        """The algorithm of the call that is filled in, in words."""
+        """The algorithm of the filled-in call."""
         return AlgorithmChoice(self._chosen.name, self._why)
 
     def launch(self, stream: int) -> None:
-        """Enqueue the call that is filled in; the device's context must be current."""
+        """Enqueue the filled-in call; the device's context must be current."""
         assert self._launcher is not None
         self._launcher.launch(stream, self._blocks, self._threads)
 
@@ -113,7 +113,7 @@ class FormPlan(ABC):
 
 
 class EvenPlan(FormPlan):
-    """The calls of a form whose blocks have one length."""
+    """The calls of a form with blocks of one length."""
 
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
         super().__init__(form, signature, asked, tuning, node, load)
@@ -142,7 +142,7 @@ class EvenPlan(FormPlan):
         if rest or nbytes == 0:
             return False
         count = nbytes // self._unit_nbytes
-        # Buffers that overlap are refused, and the same memory given twice is another form.
+        # The engine refuses buffers that overlap, and the same memory passed twice is another form.
         if self._sent and send < receive + receive_nbytes and receive < send + send_nbytes:
             return False
         begins, choices = self._into_memory if registered else self._into_any
@@ -157,7 +157,7 @@ class EvenPlan(FormPlan):
 
 
 class BlocksPlan(FormPlan):
-    """The calls of a form whose blocks have any lengths and places."""
+    """The calls of a form with blocks of any lengths and places."""
 
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
         super().__init__(form, signature, asked, tuning, node, load)
@@ -165,7 +165,7 @@ class BlocksPlan(FormPlan):
         self._vectors = form.sends == "vector", form.receives == "vector"
         self._singles = form.sends == "one", form.receives == "one"
         self._sends, self._receives = (part > 0 for part in form.parts)
-        # The numbers of the blocks that this rank sends itself and takes from itself, if it has both.
+        # The numbers of the blocks that this rank sends to itself and takes from itself, if it has both.
         sent, received = form.parts
         self._own = None
         if sent and received:
@@ -214,7 +214,7 @@ class BlocksPlan(FormPlan):
                 if displs.pop() > size:
                     return False
             elif min(displs) < 0 or max(map(add, counts, displs)) > size:
-                return False  # a block without elements may lie anywhere, but such a call is planned
+                return False  # a block without elements may lie anywhere, but then the engine plans the call
             lengths += [count * nbytes for count in counts]
             begins += [pointer + displ * nbytes if count else 0 for count, displ in zip(counts, displs, strict=True)]
         elif self._singles[number]:
@@ -223,7 +223,7 @@ class BlocksPlan(FormPlan):
         return True
 
     def _is_apart(self, sent: Any, received: Any) -> bool:
-        """Return whether both buffers lie apart, whatever their blocks are."""
+        """Return whether the two buffers do not overlap, for any blocks in them."""
         if not (self._sends and self._receives):
             return True
         (send, sends), (receive, receives), (of_send, of_receive) = sent[:2], received[:2], self._element_nbytes
@@ -236,7 +236,7 @@ class _Algorithm:
     def __init__(self, name: str, form: Form, node: Node) -> None:
         self.name = name
         self.template: Any = None
-        """An `EvenTemplate` or a `BlocksTemplate`, as the form is; None where each call is planned."""
+        """An `EvenTemplate` or a `BlocksTemplate`, by the form; None if the engine plans each call."""
         self.launchers: dict[Any, Launcher] = {}
         for algorithm in _taking(name, form)[:1]:
             self.template = algorithm.template(form, node)

@@ -19,11 +19,11 @@ class GrowingScratch:
         return sum(part.nbytes for part in self._parts)
 
     def of(self, nbytes: int) -> Span | None:
-        """Return memory of at least ``nbytes`` bytes, None for 0 bytes. Local."""
+        """Return memory of at least ``nbytes`` bytes; None for 0 bytes. Local."""
         if nbytes == 0:
             return None
         if not self._parts or self._parts[-1].nbytes < nbytes:
-            # Smaller parts are kept, because a captured graph may use them. By powers of two all of them together have
-            # at most twice the bytes of the largest.
+            # Smaller parts stay, because a captured graph may use them. Sizes are powers of two, so all parts together
+            # have at most twice the bytes of the largest part.
             self._parts.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
         return Span(self._parts[-1].pointer, 0)

@@ -1,4 +1,4 @@
-"""LongestMessage: the longest message of calls whose lengths are private to the two ranks of each message."""
+"""LongestMessage: the longest message of all calls in which only the two ranks of a message know its length."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ class CountedPlan(Protocol):
 
 
 class LongestMessage:
-    """Counts the calls with private lengths. Behind some of them, the checkpoints, ranks look at all longest messages.
+    """Counts the calls with private lengths. After some of them, the checkpoints, ranks read all longest messages.
 
-    All ranks count alike, because each rank takes part in every such call, with data or without. So all have the same
-    checkpoints, and the calls in between cost nothing more.
+    All ranks count alike, because each rank takes part in every such call, with data or without. So all ranks have the
+    same checkpoints, and the calls in between cost nothing more.
 
-    At a checkpoint a rank reads the longest message that each rank has written at the checkpoint before, and then
-    writes its own. All ranks read the same numbers: a rank writes the number of a checkpoint in the place of the last
-    but one. It has then read what all ranks wrote at the last one, and each of them had read the last but one before.
-    A rank waits only for a rank that has not come to the checkpoint before. The work that it has enqueued since then
-    waits for that rank, too.
+    At checkpoint n a rank reads the longest message that each rank has written at checkpoint n-1, and then writes its
+    own. It overwrites its message of checkpoint n-2. All ranks read the same numbers: this rank has seen that each rank
+    wrote at n-1, and each rank reads n-2 before it writes at n-1. A rank waits only for a rank that has not come to
+    checkpoint n-1. The work that it has enqueued since then waits for that rank, too.
     """
 
     def __init__(self, call_log: CallLog, calls: LoggedCalls) -> None:
@@ -44,15 +43,16 @@ class LongestMessage:
         self._plans: WeakSet[CountedPlan] = WeakSet()
 
     def keep(self, plan: CountedPlan, nbytes: int) -> None:
-        """Let a plan be counted, of a call whose longest message has ``nbytes`` on this rank. Local."""
+        """Count a plan from now on. The longest message of its call has ``nbytes`` on this rank. Local."""
         plan.private_nbytes = nbytes
         self._plans.add(plan)
 
     def count(self, nbytes: int) -> bool:
-        """Count a call whose longest message has ``nbytes`` on this rank; return whether `agree` follows. Local.
+        """Count a call with a longest message of ``nbytes`` on this rank; return whether `agree` follows. Local.
 
-        It follows more and more seldom: a program of a few calls sets up what it needs soon, and a long one hardly ever
-        waits. The steps have a limit, so that no program has slow calls for long.
+        Checkpoints become rarer and rarer. So a program of a few calls soon sets up the memory that it needs, and a
+        long program hardly ever waits. The distance between checkpoints has a limit, so that no program has slow calls
+        for long.
         """
         self._calls += 1
         self._nbytes = max(self._nbytes, nbytes)
@@ -62,10 +62,10 @@ class LongestMessage:
         return True
 
     def agree(self) -> int:
-        """Return the longest message of all ranks in all calls up to the checkpoint before, the same on all ranks.
+        """Return the longest message of all ranks in all calls up to the previous checkpoint, the same on all ranks.
 
-        The first checkpoint has none before it, so its own messages count: ranks wait there, as in every first call.
-        Raises as `LoggedCalls.wait_for`.
+        The first checkpoint has no previous checkpoint, so its own messages count. Ranks wait there, as in every first
+        call. Raises as `LoggedCalls.wait_for`.
         """
         call_log, number = self._call_log, self._checkpoints
         self._checkpoints = number + 1
@@ -80,9 +80,9 @@ class LongestMessage:
         return longest
 
     def make_plans_old(self) -> None:
-        """Let all calls with private lengths be planned again; local, after the same call on all ranks.
+        """Mark all plans of calls with private lengths as old. Local; all ranks call it after the same call.
 
-        A rank that went on with a plan for other inboxes would not meet the others.
+        A rank that kept a plan for other inboxes would not meet its peers.
         """
         for plan in self._plans:
             plan.is_old = True
@@ -90,6 +90,6 @@ class LongestMessage:
 
 
 def longest_with_peers(exchange: Exchange, rank: int) -> int:
-    """Return the most bytes that go one way between ``rank``, whose exchange it is, and another rank."""
+    """Return the most bytes that go one way between ``rank``, the rank of this exchange, and another rank."""
     peers = (peer for peer in range(len(exchange.sends)) if peer != rank)
     return max((max(exchange.nbytes_with(peer)) for peer in peers), default=0)

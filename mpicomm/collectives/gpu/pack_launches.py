@@ -11,13 +11,13 @@ from mpicomm.mpi.packing import PackJob, table_of
 
 
 def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, unpacks: bool) -> list[Launch]:
-    """Return the launch for all of ``jobs``, whose packed memory begins at ``packed``; none for no bytes. Local."""
+    """Return the launch for all ``jobs``; their packed memory begins at ``packed``. No launch for no bytes. Local."""
     table = table_of(jobs)
     return [pack_launch(backend, table, 0, packed, unpacks=unpacks)] if table.units else []
 
 
 def pack_launch(backend: GpuBackend, table: PackTable, memory: int, packed: int, *, unpacks: bool) -> Launch:
-    """Return the launch for a table whose regions lie from ``memory`` on, and packed from ``packed`` on. Local."""
+    """Return the launch for a table. Its regions begin at ``memory``, its packed memory begins at ``packed``. Local."""
     arguments = table.arguments(backend.pack_table(table), memory, packed, backend.faults.failed, unpacks=unpacks)
     blocks = blocks_for(table.units, backend.multiprocessors)
     return Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)

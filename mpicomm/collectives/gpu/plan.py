@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Plan:
     """The steps of one call, ready to be enqueued.
 
-    ``text`` is the call in words, for errors. ``choice`` says its algorithm, for records. ``collective`` is whether all
-    ranks make the call, so that the ranks' calls can be compared.
+    ``text`` names the call in errors. ``choice`` names its algorithm in records. ``collective`` is whether all ranks
+    make the call. Then ranks can compare their calls.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class Plan:
     ) -> None:
         self.text = self.words = text
         self.count = 0
-        """The words and the count of the call for `CallLog.post`."""
+        """The text and the count of the call for `CallLog.post`."""
         self.choice = choice
         self.collective = collective
         self.private_nbytes: int | None = None
-        """This rank's longest message, where only the two ranks of a message know its length; else None."""
+        """This rank's longest message if only the two ranks of a message know its length; else None."""
         self.is_old = False
         """Whether the call has to be planned again, because ranks may change the memory that it uses."""
         self.steps = tuple(steps)
         self.launch: Enqueue | None = None
-        """Enqueues the steps as a graph, once there is one."""
+        """Enqueues the steps as a graph; None until there is a graph."""
         self._graph: Any = None
 
     def __str__(self) -> str:
@@ -51,16 +51,16 @@ class Plan:
             step(stream)
 
     def make_graph(self, stream: cupy.cuda.Stream) -> None:
-        """Make `launch` by a capture on ``stream``, which is idle. A graph is enqueued faster than its steps.
+        """Make `launch` by a capture on ``stream``, which is idle. A graph is faster to enqueue than its steps.
 
-        An exception, also a Ctrl-C, leaves neither a capture nor a graph behind.
+        After an exception, also a Ctrl-C, neither a capture nor a graph is left.
         """
         try:
             stream.begin_capture(runtime.streamCaptureModeRelaxed)
             self.enqueue(stream.ptr)
         except BaseException:
-            # CUDA refuses to end a capture between a fork and its join, or one that has not begun. Its error must not
-            # replace the exception that is being handled, which may be a Ctrl-C.
+            # CUDA refuses to end a capture that has not begun, or that has a fork without its join. This error must not
+            # replace the exception in flight, which may be a Ctrl-C.
             with suppress(runtime.CUDARuntimeError):
                 stream.end_capture()
             raise

@@ -1,4 +1,4 @@
-"""PlanCache: the plans of calls on device arrays, found again by the arguments of a call."""
+"""PlanCache: finds the plans of calls on device arrays again by the arguments of a call."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 _MOST = 1024  # calls that are kept
 _MOST_FORMS = 256
-_TIMES = 8  # calls with the same arrays before they get a plan of their own, which takes as long as some 20 calls
-_PLAIN = frozenset((int, str, type(None)))  # types whose values are keys; no subclasses, because True is one of int
+_TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
+_PLAIN = frozenset((int, str, type(None)))  # types with values as keys; no subclasses, because bool is one of int
 
 
 class AnyPlan(Protocol):
-    """A call that an engine can enqueue again and again. Its ``str`` is `text`, for errors."""
+    """A call that an engine can enqueue repeatedly. Its ``str`` is `text`, for errors."""
 
     @property
     def text(self) -> str:
-        """The call in words."""
+        """The text of the call, for errors."""
 
     @property
     def choice(self) -> AlgorithmChoice:
-        """Its algorithm in words."""
+        """The algorithm of the call."""
 
     @property
     def is_old(self) -> bool:
@@ -45,7 +45,7 @@ class AnyPlan(Protocol):
 
 
 class Engine(Protocol):
-    """An engine for device arrays: `DeviceEngine`, or one that several peer domains have together."""
+    """An engine for device arrays: `DeviceEngine`, or the engine of several peer domains together."""
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
         """See `DeviceEngine.prepare_call`."""
@@ -71,11 +71,12 @@ class KnownCall(NamedTuple):
 
     plan: AnyPlan
     op: MPI.Op | None
-    """The operation. It is kept because its id is part of the key, and no other object has that id while it lives."""
+    """The operation. The cache keeps it alive, because its id is part of the key, and no other object has that id
+    meanwhile."""
     by_output: bool
-    """Whether the receive buffer says which library's stream is meant. MPI ignores the other buffer then."""
+    """Whether the library of the receive buffer decides the stream, because MPI ignores the send buffer."""
     by_address: bool = False
-    """Whether an address names a buffer. The caller's later work on it may be on any stream."""
+    """Whether an address names a buffer. The caller's later work on the buffer may be on any stream."""
 
 
 class AnyFormPlan(AnyPlan, Protocol):
@@ -89,29 +90,31 @@ class AnyFormPlan(AnyPlan, Protocol):
 
 
 class _Form:
-    """The calls of one form: an operation on plain arrays of two kinds. They differ in addresses and counts."""
+    """The calls of one form: an operation on plain arrays of two kinds. The calls differ in addresses and counts."""
 
     __slots__ = ("fill", "filled", "op")
 
     def __init__(self, op: MPI.Op | None) -> None:
         self.op = op
-        """It is kept as `KnownCall.op` is."""
+        """See `KnownCall.op`."""
         self.fill: Callable[..., bool] | None = None
-        """See `FormPlan.fill`; None where each call is planned."""
+        """See `FormPlan.fill`; None if the engine plans each call."""
         self.filled: KnownCall | None = None
-        """The call that was filled in last; None before the first call, any call where each is planned."""
+        """The call that was filled in last; None before the first call. If the engine plans each call, it is any
+        call."""
 
 
 class PlanCache:
-    """Plans by the arguments of the calls that they carry out, and by nothing else, because a plan depends on no more.
+    """Plans by the arguments of their calls. A plan depends on nothing else.
 
-    Reading and checking arguments takes ten times as long as enqueueing a kernel, and programs repeat their calls. Only
-    arrays of CuPy and PyTorch are recognised, by their memory, because the objects are often new and can be changed in
-    place. Counts and displacements are recognised by value, datatypes by name, as predefined types of MPI, or by their
-    layout. The handle of a derived datatype is no key, because MPI may give it to another datatype.
+    Reading and checking arguments takes ten times as long as enqueueing a kernel, and programs repeat their calls. The
+    cache recognises only arrays of CuPy and PyTorch. It recognises them by their memory, because the objects are often
+    new and can change in place. It recognises counts and displacements by value. It recognises datatypes by name, as
+    predefined types of MPI, or by their layout. The handle of a derived datatype is no key, because MPI may reuse it
+    for another datatype.
 
-    A collective on plain arrays is looked up by its form first. A call of a known form that was not made before fills
-    the plan of the form.
+    The cache first looks up a collective on plain arrays by its form. A new call of a known form fills the plan of the
+    form.
     """
 
     def __init__(self, session: Session, engine: Engine) -> None:
@@ -119,8 +122,8 @@ class PlanCache:
         self.engine = engine
         self._forms: dict[Hashable, _Form] = {}
         self._calls: dict[Hashable, KnownCall] = {}
-        # How often a call was filled into the plan of its form, by the hash of its key: new calls leave no objects to
-        # the garbage collector. Calls of one hash count together, so they get plans by themselves earlier.
+        # How often a call was filled into the plan of its form, by the hash of its key. Hashes leave no objects to the
+        # garbage collector. Calls with equal hashes count together, so they get separate plans earlier.
         self._times: dict[int, int] = {}
         self._version, self._any_mapped = session.mappings.version, session.mappings.any
         self._cupy = _of_library("cupy", "ndarray")
@@ -132,28 +135,26 @@ class PlanCache:
 
     def find(
         self,
-        operation: Operation | str,
+        operation: Operation,
         algorithm: str,
         send: Any,
         receive: Any,
         op: MPI.Op | None,
-        root: Hashable,
+        root: int,
         counts: Sequence[int] | None,
+        finish: Hashable = (),
     ) -> KnownCall | None:
-        """Return a call that was made before, or whose form is known; None for all others.
+        """Return a call that was made before, or that has a known form; None for all other calls.
 
-        The ``root`` of a message is its ends and tags, and that of a call with an epilogue the key of the epilogue.
+        ``finish`` is the key of the epilogue, () without one. It is None, and no call is found, if the epilogue has
+        an array that cannot be recognised.
         """
-        mappings = self._session.mappings
-        if (
-            mappings.version != self._version
-        ):  # symmetric memory may have become ordinary memory, or the other way round
-            self._version, self._any_mapped = mappings.version, mappings.any
-            self._calls.clear()
+        if self._session.mappings.version != self._version:
+            self._forget_memory()
         try:
-            # As `_plain`, spelled out, because nearly every call comes here and it takes half the time.
+            # The same as `_plain`, inlined, because nearly every call comes here and this takes half the time.
             cupy = self._cupy
-            both = type(send) is type(receive) is cupy and counts is None and type(operation) is not str
+            both = type(send) is type(receive) is cupy and counts is None
             if both and send._c_contiguous and receive._c_contiguous:
                 data, output = send.data, receive.data
                 sent: Any = data.ptr, send.size, (send.dtype, data.device_id)
@@ -161,8 +162,8 @@ class PlanCache:
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
-                return self._usable(self._key(operation, algorithm, send, receive, op, root, counts))
-            form = self._forms.get((operation, sent[2], received[2], id(op), root, algorithm))
+                return self._usable(self._key(operation, algorithm, send, receive, op, root, counts, finish))
+            form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
         if form is None:
@@ -176,17 +177,31 @@ class PlanCache:
         digest = hash(key)
         times = self._times.get(digest, 0)
         if times >= _TIMES:
-            return None  # a call that is repeated gets a plan by itself, because a graph is launched faster
+            return None  # a repeated call gets a separate plan, because a graph launches faster
         if len(self._times) >= _MOST:
             self._times.clear()
         self._times[digest] = times + 1
         registered = self._any_mapped and self._into_memory(operation, receive, received[0])
         return form.filled if form.fill(sent, received, registered=registered) else None
 
+    def find_message(
+        self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]
+    ) -> KnownCall | None:
+        """Return a message in stream order that was sent before; None for all others.
+
+        ``route`` is its destination, the tag there, its source, and the tag from there.
+        """
+        if self._session.mappings.version != self._version:
+            self._forget_memory()
+        try:
+            return self._usable(self._key_of_message(operation, send, receive, route))
+        except TypeError:  # a rank that is a list, for example; who reads the message refuses it
+            return None
+
     def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
 
-        Raises the error of an earlier call, and `InvalidUsageError` where the communicator was freed.
+        Raises the error of an earlier call, and `InvalidUsageError` if the communicator was freed.
         """
         session, plan = self._session, call.plan
         session.require_usable(plan)
@@ -207,7 +222,7 @@ class PlanCache:
             self.await_address(stream, resolved)
 
     def await_address(self, stream: Any, resolved: int) -> None:
-        """Wait for a call on memory that an address names, because no library says which stream follows it."""
+        """Wait for a call on memory that an address names, because no library knows which stream uses it next."""
         backend: Any = self._session.backend
         if stream is None and not backend.is_capturing(resolved):
             backend.synchronize(resolved)
@@ -215,8 +230,9 @@ class PlanCache:
     def carry_out(self, plan: AnyPlan, stream: int, array: Any, *, again: bool = False) -> None:
         """Enqueue the plan of a blocking collective on ``array``; wait beside a stream that several threads use.
 
-        There, and wherever several threads use the device, the ranks meet on the host before a kernel waits on the GPU.
-        Another thread may wait for the whole device before it does what a peer needs to come to the collective.
+        If several threads use the device, the ranks meet on the host before a kernel waits on the GPU. Otherwise
+        another thread could wait for the whole device, hence for the kernel. A peer may need work of that thread before
+        it can come to the collective.
         """
         backend: Any = self._session.backend
         if not backend.meets(stream, array):  # one thread uses the device
@@ -228,76 +244,101 @@ class PlanCache:
             self.engine.enqueue(plan, stream, again=again, meets=True)
 
     def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
-        """As `enqueue`; return a function that says whether it is done, callable in any thread."""
+        """As `enqueue`; return a function that says whether the call is done, callable in any thread."""
         return self.engine.completion() if self.enqueue(call, stream, send, receive) else lambda: True
 
     def add(
         self,
         plan: AnyPlan,
-        call: tuple[Operation | str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None],
+        call: tuple[Operation, str, Any, Any, MPI.Op | None, int, Sequence[int] | None, Hashable],
         *,
         by_output: bool,
         read: Call | None = None,
     ) -> None:
-        """Keep the plan of a call with the arguments of `find`, if they can be recognised; local.
+        """Keep the plan of a call with the arguments of `find`, if the cache can recognise them; local.
 
-        With ``read``, the same call, calls of its form are found from now on, too.
+        ``read`` is the same call, as read. With it, `find` also finds other calls of its form from now on.
         """
-        operation, algorithm, send, receive, op, root, counts = call
+        operation, algorithm, send, receive, op, root, counts, finish = call
         by_address = read is not None and any(operand.by_address for operand in read.operands)
         sent, received = _plain(operation, send, receive, counts)
         if received is None:
             key = self._key(*call)
         else:
-            kinds = operation, sent[2], received[2], id(op), root, algorithm
+            kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
             form = self._forms.get(kinds)
             if form is None:
                 if len(self._forms) >= _MOST_FORMS:
                     self._forms.clear()
                 form = self._forms[kinds] = _Form(op)
             key = form, sent, received
-            # The same memory given twice is in place: calls with two arrays of these kinds have another form.
+            # The same memory passed twice means in place, and calls with two arrays of these kinds have another form.
             if form.filled is None and read is not None and not (read.in_place and sent[1]):
                 plan_of_all = self.engine.form_plan(read, algorithm)
                 if plan_of_all is not None and plan_of_all.takes(sent, received):
                     form.fill = plan_of_all.fill
                 form.filled = KnownCall(plan_of_all or plan, op, by_output, by_address)
+        self._keep(key, KnownCall(plan, op, by_output, by_address))
+
+    def add_message(
+        self,
+        plan: AnyPlan,
+        operation: str,
+        send: Any,
+        receive: Any,
+        route: tuple[int, int, int, int],
+        *,
+        by_output: bool,
+    ) -> None:
+        """Keep the plan of a message with the arguments of `find_message`, if they can be recognised; local."""
+        self._keep(self._key_of_message(operation, send, receive, route), KnownCall(plan, None, by_output))
+
+    def _keep(self, key: Hashable, call: KnownCall) -> None:
         if key is not None:
             if len(self._calls) >= _MOST:
                 self._calls.clear()
-            self._calls[key] = KnownCall(plan, op, by_output, by_address)
+            self._calls[key] = call
+
+    def _forget_memory(self) -> None:
+        """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
+        self._version, self._any_mapped = self._session.mappings.version, self._session.mappings.any
+        self._calls.clear()
 
     def _usable(self, key: Hashable) -> KnownCall | None:
         known = None if key is None else self._calls.get(key)
         return None if known is None or known.plan.is_old else known
 
-    def _into_memory(self, operation: Operation | str, receive: Any, pointer: int) -> bool:
-        """Return whether all ranks' output lies in a symmetric array, into which an algorithm may store."""
-        if isinstance(operation, str) or not operation.into_all:
-            return False
-        return self._session.mappings.find(pointer, receive.nbytes) is not None
+    def _into_memory(self, operation: Operation, receive: Any, pointer: int) -> bool:
+        """Return whether the output of all ranks lies in a symmetric array, into which an algorithm may store."""
+        return operation.into_all and self._session.mappings.find(pointer, receive.nbytes) is not None
 
     def _key(
         self,
-        operation: Operation | str,
+        operation: Operation,
         algorithm: str,
         send: Any,
         receive: Any,
         op: MPI.Op | None,
-        root: Hashable,
+        root: int,
         counts: Sequence[int] | None,
+        finish: Hashable,
     ) -> Hashable:
-        """Return the key of a call, None where its arguments cannot be recognised."""
+        """Return the key of a call; None if the cache cannot recognise its arguments."""
         if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
-            return None  # the ranks tell each other their counts in every call, and those may have changed
+            return None  # the ranks exchange their counts in every call, and the counts may have changed
         sent, received = self.identity_of(send), self.identity_of(receive)
         shares = None if counts is None else _identify_said(counts)
         if sent is None or received is None or (shares is None and counts is not None):
             return None
-        return operation, sent, received, shares, id(op), root, algorithm
+        return operation, sent, received, shares, id(op), root, finish, algorithm
+
+    def _key_of_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> Hashable:
+        """Return the key of a message, None where its buffers cannot be recognised."""
+        sent, received = self.identity_of(send), self.identity_of(receive)
+        return None if sent is None or received is None else (operation, sent, received, route)
 
     def identity_of(self, argument: Any) -> Hashable:
-        """Return the key of a buffer argument, None where it cannot be recognised."""
+        """Return the key of a buffer argument; None if the cache cannot recognise it."""
         if type(argument) in (list, tuple) and argument:
             array, length = self.identity_of(argument[0]), len(argument)
             said = None if array is None else _identify_said(argument[1] if length == 2 else tuple(argument[1:]))
@@ -312,20 +353,17 @@ class PlanCache:
 
 
 def _plain(
-    operation: Operation | str, send: Any, receive: Any, counts: Sequence[int] | None
+    operation: Operation, send: Any, receive: Any, counts: Sequence[int] | None
 ) -> tuple[Any, PlainArray | PlainBlocks | None]:
-    """Return both buffers as `plain_array` reads them; None for the second where a call has no form.
-
-    Messages have none, because each tag would make another one.
-    """
-    if counts is not None or isinstance(operation, str) or operation is REDUCE_SCATTER:
+    """Return both buffers as `plain_array` reads them; None for the second if the call has no form."""
+    if counts is not None or operation is REDUCE_SCATTER:
         return None, None
     sent = plain_array(send)
     return sent, None if sent is None else plain_array(receive)
 
 
 def _of_library(library: str, name: str) -> Any:
-    """Return a class of a library, None where the library is not imported, because then no object of it exists."""
+    """Return a class of a library; None if the library is not imported, because then no object of it exists."""
     return getattr(sys.modules.get(library), name, None)
 
 
@@ -335,21 +373,21 @@ def _identify_cupy(array: Any) -> Hashable:
 
 def _identify_torch(tensor: Any) -> Hashable:
     plain = plain_array(tensor)
-    if plain is not None or not tensor.is_cuda:  # empty tensors of the host and of a GPU have the same address
+    if plain is not None or not tensor.is_cuda:  # empty tensors on the host and on a GPU have the same address
         return plain
     try:
         pointer = tensor.data_ptr()
     except RuntimeError:  # a sparse tensor, for example; `read` refuses it
         return None
-    # A conjugate or negative view is refused, although its memory may be that of another tensor whose call is known.
+    # The key marks views that `read` refuses, because their memory may be the memory of another tensor in a known call.
     refused = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
     return pointer, tensor.numel(), tensor.dtype, tensor.shape, tensor.stride(), refused
 
 
 def _identify_said(said: Any) -> Hashable:
-    """Return the key of counts, displacements and types as they are now, None where they cannot be recognised."""
+    """Return the key of counts, displacements and types as they are now; None if the cache cannot recognise them."""
     kind = type(said)
-    if kind is list or kind is tuple:  # the two mean different things
+    if kind is list or kind is tuple:  # a list and a tuple mean different things
         if _PLAIN.issuperset(map(type, said)):
             return kind, *said
         parts = tuple(map(_identify_said, said))

@@ -17,16 +17,16 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def algorithms_of(operation: str) -> tuple[str, ...]:
-    """Return the algorithms that a table may choose for a collective: those that reduce in the order of ranks."""
+    """Return the algorithms that a table may choose for a collective. They reduce in the order of ranks."""
     return names_for(OPERATIONS[operation], in_rank_order=True)
 
 
 TUNED = tuple(name for name in OPERATIONS if len(algorithms_of(name)) > 1)
-"""The collectives between whose algorithms a table chooses."""
+"""The collectives for which a table chooses an algorithm."""
 
 
 class Kind(NamedTuple):
-    """The calls that a row is for, apart from the number of ranks; made by `kind_of`."""
+    """The calls of a row, except for the number of ranks. `kind_of` makes it."""
 
     operation: str
     registered: bool
@@ -34,13 +34,13 @@ class Kind(NamedTuple):
 
 
 def kind_of(operation: str, *, registered: bool) -> Kind:
-    """Return the kind of a call. ``registered`` counts only for collectives whose peers may store into the output."""
+    """Return the kind of a call. ``registered`` counts only if peers may store into the collective's output."""
     return Kind(operation, registered and OPERATIONS[operation].into_all)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurement that a row was chosen from."""
+    """The measurement from which a row was chosen."""
 
     date: str
     version: str
@@ -57,11 +57,11 @@ class Row:
     kind: Kind
     size: int
     choices: tuple[tuple[int, str], ...]
-    """Pairs of the least bytes and the algorithm from there on, in ascending order; the first begins at 0."""
+    """Pairs of the fewest bytes and the algorithm from there on, in ascending order; the first pair begins at 0."""
     measured: Measured | None = None
 
     def algorithm(self, nbytes: int, size: int) -> str:
-        """Return the last choice that ``nbytes`` reach between ``size`` ranks, which are no fewer than the row's."""
+        """Return the last choice that ``nbytes`` reach between ``size`` ranks, at least as many as the row has."""
         return next(name for begin, name in reversed(self.choices) if nbytes >= self._begin(begin, name, size))
 
     def choices_above(self, nbytes: int, size: int) -> list[tuple[int, str]]:
@@ -69,18 +69,18 @@ class Row:
         found: list[tuple[int, str]] = []
         for begin, name in reversed(self.choices):
             begin = max(nbytes + 1, self._begin(begin, name, size))
-            if not found or begin < found[-1][0]:  # else a later choice holds wherever this one would
+            if not found or begin < found[-1][0]:  # else a later choice covers this one
                 found.append((begin, name))
         return found[::-1]
 
     def _begin(self, begin: int, name: str, size: int) -> int:
-        # Between more ranks one hop sends more bytes, so two hops pay sooner; and a copy is a smaller part of the
-        # call. The last size below the bound is scaled, because a bound lies right behind a size that was measured.
+        # Between more ranks one hop sends more bytes, so two hops pay sooner. And a copy is a smaller part of the call.
+        # The scaling applies to the last size below the bound, because a bound comes directly after a measured size.
         theirs, ours = (size - 1, self.size - 1) if name in ("one_shot", "two_shot") else (self.size, size)
         return (begin - 1) * ours // theirs + 1
 
     def _described(self) -> tuple[str, str]:
-        """Return the kind and the choices in words."""
+        """Return the kind and the choices as text."""
         first, *rest = self.choices
         operation, registered = self.kind
         calls = f"{operation}, symmetric output" if registered else operation
@@ -89,32 +89,32 @@ class Row:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A table of algorithms. All ranks of a communicator have the same one, or they would wait for each other."""
+    """A table of algorithms. All ranks of a communicator use the same table; else they would wait for each other."""
 
     source: str
-    """Where the table comes from, in words."""
+    """Where the table comes from, as text."""
     rows: tuple[Row, ...]
     device: str
-    """Name of the GPUs that it was measured on."""
+    """Name of the GPUs on which it was measured."""
     link_speed: float = 1.0
-    """The speed of the slowest link between the ranks, as a multiple of the links that built_in.py was measured on."""
+    """The speed of the slowest link between the ranks, relative to the links on which built_in.py was measured."""
 
     def algorithm(self, operation: str, nbytes: int, size: int, *, registered: bool) -> str:
         """Return the algorithm for a call of ``nbytes`` in all, as `Call.nbytes` counts, between ``size`` ranks. Local.
 
-        ``registered`` is whether the output lies in a SymmetricArray on all ranks. Where the table has no row for that,
-        it goes by the row for any output.
+        ``registered`` is whether the output lies in a SymmetricArray on all ranks. If the table has no row for that,
+        the row for any output decides.
 
-        A number of ranks that has no row takes the row of the next smaller number, with scaled bounds. The bounds of
+        If a number of ranks has no row, the row of the next smaller number decides, with scaled bounds. The bounds of
         "one_shot" and "two_shot" keep the bytes that one rank sends in one hop, nbytes * (size - 1). The bounds of the
-        other algorithms keep the bytes of one copy, nbytes / size. Rows of 2 ranks are for 2 ranks alone, because a
+        other algorithms keep the bytes of one copy, nbytes / size. Rows of 2 ranks are only for 2 ranks, because a
         second hop saves nothing between them. Without any row the algorithm is "one_shot".
         """
         row = self._find(kind_of(operation, registered=registered), size)
         return row.algorithm(nbytes, size) if row else "one_shot"
 
     def choices(self, operation: str, size: int, *, registered: bool) -> list[tuple[int, str]]:
-        """Return all answers of `algorithm` as pairs of the least bytes and the algorithm from there on, ascending."""
+        """Return all answers of `algorithm` as pairs of the fewest bytes and the algorithm from there on, ascending."""
         row = self._find(kind_of(operation, registered=registered), size)
         return row.choices_above(-1, size) if row else [(0, "one_shot")]
 
@@ -126,8 +126,8 @@ class Tuning:
     def continued(self, row: Row) -> Row:
         """Return a measured row, continued with the choices of this table above the largest measured size.
 
-        Where the row ends with an algorithm that this table has for larger sizes too, the row keeps that algorithm up
-        to the table's next choice.
+        The row may end with an algorithm that this table also has for larger sizes. Then the row keeps that algorithm
+        up to the table's next choice.
         """
         assert row.measured is not None
         largest = max(row.measured.times_us)
@@ -138,7 +138,7 @@ class Tuning:
         return replace(row, choices=(*row.choices, *kept))
 
     def completed(self, other: Tuning) -> Tuning:
-        """Return the table with the rows of another table for calls that this one has no row for."""
+        """Return the table with the rows of another table for calls that have no row in this table."""
         missing = [row for row in other.rows if self._find(row.kind, row.size) is None]
         if not missing:
             return self

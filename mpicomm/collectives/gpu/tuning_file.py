@@ -1,4 +1,4 @@
-"""The file that ``python -m mpicomm.tune`` keeps a table of algorithms in: found, read and written, as JSON."""
+"""The JSON file in which ``python -m mpicomm.tune`` keeps a table of algorithms: find, read and write it."""
 
 from __future__ import annotations
 
@@ -23,37 +23,36 @@ _FORMAT = 2
 
 
 def find(device_name: str, link_gb_s: Callable[[], float | None]) -> Tuning:
-    """Return the table for GPUs of this name: a file's, completed by the built-in table, or that table alone. Local.
+    """Return the table for GPUs of this name: a file's table and the built-in table, or only the latter. Local.
 
-    The file is the one that MPICOMM_TUNING names, which has to exist; "off" stands for no file. Without the variable it
-    is the `default_file`, if that exists. The built-in table is scaled for other GPUs than it was measured on:
-    ``link_gb_s`` returns the GB/s that the slowest link between them carries each way, or None if that is not known.
-    Raises as `load`.
+    MPICOMM_TUNING names the file, which has to exist; "off" means no file. Without the variable it is the
+    `default_file`, if that exists. The built-in table is scaled if it was measured on other GPUs. ``link_gb_s`` returns
+    the GB/s that the slowest link between the GPUs carries each way, or None if that is not known. Raises as `load`.
     """
     bandwidth = None if device_name == BUILT_IN.device else link_gb_s()
     built_in = BUILT_IN if bandwidth is None else scaled(bandwidth)
     named = environment.tuning()
     path = Path(named) if named else default_file(device_name)
-    # Not Path.exists, which raises for a home directory that this user may not enter.
+    # Not Path.exists, because that raises for a home directory that this user may not enter.
     if named == "off" or path is None or not (named or os.access(path, os.F_OK)):
         return built_in
     return replace(load(path).completed(built_in), link_speed=built_in.link_speed)
 
 
 def default_file(device_name: str) -> Path | None:
-    """Return the file for GPUs of this name, None for a user without a home directory."""
+    """Return the file for GPUs of this name; None for a user without a home directory."""
     directory = environment.cache_directory()
     slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
     return directory / f"tuning-{slug}.json" if directory is not None else None
 
 
 def to_json(table: Tuning) -> dict[str, Any]:
-    """Return a table as JSON's types, which `load` reads back from a file."""
+    """Return a table as JSON types. `load` reads them back from a file."""
     return {"format": _FORMAT, "device": table.device, "rows": [_row_to_json(row) for row in table.rows]}
 
 
 def load(path: Path) -> Tuning:
-    """Read a file of `to_json`. Local; raises `InvalidUsageError` with the file, the place in it and the problem."""
+    """Read a file of `to_json`. Local; raises `InvalidUsageError` with the file, the member and the problem."""
     try:
         document = json.loads(path.read_bytes())
     except OSError as error:
@@ -102,7 +101,7 @@ def _row_from_json(value: _Value) -> Row:
             choice["from_nbytes"].refuse("they must ascend from 0")
         choices.append((begin, _choice(choice["algorithm"], operation)))
     if not choices:
-        value["choices"].refuse("there must be one at least")
+        value["choices"].refuse("there must be at least one")
     source, measured = value["measured"], None
     if source.content is not None:
         times_us = {
@@ -119,14 +118,14 @@ def _choice(value: _Value, operation: str) -> str:
     possible = algorithms_of(operation)
     if value.content in names_for(OPERATIONS[operation]) and value.content not in possible:
         value.refuse(
-            "it reduces in an order of its own, and a table chooses only algorithms that reduce in the order of ranks: "
+            "it does not reduce in the order of ranks, and a table chooses only algorithms that do: "
             f"use one of {', '.join(possible)}"
         )
     return value.one_of(possible)
 
 
 class _Value:
-    """A value in a file and its place; every method that reads it raises `InvalidUsageError` for another kind."""
+    """A value in a file and its path there. A method that reads it raises `InvalidUsageError` for another type."""
 
     def __init__(self, path: Path, name: str, content: Any) -> None:
         self._path = path
@@ -146,7 +145,7 @@ class _Value:
         return [_Value(self._path, f"{self._name}[{index}]", item) for index, item in enumerate(self.content)]
 
     def members(self, names: tuple[str, ...]) -> dict[str, _Value]:
-        """Return the members of an object, which may have these names alone."""
+        """Return the members of an object, which may have only these names."""
         if not isinstance(self.content, dict) or not set(self.content) <= set(names):
             self.refuse(f"it must be an object with names from {', '.join(names)}")
         return {name: self[name] for name in self.content}

@@ -1,8 +1,8 @@
 """Channels: messages of up to a slot's size from each rank of a node to each peer, through shared host memory.
 
-Every rank has an arena that all ranks map. Its *slots* hold the data that this rank sends: it copies a chunk in once,
-however many ranks read it. Its *inbox* has, for every peer, a ring of entries in which the peer says where in the
-peer's slots a message is and how long it is. Its *returns* say how many of this rank's messages each reader has read,
+Every rank has an arena that all ranks map. Its *slots* hold the data that this rank sends. The rank copies a chunk into
+a slot once, for any number of readers. Its *inbox* has a ring of entries for every peer. An entry says where in the
+peer's slots a message is, and how long it is. Its *returns* count the messages of this rank that each reader has read,
 which frees the slots.
 
     sender                                        reader
@@ -19,9 +19,9 @@ which frees the slots.
     fence
     copy the next chunk into the slot
 
-The fences around the flag publish the chunk (A) and the entry (B): without them a reader could see the flag with older
-bytes of the slot or with an older place. The fences around the count give the slot back (C): without them a reader that
-still reads this chunk could see bytes of the sender's next chunk. Every word has one writer.
+The fences around the flag publish the chunk (A) and the entry (B). Without them a reader could see the flag with older
+bytes of the slot, or with an older place. The fences around the count give the slot back (C). Without them a reader
+that still reads this chunk could see bytes of the sender's next chunk. Every word has one writer.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _LINE = 128  # bytes; words with different writers are on different cache lines,
 _PAGE = 4096
 _EPOCHS = 2**32 - 1
 _PATIENCE_S = 0.5
-_PLACE_BITS = 32  # of the content word: the place of the message in the slots; the other bits are its length
+_PLACE_BITS = 32  # the bits of the content word for the message's place in the slots; the other bits are its length
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
-# A copy takes up to twice as long if source and target are at different places in their cache lines. NumPy's large
-# arrays begin 16 bytes past the start of a line. In steps of 16 every element type stays aligned.
+# A copy takes up to twice as long if source and target have different offsets in their cache lines. NumPy's large
+# arrays begin 16 bytes past the start of a line. Offsets in steps of 16 keep every element type aligned.
 _CACHE_LINE = 64
 _ALIGNMENT = 16
 
@@ -56,7 +56,7 @@ def _round_up(nbytes: int, multiple: int) -> int:
 
 
 class LateRank(Exception):
-    """This rank waits for the rank with this index in the node, which did not come or read in time."""
+    """The rank with this index in the node did not come, or did not read, in time."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -64,7 +64,7 @@ class LateRank(Exception):
 
 
 class DifferentCall(Exception):
-    """A message belongs to another call than the call of this rank."""
+    """A message belongs to another call than this rank's call."""
 
 
 class DifferentSize(Exception):
@@ -76,16 +76,16 @@ class DifferentSize(Exception):
 
 
 class GivenUp(Exception):
-    """There is a agreed error, so nothing more will come."""
+    """Some rank has published an error, so no more data will come."""
 
 
 class Channels:
     """This rank's ends of the channels of a node. Construction is collective and raises as `share` does.
 
-    Per pair of ranks messages are read in the order in which they were sent. Methods that block raise `LateRank` after
-    the node's ``timeout_s`` seconds without progress, or soon if ``in_vain`` says that nothing will come, and `GivenUp`
-    when there is a agreed error. ``first`` is the number of the last message that counts as sent and read on every
-    channel, the same on all ranks.
+    Each reader reads the messages of a sender in the order of sending. Methods that block raise `LateRank` after the
+    node's ``timeout_s`` seconds without progress, or soon if ``in_vain`` says that no more data will come. They raise
+    `GivenUp` when some rank has published an error. Messages up to number ``first`` count as sent and read on every
+    channel; all ranks pass the same number.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Channels:
         self._rank = node.rank
         self._node = node
         self._in_vain = in_vain
-        # On a channel every unread message holds a slot. With at least as many entries as slots no entry is written
-        # over before it is read, and no sender has to wait for an entry.
+        # On a channel every unread message holds a slot. There are at least as many entries as slots. So no sender
+        # overwrites an entry before its reader has read it, and no sender has to wait for an entry.
         self._entries = 1 << (slots - 1).bit_length()
         inbox_nbytes = _round_up(self._entries * 2 * _WORD, _LINE)
         self._inbox_words = inbox_nbytes // _WORD
@@ -114,21 +114,22 @@ class Channels:
         self.agreed_error = AgreedError(node, views[0][agreed_error_at:slots_at].data)
         self._sent = [first] * node.size
         self._read = [first] * node.size
-        # Per slot its readers, each with the number of the message in the slot on the channel to that reader.
+        # For each slot its readers. Each reader has the number that the slot's message has on the channel to that
+        # reader.
         self._readers: list[list[tuple[int, int]]] = [[] for _ in range(slots)]
         self._next_slot = 0
         self.hash32 = 0
-        """The hash of the call that all ranks are in; it travels with every message."""
+        """The hash of the call that this rank is in; it travels with every message."""
 
     def send(self, pointer: int, nbytes: int, readers: Sequence[int]) -> None:
-        """Send up to a slot's size of bytes to some ranks; blocks until a slot is free and the bytes are in it."""
+        """Send at most a slot's size of bytes to some ranks; blocks until a slot is free and holds the bytes."""
         slot = self._await_free_slot()
         place = slot * self._stride + pointer % _CACHE_LINE // _ALIGNMENT * _ALIGNMENT
         ctypes.memmove(self._addresses[self._rank] + place, pointer, nbytes)
         self._readers[slot] = self._announce(readers, place, nbytes)
 
     def receive(self, source: int, nbytes: int) -> int:
-        """Return the address of the next message of a rank; blocks. The message stays there until `release`.
+        """Return the address of the next message from a rank; blocks. The message stays there until `release`.
 
         Raises `DifferentCall` if the message belongs to another call, `DifferentSize` if it does not have ``nbytes``.
         """
@@ -141,7 +142,7 @@ class Channels:
             self._await(lambda: words[entry] & _EPOCHS == epoch, source)
             if words[entry] != flag:
                 raise DifferentCall
-        # (A), (B) Pairs with the fence in `_announce`: content and chunk are read after the flag.
+        # (A), (B) Pairs with the fence in `_announce`: this rank reads content and chunk after the flag.
         fence()
         content = words[entry + 1]
         if content >> _PLACE_BITS != nbytes:
@@ -149,9 +150,9 @@ class Channels:
         return self._addresses[source] + (content & _PLACE_MASK)
 
     def release(self, sources: Iterable[int]) -> None:
-        """Give back the slot of the last message of each of these ranks; local."""
-        # (C) Pairs with the fence in `_await_free_slot`: this rank has read the chunk before it writes the count that
-        # lets the sender overwrite the chunk.
+        """Give back the slot of the last message from each of these ranks; local."""
+        # (C) Pairs with the fence in `_await_free_slot`: this rank has read the chunk before it writes the count. The
+        # count lets the sender overwrite the chunk.
         fence()
         for source in sources:
             self._words[source][self._returns_at + self._rank * _LINE // _WORD] = self._read[source]
@@ -172,13 +173,13 @@ class Channels:
         self._segments.close_own()
 
     def _announce(self, readers: Sequence[int], place: int, nbytes: int) -> list[tuple[int, int]]:
-        """Tell readers where in this rank's slots a message is; return its number on each channel. Never blocks."""
+        """Write to readers where in this rank's slots a message is; return its number on each channel. Never blocks."""
         numbers = []
         for reader in readers:
             self._sent[reader] = number = self._sent[reader] + 1
             self._words[reader][self._entry(self._rank, number) + 1] = nbytes << _PLACE_BITS | place
             numbers.append((reader, number))
-        # (A), (B) Pairs with the fence in `receive`: chunk and content are there before the flag.
+        # (A), (B) Pairs with the fence in `receive`: this rank writes chunk and content before the flag.
         fence()
         for reader, number in numbers:
             self._words[reader][self._entry(self._rank, number)] = self._flag(number)
@@ -188,12 +189,12 @@ class Channels:
         return source * self._inbox_words + 2 * (number % self._entries)
 
     def _flag(self, number: int) -> int:
-        # Never 0, because an entry that was never written holds 0. The epoch may wrap, because it is only compared with
-        # the next epoch of the same entry.
+        # Never 0, because an unwritten entry holds 0. The epoch may wrap, because a reader compares it only with the
+        # next epoch of the same entry.
         return self.hash32 << 32 | 1 + number % _EPOCHS
 
     def _await_free_slot(self) -> int:
-        """Return the slot that was used longest ago, when all its readers have read it."""
+        """Wait until all readers have read the slot that was used longest ago; return this slot."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % len(self._readers)
         words = self._words[self._rank]
@@ -201,7 +202,7 @@ class Channels:
             place = self._returns_at + reader * _LINE // _WORD
             if words[place] < number:  # counts from 0 in 64 bits do not wrap
                 self._await(lambda: words[place] >= number, reader)  # noqa: B023
-        # (C) Pairs with the fence in `release`: this rank writes into the slot after it has read the counts.
+        # (C) Pairs with the fence in `release`: this rank reads the counts before it writes into the slot.
         fence()
         return slot
 
@@ -215,6 +216,7 @@ class Channels:
             self._in_vain() or not wait_until(over, timeout_s - patience_s, progress)
         ):
             raise LateRank(late)
-        # A message that has come counts also after a agreed error, so the slowest rank still gets all that it can get.
+        # A message that has come also counts after an error, so that the slowest rank still gets all data that has
+        # come.
         if not ready():
             raise GivenUp

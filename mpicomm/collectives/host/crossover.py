@@ -1,9 +1,9 @@
-"""The crossover: from how many bytes mapped memory is faster than MPI for collectives between two ranks.
+"""The crossover: the bytes from which mapped memory is faster than MPI for collectives between two ranks.
 
-It lies at 256 KiB where the cores of both ranks share a cache, and at some MiB where the data passes from one cache to
-another. So two processes measure it once, when they first use mapped memory; all communicators of the two have the
-same one, and both processes know it or neither does. The choice changes no result, because a sum of
-two numbers has one order. Between more ranks it could, so their sizes are fixed: see `selection`.
+It is 256 KiB if the cores of both ranks share a cache, and some MiB if the data passes from one cache to another. So
+two processes measure it once, when they first use mapped memory. All communicators of the two processes use the same
+crossover. Either both processes know it or neither does. The choice changes no result, because a sum of two numbers has
+one order. Between more ranks it could change results, so their sizes are fixed: see `selection`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 _SIZES = tuple((256 << 10) << step for step in range(5))  # 256 KiB to 4 MiB
 _ROUNDS = 4
 _GAIN = 1.05
-"""The least gain for mapped memory. In a program it starts later than here, where its code is in the cache."""
+"""The least gain for mapped memory, because its code is in the cache here, but not at a call in a program."""
 
 Processes = frozenset[tuple[str, int]]
 """The hosts and the numbers of the two processes."""
@@ -38,12 +38,12 @@ _known: dict[Processes, int] = {}
 
 
 def known(processes: Processes) -> int:
-    """Return the crossover that two processes have measured, 0 while they have not. Local."""
+    """Return the crossover that two processes have measured; 0 before that. Local."""
     return _known.get(processes, 0)
 
 
 def learn(comm: MPI.Intracomm, engine: HostEngine, processes: Processes) -> int:
-    """Return the crossover of two processes, which they measure once. Collective over the two the first time."""
+    """Return the crossover of two processes. The first call measures it and is collective over both; else local."""
     if processes not in _known:
         _known[processes] = measure(comm, engine)
     return _known[processes]
@@ -52,10 +52,10 @@ def learn(comm: MPI.Intracomm, engine: HostEngine, processes: Processes) -> int:
 def measure(comm: MPI.Intracomm, engine: HostEngine) -> int:
     """Return the bytes of an all-reduce from which mapped memory is faster than MPI. Collective over two ranks.
 
-    Blocking, some 20 ms. Both ranks return the same. Raises as `HostEngine.run` does.
+    Blocks for some 20 ms. Both ranks return the same number. Raises as `HostEngine.run` does.
     """
     send, receive = np.ones(_SIZES[-1] // 4, np.float32), np.zeros(_SIZES[-1] // 4, np.float32)
-    # The first round is not counted, because it sets up connections and touches the slots for the first time.
+    # The first round does not count, because it sets up connections and touches the slots for the first time.
     rounds = [[_times(comm, engine, send[: n // 4], receive[: n // 4]) for n in _SIZES] for _ in range(_ROUNDS)][1:]
     own = np.array(rounds).min(axis=0)
     slowest = np.empty_like(own)
@@ -72,7 +72,7 @@ def measure(comm: MPI.Intracomm, engine: HostEngine) -> int:
 
 
 def _times(comm: MPI.Intracomm, engine: HostEngine, send: Array, receive: Array) -> tuple[float, float]:
-    """Return the seconds of an all-reduce by MPI and of one through mapped memory."""
+    """Return the seconds of an all-reduce by MPI and of an all-reduce through mapped memory."""
 
     def mapped() -> None:
         call = Call(ALLREDUCE, Arguments(send, receive, MPI.SUM), comm.rank, comm.size)

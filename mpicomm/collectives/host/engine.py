@@ -22,9 +22,9 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommErr
 from mpicomm.mpi.span import Span
 from mpicomm.waiting import wait_until
 
-# Measured. With smaller slots waits take longer than copies. With fewer bytes in all slots, a chunk that a reader has
-# just read is still in the reader's own cache when the slot is written again, which is several times slower. With more
-# bytes, the slot has left the shared cache.
+# Measured. With smaller slots, waits take longer than copies. With fewer bytes in all slots, the sender overwrites a
+# slot while its chunk is still in the reader's own cache. That is several times slower. With more bytes, the slot has
+# left the shared cache.
 SLOT_NBYTES = 1024 * 1024
 SLOTS = 4
 
@@ -40,21 +40,20 @@ class HostEngine:
     same order, each with one thread at a time. An engine that has raised `CollectiveTimeoutError` or `PeerError` is
     broken on every rank, and each later call raises at once.
 
-    Why it cannot deadlock. The chunks of all exchanges of all calls have one order, the same on all ranks: by call, by
-    exchange, by index in the exchange. For this all ranks must give `run` equally many exchanges. For each chunk in
-    turn a rank first sends to its peers, then reads the data that they send. Take the rank that is furthest behind, at
-    chunk k.
+    Why it cannot deadlock. All chunks of all calls have one order, the same on all ranks: by call, by exchange, by
+    index in the exchange. For this all ranks must pass `run` the same number of exchanges. For each chunk in turn a
+    rank first sends to its peers, then reads the data that they send. Take the slowest rank, at chunk k.
 
-    - It cannot wait for ever to read. Its sender of chunk k is at chunk k too, or beyond, and gets to the end of its
-      sends of chunk k, because no send waits for ever.
+    - It cannot wait for ever to read. The sender of its chunk k is at chunk k or beyond. That rank finishes its sends
+      of chunk k, because no send waits for ever.
     - It cannot wait for ever to send. A send waits for a slot. A rank has at least as many slots as peers, so chunk k
-      does not fill them all. One slot holds an earlier chunk, and the readers of that chunk are all at chunk k or
-      beyond, so they have read it.
+      does not fill them all. One slot holds an earlier chunk. All readers of that chunk are at chunk k or beyond, so
+      they have read it.
 
     With one slot per peer a rank would wait for the readers of its last chunk before each next chunk. With two slots
     per peer it copies while they read.
 
-    A chunk is sent before its place is written: in place, the output of a chunk lies where its input was.
+    A rank sends a chunk before it writes the output of that chunk, because in place the output overwrites the input.
     """
 
     def __init__(
@@ -82,10 +81,12 @@ class HostEngine:
         """Carry out this rank's part of ``exchanges``. Collective in the node, blocking.
 
         It returns when this rank has copied all its data into slots, and has received and reduced its output. All ranks
-        pass the same ``signature`` and equally many exchanges. Raises `InvalidUsageError` for a reduction that is not
-        defined, before anything is sent; `PeerError` if ranks called different things; `CollectiveTimeoutError` with
-        the name of the rank that did not come within the node's ``timeout_s``. The last two have the same text on all
-        ranks of the node (`AgreedError` says how far). A rank that did not have to wait raises them at its next call.
+        pass the same ``signature`` and the same number of exchanges.
+
+        Raises `InvalidUsageError` for a reduction that is not defined, before this rank sends anything. Raises
+        `PeerError` if ranks called different things. Raises `CollectiveTimeoutError` with the rank that did not come
+        within the node's ``timeout_s``. The last two errors have the same text on all ranks of the node (`AgreedError`
+        names the exception). A rank that did not have to wait raises them at its next call.
         """
         for exchange in exchanges:
             if exchange.reduction is not None:
@@ -127,7 +128,7 @@ class HostEngine:
     def call(self, work: Callable[[], None], signature: Signature) -> None:
         """Run ``work``, this rank's part of a call, which makes exchanges by `carry_out`. Collective, blocking.
 
-        Where ``work`` raises `CollectiveTimeoutError` or `PeerError` on one rank, all ranks raise it: see `run`.
+        If ``work`` raises `CollectiveTimeoutError` or `PeerError` on one rank, all ranks raise it: see `run`.
         """
         require_own_process(signature.operation)
         if not self._open:
@@ -146,27 +147,29 @@ class HostEngine:
                 work()
         except (LateRank, DifferentCall, DifferentSize, GivenUp) as reason:
             agreed_error = self._channels.agreed_error
-            self._broken = agreed_error.read() or agreed_error.give(self._judge(reason, text))
+            self._broken = agreed_error.read() or agreed_error.give(self._error_of(reason, text))
             raise equal_error(self._broken) from None
         except (CollectiveTimeoutError, PeerError) as error:
             self._broken = self._channels.agreed_error.give(error)
             raise equal_error(self._broken) from None
         except BaseException as error:
-            # Above all a KeyboardInterrupt: the peers would wait for the chunks that this rank does not send or read.
+            # Mostly a KeyboardInterrupt. Without an error the peers would wait for chunks that this rank does not send
+            # or read.
             rank = self._node.ranks[self._node.rank]
             left = PeerError(f"{text}: rank {rank} left in the middle: {type(error).__name__}: {error}", ranks=[rank])
             self._broken = self._channels.agreed_error.give(left)
             raise
 
     def require_not_given_up(self) -> None:
-        """Leave the `call`, by an exception that it handles, where another rank of the node has given it up. Local."""
+        """Raise `GivenUp`, which `call` handles, if another rank of the node has given up the call. Local."""
         if self._channels.agreed_error.there():
             raise GivenUp
 
     def carry_out(self, exchange: Exchange) -> None:
         """Carry out this rank's part of an exchange, in a `call`. Collective, blocking."""
         itemsize = exchange.dtype.itemsize
-        # Chunks of whole elements, so that every chunk can be reduced. Elements larger than a slot are cut anywhere.
+        # Chunks hold whole elements, so that this rank can reduce every chunk. An element larger than a slot is cut
+        # anywhere.
         step = self._slot_nbytes // itemsize * itemsize or self._slot_nbytes
         outgoing = self._outgoing(exchange, itemsize)
         incoming = [
@@ -186,7 +189,8 @@ class HostEngine:
             for pointer, nbytes, readers in outgoing:
                 if start < nbytes:
                     channels.send(pointer + start, min(step, nbytes - start), readers)
-            # After the sends, which have brought the data into the cache, and before the waits for peers.
+            # The copy comes after the sends, because they have brought the data into the cache, and before the waits
+            # for peers.
             if kept and start < kept[2]:
                 ctypes.memmove(kept[1] + start, kept[0] + start, min(step, kept[2] - start))
             for peer, pointer, nbytes in incoming:
@@ -203,7 +207,7 @@ class HostEngine:
     def _outgoing(self, exchange: Exchange, itemsize: int) -> list[tuple[int, int, list[int]]]:
         """Return address, bytes and readers of each message; peers that get the same data share a message.
 
-        Each rank begins with the next rank, so that the ranks do not all send to the same rank at once.
+        Each rank begins with the next rank, so that not all ranks send to one rank at the same time.
         """
         readers: dict[Span, list[int]] = {}
         for peer in self._peers:
@@ -245,13 +249,13 @@ class HostEngine:
             self._reducers[key] = Reducer(op, dtype)
         return self._reducers[key]
 
-    def _judge(self, reason: Exception, text: str) -> MpicommError:
+    def _error_of(self, reason: Exception, text: str) -> MpicommError:
         ranks = self._node.ranks
         behind = self._call_log.behind()
-        # Ranks that call different things, with different roots for instance, may wait for each other.
+        # Ranks that call different things, for instance with different roots, may wait for each other.
         if isinstance(reason, LateRank) and not self._call_log.differ():
-            # The rank that this rank waits for may itself wait for a rank that has not come, so the call log says which
-            # ranks are behind. If none is, all ranks have come, and the awaited rank makes no progress.
+            # The awaited rank may itself wait for a rank that has not come, so the call log names the late ranks. If no
+            # rank is late, all ranks have come, and the awaited rank makes no progress.
             beyond = self.awaited_beyond()
             late = beyond or [ranks[index] for index in behind or [reason.index]]
             did = "did not arrive" if behind or beyond else "made no progress"
@@ -260,18 +264,18 @@ class HostEngine:
         if isinstance(reason, DifferentSize):
             source, here = ranks[reason.index], ranks[self._node.rank]
             return PeerError(
-                f"{text}: rank {source} sends {reason.sent} bytes where rank {here} expects {reason.expected} (of one "
+                f"{text}: rank {source} sends {reason.sent} bytes, but rank {here} expects {reason.expected} (of one "
                 "chunk): pass counts that agree",
                 ranks=[source, here],
             )
-        # This rank may be the first to notice, so ranks that are a little late get time to post their call.
+        # This rank may be the first that notices, so it gives ranks that are a little late time to post their call.
         wait_until(lambda: not self._call_log.behind(), _LATE_S)
         said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, self._call_log.read(), strict=True))
         return PeerError(f"ranks called different things: {said}", ranks=ranks)
 
 
 def _kept(exchange: Exchange, rank: int) -> tuple[int, int, int] | None:
-    """Return source, target and bytes of this rank's copy to itself, None if it has none."""
+    """Return source, target and bytes of this rank's copy to itself; None if there is no such copy."""
     source, target = exchange.sends[rank], exchange.receives[rank]
     if source is None or target is None or source.pointer == target.pointer or not source.count:
         return None

@@ -1,7 +1,7 @@
-"""Plain calls: collectives on NumPy arrays that are certainly MPI's, in every form of a buffer argument.
+"""Plain calls: collectives on NumPy arrays that certainly go to MPI, in every form of a buffer argument.
 
-They are the small ones, those that only move data, and all between nodes.
-They are recognised in a fraction of a microsecond, because MPI takes about a microsecond for 8 bytes. `Call` would take
+Small reductions, collectives that only move data, and all collectives between nodes are plain calls. The functions here
+recognise them in a fraction of a microsecond, because MPI takes about a microsecond for 8 bytes. `Call` would take
 longer to read the arguments than MPI takes for the call.
 """
 
@@ -26,10 +26,10 @@ from mpicomm.mpi.types import numpy_dtype
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
 """Element types for which MPI keeps all promises of mpicomm."""
 
-Judge = Callable[..., bool]
-"""Returns whether a call with these buffers, and this operation if it reduces, is certainly MPI's. Local."""
+PlainCheck = Callable[..., bool]
+"""Returns whether a call with these buffers, and this operation if it reduces, certainly goes to MPI. Local."""
 
-_Op = MPI.Op  # the class of MPI's operations; `AVG` and `Op`, which are not for MPI to carry out, are of others
+_Op = MPI.Op  # the class of MPI's operations; MPI cannot carry out `AVG` and `Op`, which have other classes
 _Datatype = MPI.Datatype
 _LISTS = frozenset((list, tuple))
 _in_place = MPI.IN_PLACE
@@ -42,40 +42,41 @@ _OWN_TYPES = {
 
 
 @lru_cache(maxsize=64)
-def plain_calls(size: int, rank: int, nodes: int, crossover: int = 0) -> dict[str, Judge]:
-    """Return the judges of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
+def plain_calls(size: int, rank: int, nodes: int, crossover: int = 0) -> dict[str, PlainCheck]:
+    """Return the checks of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
 
-    ``crossover`` is 0 while it is not measured. The answers agree with `selection.goes_to_mpi`, which decides on ranks
+    ``crossover`` is 0 before it is measured. The answers agree with `selection.goes_to_mpi`, which decides on ranks
     that pass their buffers in other forms.
     """
-    judges: dict[str, Judge] = {}
+    checks: dict[str, PlainCheck] = {}
     for name, row in OPERATIONS.items():
         least, of_others = (mapped_from(row, op, size, nodes, crossover) for op in (OPS_OF_CROSSOVER[0], None))
-        judges[name] = _judge(row, size, rank, least, of_others)
-        judges[row.nonblocking] = _judge(row, size, rank, NEVER, NEVER)
-    return judges
+        checks[name] = _check(row, size, rank, least, of_others)
+        checks[row.nonblocking] = _check(row, size, rank, NEVER, NEVER)
+    return checks
 
 
 @lru_cache(maxsize=64)
-def at_once(size: int, rank: int, nodes: int, crossover: int = 0, *, on_gpus: bool = False) -> dict[str, Judge]:
-    """Return the judges of `plain_calls` for calls that go to MPI without further ado. Local.
+def at_once(size: int, rank: int, nodes: int, crossover: int = 0, *, on_gpus: bool = False) -> dict[str, PlainCheck]:
+    """Return the checks of `plain_calls` for calls that go to MPI at once. Local.
 
-    On GPUs no call does in which ranks may have no data: there a rank tells such ranks where the call is, see
-    `witness`. Nor does a collective of neighbours, whose topology the first call checks.
+    Two kinds of call never do. On GPUs, if ranks may have no data, a rank first tells such ranks where the call is: see
+    `witness`. In a collective of neighbours, the first call checks the topology.
     """
-    told = {
+    not_at_once = {
         name
         for row in OPERATIONS.values()
         if row.of_neighbors or (on_gpus and row.counts != "same")
         for name in row.methods
     }
-    return {
-        name: _never if name in told else judge for name, judge in plain_calls(size, rank, nodes, crossover).items()
-    }
+    checks = plain_calls(size, rank, nodes, crossover)
+    return {name: _never if name in not_at_once else check for name, check in checks.items()}
 
 
 def are_apart(a: Any, b: Any) -> bool:
-    """Return whether two NumPy arrays certainly lie in host memory and share none; MPICH 5 ends the program if they do.
+    """Return whether two NumPy arrays certainly lie in host memory and do not overlap.
+
+    MPICH 5 ends the program if they overlap.
 
     A NumPy array may be a view of device memory.
     """
@@ -95,53 +96,54 @@ def _never(send: Any, receive: Any, op: Any = None) -> bool:
     return False
 
 
-def _judge(row: Operation, size: int, rank: int, least: int, least_of_others: int) -> Judge:
-    """Return the judge of a collective that goes through mapped memory from ``least`` bytes on.
+def _check(row: Operation, size: int, rank: int, least: int, least_of_others: int) -> PlainCheck:
+    """Return the check of a collective that goes through mapped memory from ``least`` bytes on.
 
-    ``least_of_others`` is for the operations on which the crossover has no influence.
+    ``least_of_others`` is for operations that do not depend on the crossover.
     """
     if row.send == "typed" or not row.in_mpi:
         return _never
     reduces, sent_shape, received_shape = row.reduces, row.send, row.receive
-    # MPI must get a copy of an input in place that recvcounts cut, and it may take MPI.IN_PLACE of neighbours for one.
-    arrays_alone = row.send == "counted" or row.of_neighbors
-    in_place_alone = not reduces or row.send == "one"  # else a list counts the blocks of its buffer in another way
+    # If recvcounts cut an input in place, MPI must get a copy of it. MPI may accept MPI.IN_PLACE of neighbours, which
+    # `Call` refuses.
+    only_arrays = row.send == "counted" or row.of_neighbors
+    reads_in_place = not reduces or row.send == "one"  # else a list counts the blocks in another way
     always = min(least, least_of_others)
 
     def is_small(nbytes: int, op: Any) -> bool:
         return nbytes < (least if op_name(op) in OPS_OF_CROSSOVER else least_of_others)
 
-    def judge(send: Any, receive: Any, op: Any = None) -> bool:
+    def is_plain(send: Any, receive: Any, op: Any = None) -> bool:
         if type(send) is type(receive) is ndarray:
-            # The first half of are_apart comes first, because it nearly always answers.
+            # This condition begins with the first half of are_apart, because that nearly always answers.
             if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
                 return False
-            array = send  # the input decides, because a root's output may be anything on other ranks
+            array = send  # the input decides, because only the root has a meaningful output
         elif type(receive) is ndarray and (send is None or send is _in_place):
-            if arrays_alone or not (receive.base is None or is_host_view(receive)):
+            if only_arrays or not (receive.base is None or is_host_view(receive)):
                 return False
             array = receive
         else:
-            return (type(send) in _LISTS or type(receive) in _LISTS) and judge_lists(send, receive, op)
+            return (type(send) in _LISTS or type(receive) in _LISTS) and is_plain_in_lists(send, receive, op)
         if not reduces:
             return array.dtype in MPI_TYPES
         nbytes = array.nbytes
         return array.dtype in MPI_TYPES and type(op) is _Op and (nbytes < always or is_small(nbytes, op))
 
-    def judge_lists(send: Any, receive: Any, op: Any) -> bool:
+    def is_plain_in_lists(send: Any, receive: Any, op: Any) -> bool:
         if reduces and type(op) is not _Op:
             return False
         sent, received = _own(send), _own(receive)
         if sent is not send or received is not receive:
-            return judge(sent, received, op)
-        if arrays_alone:
+            return is_plain(sent, received, op)
+        if only_arrays:
             return False
         if receive is None or receive is _in_place:
             found = one = _read(send, sent_shape, size, rank, reduces)
         else:
             found = one = _read(receive, received_shape, size, rank, reduces)
             if send is None or send is _in_place:
-                if not in_place_alone:
+                if not reads_in_place:
                     return False
             else:
                 found = _read(send, sent_shape, size, rank, reduces)
@@ -149,15 +151,15 @@ def _judge(row: Operation, size: int, rank: int, least: int, least_of_others: in
             return False
         if found is one:
             apart = one[0].base is None or is_host_view(one[0])
-        else:  # MPI need not notice that a rank sends more to itself than it receives
+        else:  # MPI may miss that a rank sends more to itself than it receives
             apart = found[2] == one[2] and are_apart(found[0], one[0])
         return apart and (not reduces or found[1] < always or is_small(found[1], op))
 
-    return judge
+    return is_plain
 
 
 def _own(spec: Any) -> Any:
-    """Return the array of ``[array, type]`` if the type is the array's own, which adds nothing; else ``spec``."""
+    """Return the array of ``[array, type]`` if the type only repeats the type of the array; else ``spec``."""
     if (
         type(spec) is list
         and len(spec) == 2
@@ -184,9 +186,9 @@ def _read(buffer: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tup
 
 
 def _listed(spec: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tuple[Any, int, int] | None:
-    """Return the array of a list, the bytes that the list names, and those of the block of ``rank``.
+    """Return the array of a list, the bytes that the list names, and the bytes of the block of ``rank``.
 
-    None unless the array certainly holds them all.
+    None unless the array certainly holds all of them.
     """
     if type(spec) not in _LISTS:
         return None
@@ -223,7 +225,7 @@ def _listed(spec: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tup
 
 
 def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
-    """Return the bytes from one element to the next one, 0 for elements that need a closer look."""
+    """Return the bytes from one element to the next; 0 if this file cannot decide about the elements."""
     if datatype is None:
         return int(array.itemsize) if array.dtype in MPI_TYPES else 0
     if type(datatype) is not _Datatype or datatype == _no_type:
@@ -234,7 +236,7 @@ def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
 
 
 def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:
-    """Return the elements up to the end of the last block, and those of this rank's block; -1 where that is unsure."""
+    """Return the elements up to the end of the last block, and the elements of this rank's block; -1 if unsure."""
     if type(counts) is ndarray:
         counts = counts.tolist()
     if type(displs) is ndarray:

@@ -1,4 +1,4 @@
-"""OneNode: collectives on host arrays whose ranks are all on one node."""
+"""OneNode: collectives on host arrays between ranks of one node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpicomm.collectives.host.selection import schedule
 
 
 class OneNode:
-    """The calls that ``engine``, which serves all ``size`` ranks, carries out."""
+    """Carries out calls with ``engine``, which serves all ``size`` ranks."""
 
     def __init__(self, engine: HostEngine, size: int) -> None:
         self._engine = engine

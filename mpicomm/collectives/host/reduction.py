@@ -1,19 +1,18 @@
 """Reductions of host memory with NumPy: the operations, their types and their results.
 
-Parts are reduced element by element, strictly in their order: ((part 0 op part 1) op part 2) ... So the result is
-bitwise the same wherever it is computed and however the array was cut, except that it is open which of two NaNs with
-different payloads comes out. The result of a single part is that part, as in MPI: also of ``land``, and also where
-x / 1 is not x.
+A reduction goes element by element, strictly in the order of the parts: ((part 0 op part 1) op part 2) ... So every
+rank and every cut of the array gives the same bits, except that either of two NaNs with different payloads may come
+out. The result of a single part is that part, as in MPI, also for ``land``, and also if x / 1 is not x.
 
-- Floats of less than 32 bits (float16 and the floats of ml_dtypes) are accumulated in float32 and rounded once at the
-  end, to nearest even. They overflow as a conversion from float32 does.
+- Floats of less than 32 bits (float16 and the floats of ml_dtypes) are accumulated in float32. The end result is
+  rounded once, to nearest even. It overflows as a conversion from float32 does.
 - Integers wrap around. Of booleans ``sum`` and ``max`` are or, ``prod`` and ``min`` are and, as in NumPy.
-- ``max`` and ``min`` return NaN where any part is NaN. Of 0.0 and -0.0, which are equal, they return the one that NumPy
-  returns on this processor, on x86 the later one.
+- ``max`` and ``min`` return NaN if any part is NaN. 0.0 and -0.0 are equal. Of these, they return the part that NumPy
+  returns on this processor, on x86 the later part.
 - ``land``, ``lor`` and ``lxor`` return 0 or 1 in the type of the parts.
-- An expression of the user is computed as `Op` says.
+- `Op` says how an expression of the user is computed.
 - ``avg`` is the sum divided by the number of parts, of floats and complex numbers.
-- Floating-point errors are not reported: overflow gives inf, inf - inf gives NaN. Callers hold ``np.errstate``.
+- Floating-point errors are not reported: overflow gives inf, inf - inf gives NaN. Callers set ``np.errstate``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _UFUNCS: dict[str, np.ufunc] = {
     "bxor": np.bitwise_xor,
 }
 OPERATIONS = tuple(_UFUNCS)
-"""The names of all operations but those of the user."""
+"""The names of all operations except expressions of the user."""
 
 _FLOAT32 = np.dtype(np.float32)
 # Parts, accumulator and result of a block stay in a core's L2 cache while they go through several operations.
@@ -74,7 +73,7 @@ def require_supported(op: str, dtype: np.dtype[Any]) -> None:
 
 
 def _own_function(op: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
-    """Return an operation of the user on arrays of ``dtype``, with the face of a ufunc."""
+    """Return an operation of the user on arrays of ``dtype``, as a function with the signature of a ufunc."""
     expression = own_op(op)
 
     def reduce(a: npt.NDArray[Any], b: npt.NDArray[Any], out: npt.NDArray[Any] | None = None) -> Any:
@@ -88,7 +87,7 @@ def _own_function(op: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
 
 
 class Reducer:
-    """Reduces with one operation on one dtype. Raises `InvalidUsageError` if the operation is not defined on it."""
+    """Reduces with one operation on one dtype. Raises `InvalidUsageError` if the dtype does not have the operation."""
 
     def __init__(self, op: str, dtype: np.dtype[Any]) -> None:
         require_supported(op, dtype)
@@ -97,14 +96,14 @@ class Reducer:
         self._ufunc: Callable[..., Any] = _own_function(op, self._dtype) if is_own(op) else _UFUNCS[op]
         self._narrow = is_narrow(dtype)
         self._block = max(_BLOCK_NBYTES // self._dtype.itemsize, 2)
-        # Made when first needed, because two parts of a wide type need none.
+        # Allocated at the first use, because two parts of a wide type need no scratch memory.
         self._scratch: list[npt.NDArray[Any]] = []
 
     def reduce(self, parts: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
         """Reduce ``parts``, flat arrays of one length, in their order into ``out``; local.
 
-        ``out`` may be the same memory as one of the parts, because a block of it is written after that block of all
-        parts was read.
+        ``out`` may be the same memory as one of the parts. The reduction reads a block of all parts before it writes
+        that block of ``out``.
         """
         if len(parts) == 1:
             np.copyto(out, parts[0])
@@ -131,7 +130,7 @@ class Reducer:
             result = out
             accumulator = parts[0]
             for part in parts[1:-1]:
-                # Not into `out`, because that may be a part which is still to come.
+                # Not into `out`, because `out` may be a part that this loop has yet to read.
                 accumulator = ufunc(accumulator, part, out=self._scratch_array(0, out.size))
             ufunc(accumulator, parts[-1], out=out)
         if self._average:

@@ -1,9 +1,9 @@
 """The choice between MPI and mapped memory for collectives on host arrays, and the exchanges on mapped memory.
 
-The sizes are measured: `scripts/measuring/measure_host_collectives.py` compares with MPICH 5, which copies from process
-to process, with 2 and with 4 ranks on 2 cores. Reductions gain most, because MPI spends most of their time between its
-copies. Collectives that only move data gain little, because memory bounds them in MPI as well. They may lose much,
-because slots pass from cache to cache, which takes four times as long between cores that share no cache.
+The sizes are measured. `scripts/measuring/measure_host_collectives.py` compares mapped memory with MPICH 5, which
+copies from process to process, for 2 and 4 ranks on 2 cores. Reductions gain most, because MPI spends most of their
+time between its copies. Collectives that only move data gain little, because memory also bounds them in MPI. They may
+lose much, because slots pass from cache to cache, which takes four times as long between cores that share no cache.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ _MAPPED_FROM = {
     "Scan": (256 * _KIB, 256 * _KIB),
     "Exscan": (128 * _KIB, 256 * _KIB),
 }
-"""The fewest bytes for which mapped memory is used, with 2 ranks and with more. MPI carries out operations that only
-move data at any size, because one rank may name a derived datatype, which only MPI knows, where another one names its
-elements. MPI also copies once in Allgather, Alltoall and Bcast, and mapped memory copies twice."""
+"""The fewest bytes for mapped memory, with 2 ranks and with more ranks. MPI carries out operations that only move data
+at any size. One rank may pass a derived datatype, which only MPI knows, while another rank passes plain elements. Also,
+MPI copies once in Allgather, Alltoall and Bcast, but mapped memory copies twice."""
 
 _CROSSOVERS = {"Allreduce": 1, "Reduce_scatter": 4, "Reduce_scatter_block": 4}
-"""The collectives whose least bytes between two ranks depend on the caches, as multiples of the crossover of
-`crossover`. The bytes above are those of cores that share a cache."""
+"""The collectives for which the fewest bytes between two ranks depend on the caches, as multiples of the crossover in
+crossover.py. The bytes in `_MAPPED_FROM` hold for cores that share a cache."""
 _LARGEST_CROSSOVER = 8 * _MIB
 _FIXED_CROSSOVER = _MIB
-"""The crossover of other operations than `OPS_OF_CROSSOVER`."""
+"""The crossover of all operations except `OPS_OF_CROSSOVER`."""
 
 OPS_OF_CROSSOVER = ("sum", "prod")
-"""The operations whose calls depend on the crossover. The result of others would depend on the machine with it, because
-MPI may lose a NaN in MAX and MIN."""
+"""The operations that depend on the crossover. Other operations do not, because their results would then depend on the
+machine: MPI may lose a NaN in MAX and MIN."""
 
 _TWO_SHOT_FROM = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
 
 
 def mapped_from(operation: Operation, op: str | None, size: int, nodes: int, crossover: int) -> int:
-    """Return the fewest bytes with which a collective goes through mapped memory, `NEVER` where it does not; local.
+    """Return the fewest bytes with which a collective goes through mapped memory; `NEVER` if it does not. Local.
 
-    ``crossover`` is 0 while it is not measured. Ranks of several nodes map no memory of each other.
+    ``crossover`` is 0 before it is measured. Ranks of several nodes cannot map each other's memory.
     """
     if not operation.in_mpi:
         return 0
@@ -84,15 +84,15 @@ def depends_on_crossover(call: Call, size: int) -> bool:
 
 
 def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -> bool:
-    """Return whether MPI has a collective, an element type and an op, and keeps the promises of mpicomm; local."""
+    """Return whether MPI can carry out a collective with this element type and op, with mpicomm's promises; local."""
     if not operation.in_mpi:
         return False
     if dtype is None:
         return True
     if op is None:
-        return True  # data that is only moved needs no type: see `Call`
+        return True  # data that is only moved needs no MPI type: see `Call`
     if op == "avg" or is_own(op) or dtype == np.float16:
-        return False  # MPI has no order for expressions of the user, and would round float16 after every step
+        return False  # MPI fixes no order for expressions of the user, and rounds float16 after every step
     return types.mpi_datatype(dtype) is not None
 
 
@@ -111,10 +111,10 @@ def becomes_mpi_request(call: Call, algorithm: str) -> bool:
 
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:
-    """Return the algorithms that a collective has on mapped memory; none where MPI carries out all calls."""
+    """Return the algorithms that a collective has on mapped memory; none if MPI carries out all calls."""
     if operation.of_neighbors:
         return ()
-    # With two shots every rank needs memory for the data that it sends on, which is its output: so all must have one.
+    # With two shots every rank sends on data from its output, so all ranks must have an output.
     names = ["one_shot"] + ["two_shot"] * (operation.into_all and operation.two_shot is not None)
     return tuple(names + ["ring"] * (operation.ring is not None))
 
@@ -125,7 +125,7 @@ def best_mapped(operation: Operation, nbytes: int) -> str:
 
 
 def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> list[Exchange]:
-    """Return a call on mapped memory as exchanges. Raises `InvalidUsageError` for an operation that a ring lacks."""
+    """Return a call on mapped memory as exchanges. Raises `InvalidUsageError` for an operation that the ring lacks."""
     operation, buffers = call.operation, call.buffers(scratch)
     if algorithm == "ring":
         assert operation.ring is not None
@@ -138,6 +138,7 @@ def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> lis
         algorithm = best_mapped(operation, call.nbytes or 0)
     if two_shot is None or size == 1 or algorithm == "one_shot":
         return [operation.one_shot(buffers)]
-    # A piece has a shard for each rank, small enough to be in the cache still when the second exchange reads it.
+    # A piece has a shard for each rank. A shard is small enough to stay in the cache until the second exchange reads
+    # it.
     pieces = [two_shot(piece) for piece in buffers.pieces(_SHARD_NBYTES * size)]
     return [exchange for piece in pieces for exchange in (piece.first, piece.second)]

@@ -57,11 +57,11 @@ def _convert(array: Any, ordinal: int) -> Any:
 
 
 class _Tensor:
-    """A PyTorch tensor whose DLPack exchange leaves streams alone.
+    """A PyTorch tensor with a DLPack exchange that makes no stream wait.
 
     By default an exchange makes CuPy's current stream wait for PyTorch's. mpicomm uses both views on the stream that
-    the caller names, which needs no such wait. And while PyTorch captures a graph, the wait draws CuPy's stream into
-    the capture, which fails it.
+    the caller names, and needs no such wait. While PyTorch captures a graph, the wait would draw CuPy's stream into the
+    capture, and the capture would fail.
     """
 
     def __init__(self, tensor: Any) -> None:
@@ -87,7 +87,7 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
     """Find the allocation of a non-empty ``cupy.ndarray``.
 
     Local; the device's context must be current. Raises `InvalidUsageError` for memory that CUDA IPC cannot export. Logs
-    a warning, once per process, where other arrays may become visible to peers.
+    a warning, once per process, if other arrays may become visible to peers.
     """
     pointer = array.data.ptr
     attribute = driver.CUpointer_attribute
@@ -98,7 +98,7 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
         attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
     ]
     memory_type, managed, pool, ipc_capable = call(driver.cuPointerGetAttributes, len(names), names, pointer)
-    # Managed memory first: it also counts as device or host memory, wherever its pages are.
+    # Managed memory first, because it also counts as device or host memory, wherever its pages are.
     if managed:
         raise InvalidUsageError(
             f"array lies in managed memory (cudaMallocManaged), which no peer can open; {_USE_EMPTY}, or call "
@@ -111,7 +111,7 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
         )
     if int(pool) != 0:
         raise InvalidUsageError(
-            "array lies in the stream-ordered pool (cudaMallocAsync), whose memory CUDA IPC cannot export; "
+            "array lies in the stream-ordered pool (cudaMallocAsync), and CUDA IPC cannot export its memory; "
             f"{_USE_EMPTY}, or before it is made call cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc), or for "
             "PyTorch set PYTORCH_CUDA_ALLOC_CONF=backend:native"
         )
@@ -128,8 +128,8 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
 
 
 _ROOM_NBYTES = 512
-"""The least memory that CuPy's and PyTorch's pools give an array. Less beside an array is rounding, and holds no other
-data."""
+"""The least memory that CuPy's and PyTorch's pools give an array. Less memory beside an array is rounding, and holds no
+other data."""
 
 
 _warned = False
@@ -140,8 +140,8 @@ def _warn_once(nbytes: int, size: int) -> None:
     if not _warned:
         _warned = True
         _log.warning(
-            "register: the array has %d bytes and lies in an allocation of %d bytes, all of which becomes visible to "
-            "the peers, with other arrays of its pool, if there are some; memory of comm.empty() shares nothing else",
+            "register: the array has %d bytes and lies in an allocation of %d bytes. The whole allocation becomes "
+            "visible to the peers, with all other arrays in it. Memory of comm.empty() shares nothing else",
             nbytes,
             size,
         )

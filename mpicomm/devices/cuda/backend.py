@@ -43,7 +43,7 @@ from mpicomm.kernels.team import Faults
 
 
 class CudaBackend:
-    """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, whose current device they leave alone."""
+    """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, and keep the current device of the thread."""
 
     kinds: tuple[Kind, ...] = ("ipc", "fd", "fabric", "staged")
 
@@ -86,11 +86,11 @@ class CudaBackend:
         cupy.cuda.Device(self._ordinal).use()
 
     def prepare_thread(self) -> None:
-        """As `make_current`, for a thread that mpicomm has started, which goes on whatever other threads capture."""
+        """Like `make_current`, for a thread of mpicomm, which goes on whatever other threads capture."""
         self.make_current()
         # A query of an event would spoil a graph that another thread captures, although the event is no part of it. The
-        # user's own threads stay as they are, because a capture in CUDA's default mode is to watch their calls, and
-        # because relaxing them around each query takes several times as long as the query.
+        # threads of the user keep their mode, because a capture in CUDA's default mode shall watch their calls. Also, a
+        # change of mode around each query takes several times as long as the query.
         relax()
 
     def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
@@ -107,7 +107,7 @@ class CudaBackend:
     def adopt(self, array: Any) -> IpcSegment:
         """Return the memory of a C-contiguous ``cupy.ndarray``. Peers open its whole allocation."""
         if array.nbytes == 0:
-            # An empty array lies in no allocation; peers still expect a handle that opens.
+            # An empty array lies in no allocation, but peers expect a handle that opens.
             segment = IpcSegment.allocate(self._context, 1)
             segment.nbytes = 0
             return segment
@@ -121,7 +121,7 @@ class CudaBackend:
         return exported
 
     def open(self, handle: MemoryHandle, fd: int | None) -> CudaSegment:
-        """Map a peer's memory for this GPU. ``fd`` stays the caller's."""
+        """Map a peer's memory for this GPU. The caller still owns ``fd``."""
         if handle.kind not in self.kinds:
             raise HandleError(
                 f"a GPU communicator cannot open a {handle.kind} handle, which comes from a cpu communicator: pass the "
@@ -143,21 +143,21 @@ class CudaBackend:
             return as_cupy(array, self._ordinal)
 
     def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return a ``cupy.ndarray`` over the start of a segment, this process's or a peer's on any device."""
+        """Return a ``cupy.ndarray`` over the start of a segment, of this process or of a peer, on any device."""
         memory = cupy.cuda.UnownedMemory(segment.pointer, segment.nbytes, segment, self._ordinal)
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def pointer_table(self, pointers: list[int]) -> Any:
-        """Return a uint64 ``cupy.ndarray`` of addresses, which are there when this returns."""
+        """Return a uint64 ``cupy.ndarray`` of addresses; it holds them when this returns."""
         with self._context.current():
             table = cupy.array(pointers, dtype=np.uint64)
-            # CuPy fills it on its current stream; kernels that read it may run on any stream.
+            # CuPy fills the table on its current stream, and kernels that read it may run on any stream.
             cupy.cuda.get_current_stream(self._ordinal).synchronize()
         return table
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Return the address of a ``stream=`` argument."""
-        if stream is None and type(array) is cupy.ndarray:  # the usual case: this is on the way of every call
+        if stream is None and type(array) is cupy.ndarray:  # the usual case, quick because every call comes here
             resolved: int = get_current_stream(self._ordinal).ptr
         else:
             resolved = resolve_stream(stream, array, self._ordinal)
@@ -165,10 +165,10 @@ class CudaBackend:
         return resolved
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
-        """Return the address of a ``stream=`` argument; None where it captures a graph. Raises as `check` does."""
+        """Return the address of a ``stream=`` argument; None if it captures a graph. Raises as `check` does."""
         if self._faults is None or self._faults.error is not None or self._faults.record.state:
             self.check()
-        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        # Cheaper than a change of context, and nearly always true: a new Communicator makes its GPU current.
         if stream is None and type(array) is cupy.ndarray and runtime.getDevice() == self._ordinal:
             current: int = get_current_stream(self._ordinal).ptr
             self._threads.note(current)
@@ -181,14 +181,14 @@ class CudaBackend:
         return self._threads.of(stream)
 
     def waits_beside(self, stream: int, array: Any) -> bool:
-        """Return whether a blocking call on ``array`` waits for its peers beside ``stream``, and its thread with it."""
-        # PyTorch itself calls from several threads: those of the program and of autograd. It keeps their order, and
-        # expects that no call waits for the GPU.
+        """Return whether a blocking call on ``array`` and its thread wait for peers beside ``stream``."""
+        # PyTorch itself calls from several threads: the threads of the program and of autograd. It keeps their order,
+        # and expects that no call waits for the GPU.
         return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
 
     def meets(self, stream: int, array: Any) -> bool:
         """Return whether the ranks meet on the host before a blocking collective on ``array`` begins."""
-        # Not `are_several` for tensors: backward passes have a thread of their own, and a count of threads takes long.
+        # Tensors do not count the threads: backward passes have a separate thread, and a count takes long.
         several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
         return several and not self.is_capturing(stream)
 
@@ -202,18 +202,18 @@ class CudaBackend:
                     raise HandleError(f"cudaMemcpyAsync of {nbytes} bytes failed: {error}") from None
 
     def zero(self, pointer: int, nbytes: int) -> None:
-        """Set bytes to zero, and wait for that alone: not for other work of the device."""
+        """Set bytes to zero, and wait only for that, not for other work of the device."""
         self.fill(pointer, nbytes, 0)
 
     def fill(self, pointer: int, nbytes: int, byte: int) -> None:
-        """Set bytes to ``byte``, and wait for that alone: not for other work of the device."""
+        """Set bytes to ``byte``, and wait only for that, not for other work of the device."""
         if nbytes > 0:
             with self._context.current():
                 call(driver.cuMemsetD8Async, pointer, byte, nbytes, self._stream)
                 call(driver.cuStreamSynchronize, self._stream)
 
     def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
-        """As `fill`, with a word of four bytes."""
+        """Like `fill`, with a word of four bytes."""
         if nbytes > 0:
             with self._context.current():
                 call(driver.cuMemsetD32Async, pointer, word, nbytes // 4, self._stream)
@@ -255,7 +255,7 @@ class CudaBackend:
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
         """Pack the regions of a table from ``memory`` to ``packed``, or unpack them. Local, stream-ordered.
 
-        Nothing is unpacked once a wait of this device has run out of time.
+        After a wait of this device has run out of time, it unpacks nothing.
         """
         arguments = table.arguments(self.pack_table(table), memory, packed, self.faults.failed, unpacks=unpacks)
         kernels, blocks = kernels_of(self.info), blocks_for(table.units, self.multiprocessors)
@@ -267,19 +267,19 @@ class CudaBackend:
             kernel.launch_structure(stream, arguments, blocks=blocks, threads=PACK_THREADS)
 
     def is_capturing(self, stream: int) -> bool:
-        """Return whether ``stream`` captures a graph, so that its work becomes part of that."""
+        """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
         with self._context.current():
             return bool(runtime.streamIsCapturing(stream))
 
     def check(self) -> None:
-        """Raise `CollectiveTimeoutError` if a wait ran out of time, `PeerError` if ranks called different things.
+        """Raise `CollectiveTimeoutError` if a wait ran out of time, `PeerError` if ranks made different calls.
 
         It does not wait for the device.
         """
         (self._faults or self._fault_page()).check(self.calls)
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
-        """Let `check` raise an error of the same class and text from now on."""
+        """Let every later `check` raise an error of the same class and text."""
         self._fault_page().fail(error)
 
     @property
@@ -289,7 +289,7 @@ class CudaBackend:
 
     @property
     def multiprocessors(self) -> int:
-        """How many blocks, of any size, can run at once in any case."""
+        """The number of blocks, of any size, that can always run at once."""
         count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
         return int(call(driver.cuDeviceGetAttribute, count, self._ordinal))
 
@@ -309,7 +309,7 @@ class CudaBackend:
             yield
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return pinned host memory of CuPy's pool, to which the last reference gives it back."""
+        """Return pinned host memory of CuPy's pool. The last reference gives it back to the pool."""
         with self._context.current():
             memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
         return np.frombuffer(memory, np.uint8, nbytes)
@@ -317,7 +317,7 @@ class CudaBackend:
     def scratch(self, nbytes: int) -> Scratch:
         """Return device memory straight from the driver, which `close` frees.
 
-        Not from a pool: that could give the memory to others while a captured graph still uses it.
+        A pool could give the memory to other users while a captured graph still uses it.
         """
         with self.loading(), uninterrupted():
             pointer = int(call(driver.cuMemAlloc, max(nbytes, 1)))
@@ -325,12 +325,12 @@ class CudaBackend:
         return Scratch(pointer, nbytes, None)
 
     def completion(self, stream: int) -> Callable[[], bool]:
-        """Return a function, for any thread, that returns whether the work enqueued on ``stream`` so far is done.
+        """Return a function that says whether the work that ``stream`` has at this call is done; for any thread.
 
-        A stream that captures a graph runs nothing: its work counts as done.
+        A stream that captures a graph runs nothing, so its work counts as done.
         """
-        # This look is cheaper than a change of context, and the device is nearly always this one, because the creation
-        # of a Communicator makes its GPU current.
+        # This look is cheaper than a change of context, and the device is nearly always this device, because a new
+        # Communicator makes its GPU current.
         if runtime.getDevice() != self._ordinal:
             with self._context.current():
                 return self._completion(stream)
@@ -359,7 +359,7 @@ class CudaBackend:
             return CudaEvent(self._context, call(driver.cuIpcOpenEventHandle, handle))
 
     def link(self, device: bytes, kind: Kind) -> Link:
-        """Return how this GPU reaches memory of the GPU with that UUID."""
+        """Return the link from this GPU to memory of the GPU with that UUID."""
         if kind == "staged":
             return Link("staged", gb_s=pcie_gb_s(self.info.uuid, device))
         if device == self.info.uuid:
@@ -395,8 +395,8 @@ class CudaBackend:
         """Release the fault page, scratch memory, streams and the context. A second call does nothing.
 
         No kernel of this backend may run, and its segments and events must be closed. A Ctrl-C between two steps of a
-        set-up may have left a segment open: this closes it. Else a peer's memory would stay mapped as long as the
-        process lives, and the driver may refuse to map what the peer allocates at the same address later.
+        set-up may have left a segment open, which this closes. Otherwise a peer's memory would stay mapped as long as
+        the process lives. Then the driver may refuse to map later memory of the peer at the same address.
         """
         if self._closed:
             return
@@ -404,8 +404,8 @@ class CudaBackend:
         faults, self._faults = self._faults, None
         while self._context.segments:
             next(iter(self._context.segments)).close()
-        # In this device's context, whichever thread closes: on a thread without a device CUDA would make a context on
-        # the first GPU.
+        # In the context of this device, whichever thread closes: on a thread without a device, CUDA would make a
+        # context on the first GPU.
         with suppress(DriverShutDownError), self._context.current():
             self._completions.close()
             while self._scratch:

@@ -1,4 +1,4 @@
-"""BesideStream: a stream beside the caller's, also while that one captures a graph."""
+"""BesideStream: a stream beside the stream of the caller, also while the stream of the caller captures a graph."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from mpicomm.devices.cuda.capture import capture_of, relaxed, takes_part
 class BesideStream:
     """A stream for work beside a caller's stream, which forks to it and joins it by events. The device must be current.
 
-    Each capture has another stream. A stream that was forked into a capture remains part of that capture until the
-    capture ends, even if it has joined again. Until then it can neither run anything nor be forked into another
-    capture. Streams of captures that are over are used again, so that there are no more streams than captures that were
-    open at once.
+    Each capture has another stream. A forked stream remains part of a capture until the capture ends, even after it has
+    joined again. Until then it can neither run anything nor fork into another capture. The streams of ended captures
+    serve new captures, so there are at most as many streams as captures that were open at once.
     """
 
     def __init__(self) -> None:
         self._eager: Any = cupy.cuda.Stream(non_blocking=True)
-        self._captured: dict[int, Any] = {}  # by the captures that they were forked into last
+        self._captured: dict[int, Any] = {}  # by the capture that each stream forked into last
 
     def of(self, stream: int) -> int:
         """Return the stream beside ``stream``: one for all eager work, and one for each capture."""

@@ -1,7 +1,7 @@
-"""Captures of CUDA graphs: which capture a stream takes part in, and relaxed threads.
+"""Captures of CUDA graphs: the capture of a stream, and relaxed threads.
 
-While one thread captures in CUDA's default mode, CUDA forbids most calls that are no stream work to all threads, and
-such a call spoils the graph. A thread can exempt itself: then it is *relaxed*.
+While one thread captures in CUDA's default mode, CUDA forbids all threads most calls that are no stream work. Such a
+call spoils the graph. A thread can exempt itself: then it is *relaxed*.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mpicomm.devices.cuda.driver import call
 
 
 def capture_of(stream: int) -> int:
-    """Return the number of the capture that ``stream`` takes part in. In this process it is unique."""
+    """Return the number of the capture of ``stream``. The number is unique in this process."""
     return int(call(driver.cuStreamGetCaptureInfo, stream)[1])
 
 
 def takes_part(stream: int) -> bool:
-    """Return whether ``stream`` takes part in a capture, be it one that is invalid and has not ended yet.
+    """Return whether ``stream`` takes part in a capture. A capture that is invalid and has not ended counts, too.
 
     CuPy's function takes a third of the time, but raises for an invalid capture.
     """
@@ -39,6 +39,6 @@ def relaxed() -> Iterator[None]:
 
 
 def relax() -> driver.CUstreamCaptureMode:
-    """Make the calling thread relaxed from here on; return its mode from before."""
+    """Make the calling thread relaxed from here on; return its previous mode."""
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     return call(driver.cuThreadExchangeStreamCaptureMode, mode)

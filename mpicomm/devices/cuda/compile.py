@@ -1,6 +1,6 @@
 """Compile mpicomm's kernels with NVRTC, once per machine: a cache on disk keeps the results.
 
-It needs NVRTC, but neither a driver nor a GPU.
+This needs NVRTC, but neither a driver nor a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_opti
     """Return ``source`` (a .cu file) compiled for a device: CUBIN, or PTX for a device newer than this NVRTC.
 
     Local, blocking (up to some seconds the first time). Raises `KernelCompileError` with NVRTC's log, and
-    `BackendUnavailableError` where NVRTC is missing.
+    `BackendUnavailableError` if NVRTC is missing.
     """
     text = source.read_bytes()
     version = _nvrtc_version()
@@ -49,7 +49,7 @@ def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_opti
 def _nvrtc_version() -> tuple[int, int]:
     try:
         status, major, minor = nvrtc.nvrtcVersion()
-    except RuntimeError as error:  # so cuda-bindings says that it cannot load the library
+    except RuntimeError as error:  # cuda-bindings raises it if it cannot load the library
         raise BackendUnavailableError(
             f'NVRTC cannot be loaded: {error}; run: pip install "mpicomm[cuda12]" (or cuda13, as CuPy is)'
         ) from error
@@ -70,12 +70,12 @@ def _architecture(compute_capability: tuple[int, int], version: tuple[int, int])
             f"NVRTC {version[0]}.{version[1]} compiles for compute capability {min(supported) / 10:.1f} and newer, "
             f"this device has {major}.{minor}; from 7.0 on CUDA 12 will do: pip install 'mpicomm[cuda12]'"
         )
-    # The device is newer than this NVRTC: the driver compiles PTX for it when it loads the module.
+    # The device is newer than this NVRTC, so the driver compiles PTX for it when it loads the module.
     return f"compute_{max(older)}"
 
 
 def _cuda_headers() -> list[str]:
-    # CUDA's headers for fp16 and bf16 need its other headers; the kernels themselves do not.
+    # CUDA's headers for fp16 and bf16 need CUDA's other headers; the kernels themselves do not.
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:  # an older cuda-pathfinder
@@ -117,8 +117,8 @@ def _check(status: Any) -> None:
 
 
 def _store(path: Path, image: bytes) -> None:
-    # Ranks compile at the same time. Each writes its own file and renames it, so no rank reads half a file. Where the
-    # directory cannot be written, every start compiles again, and nothing else happens.
+    # Ranks compile at the same time. Each rank writes a temporary file and renames it, so no rank reads half a file. If
+    # the directory cannot be written, the only loss is that every start compiles again.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, temporary = tempfile.mkstemp(dir=path.parent)

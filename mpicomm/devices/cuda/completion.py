@@ -11,7 +11,7 @@ from mpicomm.devices.cuda.local_event import LocalEvent
 
 
 class Completions:
-    """A pool of one device's events, because to create an event takes longer than to record it."""
+    """A pool of events of one device, because the driver takes longer to create an event than to record it."""
 
     def __init__(self) -> None:
         self._idle: list[LocalEvent] = []
@@ -20,18 +20,18 @@ class Completions:
         """Return an event for the caller to record. The device must be current."""
         try:
             return self._idle.pop()
-        except IndexError:  # a test before could be overtaken: a thread that completes requests may take the last one
+        except IndexError:  # a test beforehand is not enough: a thread that completes requests may take the last event
             return LocalEvent()
 
     def of(self, event: LocalEvent) -> Callable[[], bool]:
-        """Return a function that returns whether the work ahead of the recorded ``event`` is done; for any thread.
+        """Return a function that says whether the work before the recorded ``event`` is done; for any thread.
 
-        Nobody calls the function again once it has returned true, because the event is then back in the pool.
+        Callers do not call the function again after it has returned true, because the event is then back in the pool.
         """
         pointer = event.ptr
 
         def done() -> bool:
-            # It raises where the device has failed, whose work is never done.
+            # It raises if the device has failed, because work of a failed device is never done.
             if not is_over(driver.cuEventQuery, pointer):
                 return False
             self._idle.append(event)

@@ -20,7 +20,7 @@ class PrimaryContext:
 
         self.device = device
         self.segments: set[Segment] = set()
-        """The open segments. A Ctrl-C may leave some of them here alone: see `CudaBackend.close`."""
+        """The open segments. A Ctrl-C may leave the last reference to a segment here: see `CudaBackend.close`."""
         self._driver = cupy_driver
         self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
         self._released = False
@@ -30,7 +30,7 @@ class PrimaryContext:
         return CurrentContext(self._context, self._driver)
 
     def release(self) -> None:
-        """Let the context go; it lives on while others use it. A second call does nothing."""
+        """Release the context; it lives on while others use it. A second call does nothing."""
         if not self._released:
             self._released = True
             with contextlib.suppress(DriverShutDownError):
@@ -38,13 +38,13 @@ class PrimaryContext:
 
 
 class CurrentContext(contextlib.AbstractContextManager[None]):
-    """A ``with`` block in which a context is current on the calling thread. Its end restores the one from before.
+    """A ``with`` block in which a context is current on the calling thread. Its end restores the previous context.
 
     ``cupy_driver`` is ``cupy.cuda.driver``.
     """
 
-    # Every device call goes through here. A generator takes longer than all of this, and the driver's binding ten times
-    # as long as CuPy's functions.
+    # Every device call goes through here, so speed counts. A generator takes longer than all this code, and the
+    # driver's binding takes ten times as long as CuPy's functions.
     __slots__ = ("_before", "_context", "_driver")
 
     def __init__(self, context: int, cupy_driver: Any) -> None:

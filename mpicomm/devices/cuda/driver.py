@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that raise, and the devices that it shows to this process. Imports without CUDA, too."""
+"""Calls of the CUDA driver that raise, and the devices that it shows to this process. Also imports without CUDA."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def newest_cuda() -> tuple[int, int] | None:
 def is_over(query: Callable[[Any], Any], handle: int) -> bool:
     """Return whether ``cuEventQuery`` or ``cuStreamQuery`` says that work is over; local.
 
-    It does not use CuPy's functions, because those keep the interpreter's lock. Tools that look at each call, such as
-    compute-sanitizer, let a query wait for a launch of another thread, and that thread may wait for the lock: for ever.
+    It does not use CuPy's functions, because these keep the interpreter's lock. A tool that watches each call, such as
+    compute-sanitizer, lets a query wait for a launch of another thread. If that thread waits for the lock, both threads
+    hang.
     """
     (status,) = query(handle)
     code = int(status)
@@ -83,8 +84,8 @@ def describe(status: Any) -> str:
 def visible_devices() -> list[DeviceInfo]:
     """Return the GPUs of this process in ordinal order.
 
-    Local; starts the driver, but creates no context. Raises `BackendUnavailableError` with the reason and the way out
-    where there is no driver, no CuPy, no cuda-bindings, or no device.
+    Local; starts the driver, but creates no context. Raises `BackendUnavailableError`, with the reason and the way out,
+    if there is no driver, no CuPy, no cuda-bindings, or no device.
     """
     driver_major = _driver_major()
     extra = f'pip install "mpicomm[cuda{13 if driver_major >= 13 else 12}]"'
@@ -114,7 +115,7 @@ def visible_devices() -> list[DeviceInfo]:
 
 
 def _driver_major() -> int:
-    # Through ctypes: the error for missing cuda-bindings names those that fit the driver.
+    # Through ctypes, because the error for missing cuda-bindings names the version that fits the driver.
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -129,8 +130,8 @@ def _driver_major() -> int:
 
 def _device_info(driver: Any, ordinal: int) -> DeviceInfo:
     device = call(driver.cuDeviceGet, ordinal)
-    # In CUDA 12 the function with _v2 returns the UUID of a MIG instance, the other one that of the whole GPU. CUDA 13
-    # has the former alone, without the suffix.
+    # In CUDA 12 the function with _v2 returns the UUID of a MIG instance. The function without _v2 returns the UUID of
+    # the whole GPU. CUDA 13 has only the former function, without the suffix.
     get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
     attribute = driver.CUdevice_attribute
     pci_bus_id = _text(call(driver.cuDeviceGetPCIBusId, 32, device)).lower()

@@ -15,7 +15,7 @@ EVENT_HANDLE_NBYTES = 64  # sizeof(CUipcEventHandle)
 
 
 class CudaEvent:
-    """A CUDA event that processes share: this process's own, or a peer's."""
+    """A CUDA event that processes share: an event of this process, or an event of a peer."""
 
     def __init__(self, context: PrimaryContext, event: Any) -> None:
         self._context = context

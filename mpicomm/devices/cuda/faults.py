@@ -24,7 +24,7 @@ _UNUSABLE = "the communicator is unusable from here on"
 
 
 def called_differently(calls: Sequence[str], ranks: Sequence[int]) -> PeerError:
-    """Return the error for ranks that called different things; ``calls`` says what each rank called."""
+    """Return the error for ranks that made different calls; ``calls`` names the call of each rank."""
     return PeerError(f"ranks called different things: {'; '.join(calls)}; {_UNUSABLE}", ranks=ranks)
 
 
@@ -43,9 +43,9 @@ class FaultRecord(ctypes.Structure):
 
 
 class FaultPage:
-    """One fault record in pinned host memory, and a word of the device that says whether the record is taken.
+    """One fault record in pinned host memory, and a word of the device that says whether a kernel has taken it.
 
-    Kernels are given ``faults``, the addresses of both.
+    Kernels get ``faults``, the addresses of both.
     """
 
     def __init__(self, context: PrimaryContext, stream: int) -> None:
@@ -63,34 +63,34 @@ class FaultPage:
             on_failure.pop_all()
         self._address = address
         self.record: Any = FaultRecord.from_address(address)
-        """The record as the host reads it; None after `close`."""
+        """The record in the view of the host; None after `close`."""
         self._calls: Sequence[str] | None = None
         self.error: CollectiveTimeoutError | PeerError | None = None
-        """The error of `fail`."""
+        """The error that `fail` has set."""
         self.record.failed = self._failed
         self.faults = Faults(pointer, self._failed)
 
     def check(self, calls: DifferingCalls | None = None) -> None:
-        """Raise `CollectiveTimeoutError` or `PeerError` if a record is there: at every call.
+        """Raise `CollectiveTimeoutError` or `PeerError` if there is a record: at every call.
 
         Local; does not wait for the device. ``calls`` gives the text of a `PeerError`.
         """
         if self.error is not None:
             raise equal_error(self.error)
-        # A record without its last field does not count yet: its kernel still runs, and the next check sees it.
+        # A record without its last field does not count yet. Its kernel still runs, and the next check sees the record.
         if self.record is None or self.record.state != _WRITTEN:
             return
-        # An acquire: pairs with the store_release of `state` in report_fault. It orders the loads of the fields behind
-        # the load of the state that publishes them.
+        # An acquire: it pairs with the store_release of `state` in report_fault. It orders the loads of the fields
+        # after the load of the state that publishes them.
         fence()
         record = self.record
         where = f"number {record.sequence} from rank {record.peer}"
-        if self._calls is None:  # once, because it may wait for other ranks to say what they call
-            # After a timeout all ranks that come have said it. A wait would make this rank tell of the missing rank
-            # later than ranks that wait for this one give up: they would name this rank.
+        if self._calls is None:  # once, because it may wait for other ranks to name their calls
+            # After a timeout all ranks that come have named their calls. If this rank waited, it would report the
+            # missing rank too late: ranks that wait for this rank would give up first, and name this rank.
             compares = record.operation in (EXCHANGE, MISMATCH)
             self._calls = calls(wait=record.operation == MISMATCH) if calls and compares else ()
-        # Ranks that wait in different kernels do not meet: their record is a timeout, their calls tell the cause.
+        # Ranks that wait in different kernels do not meet. Their record is a timeout, and their calls tell the cause.
         if self._calls or record.operation == MISMATCH:
             said = self._calls or [f"rank {record.peer} sent data of another call or message than this rank expected"]
             raise called_differently(said, [record.peer])

@@ -14,14 +14,14 @@ from mpicomm.devices.cuda.load import Kernel
 from mpicomm.errors import HandleError
 
 Launch = tuple[int, int, bytes]
-"""Blocks, threads and the argument of a launch. The kernel's one parameter is a structure of these bytes."""
+"""Blocks, threads and the argument of a launch. The one parameter of the kernel is a structure of these bytes."""
 
 
 class LaunchGraph:
-    """Makes the same launches of a kernel in a row, again and again.
+    """Makes the same launches of a kernel, one after the other, again and again.
 
-    The driver launches a graph in about half of the time in which it launches a kernel. It runs a graph once at a time.
-    The last reference destroys the graph, once its launches are over.
+    The driver launches a graph in about half the time of a kernel launch. It runs a graph once at a time. The last
+    reference destroys the graph, after its launches are over.
     """
 
     def __init__(self, kernel: Kernel, launches: Iterable[Launch]) -> None:
@@ -48,7 +48,7 @@ class LaunchGraph:
 
 
 def _add(graph: int, before: list[Any], kernel: Kernel, blocks: int, threads: int, argument: bytes) -> Any:
-    """Add a launch to a graph, behind the launches ``before``; return its handle. The driver copies the argument."""
+    """Add a launch to a graph, after the launches ``before``; return its handle. The driver copies the argument."""
     memory = ctypes.create_string_buffer(argument, len(argument))
     pointer = ctypes.c_void_p(ctypes.addressof(memory))
     parameters: Any = driver.CUDA_KERNEL_NODE_PARAMS()

@@ -28,7 +28,7 @@ class Kernel:
         self.address = int(function)
         self._types = types
         self._pointers = ctypes.c_void_p * len(types)
-        # CuPy's function with ctypes' pointers, because the driver's binding takes three times as long.
+        # CuPy's function with pointers of ctypes, because the driver's binding takes three times as long.
         self._launch_kernel = cupy_driver.launchKernel
         self._error = cupy_driver.CUDADriverError
 
@@ -39,7 +39,7 @@ class Kernel:
         self.launch_at(stream, ctypes.addressof(pointers), 1, 1)
 
     def launch_at(self, stream: int, parameters: int, blocks: int, threads: int) -> None:
-        """Enqueue a kernel whose parameters lie at the addresses that begin at address ``parameters``."""
+        """Enqueue a kernel with parameters at the addresses in the array at address ``parameters``."""
         try:
             self._launch_kernel(self.address, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
         except self._error as error:
@@ -50,13 +50,13 @@ class Kernel:
     ) -> None:
         """Enqueue a kernel whose one parameter is a structure by value, which is copied before this returns.
 
-        ``early`` is for kernels that begin with ``wait_for_predecessor``: the device may set their blocks up while the
-        kernel ahead still runs.
+        ``early`` is for kernels that begin with ``wait_for_predecessor``: the device may set up their blocks while the
+        previous kernel still runs.
         """
         self.launcher(arguments, early=early).launch(stream, blocks, threads)
 
     def launcher(self, arguments: ctypes.Structure, *, early: bool = False) -> Launcher:
-        """Return what launches the kernel again and again, each time with what ``arguments`` hold then."""
+        """Return a launcher that launches the kernel again and again, each time with the content of ``arguments``."""
         return Launcher(self.address, arguments, early=early)
 
 
@@ -74,7 +74,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 _pack_config = struct.Struct("@7IQ").pack_into
-"""Writes the fields up to the stream, in less than half of the time that one by one takes."""
+"""Writes the fields up to the stream, in less than half the time of single assignments."""
 
 
 class Launcher:
@@ -104,7 +104,7 @@ class Launcher:
 
 @lru_cache
 def _driver_library() -> ctypes.CDLL:
-    # Not PyDLL, which would keep the interpreter's lock: a launch waits where too many launches are in flight.
+    # Not PyDLL, which would keep the interpreter's lock: a launch waits if too many launches are in flight.
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -125,33 +125,33 @@ class Module:
     def kernel(self, name: str, types: tuple[Any, ...]) -> Kernel:
         """Return the kernel ``name``, whose code is on the device when this returns. Local, blocking."""
         function = call(driver.cuModuleGetFunction, self._module, name.encode())
-        # This query loads the code now. Under lazy loading the first launch would load it, and loading may wait for the
-        # whole device: for ever, if a kernel spins there for a signal that this launch is to send.
+        # This query loads the code now. Under lazy loading the first launch would load the code, and loading may wait
+        # for the whole device. It would wait for ever if a kernel spins there for a signal of this launch.
         call(driver.cuFuncGetAttribute, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)
         return Kernel(function, types)
 
 
 class KernelCache:
-    """The kernels on one device, each compiled and loaded once for all communicators of the process: see `kernels_of`.
+    """The kernels on one device, compiled and loaded once for all communicators of the process: see `kernels_of`.
 
-    They stay as long as the process, because a graph of the user may refer to them longer than a communicator lives,
-    and because loading them for each communicator anew would fragment the device's memory for code. Its methods are
-    local, for any thread.
+    They stay as long as the process, because a graph of the user may refer to them longer than a communicator lives.
+    Also, loading them again for each communicator would fragment the device's memory for code. The methods are local,
+    for any thread.
     """
 
     def __init__(self, device: DeviceInfo) -> None:
-        call(driver.cuDevicePrimaryCtxRetain, device.ordinal)  # for good, as the modules stay
+        call(driver.cuDevicePrimaryCtxRetain, device.ordinal)  # for ever, because the modules stay
         self._compute_capability = device.compute_capability
         self._lock = threading.RLock()
         self._modules: dict[tuple[Path, tuple[str, ...]], Module] = {}
         self._kernels: dict[Variant, Kernel] = {}
 
     def find(self, variant: Variant) -> Kernel | None:
-        """Return the kernel, or None where it is not loaded."""
+        """Return the kernel, or None if it is not loaded."""
         return self._kernels.get(variant)
 
     def load(self, variant: Variant) -> Kernel:
-        """Return the kernel, compiled and loaded if need be; the device's context must be current.
+        """Return the kernel, compiled and loaded if necessary; the device's context must be current.
 
         Blocking. Raises `KernelCompileError`.
         """
@@ -162,7 +162,7 @@ class KernelCache:
             return self._kernels[variant]
 
     def module(self, source: Path, options: tuple[str, ...] = ()) -> Module:
-        """Return the module of a source, compiled and loaded if need be; as `load`."""
+        """Return the module of a source, compiled and loaded if necessary, like `load`."""
         with self._lock:
             if (source, options) not in self._modules:
                 self._modules[source, options] = Module(compile_kernel(source, self._compute_capability, options))
@@ -171,5 +171,5 @@ class KernelCache:
 
 @lru_cache
 def kernels_of(device: DeviceInfo) -> KernelCache:
-    """Return the kernels of a device."""
+    """Return the kernel cache of a device."""
     return KernelCache(device)

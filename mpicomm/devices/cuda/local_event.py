@@ -1,4 +1,4 @@
-"""LocalEvent: a CUDA event of this process alone."""
+"""LocalEvent: a CUDA event that only this process uses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mpicomm.errors import HandleError
 class LocalEvent:
     """An event whose address is ``ptr``, with a time only if it is ``timed``. Local.
 
-    The device must be current when it is made. Its last reference destroys it, in the context in which it was made.
-    That may happen on a thread without a device, where the garbage collector happens to run: the CUDA runtime, left
-    alone, would make a context on the first GPU there, half a GiB of memory for each of the ranks whose GPU is another.
+    The device must be current at construction. The last reference destroys the event, in the context of its
+    construction. The garbage collector may do this on a thread without a device. There the CUDA runtime would make a
+    context on the first GPU: half a GiB of memory for each rank that has another GPU.
     """
 
     __slots__ = ("_context", "ptr")
@@ -29,6 +29,6 @@ class LocalEvent:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.ptr and not is_finalizing():
-            # An error means that CUDA is over in this process, or that a fork made it: the event is gone, too.
+            # An error means that CUDA has ended in this process, or that this is a fork: the event is gone, too.
             with suppress(HandleError, runtime.CUDARuntimeError), CurrentContext(self._context, driver):
                 runtime.eventDestroy(self.ptr)

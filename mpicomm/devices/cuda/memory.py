@@ -20,16 +20,16 @@ from mpicomm.devices.host import HostSegment, map_shared
 from mpicomm.errors import HandleError
 from mpicomm.interrupts import uninterrupted
 
-# The driver allocates and shares whole blocks of 2 MiB. An allocation of a multiple of that has its blocks to itself,
-# so its export shows a peer nothing else.
+# The driver allocates and shares whole blocks of 2 MiB. An allocation of a multiple of 2 MiB shares no block, so its
+# export shows a peer nothing else.
 BLOCK_NBYTES = 2 << 20
 
 _NO_FABRIC = (
     "fabric handles need an IMEX channel (a device node in /dev/nvidia-caps-imex-channels, readable by this user) and "
     'GPUs on an NVLink fabric; use handle="fd" or handle="ipc"'
 )
-_NO_IPC = 'use handle="fd", or handle="staged" where the GPUs cannot reach each other'
-_NO_ACCESS = 'use handle="staged" where the GPUs cannot reach each other'
+_NO_IPC = 'use handle="fd", or handle="staged" if the GPUs cannot reach each other'
+_NO_ACCESS = 'use handle="staged" if the GPUs cannot reach each other'
 _NO_STAGED = "raise the limit on locked memory (ulimit -l), or make the array smaller"
 _TOO_LARGE = "make the array smaller, or free others (cupy.get_default_memory_pool().free_all_blocks())"
 
@@ -37,7 +37,7 @@ _TOO_LARGE = "make the array smaller, or free others (cupy.get_default_memory_po
 class CudaSegment:
     """Memory at ``pointer`` that this process owns or has mapped; subclasses allocate or map it, and release it.
 
-    They call ``__init__`` last: from then on `close` may come, at the latest when the backend closes.
+    Subclasses call ``__init__`` last. After it `close` may come, at the latest when the backend closes.
     """
 
     def __init__(self, context: PrimaryContext, pointer: int, nbytes: int) -> None:
@@ -47,11 +47,11 @@ class CudaSegment:
         context.segments.add(self)
 
     def export(self) -> tuple[MemoryHandle, Descriptor | None]:
-        """Return the handle, and for kinds with a descriptor that, which the caller closes."""
+        """Return the handle, and a descriptor for kinds that have one. The caller closes the descriptor."""
         raise HandleError("this memory is a peer's: only the process that owns it can export it")
 
     def close(self) -> None:
-        """Unmap, and free where this process owns the memory. A second call does nothing."""
+        """Unmap the memory, and free it if this process owns it. A second call does nothing."""
         if self not in self._context.segments:
             return
         self._context.segments.remove(self)
@@ -63,7 +63,7 @@ class CudaSegment:
 
 
 class IpcSegment(CudaSegment):
-    """Memory of ``cuMemAlloc`` that this process shows to peers: its own allocation, or memory of ``array``."""
+    """Memory of ``cuMemAlloc`` that this process shows to peers: its allocation, or memory of ``array``."""
 
     def __init__(
         self, context: PrimaryContext, pointer: int, nbytes: int, *, base: int, size: int, array: Any = None
@@ -75,7 +75,7 @@ class IpcSegment(CudaSegment):
 
     @classmethod
     def allocate(cls, context: PrimaryContext, nbytes: int) -> IpcSegment:
-        """Allocate whole blocks."""
+        """Allocate at least ``nbytes`` bytes, in whole blocks."""
         size = round_up(nbytes, BLOCK_NBYTES)
         with context.current():
             base = int(call(driver.cuMemAlloc, size, hint=_cannot_allocate(size, context)))
@@ -95,7 +95,7 @@ class IpcSegment(CudaSegment):
 
 
 class OpenedIpcSegment(CudaSegment):
-    """A peer's IPC memory."""
+    """IPC memory of a peer, mapped into this process."""
 
     def __init__(self, context: PrimaryContext, handle: MemoryHandle) -> None:
         self._key = handle.key
@@ -111,9 +111,9 @@ class _Mapping:
     users: int
 
 
-# A handle names an allocation, so arrays in one block of a pool arrive with the same handle, and CUDA does not say that
-# one process may open a handle twice. Hence all communicators share one mapping per device, which its last user closes.
-# The lock is held while the driver works, so that a second thread neither opens the handle again nor takes a mapping
+# A handle names an allocation, so all arrays of one block of a pool arrive with the same handle. CUDA does not say that
+# one process may open a handle twice. So all communicators share one mapping per device, which its last user closes. A
+# thread holds the lock while the driver works. So a second thread neither opens the handle again nor takes a mapping
 # that the first thread is about to close.
 _mappings: dict[tuple[int, bytes], _Mapping] = {}
 _mappings_lock = threading.Lock()
@@ -143,7 +143,7 @@ def _close_ipc(context: PrimaryContext, key: bytes) -> None:
 
 
 class VirtualSegment(CudaSegment):
-    """Memory of ``cuMemCreate`` in its own address range: the kinds ``fd`` and ``fabric``."""
+    """Memory of ``cuMemCreate`` in a separate address range: the kinds ``fd`` and ``fabric``."""
 
     def __init__(
         self, context: PrimaryContext, kind: Kind, base: int, size: int, *, offset: int, nbytes: int, own: bool
@@ -174,7 +174,7 @@ class VirtualSegment(CudaSegment):
 
     @classmethod
     def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int | None) -> VirtualSegment:
-        """Map the peer's allocation that ``fd`` or the handle's key names. ``fd`` stays the caller's."""
+        """Map the peer's allocation that ``fd`` or the handle's key names. The caller still owns ``fd``."""
         fabric = driver.CUmemFabricHandle()
         if handle.kind == "fabric":
             ctypes.memmove(fabric.getPtr(), handle.key, KEY_NBYTES)
@@ -209,7 +209,7 @@ class VirtualSegment(CudaSegment):
 
 
 def _map(ordinal: int, allocation: Any, size: int) -> int:
-    """Map an allocation for one device, and release its handle: from then on the mapping alone keeps it alive."""
+    """Map an allocation for one device, and release its handle. From then on only the mapping keeps it alive."""
     with contextlib.ExitStack() as always, contextlib.ExitStack() as on_failure:
         always.callback(call, driver.cuMemRelease, allocation)
         base = int(call(driver.cuMemAddressReserve, size, 0, 0, 0))
@@ -248,17 +248,17 @@ def _require_support(ordinal: int, kind: Kind) -> None:
 
 
 def _refused(kind: Kind, status: Any) -> str:
-    """Return the way out where ``status`` says that the machine does not permit the kind, else an empty text."""
+    """Return the way out if ``status`` says that the machine does not permit the kind, else an empty text."""
     if status.name not in ("CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED"):
         return ""
     return _NO_FABRIC if kind == "fabric" else 'use handle="ipc" or handle="staged"'
 
 
 class StagedSegment(CudaSegment):
-    """Shared host memory, this process's or a peer's, pinned for the GPU. ``pointer`` is its address on the device."""
+    """Shared host memory, of this process or of a peer, pinned for the GPU. ``pointer`` is its device address."""
 
     def __init__(self, context: PrimaryContext, host: HostSegment, *, own: bool) -> None:
-        # This segment owns `host` from here on, and closes it if this raises.
+        # This segment owns `host` from here on, and closes `host` if this raises.
         flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(host.close)
@@ -279,7 +279,7 @@ class StagedSegment(CudaSegment):
 
     @classmethod
     def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int) -> StagedSegment:
-        """Map a peer's shared host memory and pin it for this process too. ``fd`` stays the caller's."""
+        """Map a peer's shared host memory and pin it for this process, too. The caller still owns ``fd``."""
         return cls(context, HostSegment(map_shared(fd, handle.offset, handle.nbytes)), own=False)
 
     def export(self) -> tuple[MemoryHandle, Descriptor | None]:
@@ -290,7 +290,7 @@ class StagedSegment(CudaSegment):
         return MemoryHandle("staged", self._context.device.uuid, b"", self.nbytes, 0, self.nbytes), fd
 
     def _release(self) -> None:
-        # Unpin before the mapping goes: the driver would keep pages pinned that nothing maps.
+        # Unpin before the mapping goes, because the driver would keep pages pinned that no process maps.
         try:
             call(driver.cuMemHostUnregister, self._host.pointer)
         finally:

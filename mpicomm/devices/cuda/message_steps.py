@@ -15,14 +15,14 @@ from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_STEP, MESSAGE_THREAD
 from mpicomm.kernels.team import LANES, Faults
 
 _MOST_WAITING_BLOCKS = 4
-"""The blocks of a kernel that may wait. Receives on several streams wait at once, and a device full of waiting blocks
-could not begin the send that another rank waits for. So a larger kernel follows a kernel of one block that waits."""
+"""The most blocks of a kernel that waits. Receives on several streams wait at once, and a device full of waiting blocks
+could not begin the send for which another rank waits. So a larger kernel follows a kernel of one block that waits."""
 _TIMES = 4
-"""A copy that was made so often has a graph from then on: it takes about as long to make as it saves in ten copies."""
+"""A copy that repeats so often gets a graph. Making the graph takes about as long as it saves in ten copies."""
 
 
 class CudaMessageSteps:
-    """The `MessageSteps` of one device. Its kernel is loaded when this is made: that may wait for the device."""
+    """The `MessageSteps` of one device. Construction loads their kernel, which may wait for the device."""
 
     def __init__(self, context: PrimaryContext, kernels: KernelCache, faults: Faults, timeout_ns: int) -> None:
         self._context = context
@@ -33,11 +33,11 @@ class CudaMessageSteps:
         self._limits = timeout_ns, faults.record, faults.failed
 
     def copy_in(self, place: int, *, ready: int) -> PlaceCopy:
-        """Return the copy into a place."""
+        """Return the copy into a slot."""
         return PlaceCopy(self, place, ready, None, 0)
 
     def copy_out(self, place: int, *, ready: int, done: int, peer: int) -> PlaceCopy:
-        """Return the copy out of a place."""
+        """Return the copy out of a slot."""
         return PlaceCopy(self, place, ready, done, peer)
 
     def wait(self, stream: int, *, ready: int, done: int, count: int, blocks: int, peer: int) -> None:
@@ -76,7 +76,7 @@ class CudaMessageSteps:
 
     def enqueue(self, stream: int, launches: list[Launch]) -> None:
         """Enqueue launches. For any thread."""
-        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        # Cheaper than a change of context, and nearly always true: a new Communicator makes its GPU current.
         if runtime.getDevice() != self.ordinal:
             with self._context.current():
                 self._enqueue(stream, launches)
@@ -92,12 +92,12 @@ class CudaMessageSteps:
     def _enqueue(self, stream: int, launches: list[Launch]) -> None:
         arguments = self._arguments
         for blocks, threads, argument in launches:
-            arguments.memory.raw = argument  # which CUDA copies before the launch returns
+            arguments.memory.raw = argument  # CUDA copies it before the launch returns
             self._kernel.launch_at(stream, arguments.address, blocks, threads)
 
 
 class PlaceCopy:
-    """The `MessageCopy` into the place of a message, or out of it where ``done`` is given."""
+    """The `MessageCopy` into the slot of a message, or out of it if ``done`` is given."""
 
     __slots__ = ("_done", "_graph", "_graphed", "_last", "_launches", "_peer", "_place", "_ready", "_steps", "_times")
 
@@ -108,7 +108,7 @@ class PlaceCopy:
         self._done = done
         self._peer = peer
         self._last = 0, 0  # the address and the bytes of the last copy
-        self._times = 0  # it was made so often, one after the other
+        self._times = 0  # the number of such copies, one after the other
         self._launches: list[Launch] = []
         self._graph: LaunchGraph | None = None
         self._graphed = 0, 0  # the address and the bytes of the copy that has the graph
@@ -145,7 +145,7 @@ class PlaceCopy:
 
 
 class _Arguments(threading.local):
-    """The argument of a launch; one for each thread that sends."""
+    """The argument of a launch; each thread that sends has a separate one."""
 
     def __init__(self) -> None:
         self.memory = ctypes.create_string_buffer(MESSAGE_STEP.size)

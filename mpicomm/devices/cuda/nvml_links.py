@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 from mpicomm.devices.base import Link
 
-# nvmlGpuP2PCapsIndex_t of nvml.h, because in several versions of pynvml a stray comma makes tuples of them.
+# nvmlGpuP2PCapsIndex_t of nvml.h, because a stray comma in several versions of pynvml makes tuples of these constants.
 _READ, _NVLINK, _ATOMICS = 0, 2, 3
-# The bandwidth of a lane each way in GB/s, by generation: 2.5, 5, 8, 16, 32 and 64 GT/s less the line code.
+# The bandwidth of a lane each way in GB/s, by generation: 2.5, 5, 8, 16, 32 and 64 GT/s minus the line code.
 _PCIE_LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 _Answer = TypeVar("_Answer")
 
 
 def nvml_link(device: bytes, peer: bytes) -> Link:
-    """Return the link between the GPUs with these UUIDs; "unknown" where NVML or its Python package does not say."""
+    """Return the link between the GPUs with these UUIDs; "unknown" if NVML or its Python package does not say."""
 
     def link(nvml: Any) -> Link:
         ends = [_handle(nvml, end) for end in (device, peer)]
@@ -28,7 +28,7 @@ def nvml_link(device: bytes, peer: bytes) -> Link:
 
 
 def nvlink_gb_s(device: bytes, peer: bytes) -> float | None:
-    """Return the bandwidth each way of the NVLinks between two GPUs; None where NVML or its package does not say."""
+    """Return the bandwidth each way of the NVLinks between two GPUs; None if NVML or its package does not say."""
 
     def bandwidth(nvml: Any) -> float | None:
         own, other = (_handle(nvml, end) for end in (device, peer))
@@ -38,17 +38,17 @@ def nvlink_gb_s(device: bytes, peer: bytes) -> float | None:
         (speed,) = nvml.nvmlDeviceGetFieldValues(own, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
         if speed.nvmlReturn != nvml.NVML_SUCCESS:
             return None
-        # Where no link goes to the peer itself, all go to switches: a pair of GPUs can then use all its links.
+        # If no link goes to the peer itself, all links go to switches, and a pair of GPUs can use all its links.
         return len(direct or active) * speed.value.uiVal / 1000 or None
 
     return _ask(bandwidth)
 
 
 def pcie_gb_s(*devices: bytes) -> float | None:
-    """Return the least PCIe bandwidth each way of these GPUs; None where NVML or its package does not say."""
+    """Return the least PCIe bandwidth each way of these GPUs; None if NVML or its package does not say."""
 
     def bandwidth(nvml: Any) -> float | None:
-        # The most that the slot allows, because an idle link runs at a lower generation.
+        # The maximum of the slot, because an idle link runs at a lower generation.
         handles = [_handle(nvml, device) for device in devices]
         lanes = [
             (

@@ -12,9 +12,9 @@ from mpicomm.kernels.packing import PackTable
 
 
 class PackTables:
-    """The tables on one device. Each stays until the communicator is freed, because a captured graph may read it.
+    """The tables on one device. Each table stays until the communicator is freed, because a captured graph may read it.
 
-    Equal tables are one, so that a program which makes the same datatypes again and again needs no more memory.
+    Equal tables share memory, so a program that makes the same datatypes again and again needs no more memory.
     """
 
     def __init__(self, backend: GpuBackend) -> None:

@@ -1,4 +1,4 @@
-"""Streams beside the user's, for work that waits for other ranks and must not hold up later work."""
+"""Streams beside the streams of the user, for work that waits for other ranks and must not delay later work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpicomm.devices.cuda.local_event import LocalEvent
 
 
 class Mark:
-    """A place in the work of a stream. Its last reference gives its event back to the pool."""
+    """A point in the work of a stream. The last reference to the mark gives its event back to the pool."""
 
     __slots__ = ("_event", "_pool", "ptr")
 
@@ -25,7 +25,7 @@ class Mark:
         self._pool = pool
 
     def __del__(self) -> None:
-        # Streams that were told to wait for the event wait for the record of that time, whatever comes later.
+        # A stream that waits for the event waits for the record at that time, whatever comes later.
         self._pool.append(self._event)
 
 
@@ -38,19 +38,19 @@ class CudaSideStreams:
         self._lock = threading.Lock()
         self._free: list[int] = []
         self._streams: list[Any] = []
-        self._events: list[LocalEvent] = []  # to create and destroy an event takes longer than all else here
+        self._events: list[LocalEvent] = []  # creating and destroying an event takes longer than all else here
 
     def mark(self, stream: int) -> Mark:
-        """Return a mark behind the work that ``stream`` has been given so far."""
-        # This look is cheaper than a change of context, and the device is nearly always this one, because the creation
-        # of a Communicator makes its GPU current.
+        """Return a mark after the work that ``stream`` has at this call."""
+        # This look is cheaper than a change of context, and the device is nearly always this device, because a new
+        # Communicator makes its GPU current.
         if runtime.getDevice() == self._ordinal:
             return Mark(self._recorded(stream), self._events)
         with self._context.current():
             return Mark(self._recorded(stream), self._events)
 
     def wait_stream(self, stream: int, other: int) -> None:
-        """Let later work on ``stream`` wait for the work that the stream ``other`` has been given so far."""
+        """Let later work on ``stream`` wait for the work that the stream ``other`` has at this call."""
         if runtime.getDevice() == self._ordinal:
             self._wait_stream(stream, other)
         else:
@@ -76,10 +76,10 @@ class CudaSideStreams:
                 runtime.streamWaitEvent(stream, mark.ptr)
 
     def take(self, after: Mark | None = None) -> int:
-        """Return an idle stream for the caller alone, until `give_back`. Its work follows the mark ``after``."""
+        """Return an idle stream that only the caller uses, until `give_back`. Its work follows the mark ``after``."""
         with self._lock, self._context.current():
-            # Not a stream that is still at work, which may wait for a peer: unordered work behind it would wait, too,
-            # and two ranks could wait for each other in a circle.
+            # Not a stream that is still at work, because its work may wait for a peer. Later work on the stream would
+            # wait, too, and two ranks could wait for each other in a circle.
             idle = next((stream for stream in self._free if is_over(driver.cuStreamQuery, stream)), None)
             if idle is not None:
                 self._free.remove(idle)
@@ -93,7 +93,7 @@ class CudaSideStreams:
         return stream
 
     def give_back(self, stream: int) -> None:
-        """Let `take` return the stream again, once the work on it is done."""
+        """Let `take` return the stream again after the work on it is done."""
         with self._lock:
             self._free.append(stream)
 
@@ -108,12 +108,12 @@ class CudaSideStreams:
     def _wait_stream(self, stream: int, other: int) -> None:
         event = self._recorded(other)
         runtime.streamWaitEvent(stream, event.ptr)
-        self._events.append(event)  # the stream waits for the record of now, whatever is recorded later
+        self._events.append(event)  # the stream waits for this record, whatever is recorded later
 
     def _recorded(self, stream: int) -> LocalEvent:
         try:
             event = self._events.pop()
-        except IndexError:  # a test before could be overtaken: another thread may take the last one
+        except IndexError:  # a test beforehand is not enough: another thread may take the last event
             event = LocalEvent()
         runtime.eventRecord(event.ptr, stream)
         return event

@@ -9,7 +9,7 @@ from mpicomm.kernels.headers import SHARED
 
 
 class SignalKernels:
-    """Both are loaded when this is made, before one can spin: loading may wait for the whole device."""
+    """Construction loads both kernels, before a kernel can spin, because loading may wait for the whole device."""
 
     def __init__(self, kernels: KernelCache) -> None:
         pointer = ctypes.c_void_p

@@ -15,7 +15,7 @@ from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.errors import HandleError
 
-_MOST_CAPTURES = 16  # that may be open at once and take pieces in turns
+_MOST_CAPTURES = 16  # the number of open captures that may take pieces in turns
 
 Enqueue = Callable[[int], object]
 """Enqueues work on a stream, or on another stream that is in order with it."""
@@ -25,34 +25,34 @@ class StreamOrder:
     """Makes each piece of work wait for the piece that was enqueued before it, whichever streams they are on.
 
     While a stream captures a graph, this holds among the pieces of the same capture. It does not hold between a graph
-    and any other work, because inside a capture a stream cannot wait for an event from outside, nor the other way
-    round: the driver refuses it, as the graph would wait for something that happened once. The program that launches a
-    graph orders it, in the usual way: on one stream, or with events.
+    and any other work. Inside a capture a stream cannot wait for an event from outside, and a stream outside cannot
+    wait for an event of a capture. The driver refuses both, because the graph would wait for something that happened
+    once. The program that launches a graph orders the graph, in the usual way: on one stream, or with events.
     """
 
     def __init__(self) -> None:
         self._completions = Completions()
         self._eager: Any = self._completions.take()
         # Addresses of events, because every call uses them.
-        self._recorded: int = self._eager.ptr  # after the next piece, outside of captures
-        self._awaited = self._recorded  # before it
-        self._handed: Any = None  # the event that `completion` gave away last, which the next piece may wait for
-        self._stream = 0  # on which `_awaited` was recorded
-        # The events of captures, by capture: no stream outside can wait for an event that a capture recorded. The
-        # capture with the latest piece comes last. The first one gives its event up where there are too many, because
-        # the driver does not say which captures are over.
+        self._recorded: int = self._eager.ptr  # the event to record after the next piece, outside of captures
+        self._awaited = self._recorded  # the event to wait for before the next piece
+        self._handed: Any = None  # the event that `completion` gave away last; the next piece may wait for it
+        self._stream = 0  # the stream on which `_awaited` was recorded
+        # The events of captures, by capture, because no stream outside can wait for an event that a capture recorded.
+        # The capture with the latest piece comes last. If there are too many captures, the first gives up its event,
+        # because the driver does not say which captures are over.
         self._captured: dict[int, LocalEvent] = {}
 
     def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue) -> bool:
-        """Call ``eager`` with ``stream``, or ``captured`` if the stream captures: they enqueue the next piece.
+        """Call ``eager`` with ``stream``, or ``captured`` if the stream captures; this enqueues the next piece.
 
         Return whether it called ``eager``, so that `completion` can tell when the piece is done. Local, does not block.
-        The device must be current. An exception passes through, and the next piece follows whatever was enqueued.
+        The device must be current. An exception passes through, and the next piece follows the work that was enqueued.
         """
-        # CuPy's functions, which take a third of the time of the driver's binding: this is on the way of every call.
+        # CuPy's functions, because every call comes here, and the driver's binding takes three times as long.
         if not runtime.streamIsCapturing(stream):
             # The default stream, 0, is in order with itself. Any other stream has to wait, because a new stream may
-            # have the address of one that was destroyed with work pending. A wait for an event that nobody has recorded
+            # have the address of a stream that was destroyed with work pending. A wait for an event without a record
             # returns at once.
             if stream != 0 or self._stream != 0:
                 runtime.streamWaitEvent(stream, self._awaited)
@@ -60,8 +60,8 @@ class StreamOrder:
                 eager(stream)
                 runtime.eventRecord(self._recorded, stream)
             except BaseException:
-                # Some of the piece may be enqueued, or all of it: the next piece has to follow that. A device that has
-                # failed refuses this, too, which must not take the place of its first error.
+                # The piece may be enqueued in part or in whole, and the next piece has to follow it. A device that has
+                # failed refuses this, too. The refusal must not hide the first error.
                 with contextlib.suppress(runtime.CUDARuntimeError):
                     runtime.eventRecord(self._recorded, stream)
                 raise
@@ -90,12 +90,12 @@ class StreamOrder:
         return False
 
     def completion(self) -> Callable[[], bool]:
-        """Return a function, for any thread, that returns whether the piece that was enqueued last is done.
+        """Return a function that says whether the piece that was enqueued last is done; for any thread.
 
-        To be called at most once for each piece, and not for pieces of captures. Local. The device must be current.
+        Call it at most once for each piece, and not for pieces of captures. Local. The device must be current.
         """
-        # `_handed` keeps the event although the caller may drop the function: the next streamWaitEvent is for this
-        # event, which must not be destroyed by then.
+        # `_handed` keeps the event, because the caller may drop the function. The next streamWaitEvent is for this
+        # event, so the event must still exist then.
         self._handed, self._eager = self._eager, self._completions.take()
         self._recorded = self._eager.ptr
         return self._completions.of(self._handed)

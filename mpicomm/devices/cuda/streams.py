@@ -45,7 +45,7 @@ def resolve_stream(stream: Any, array: Any, ordinal: int) -> int:
 
 
 def is_tensor(array: Any) -> bool:
-    """Return whether ``array`` is PyTorch's."""
+    """Return whether ``array`` is a tensor of PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 

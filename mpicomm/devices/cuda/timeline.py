@@ -1,4 +1,4 @@
-"""Timeline: when the work of streams began and ended, by the host's clock."""
+"""Timeline: the times at which work of streams began and ended, by the host's clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpicomm.devices.cuda.driver import is_over
 from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.errors import HandleError
 
-_READ_EVERY_NS = 1_000_000_000  # CUDA's times are floats, which after a second are exact to a tenth of a microsecond
+_READ_EVERY_NS = 1_000_000_000  # after a second CUDA's times, which are floats, are exact to a tenth of a microsecond
 _FIRST_LIMIT_NS = 1_000_000_000
 _LIMIT_NS = 1_000_000
 _ROUNDS = 5
@@ -25,10 +25,10 @@ _ROUNDS = 5
 class Timeline:
     """Measures the work of one GPU's streams by CUDA events. Local; it never waits for the user's streams.
 
-    ``now_ns`` reads the host's clock. CUDA tells the time between two events alone, so the clocks are compared by an
-    event on a stream that is the timeline's: at first, and later when a second has passed. Where other work delays that
-    event the last comparison stays, because a wait could hold up a rank for which kernels of other ranks wait. Raises
-    `HandleError` where the device fails.
+    ``now_ns`` reads the host's clock. CUDA tells only the time between two events. So the timeline compares the clocks
+    by an event on its private stream, at first and then at most once a second. If other work delays that event, the
+    last comparison stays valid. The timeline does not wait for it, because a wait could delay a rank for which kernels
+    of other ranks wait. Raises `HandleError` if the device fails.
     """
 
     def __init__(self, backend: GpuBackend, now_ns: Callable[[], int]) -> None:
@@ -42,7 +42,7 @@ class Timeline:
             self._compare(_FIRST_LIMIT_NS)
 
     def begin(self, stream: int) -> StreamInterval | None:
-        """Begin an interval behind the work that ``stream`` has been given so far; None where it cannot be measured."""
+        """Begin an interval after the work that ``stream`` has at this call; None if it cannot be measured."""
         with contextlib.suppress(HandleError), self._guarded():
             if takes_part(stream):
                 return None
@@ -54,10 +54,10 @@ class Timeline:
             runtime.eventRecord(interval.start.ptr, stream)
             runtime.eventRecord(interval.stop.ptr, stream)
             return interval
-        return None  # the call itself says what has failed
+        return None  # the call itself says which error has happened
 
     def extend(self, interval: StreamInterval) -> None:
-        """Let an interval end behind the work that its stream has been given so far."""
+        """Let an interval end after the work that its stream has at this call."""
         with contextlib.suppress(HandleError), self._guarded():
             runtime.eventRecord(interval.stop.ptr, interval.stream)
 
@@ -118,17 +118,17 @@ class StreamInterval:
         self._timeline = timeline
         self.stream = stream
         self.base = base
-        """An event of an earlier time, and that time in nanoseconds of the host's clock."""
+        """The event of the comparison before this interval, and its time in nanoseconds of the host's clock."""
         self.start = start
         self.stop = stop
 
     def extend(self) -> None:
-        """Let the interval end behind the work that the stream has been given so far. Local, does not block."""
+        """Let the interval end after the work that the stream has at this call. Local, does not block."""
         self._timeline.extend(self)
 
     def times_ns(self) -> tuple[int, int] | None:
-        """Return when it began and ended, by the host's clock; None while it is not over. Local, does not block.
+        """Return begin and end of the interval, by the host's clock; None before its end. Local, does not block.
 
-        No further call follows once it has returned times. Raises `HandleError` where the device has failed.
+        No further call follows after it has returned times. Raises `HandleError` if the device has failed.
         """
         return self._timeline.times_ns(self)

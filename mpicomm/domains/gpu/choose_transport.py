@@ -1,4 +1,4 @@
-"""Choose the engine that moves device memory between peer domains: all ranks together, by what works on all of them."""
+"""Choose the engine that moves device memory between peer domains. All ranks choose together an engine that works."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Failure = CollectiveTimeoutError | PeerError
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """The transport, and why better ones do not work; the same on all ranks."""
+    """The transport, and the reasons against better transports; the same on all ranks."""
 
     transport: Transport
     rejected: dict[str, str]
@@ -42,13 +42,13 @@ def choose_transport(
     channels: Callable[[], MappedChannels] | None,
     on_failure: Callable[[Failure], None],
 ) -> TransportChoice:
-    """Return the best transport that works on all ranks, or the one that MPICOMM_INTERNODE names. Collective.
+    """Return the best transport that works on all ranks, or the transport of MPICOMM_INTERNODE. Collective.
 
-    ``channels`` makes memory that all ranks map, collectively; it is None where ranks are on several nodes.
+    ``transfers`` carry messages of MPI, and ``uuids`` are the GPUs of all ranks. ``channels`` makes memory that all
+    ranks map, collectively; it is None if ranks are on several nodes.
 
-    ``transfers`` carry messages of MPI, ``uuids`` are the GPUs of all ranks. Raises on all ranks alike:
-    `InvalidUsageError` where MPICOMM_INTERNODE is bad or differs, `BackendUnavailableError` where the engine that it
-    names does not work.
+    Raises on all ranks alike: `InvalidUsageError` if MPICOMM_INTERNODE is bad or differs, `BackendUnavailableError` if
+    the engine that it names does not work.
     """
     requests = group.exchange("MPICOMM_INTERNODE", environment.internode)
     if len(set(requests)) > 1:
@@ -68,7 +68,7 @@ def choose_transport(
         else:
             _announce(group, transport, rejected)
             return TransportChoice(transport, rejected)
-    raise AssertionError("staged works everywhere")
+    raise AssertionError("the engine pinned works everywhere")
 
 
 def _open(
@@ -84,12 +84,12 @@ def _open(
         if channels is None:
             raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
         return MappedTransport(channels(), backend)
-    if name == "staged":
+    if name == "pinned":
         return PinnedTransport(transfers, backend)
     if name == "mpi":
         group.agree("engine mpi", _require_cuda_aware)
         return CudaAwareTransport(transfers, backend)
-    # NCCL imports a library of hundreds of MB, which other transports do not need.
+    # Only this transport needs NCCL, because NCCL imports a library of hundreds of MB.
     from mpicomm.domains.gpu.nccl_library import load, require_possible
     from mpicomm.domains.gpu.nccl_transport import NcclTransport
 
@@ -105,7 +105,7 @@ def _open(
     try:
         group.agree("engine nccl: start", lambda: made.append(NcclTransport(group, backend, on_failure)))
     except BaseException:
-        for transport in made:  # it started here, and not on another rank
+        for transport in made:  # it started on this rank, and failed on another rank
             transport.abort()
         raise
     return made[0]
@@ -121,5 +121,5 @@ def _announce(group: Group, transport: Transport, rejected: dict[str, str]) -> N
     if group.rank != 0:
         return
     reason = "; ".join(f"not {name}: {why}" for name, why in rejected.items()) or "as asked, or the best there is"
-    say = logger.warning if transport.name == "staged" and rejected else logger.info
-    say("between groups of ranks: engine %s: %s", transport.name, reason)
+    say = logger.warning if transport.name == "pinned" and rejected else logger.info
+    say("between peer domains: engine %s: %s", transport.name, reason)

@@ -69,10 +69,10 @@ class DomainsPlan:
 
 
 class DomainsEngine:
-    """Collectives on device arrays of all ranks, with the face of `DeviceEngine`, which serves this rank's domain.
+    """Collectives on device arrays of all ranks, with the interface of `DeviceEngine`, which serves this rank's domain.
 
-    ``transport`` moves network messages between domains. Construction is local. A call that could not be carried out
-    raises at once where the transport blocks the host, and else at the backend's next `check`.
+    ``transport`` moves network messages between domains. Construction is local. If the transport blocks the host, a
+    call that fails raises at once. Otherwise the next `check` of the backend raises.
     """
 
     def __init__(self, layout: DomainLayout, engine: DeviceEngine, backend: GpuBackend, transport: Transport) -> None:
@@ -92,7 +92,7 @@ class DomainsEngine:
         scratch = self._packed.of(call.scratch_nbytes)
         buffers = call.buffers(scratch)
         if call.operation.reduces:
-            reduction_of(buffers.dtype, buffers.op)  # it raises here where it is not defined
+            reduction_of(buffers.dtype, buffers.op)  # it raises here if the reduction is not defined
         planned = self._plan(call.operation, buffers, call.signature, call.nbytes or 0, asked)
         before = after = None
         if call.packed is not None and scratch is not None:
@@ -107,12 +107,12 @@ class DomainsEngine:
         return DomainsPlan(call.signature, planned, self._choice(asked), before, after)
 
     def form_plan(self, call: Call, asked: str) -> None:
-        """Return None: calls over several groups are planned one by one."""
+        """Return None: calls over several peer domains are planned one by one."""
 
     def prepare_barrier(self) -> DomainsPlan:
-        """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local.
+        """Return a plan that holds a stream until the streams of all ranks have come to their barrier. Local.
 
-        It is an all-gather of a byte, because a rank that has a byte of each rank knows that each has come.
+        It is an all-gather of a byte. A rank that has a byte of each rank knows that each rank has come.
         """
         layout, memory = self._layout, self._tokens.of(1 + self._layout.size)
         assert memory is not None
@@ -124,9 +124,9 @@ class DomainsEngine:
     def _choice(self, asked: str) -> AlgorithmChoice:
         """Return the algorithm of a call in words: a schedule of the domains, and the transport between them."""
         why = "" if asked == "auto" else f', algorithm="{asked}"'
-        slow = "between groups of ranks through pinned host memory" if self._transport.name == "staged" else ""
+        slow = "between peer domains through pinned host memory" if self._transport.name == "pinned" else ""
         return AlgorithmChoice(
-            f"groups, {self._transport.name}", f"{len(self._layout.domains)} groups of ranks{why}", slow
+            f"peer domains, {self._transport.name}", f"{len(self._layout.domains)} peer domains{why}", slow
         )
 
     def _plan(
@@ -147,7 +147,7 @@ class DomainsEngine:
 
     def _planned(self, step: Step, call: Signature, asked: str) -> Iterable[Item]:
         if isinstance(step, NetworkStep):
-            yield step.without_empty()  # also where nothing is left: all ranks make equally many network steps
+            yield step.without_empty()  # even if nothing is left, because all ranks make equally many network steps
         elif isinstance(step, Local):
             local = GpuCall(step.operation, call, step.buffers, _nbytes_of(step))
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
@@ -168,15 +168,15 @@ class DomainsEngine:
     def enqueue(self, plan: DomainsPlan | Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
-        ``meets`` is for plans of one domain: the ranks of several domains meet in no other way than by their data.
-        Where the transport blocks the host, this returns when the network messages of all ranks have come, and raises
+        ``meets`` is for plans of one domain, because only their data lets the ranks of several domains meet. If the
+        transport blocks the host, this returns after the network messages of all ranks have come, and raises
         `InvalidUsageError` in a capture.
         """
         if isinstance(plan, Plan):
             return self._engine.enqueue(plan, stream, again=again, meets=meets)
         if not self._transport.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(
-                f"{plan.text}: the engine {self._transport.name} between groups of ranks blocks the host and cannot be "
+                f"{plan.text}: the engine {self._transport.name} between peer domains blocks the host and cannot be "
                 "part of a CUDA graph: call it outside the capture, or use MPICOMM_INTERNODE=nccl"
             )
         enqueue = partial(self._enqueue, plan, again)
@@ -197,16 +197,16 @@ class DomainsEngine:
             if plan.after is not None:
                 work(plan.after)
         except InvalidUsageError:
-            raise  # before anything is enqueued
+            raise  # nothing is enqueued yet
         except BaseException as error:
-            # Above all a KeyboardInterrupt: kernels of the domain, and other domains, would wait for this rank.
+            # The usual cause is KeyboardInterrupt. Kernels of the domain, and other domains, would wait for this rank.
             failure = self._failure(plan, error)
             self._engine.give_up(failure)
             self._transport.tell(failure)
             raise
 
     def _failure(self, plan: DomainsPlan, error: BaseException) -> CollectiveTimeoutError | PeerError:
-        """Return the error of a call that this rank leaves, as others are to raise it."""
+        """Return the error that other ranks raise for a call that this rank leaves."""
         if isinstance(error, (CollectiveTimeoutError, PeerError)):
             return error
         rank = self._layout.rank
@@ -214,7 +214,7 @@ class DomainsEngine:
         return PeerError(said, ranks=[rank])
 
     def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether what was enqueued so far is done; callable in any thread. Local."""
+        """Return a function that says whether all earlier work is done; callable in any thread. Local."""
         with self._backend.current():
             return self._order.completion()
 
@@ -225,7 +225,7 @@ class DomainsEngine:
         yield from self._transport.memory_use()
 
     def close_peers(self) -> None:
-        """Give back the transport; local. This rank's work must be over."""
+        """Close the transport; local. This rank's work must be over."""
         self._transport.close()
 
     def close_own(self) -> None:
@@ -235,7 +235,7 @@ class DomainsEngine:
 
 
 def _nbytes_of(step: Local) -> int:
-    """Return the bytes by which a table chooses, the same number on all ranks of the domain; 0 where they differ."""
+    """Return the bytes by which a table chooses, the same number on all ranks of the domain; 0 if they differ."""
     b = step.buffers
     if step.operation.counts == "private":
         return 0
@@ -252,7 +252,7 @@ def _launch(step: Combine, multiprocessors: int) -> Launch:
 
 
 def _pack_launch(step: Pack, backend: GpuBackend) -> Launch:
-    """Return the launch for all blocks. Its table has their distances alone, so that calls on other memory share it."""
+    """Return the launch for all blocks. Its table has only their distances, so calls on other memory share it."""
     first = step.blocks[0].pointer
     table = table_of_blocks([block.pointer - first for block in step.blocks], [block.count for block in step.blocks])
     return pack_launch(backend, table, first, step.packed, unpacks=step.unpacks)

@@ -15,7 +15,7 @@ from mpicomm.errors import MpicommError
 
 
 class MappedTransport:
-    """The transport where all ranks are on one node, and so map each other's memory. Construction is local."""
+    """The transport for ranks of one node, which map each other's memory. Construction is local."""
 
     name: Name = "mapped"
     capturable = True
@@ -45,10 +45,10 @@ class MappedTransport:
         return finish
 
     def tell(self, error: MpicommError) -> None:
-        """Do nothing: waits for signals have a deadline of their own."""
+        """Do nothing, because waits for signals have a deadline."""
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
-        """Return nothing: the channels tell their memory. Local."""
+        """Return nothing, because the channels report their memory. Local."""
         return ()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""NCCL's point-to-point calls through nccl4py, or through CuPy where that is not installed."""
+"""NCCL's point-to-point calls through nccl4py, or through CuPy if nccl4py is not installed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class NcclCommunicator(Protocol):
         """Enqueue sends and receives, each (peer, pointer, nbytes), as one group."""
 
     def problem(self) -> str:
-        """Return what has gone wrong in work that was enqueued, "" if nothing has; does not block."""
+        """Return the error of work that was enqueued, "" if there is none; does not block."""
 
     def abort(self) -> None:
-        """End all work that is enqueued, also where a peer does not come, and destroy the communicator."""
+        """End all work that is enqueued, even if a peer does not come, and destroy the communicator."""
 
     def destroy(self) -> None:
         """Destroy the communicator; its work must be over."""
@@ -63,7 +63,7 @@ class _Nccl4py:
 class _Nccl4pyCommunicator:
     def __init__(self, comm: Any, bindings: Any) -> None:
         self._comm = comm
-        # `send` of nccl.core takes arrays, and ten times as long.
+        # `send` of nccl.core takes arrays, and takes ten times as long.
         self._handle: Any = bindings.Comm(comm.ptr)
         self._bindings = bindings
 
@@ -146,7 +146,7 @@ def load() -> Library:
 
 
 def require_possible(uuids: Sequence[bytes]) -> None:
-    """Raise `BackendUnavailableError` where NCCL refuses the ranks because two of them have the same GPU."""
+    """Raise `BackendUnavailableError` if NCCL refuses the ranks because two of them have the same GPU."""
     if len(set(uuids)) < len(uuids) and "NCCL_HOSTID" not in os.environ:
         raise BackendUnavailableError(
             "ranks share a GPU, which NCCL refuses: start one rank for each GPU, or give each rank another NCCL_HOSTID"
@@ -156,7 +156,7 @@ def require_possible(uuids: Sequence[bytes]) -> None:
 def bounded(act: Callable[[], T], timeout_s: float, what: str) -> T:
     """Return the result of ``act``, which another thread calls. Raises `CollectiveTimeoutError` when time is up.
 
-    NCCL offers no other way out of a call that waits for a peer. That thread stays in the call, and ends with the
+    NCCL offers no other way out of a call that waits for a peer. The thread stays in the call, and ends with the
     process.
     """
     results: list[T] = []

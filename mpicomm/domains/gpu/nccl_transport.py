@@ -19,13 +19,13 @@ from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.domains.transport import Name
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 
-_LOOK_S = 0.05  # how often the watch looks at the work under way
+_LOOK_S = 0.05  # the time between two looks of the watch at the work in flight
 _LOOK_AT_ERRORS_S = 0.5
 
 
 @dataclass
 class _Watched:
-    """A network step that is under way: between its two marks NCCL waits for other ranks."""
+    """A network step in flight: between its two marks NCCL waits for other ranks."""
 
     call: Signature
     ranks: tuple[int, ...]
@@ -37,10 +37,10 @@ class _Watched:
 class NcclTransport:
     """Sends and receives of one NCCL communicator. Construction is collective over ``group``.
 
-    NCCL's kernels wait for their peers without a limit. So a thread watches the network steps: where one takes longer
-    than ``timeout_s`` from its begin on the stream, or where NCCL reports that a peer is gone, it aborts the
-    communicator, which ends the kernels, and calls ``on_failure`` with the error. Replays of a graph have no marks:
-    there only a peer that is gone ends the wait.
+    NCCL's kernels wait for their peers without a limit. So a thread watches the network steps. It acts if a step takes
+    longer than ``timeout_s`` from its begin on the stream, or if NCCL reports that a peer is gone. Then it aborts the
+    communicator, which ends the kernels, and calls ``on_failure`` with the error. Replays of a graph have no marks: in
+    them only NCCL's report of a peer that is gone ends the wait.
     """
 
     name: Name = "nccl"
@@ -62,7 +62,7 @@ class NcclTransport:
             with backend.current():
                 return library.create(group.size, ids[0], group.rank)
 
-        # NCCL waits without a limit for ranks that do not come.
+        # `bounded`, because NCCL waits without a limit for ranks that do not come.
         self._nccl = nccl_library.bounded(create, group.timeout_s, "NCCL: not all ranks came to create a communicator")
         self._peers: set[int] = set()
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class NcclTransport:
         self._thread.start()
 
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
-        """See `Transport`; it does not block, but for the first network messages between two ranks."""
+        """See `Transport`; it does not block, except for the first network messages between two ranks."""
         if not network_step.sends and not network_step.receives:
             return _nothing
         side, backend = self._backend.side_streams, self._backend
@@ -104,15 +104,15 @@ class NcclTransport:
         return lambda: side.follow(stream, end)
 
     def tell(self, error: MpicommError) -> None:
-        """Do nothing: the ranks that wait for this one learn from NCCL, or by their deadline, that it is gone."""
+        """Do nothing: ranks that wait for this rank learn from NCCL, or by their deadline, that it is gone."""
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return nothing: NCCL does not tell the memory of its buffers. Local."""
         return ()
 
     def abort(self) -> None:
-        """Close a transport that other ranks could not start, because `close` alone would wait for them. Local."""
-        self._stop_watching()  # so that it does not abort NCCL's communicator, too
+        """Close a transport that other ranks could not start. `close` would wait for these ranks. Local."""
+        self._stop_watching()  # so that the watch does not abort NCCL's communicator, too
         if not self._failed:
             self._failed = True
             with self._backend.current():
@@ -155,7 +155,7 @@ class NcclTransport:
                 return
 
     def _late(self, now: float) -> _Watched | None:
-        """Return the network step that has taken too long, if there is one."""
+        """Return the network step that has taken too long, or None."""
         passed = self._backend.side_streams.passed
         while self._watched:
             first = self._watched[0]
@@ -171,8 +171,8 @@ class NcclTransport:
         return None
 
     def _fail(self, error: CollectiveTimeoutError | PeerError) -> None:
-        # Before the abort: it ends the kernels that wait, and work behind them runs on with data that never came. The
-        # next `check` must raise by then, also that of `start`.
+        # Before the abort: the abort ends the waiting kernels, and later work runs on with data that never came. Then
+        # the next `check` must raise, also the `check` of `start`.
         self._on_failure(error)
         self._failed = True
         with self._backend.current():

@@ -1,4 +1,4 @@
-"""Arrays on a GPU that are addresses alone, for calls that are read and whose memory Python does not touch."""
+"""Arrays on a GPU that are only addresses, for calls that read arguments and touch no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA without a GPU: what mpicomm uses of CuPy and of cuda-bindings, with the rules of CUDA on which it relies."""
+"""CUDA without a GPU: the part of CuPy and of cuda-bindings that mpicomm uses, with CUDA's rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 
 ADDRESS = 0x7000
-"""The result of all functions that only say that they are called."""
+"""The result of all functions that only note their calls."""
 _NOT_READY = 600
 _ROOMS = ("mpicomm.devices.cuda", "mpicomm.collectives.gpu", "mpicomm.domains.gpu")
 
@@ -24,12 +24,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CUDARuntimeError(RuntimeError):
-    """An error of CuPy's runtime."""
+    pass
 
 
 class CUDADriverError(RuntimeError):
-    """An error of CuPy's driver."""
-
     status = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
@@ -42,7 +40,7 @@ class Place(NamedTuple):
 
 
 def _may_fail(function: Function) -> Function:
-    """Let a test say which errors a function of CUDA raises."""
+    """Let a test choose the errors that a function of CUDA raises."""
 
     @functools.wraps(function)
     def wrapper(self: FakeCuda, *arguments: Any) -> Any:
@@ -59,8 +57,8 @@ def _may_fail(function: Function) -> Function:
 class FakeCuda:
     """Streams, which take their time, events, captures, and the contexts and capture modes of threads.
 
-    What a stream captures it carries out all the same, as if a graph of it had been launched at once. A function of the
-    driver that is not here only says in ``calls`` that it is called. All other names are those of cuda-bindings.
+    A stream also carries out the work that it captures, as if the program launched the graph at once. If a function of
+    the driver is not here, its calls are only noted in ``calls``. All other names come from cuda-bindings.
     """
 
     CUDARuntimeError, CUDADriverError = CUDARuntimeError, CUDADriverError
@@ -90,17 +88,17 @@ class FakeCuda:
         self.streams: list[int] = []
         """The streams that CuPy has made."""
         self.events: dict[int, Place | None] = {}
-        """The events that exist, and where they were recorded last."""
+        """The events that exist, and the stream that has recorded each of them last."""
         self.destroyed_in: list[int] = []
         """The contexts in which events were destroyed."""
         self.captures: dict[int, int] = {}
-        """Which streams take part in which captures."""
+        """The captures of the streams that take part in one."""
         self.invalid: set[int] = set()
         """The captures that an error has invalidated."""
         self.copied: list[Any] = []
-        """From where copies that are over were made, in which capture if any."""
+        """The sources of the copies that are over, and the capture of each, if any."""
         self.launched: list[tuple[int, int]] = []
-        """The graphs that were launched, by their captures, and on which streams."""
+        """The graphs that were launched, by their captures, and their streams."""
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -125,7 +123,7 @@ class FakeCuda:
             self._unjoined.add(stream)
 
     def end_of(self, stream: int) -> Place:
-        """Return what is over when all that was enqueued there so far is done."""
+        """Return an event that is over when the work that the stream has so far is done."""
         return Place(stream, self._over[stream] + len(self._queues[stream]), self.captures.get(stream))
 
     def is_over(self, place: Place | None) -> bool:

@@ -1,4 +1,4 @@
-"""A double of the CUDA driver that says where memory lies: tests have device arrays in memory of the host."""
+"""A double of the CUDA driver that says where memory lies, so that tests have device arrays in host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def own_range(pointer: int, nbytes: int, device: int = 0) -> None:
 
 
 class _Driver:
-    """The answers of `own`, and those of the real driver for all other addresses where there is one."""
+    """The answers of `own`; for all other addresses the answers of the real driver, if there is one."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

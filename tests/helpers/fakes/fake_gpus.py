@@ -24,12 +24,12 @@ from mpicomm.p2p.kernels import Chase, Copying, Holding, Rally
 OWN, LINK, BACK, HOST = 1000.0, 200.0, 100.0, 20.0
 KERNEL = 1.0
 COPY_US, STORE_US, LOAD_US = 2.0, 0.5, 0.75
-"""What each copy adds; how long words take."""
+"""Each copy adds it; words take so long."""
 _OVER_CUPY = [f"mpicomm.p2p.{name}" for name in ("gpu", "pairs", "one_process")]
 
 
 class CUDARuntimeError(RuntimeError):
-    """An error of CuPy's runtime."""
+    pass
 
 
 class Memory(np.ndarray[Any, Any]):
@@ -78,7 +78,7 @@ class Stream:
 
 
 class FakeGpus:
-    """``size`` GPUs, of which those in ``apart`` have no peer access to each other."""
+    """``size`` GPUs. The GPUs in ``apart`` have no peer access to each other."""
 
     def __init__(self, size: int, apart: tuple[int, int] = (-1, -1)) -> None:
         self.size = size
@@ -87,7 +87,7 @@ class FakeGpus:
         self.streams: list[Stream] = []
         self.enabled: set[tuple[int, int]] = set()
         self.corrupts: str | None = None
-        """The kind of copies ("engine", "kernel") of which the last byte is wrong."""
+        """Copies of this kind ("engine", "kernel") have a wrong last byte."""
         self.loses: str | None = None
         """The kind of copies that move nothing."""
         self._owners: list[tuple[int, int, int]] = []

@@ -7,7 +7,6 @@ data.
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import os
 import queue
@@ -15,18 +14,13 @@ import random
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, cast
-from unittest import mock
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from mpi4py import MPI
 
-import mpicomm
-from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend, MessageCopy, MessageSteps, Scratch
+from mpicomm.devices.base import MessageCopy, MessageSteps, Scratch
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
@@ -35,7 +29,6 @@ from mpicomm.errors import CollectiveTimeoutError, HandleError
 from mpicomm.kernels.message import MESSAGE_WORDS, blocks_of_message
 from mpicomm.kernels.packing import PackTable
 from mpicomm.mpi import plain_arrays
-from mpicomm.session import Session
 from tests.helpers.fakes import fake_driver
 from tests.helpers.references.reference_packing import runs_of
 
@@ -368,35 +361,3 @@ class ThreadDevice:
 
 def _words(pointer: int) -> npt.NDArray[np.uint64]:
     return array_at(pointer, MESSAGE_WORDS, np.dtype(np.uint64))
-
-
-def on_threads(
-    comm: mpicomm.Communicator, handle: str = "ipc", **options: Any
-) -> tuple[mpicomm.Communicator, ThreadDevice]:
-    """Return a duplicate of a cpu communicator that uses a `ThreadDevice` as its GPU. Collective."""
-    child = comm.Dup()
-    return child, take_for_gpu(child, handle, **options)
-
-
-def take_for_gpu(
-    comm: mpicomm.Communicator, handle: str = "ipc", *, timeout_s: float | None = None, **options: Any
-) -> ThreadDevice:
-    """Let a communicator that is not set up use a `ThreadDevice` as its GPU. Local."""
-    was = comm._session.placement
-    device = ThreadDevice(comm.rank, timeout_s or was.here.timeout_s, **options)
-    placement = Placement([replace(place, device=0, handle=handle) for place in was.places], was.rank)
-    comm._begin(Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device), channel=comm._session.channel))
-    return device
-
-
-@contextlib.contextmanager
-def small_messages() -> Iterator[None]:
-    """Let messages of some hundred KiB go in several pieces and lie in several blocks."""
-    from mpicomm.messages import outbox, rendezvous_header
-
-    with (
-        mock.patch.object(rendezvous_header, "KERNEL_NBYTES", LONGEST_FOR_KERNELS),
-        mock.patch.object(rendezvous_header, "LEAST_PIECE_NBYTES", 48 << 10),
-        mock.patch.object(outbox, "FIRST_BLOCK_NBYTES", 2 << 20),
-    ):
-        yield

@@ -1,4 +1,4 @@
-"""A Ctrl-C before every single line of a module."""
+"""A Ctrl-C before every line of a module."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def interrupts_raise(error: type[BaseException]) -> Iterator[Callable[[], None]]
 def interrupt_everywhere(act: Callable[[], object], module: ModuleType) -> set[str]:
     """Call ``act`` with a Ctrl-C before its first line in ``module``, then before its second, and so on to the last.
 
-    Return the names of the functions that these lines are in; how many lines they have depends on the version of
-    Python. What ``act`` returns is dropped where no Ctrl-C comes in any more.
+    Return the names of the functions that have these lines; the number of lines depends on the version of Python. If no
+    line is left for a Ctrl-C, the result of ``act`` is dropped.
     """
     left = count = 0
     functions = set()

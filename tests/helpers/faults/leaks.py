@@ -19,7 +19,7 @@ NOT_MADE_HERE = (*OF_OTHERS, "psm_")
 
 @contextlib.contextmanager
 def nothing_leaks() -> Iterator[None]:
-    """Fail when the block leaves something behind, and name it."""
+    """Fail if the block leaves resources, and name them."""
     gc.collect()
     before = _resources()
     yield
@@ -31,8 +31,8 @@ def nothing_leaks() -> Iterator[None]:
         time.sleep(0.01)
 
 
-def collect_new_objects_alone() -> None:
-    """Exempt the objects that there are from the garbage collections of `nothing_leaks`, which take long with them."""
+def collect_only_new_objects() -> None:
+    """Exempt the present objects from the garbage collections of `nothing_leaks`, because these take long with them."""
     gc.collect()
     gc.freeze()
 

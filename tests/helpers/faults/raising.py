@@ -16,9 +16,9 @@ E = TypeVar("E", bound=BaseException)
 def raises_everywhere(
     comm: MPI.Comm, exc_type: type[E], *, match: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[E]]:
-    """Like `pytest.raises`, and fails on every rank unless all raised, with the same class and the same text.
+    """Like `pytest.raises`; fails on every rank unless all raise the same class with the same text.
 
-    ``comm`` has to be one that still works after the error. Collective.
+    ``comm`` must still work after the error. Collective.
     """
     excinfo = pytest.ExceptionInfo[E].for_later()
     raised: BaseException | None = None

@@ -28,7 +28,7 @@ def _pool(dtype: np.dtype[Any], wild: bool) -> Array:
 
 
 def values(dtype: np.dtype[Any], count: int, *key: int, wild: bool = False) -> Array:
-    """What belongs to ``key``: small integers, whose reductions are exact in any order, or any bits at all."""
+    """Return the values of ``key``: small integers, whose reductions are exact in any order, or any bits."""
     pool = _pool(dtype, wild)
     start = zlib.crc32(repr(key).encode()) % (_POOL // 2)
     return pool[start : start + count].copy() if start + count <= _POOL else np.resize(pool[start:], count)
@@ -88,6 +88,6 @@ class Placed:
             cupy.cuda.Device().synchronize()
             raw = raw.get()
         assert (raw[: self._start] == _GUARD_BYTE).all(), "something wrote before the buffer"
-        assert (raw[self._stop :] == _GUARD_BYTE).all(), "something wrote behind the buffer"
+        assert (raw[self._stop :] == _GUARD_BYTE).all(), "something wrote after the buffer"
         elements: Array = raw[self._start : self._stop].copy().view(self.dtype)
         return elements

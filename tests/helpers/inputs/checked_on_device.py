@@ -27,7 +27,7 @@ COLLECTIVES = (
 OPERATIONS = (*COLLECTIVES, "Sendrecv")
 DTYPES = ("float16", "float32", "float64", "int32", "uint32", "int64", "uint8")
 IN_PLACE = tuple(name for name in COLLECTIVES if not TABLE[name].rooted)
-"""The operations that are called in place too; Bcast always is."""
+"""The operations that are also called in place; Bcast is always in place."""
 
 # The value that a rank has at a place in a step. Values are small, so that sums over ranks are exact in every type.
 # Sums of unsigned words wrap, so an eighth of those words are SENTINELS.
@@ -47,7 +47,8 @@ __device__ unsigned value(unsigned long long step, unsigned rank, unsigned long 
     return small ? ABSENT : ESCAPED;
 }
 """
-# An element is the sum over ``sources`` ranks, of which the first is ``first`` plus the number of the element's block.
+# An element is the sum over ``sources`` ranks. The first of these ranks is ``first`` plus the number of the element's
+# block.
 _CHECK = """
     unsigned long long place = offset + i % block;
     unsigned sum = 0;
@@ -60,7 +61,7 @@ _IDLE = 'extern "C" __global__ void idle(long long cycles) { for (auto t = clock
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, or a Sendrecv along the ranks of a host, as all ranks know it; ``count`` is that of a block."""
+    """A collective, or a Sendrecv along the ranks of a host, as all ranks know it; a block has ``count`` elements."""
 
     operation: str
     dtype: str
@@ -88,7 +89,7 @@ class Call:
 
 
 def draw(rng: np.random.Generator, size: int, nbytes: tuple[int, int], algorithms: Sequence[str]) -> Call:
-    """Return a call between ``size`` ranks, of between so many bytes in all."""
+    """Draw a call between ``size`` ranks; its size in bytes lies between the limits."""
 
     def choose(choices: Sequence[str]) -> str:
         return choices[int(rng.integers(len(choices)))]
@@ -151,7 +152,7 @@ class CheckedSequence:
         self._arrays.close()
 
     def _buffers(self, call: Call, xp: Any) -> tuple[Any, Any]:
-        """Return the input, and the output of this rank, which is None where it receives nothing."""
+        """Return the input and the output of this rank; the output is None if the rank receives nothing."""
         size, rank, count = self._comm.size, self._comm.rank, call.count
         sends = count * size if call.sends_blocks else count
         receives = count * size if call.receives_blocks else count
@@ -184,7 +185,7 @@ class CheckedSequence:
         getattr(comm, row.name)(*(given[name] for name in row.arguments), algorithm=call.algorithm)
 
     def _sources(self, call: Call) -> tuple[np.uint32, np.uint32, np.uint64, np.uint64]:
-        """Return the first rank and the number of ranks whose values are added up, the block, and where it begins."""
+        """Return the first rank and the number of ranks whose values are added, the block, and its first element."""
         rank, size, row = self._comm.rank, self._comm.size, call.row
         first, sources = 0, 1
         if row is None:

@@ -1,6 +1,6 @@
 """Calls of a communicator's collectives on any device, in every form of argument, and the check of their buffers.
 
-Which arguments and which shapes of buffers a collective has is read from the package's table.
+The package's table tells the arguments and the shapes of buffers of a collective.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.helpers.rigs.compiling import compile_kernels
 
 _MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in _MPI_OPS} | {"avg": mpicomm.AVG}
-# That they commute is not true: so groups of ranks that do not follow each other take them, too.
+# They do not commute, although they say so. So groups of ranks that do not follow each other take them, too.
 OPS |= {text: mpicomm.Op(text, commute=True) for text in OWN}
 
 REDUCTIONS = tuple(name for name, row in OPERATIONS.items() if row.reduces)
 OF_ONE_TYPE = tuple(name for name, row in OPERATIONS.items() if row.send != "typed" and not row.of_neighbors)
-"""The collectives between all ranks of which each buffer has one datatype."""
+"""The collectives between all ranks whose buffers have one datatype each."""
 MOVEMENTS = tuple(name for name in OF_ONE_TYPE if not OPERATIONS[name].reduces)
 FORMS = ("plain", "counted", "typed", "displaced", "four", "fortran")
 
@@ -54,7 +54,7 @@ def algorithms(operation: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """One collective call, as all ranks know it. ``count`` is that of a block; vector calls have ragged blocks."""
+    """One collective call, as all ranks know it. ``count`` is the count of a block; vector calls have ragged blocks."""
 
     operation: str
     dtype: np.dtype[Any]
@@ -68,9 +68,11 @@ class Case:
     """Bytes by which the buffers miss a good alignment."""
     seed: int = 0
     wild: bool = False
-    """Values for which the order of a reduction shows, for calls whose order is promised."""
+    """Values that show the order of a reduction, for calls whose order is promised."""
     groups: Groups | None = None
-    """Ranks that are reduced first, before their results are; Scan and Exscan take the ranks in order all the same."""
+    """Ranks that are reduced first, before their results are reduced. Scan and Exscan ignore them and take the ranks in
+    order.
+    """
 
     @property
     def row(self) -> Operation:
@@ -119,7 +121,7 @@ class Prepared:
                 buffer.set(content)
 
     def result(self) -> Array | None:
-        """Return this rank's result, None where it receives nothing."""
+        """Return this rank's result, or None if the rank receives nothing."""
         buffer, expected = self._buffers[1], self._expected
         return None if buffer is None or expected is None else buffer.get()[self._pad : self._pad + expected.size]
 
@@ -172,7 +174,7 @@ class Prepared:
         # MPI leaves the rest of the input of a reduce-scatter in place undefined.
         if not (case.in_place and case.row.reduces and case.row.send != "one"):
             stop = pad + expected.size
-            assert after[stop:].tobytes() == before[stop:].tobytes(), "elements behind the count have changed"
+            assert after[stop:].tobytes() == before[stop:].tobytes(), "elements after the count have changed"
         actual = after[pad : pad + expected.size]
         if not case.row.reduces:
             assert actual.tobytes() == expected.tobytes(), _difference(actual, expected)
@@ -204,7 +206,7 @@ class Prepared:
     def _plan_plain(self) -> tuple[Array | None, Array | None]:
         case, rank, size, n = self.case, self._rank, self._size, self.case.count
         row, at_root = case.row, self._rank == self.case.root
-        sends = receives = n  # the counts of the two buffers in forms that have one: those of a block
+        sends = receives = n  # the counts of the two buffers, in forms that have a count: the counts of a block
         total, room = n * size if row.send == "blocks" else n, n * size if row.receive == "blocks" else n
         if row.send == "counted":
             sends = total = sum(self._counts)
@@ -233,10 +235,10 @@ class Prepared:
         return None, sent[rank]
 
     def _received(self, sent: list[Array], before: Array) -> Array | None:
-        """What this rank receives by the reference, in a buffer that holds ``before``; None where it has none."""
+        """Return the result that the reference gives this rank, in a buffer that holds ``before``, or None."""
         case, rank, size, root = self.case, self._rank, self._size, self.case.root
         if case.row.reduces and {"Scan": rank + 1, "Exscan": rank}.get(case.operation, size) == 1:
-            alone: Array = sent[0].copy()  # a single contribution is the result, even where x / 1 is not x
+            alone: Array = sent[0].copy()  # a single contribution is the result, even if x / 1 is not x
             return alone
         result: dict[str, Callable[[], Array | None]] = {
             "Allreduce": lambda: reference.allreduce(sent, case.op, case.groups)[rank],
@@ -301,7 +303,7 @@ class Prepared:
         return (n, 0, n // 2, n + 3)[zlib.crc32(repr((n, where)).encode()) % 4] if n else 0
 
     def _places(self, counts: list[int]) -> list[tuple[int, int]]:
-        """Return the places of blocks: packed where forms have no counts, else in reverse order and with gaps."""
+        """Return the places of blocks: packed if the form has no counts, else in reverse order and with gaps."""
         places: list[tuple[int, int]] = []
         start = 0
         for count in counts if self._even else reversed(counts):

@@ -40,7 +40,7 @@ class Buffer:
         self.count = content.size
         """Elements of one block, in forms of equal blocks."""
         self.reduces = False
-        """Whether the elements are reduced: then MPI takes predefined types alone."""
+        """Whether the elements are reduced: then MPI takes only predefined types."""
         self.array: Any = None
         self.datatypes: list[MPI.Datatype] = []
 
@@ -59,12 +59,12 @@ class Buffer:
         return array, [array, self.counts, self.places, MPI.INT32_T]
 
     def drawn(self, rng: np.random.Generator, gpu: Gpu | None, *, typed: bool) -> Any:
-        """An argument in any form, on a GPU or with None on the host."""
+        """An argument in any form, on a GPU, or on the host if ``gpu`` is None."""
         self.array = self.content.copy() if gpu is None else gpu.make(self.content)
         memory = self.array
         if rng.integers(3) == 0:
             address = self.array.ctypes.data if gpu is None else gpu.address(self.array)
-            # Libraries name the begin alone, or the length, too.
+            # Libraries name the address, or the address and the length.
             memory = MPI.memory.fromaddress(address, self.content.nbytes)
         return self._spec(rng, memory, typed=typed)
 
@@ -127,14 +127,14 @@ class Buffer:
 
 
 class Call:
-    """One rank's part of a call that ``seed`` draws: the same on all ranks but for the forms of the buffers."""
+    """One rank's part of a call that ``seed`` draws. All but the forms of the buffers is the same on all ranks."""
 
     def __init__(self, name: str, method: str, seed: int, rank: int, size: int, gpu: Gpu) -> None:
         self._row = OPERATIONS[name]
         self.method = method.format(name.lower() if method[0] == "I" else name)
         self._plain_name = name
         self._rank, self._size, self._gpu = rank, size, gpu
-        self._rng = np.random.default_rng([seed, rank])  # what only this rank draws
+        self._rng = np.random.default_rng([seed, rank])  # draws of this rank only
         shared = np.random.default_rng(seed)
         self._n = [int(shared.integers(1, _MOST)) * int(shared.integers(3) > 0) for _ in range(size)]
         self._table = shared.integers(0, _MOST, (size, size)) * (shared.integers(0, 3, (size, size)) > 0)
@@ -149,7 +149,7 @@ class Call:
                 buffer.reduces = self._row.reduces
 
     def expected(self, comm: MPI.Intracomm) -> Array | None:
-        """What this rank's receive buffer holds after the call of plain mpi4py. Collective."""
+        """Return the content of this rank's receive buffer after the call of plain mpi4py. Collective."""
         typed = self._row.send == "typed"
         sent = None if self.send is None else self.send.plain(typed=typed)[1]
         array, received = (None, None) if self.receive is None else self.receive.plain(typed=typed)
@@ -182,7 +182,7 @@ class Call:
         ]
 
     def _drawn(self) -> list[Any]:
-        """Draw the form and the memory of each buffer, so that the call is on GPUs, as far as this rank has a say."""
+        """Draw the form and the memory of each buffer, so that this rank's buffers put the call on GPUs."""
         typed = self._row.send == "typed"
         pair = [self.send, self.receive]
         common = {"receive": [self.send], "send": [self.receive]}.get(self._row.rooted, pair)

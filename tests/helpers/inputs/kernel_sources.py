@@ -1,4 +1,4 @@
-"""The sources of all kernels, wherever in the package they lie; no two have the same name."""
+"""The sources of all kernels of the package; no two have the same name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of launches in the head of an arena, as if there had been many already, and the flags that those left."""
+"""Numbers of launches in the head of an arena, as if there had been many launches, and the flags of these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
 _PARITIES = 2
 
 
-def begin_behind(launch: int, head: npt.NDArray[np.uint8], size: int) -> None:
+def begin_after(launch: int, head: npt.NDArray[np.uint8], size: int) -> None:
     """Let this launch be the last of all ``size`` ranks, which have begun and ended it, in one rank's ``head``."""
     head[HEAD_NBYTES - MAX_BLOCKS * 8 : HEAD_NBYTES].view(np.uint64)[:] = launch
     announcements = head[LINE_NBYTES : LINE_NBYTES + size * _PARITIES * 8]
@@ -21,6 +21,6 @@ def begin_behind(launch: int, head: npt.NDArray[np.uint8], size: int) -> None:
 
 
 def old_flags(nbytes: int, rng: np.random.Generator) -> npt.NDArray[np.uint64]:
-    """Return wrong packets of the LL protocol, which seem to have come to launches 2 to 99 of a round."""
+    """Return packets of the LL protocol with wrong data and with the flags of launches 2 to 99 of a round."""
     flags = rng.integers(3, 100, nbytes // SLOT_NBYTES).astype(np.uint64)
     return np.repeat(flags << np.uint64(32) | np.uint64(0xBAD), SLOT_NBYTES // 8)

@@ -1,4 +1,4 @@
-"""Collectives with their buffers spelled out: how tests say what the ranks of an engine are to exchange."""
+"""Collectives with their buffers spelled out, for tests of engines."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Pattern(Sequence[Exchange]):
     buffers: Buffers
     algorithm: str = "one_shot"
     piece_nbytes: int | None = None
-    """With two shots, the size of the pieces that the call is cut into; whole where it is None."""
+    """With two shots, the size of the pieces of the call; None for one piece."""
 
     @cached_property
     def steps(self) -> list[Exchange | TwoShot]:
-        """The exchanges, those of two shots together."""
+        """The exchanges of all steps; two shots are one step."""
         operation, buffers = self.operation, self.buffers
         if self.algorithm == "ring":
             assert operation.ring is not None
@@ -54,7 +54,7 @@ class Pattern(Sequence[Exchange]):
         return self.operation.chain(self.buffers)
 
     def call(self, signature: Signature, memory: Mapped | None = None) -> GpuCall:
-        """Return it as a call of a communicator of GPUs; ``memory`` is where all ranks' output lies."""
+        """Return it as a call of a communicator of GPUs; ``memory`` holds the output of all ranks."""
         private = self.operation.counts == "private"
         nbytes = 0 if private else self.operation.one_shot(self.buffers).longest_nbytes
         return GpuCall(self.operation, signature, self.buffers, nbytes, memory)

@@ -43,7 +43,7 @@ class Member:
 
 
 class Family:
-    """Communicators that share ranks: all ranks, a duplicate, two halves, and one of each smaller number of ranks.
+    """Communicators that share ranks: all ranks, a duplicate, two halves, and each smaller number of ranks.
 
     ``members`` has None for a communicator that this rank does not belong to.
     """
@@ -121,7 +121,7 @@ class Player:
         algorithm = self._choose(("auto", "auto", *algorithms(row.name)))
         offset = dtype.itemsize * int(self._rng.integers(4))
         ordered = algorithm != "auto" or self._family.world.device != "cpu"
-        # NumPy fuses products and sums of complex numbers where the processor can, so their bits may differ.
+        # If the processor can, NumPy fuses products and sums of complex numbers, so their bits may differ.
         fused = self._family.world.device == "cpu" and dtype.kind == "c" and op == "prod"
         return Case(
             row.name,

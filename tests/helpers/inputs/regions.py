@@ -19,7 +19,7 @@ def region(
 ) -> Region:
     """Return a region. A loop is a tuple of its rounds and its stride, or a list of places.
 
-    ``strides`` are those in packed memory; without them the runs follow each other.
+    ``strides`` are the strides in packed memory; without them the runs follow each other.
     """
     made: list[Loop] = []
     stride = run_nbytes

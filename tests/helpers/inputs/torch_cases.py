@@ -1,4 +1,4 @@
-"""Tensors of all ranks that every rank can compute, so that it knows what a call of torch.distributed has to give."""
+"""Tensors of all ranks that every rank can compute, so that it knows the right results of torch.distributed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _JOINED_TRUTHS: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor
 
 
 def tensor_of(rank: int, dtype: torch.dtype, shape: Sequence[int], salt: int = 0) -> torch.Tensor:
-    """Return what ``rank`` passes: small whole numbers other than 0, so that reductions of few ranks are exact."""
+    """Return the values of ``rank``: small whole numbers other than 0, so that reductions of few ranks are exact."""
     random = torch.Generator("cpu").manual_seed(100 * salt + rank)
     numbers = torch.randint(1, 4, tuple(shape), generator=random, device="cpu")
     if dtype is torch.bool:
@@ -50,7 +50,7 @@ def tensor_of(rank: int, dtype: torch.dtype, shape: Sequence[int], salt: int = 0
 
 
 def reduced(tensors: Sequence[torch.Tensor], op: object) -> torch.Tensor:
-    """Return the reduction of ``tensors``, which are those of all ranks."""
+    """Return the reduction of the ``tensors`` of all ranks."""
     if tensors[0].dtype in FLOATS8:  # PyTorch does not calculate with them
         return reduced([tensor.float() for tensor in tensors], op).to(tensors[0].dtype)
     if op == Op.AVG:
@@ -64,7 +64,7 @@ def reduced(tensors: Sequence[torch.Tensor], op: object) -> torch.Tensor:
 
 @dataclass
 class Case:
-    """A call of one group with one element type: what is passed, and how the call is waited for."""
+    """A call of one group with one element type: its tensors, and the wait for it."""
 
     group: dist.ProcessGroup
     dtype: torch.dtype = torch.float32
@@ -75,11 +75,11 @@ class Case:
 
     def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        # Where the test's tensors are; gloo takes few calls on tensors of a GPU.
+        # The device of the test's tensors; gloo takes few calls on tensors of a GPU.
         self.device = torch.device("cpu") if dist.get_backend(self.group) == "gloo" else torch.get_default_device()
 
     def of(self, rank: int, *shape: int, salt: int = 0) -> torch.Tensor:
-        """Return the tensor that ``rank`` passes, on the host, where PyTorch calculates what has to come of it."""
+        """Return the tensor that ``rank`` passes, on the host, because PyTorch computes the right result there."""
         return tensor_of(rank, self.dtype, shape, salt)
 
     def own(self, *shape: int, salt: int = 0) -> torch.Tensor:
@@ -91,14 +91,14 @@ class Case:
         return [self.of(rank, *shape, salt=salt) for rank in range(self.size)]
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """Return a tensor that receives. Its bytes are none that a rank sends."""
+        """Return a tensor that receives. No rank sends its bytes."""
         nbytes = torch.Size(shape).numel() * self.dtype.itemsize
         byte = 0 if self.dtype is torch.bool else 77
         filled = torch.full((nbytes,), byte, dtype=torch.uint8, device=self.device)
         return filled.view(self.dtype).view(shape)
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for the call where it is asynchronous."""
+        """Wait for the call if it is asynchronous."""
         if self.async_op:
             assert work is not None
             work.wait()

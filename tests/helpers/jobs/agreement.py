@@ -1,4 +1,4 @@
-"""A pytest plugin for runs in which every MPI rank is a pytest process of its own (see run_ranks.py)."""
+"""A pytest plugin for runs in which every MPI rank is a pytest process (see run_ranks.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LETTER = np.dtype([("nbytes", np.int64), ("begin", np.void, _BEGINNING)])
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one phase (setup, call or teardown) of one test went on one rank."""
+    """The outcome of one phase (setup, call or teardown) of one test on one rank."""
 
     phase: str
     outcome: str
@@ -37,11 +37,12 @@ class Outcome:
 
 
 def agreed_error(outcomes: list[Outcome]) -> Outcome:
-    """Return what all ranks report for outcomes in rank order: a failure of any rank, or the one they all had."""
+    """Return the outcome that all ranks report: the first failure of a rank, or the common outcome."""
     size = len(outcomes)
     failed = [rank for rank in range(size) if outcomes[rank].outcome == "failed"]
     if failed:
-        # Ranks that waited for the one that failed often fail later, of a timeout: the first shows the cause.
+        # Ranks that waited for the failed rank often fail later, because of a timeout. The first failure shows the
+        # cause.
         first = min(failed, key=lambda rank: outcomes[rank].stopped)
         ranks = ", ".join(map(str, failed))
         text = f"failed on ranks [{ranks}] of {size}; first on rank {first}:\n\n{outcomes[first].text}"
@@ -53,10 +54,11 @@ def agreed_error(outcomes: list[Outcome]) -> Outcome:
 
 
 class RankAgreement:
-    """Makes every rank report the same outcome for every test, and rank 0 alone print it.
+    """Makes every rank report the same outcome for every test, and only rank 0 print it.
 
-    A rank writes ``rank-<r>``, its exit status, into ``results``, and ``last-words-<r>``: what it could not tell the
-    others, that is the stacks of a test that hangs, a crash, or a failure while others do not arrive.
+    A rank writes its exit status into the file ``rank-<r>`` of ``results``. The file ``last-words-<r>`` gets the news
+    that the rank could not tell the others. These are the stacks of a test that hangs, a crash, or a failure while
+    others do not arrive.
     """
 
     def __init__(self, config: pytest.Config, results: Path) -> None:
@@ -70,12 +72,13 @@ class RankAgreement:
         if self._comm.rank != 0:
             reporter: Any = config.pluginmanager.unregister(name="terminalreporter")
             config.pluginmanager.register(type(reporter)(config, io.StringIO()), "terminalreporter")
-            config.option.results = None  # of part_results.py: ranks cannot write one file
+            config.option.results = None  # an option of part_results.py: ranks cannot write one file
 
     def allgather(self, value: object) -> list[Any]:
         """Return every rank's ``value``, in rank order."""
         mine = pickle.dumps(value)
-        # The beginning at once, which nearly always is all: to meet takes the longest, and there are three for a test.
+        # The ranks exchange the beginning first, because it nearly always is the whole outcome. Each meeting takes
+        # long, and a test has three.
         letter = np.array((len(mine), mine[:_BEGINNING]), _LETTER)
         letters = np.empty(self._comm.size, _LETTER)
         _wait(self._comm.Iallgather([letter, MPI.BYTE], [letters, MPI.BYTE]))
@@ -85,7 +88,7 @@ class RankAgreement:
             rest = np.frombuffer(mine[_BEGINNING:], np.uint8)
             _wait(self._comm.Iallgatherv(rest, [everyone, rests, MPI.BYTE]))
         parts = np.split(everyone, np.cumsum(rests)[:-1])
-        # Short ones have zeros behind them, which unpickling does not come to.
+        # Zeros follow short outcomes, and unpickling does not come to them.
         begins = [bytes(each["begin"]) for each in letters]
         return [pickle.loads(begin + part.tobytes()) for begin, part in zip(begins, parts, strict=True)]
 
@@ -149,14 +152,14 @@ AGREEMENT = pytest.StashKey[RankAgreement]()
 
 
 def agree(config: pytest.Config) -> None:
-    """Let the ranks of this run agree; in ``pytest_configure`` of the folders whose tests run on several ranks."""
+    """Let the ranks of this run agree; called in ``pytest_configure`` of folders with tests on several ranks."""
     if not config.getoption("--with-mpi"):
         return
     results = os.environ.get("TEST_RESULTS")
     if results is None:
         raise pytest.UsageError("run the ranks with: python -m tests.helpers.jobs.run_ranks N FOLDER")
-    # Each rank's own: pytest numbers temporary directories and removes old ones, and ranks that do so at the same time
-    # trip over each other.
+    # Each rank has its own temporary directory. Pytest numbers these and removes old ones, and ranks would remove each
+    # other's.
     temporary = Path(results, f"temporary-{MPI.COMM_WORLD.rank}")
     temporary.mkdir()
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(temporary)

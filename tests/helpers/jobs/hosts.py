@@ -1,8 +1,8 @@
 """Hosts on one machine: namespaces with a network between them, and MPI jobs that MPICH's Hydra starts across them.
 
 A host has its own network, host name, /dev/shm, System V memory and process numbers. It shares the file system and the
-kernel with the others, so its ranks find results and the package where all others find them. All hosts hang on one
-bridge, in namespaces of its own, from which mpiexec runs: nothing changes in the network of the machine.
+kernel with the other hosts, so all ranks find the results and the package at the same paths. All hosts hang on one
+bridge in separate namespaces, where mpiexec runs. Nothing changes in the network of the machine.
 
 Nothing outlives the test. The first process of a host reads from a pipe of this process and ends with it, however this
 process ends. The kernel then kills the other processes of the host, and its namespaces and links go with them.
@@ -22,13 +22,13 @@ from pathlib import Path
 from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, environment, mpiexec_command, sharing_of_cores
 
 STEP_LIMIT_S = 10.0
-# Over UCX and TCP, MPICH 5.0.2 itself waits for ever in receives from MPI.ANY_SOURCE of messages of another host, and
-# crashes where it sends to a rank that has died.
+# Over UCX and TCP, MPICH 5.0.2 waits for ever in receives from MPI.ANY_SOURCE of messages of another host. It also
+# crashes if it sends to a rank that has died.
 _VARIABLES = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 _SWITCH_ADDRESS = "10.0.0.254"
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
 
-# The first process of a host. It reads its own number in /proc of the machine, then mounts that of the host. UCX reads
+# The first process of a host. It reads its own number in /proc of the machine, then mounts /proc of the host. UCX reads
 # the names of network interfaces in /sys.
 _BOOT = """
 set -e
@@ -46,7 +46,7 @@ ip link add type veth
 ip link add type bridge
 """
 
-# What Hydra takes for ssh: it gets options, a host, and words for a shell there.
+# Hydra takes it for ssh. It gets options, a host, and words for a shell on that host.
 _ENTER = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 read number <"$(dirname "$0")/$1"
@@ -79,7 +79,7 @@ def why_not() -> str:
 class Hosts:
     """``count`` hosts, named host0, host1 and so on, with the addresses 10.0.0.1 and up; closed at the end of `hosts`.
 
-    ``directory`` is an empty one for files of the launcher.
+    ``directory`` is an empty directory for files of the launcher.
     """
 
     def __init__(self, directory: Path, count: int, stack: contextlib.ExitStack) -> None:
@@ -121,7 +121,7 @@ class Hosts:
         return self._stack.enter_context(_ended_at_exit(job))
 
     def run(self, placement: Sequence[int], *arguments: str, **variables: str) -> str:
-        """Run a job as `start` does and return its output; raises `AssertionError` where it fails."""
+        """Run a job as `start` does and return its output; raises `AssertionError` if it fails."""
         output = self._directory / "output"
         job = self.start(placement, output, *arguments, **variables)
         try:
@@ -141,7 +141,7 @@ class Hosts:
         first = subprocess.Popen(
             _unshare(_BOOT + _STAY, name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._stack.enter_context(first)  # closes its standard input, at which it ends, and waits for that
+        self._stack.enter_context(first)  # closes its standard input, so that it ends, and waits for the end
         assert first.stdout is not None
         number = first.stdout.readline().strip()
         assert number, f"{name} did not start"

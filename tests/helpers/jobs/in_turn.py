@@ -20,7 +20,7 @@ ENDED = "---- exit code "
 def run_in_turn(
     nprocs: int, *programs: Sequence[str | Path], **variables: str
 ) -> tuple[subprocess.CompletedProcess[str], list[tuple[str, int]]]:
-    """Run programs with their arguments. Return the job, and the output and the exit code of each that has ended.
+    """Run programs with their arguments. Return the job, and output and exit code of each program that has ended.
 
     A program that raises, or exits with a text, ends the job, which fails.
     """
@@ -37,7 +37,7 @@ def run_in_turn(
 
 
 def main() -> None:
-    """Run the programs; rank 0 says the largest exit code of any rank."""
+    """Run the programs; rank 0 prints the largest exit code of any rank."""
     from mpi4py import MPI
 
     for program in json.loads(sys.argv[1]):

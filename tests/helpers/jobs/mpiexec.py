@@ -17,7 +17,7 @@ OPEN_MPI_ON_ANY_MACHINE = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-"""Variables without which mpiexec of Open MPI refuses the user root, and more ranks than there are cores."""
+"""Variables that let mpiexec of Open MPI take the user root, and more ranks than there are cores."""
 
 
 def mpiexec_command(nprocs: int, *arguments: str) -> list[str]:
@@ -29,9 +29,9 @@ def mpiexec_command(nprocs: int, *arguments: str) -> list[str]:
 
 def sharing_of_cores(nprocs: int) -> dict[str, str]:
     """Return the variables for a job of ``nprocs`` ranks, which may be more than there are cores."""
-    variables = {"OMP_NUM_THREADS": "1"}  # ranks compute at once: more threads of a rank only wait for each other
+    variables = {"OMP_NUM_THREADS": "1"}  # ranks compute at once; more threads of a rank only wait for each other
     if nprocs > (os.cpu_count() or 1):
-        # A rank of MPICH that waits keeps its core. With this it sleeps in between, so the one it waits for can run.
+        # A rank of MPICH that waits keeps its core. With this it sleeps in between, so that the awaited rank can run.
         variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
     return variables
 
@@ -53,7 +53,7 @@ def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.Comple
 
 
 def run_job_within(limit_s: float, nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it.
+    """Run this Python with ``arguments`` on ``nprocs`` ranks and return the result.
 
     The ``stderr`` has no notices of Open MPI's mpiexec, which says there which rank ended the job.
     """

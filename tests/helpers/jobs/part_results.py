@@ -1,7 +1,7 @@
-"""What became of the parts of `scripts/test`: a pytest plugin that writes it down, and a program that sums it up.
+"""The results of the parts of `scripts/test`: a pytest plugin that writes them down, and a program that sums them up.
 
-* ``pytest -p tests.helpers.jobs.part_results --results FILE`` writes how many tests passed, failed and were skipped and
-  why.
+* ``pytest -p tests.helpers.jobs.part_results --results FILE`` writes the numbers of tests that passed, failed and were
+  skipped, and the reasons for skips.
 * ``python -m tests.helpers.jobs.part_results FILE`` prints a line for each part and one line of all. FILE has a line
   for each part: exit code, seconds, file of results ("-" for a program that is not pytest) and name, separated by tabs.
   The program exits with 1 if a part has failed.
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-NO_TESTS = 5  # pytest's exit code where whole files were skipped
+NO_TESTS = 5  # pytest's exit code if whole files were skipped
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +42,7 @@ def _reason(report: Any) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of the tests came to; ``passed`` is None where it does not count tests."""
+    """The result of a part of the tests; ``passed`` is None if the part does not count tests."""
 
     name: str
     seconds: int
@@ -57,7 +57,7 @@ class Part:
 
     @property
     def why_skipped(self) -> str:
-        """The reasons for which tests were skipped."""
+        """The reasons for skipped tests."""
         return "; ".join(self.skipped)
 
     def lines(self) -> list[str]:
@@ -72,7 +72,7 @@ class Part:
 
 
 def read(line: str) -> Part:
-    """Return the part of a line of FILE. One that says it passed and has no results has failed."""
+    """Return the part of a line of FILE. A part that passed but has no results has failed."""
     code, seconds, file, name = line.split("\t")
     if file == "-":
         return Part(name, int(seconds), code != "0", None, {})
@@ -86,12 +86,12 @@ def read(line: str) -> Part:
 
 
 def conclusion(parts: list[Part]) -> str:
-    """Return what ran, what did not, and why, in one line."""
+    """Return one line about the parts that ran, the parts that did not, and the reasons."""
     said = []
     for word, names in (
         ("FAILED", [part.name for part in parts if part.failed]),
         ("passed", [part.name for part in parts if part.ran and not part.failed]),
-        # Of a long reason its beginning: the line of the part has the rest.
+        # The line of all has the beginning of a long reason; the line of the part has the rest.
         ("did not run", [f"{part.name} ({part.why_skipped.partition(': ')[0]})" for part in parts if not part.ran]),
         ("ran without some tests", [part.name for part in parts if part.ran and part.skipped]),
     ):

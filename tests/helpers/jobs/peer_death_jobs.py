@@ -45,7 +45,7 @@ def run_jobs(
                 job.wait(max(0.0, deadline - time.monotonic()))  # its exit status says only that a rank has died
     finally:
         for job, _ in running:
-            job.terminate()  # and its ranks with it
+            job.terminate()  # this also ends its ranks
             job.wait()
     for _, results in running:
         if not (results / "done").exists():

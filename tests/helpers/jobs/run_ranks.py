@@ -1,6 +1,6 @@
 """`python -m tests.helpers.jobs.run_ranks N ARGUMENTS...` runs pytest on N ranks; exits with 0 only if every rank did.
 
-The exit code of mpiexec does not tell: it is 0 when a rank calls os._exit(0) in the middle of a test.
+The exit code of mpiexec is not enough, because it is 0 if a rank calls os._exit(0) in the middle of a test.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.helpers.jobs.mpiexec import OPEN_MPI_ON_ANY_MACHINE, mpiexec_command, sharing_of_cores
 
-# The last resort, for what no limit inside a rank can end: code that hangs while it holds the GIL.
+# The last resort for a fault that no limit inside a rank can end: code that hangs while it holds the GIL.
 JOB_LIMIT_S = 900.0
 
 PYTEST = ("-m", "mpi4py", "-m", "pytest", "--with-mpi", "--timeout", "120", "--timeout-method=thread")
@@ -22,7 +22,7 @@ WITHOUT = ("-p", "no:cacheprovider", "-p", "no:faulthandler")
 
 
 def main(nprocs: int, arguments: list[str]) -> int:
-    """Run the job, print what the ranks had left to say, and return the exit code."""
+    """Run the job, print the last words of the ranks, and return the exit code."""
     with tempfile.TemporaryDirectory(prefix="mpicomm-test-") as results:
         command = mpiexec_command(nprocs, *PYTEST, *WITHOUT, *arguments)
         variables = {**sharing_of_cores(nprocs), **OPEN_MPI_ON_ANY_MACHINE}

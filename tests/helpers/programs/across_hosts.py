@@ -30,7 +30,7 @@ from tests.helpers.rigs.communicators import array_module, communicator, node_ra
 from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi
 
 COUNTS = (1, 1025, 300_000)
-"""Of elements: one packet, several, and more than one chunk of any engine."""
+"""Numbers of elements: one packet, several, and more than one chunk of any engine."""
 MESSAGE_NBYTES = 1 << 20
 
 
@@ -187,7 +187,7 @@ def every_size(ranks: Ranks) -> None:
 
 
 def neighbors(ranks: Ranks) -> None:
-    """Collectives of neighbours give what MPI gives on its own communicator."""
+    """Collectives of neighbours give the results of MPI's calls on its own communicator."""
     with array_module(ranks.comm) as xp:
         for topology, name in itertools.product(TOPOLOGIES, CALLS):
             made: Any = TOPOLOGIES[topology](ranks.comm)
@@ -201,7 +201,7 @@ def neighbors(ranks: Ranks) -> None:
 
 
 def alltoallw(ranks: Ranks) -> None:
-    """Each pair of ranks has an element type of its own."""
+    """Each pair of ranks has another element type."""
     comm = ranks.comm
     dtypes = [np.dtype(("int16", "int32", "float64")[(comm.rank + peer) % 3]) for peer in range(comm.size)]
     types = [MPI.Datatype.fromcode(dtype.char) for dtype in dtypes]
@@ -219,7 +219,7 @@ def alltoallw(ranks: Ranks) -> None:
 
 
 def barrier(ranks: Ranks) -> None:
-    """No rank leaves before the last one has come, whichever comes last."""
+    """No rank leaves before the last one has come, in any order of the ranks."""
     comm = ranks.comm
     for late, wait in itertools.product(range(comm.size), (comm.Barrier, lambda: comm.Ibarrier().Wait())):
         time.sleep(0.02 if comm.rank == late else 0.0)
@@ -284,7 +284,7 @@ def main(results: Path, placement: list[int]) -> None:
                 check(ranks)
             except Exception:
                 file.write(json.dumps([name, traceback.format_exc()]) + "\n")
-                raise  # ranks that failed alone would not meet the others in the next check
+                raise  # otherwise ranks that failed would not meet the others in the next check
             file.write(json.dumps([name, ""]) + "\n")
     ranks.comm.Free()
 

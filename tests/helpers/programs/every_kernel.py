@@ -29,11 +29,11 @@ TYPES = ("float32", "bfloat16", "int32", "complex128")
 CALLS = 4000
 REPLAYS = 200
 OWN_MEMORY = "--own-memory"
-LIMIT_S = 100  # a tenth of which is enough
+LIMIT_S = 100  # a tenth of these is enough
 
 
 def reductions(comm: mpicomm.Communicator, name: str, count: int, seed: int) -> list[tuple[Any, Any]]:
-    """Enqueue an all-reduce, a reduce-scatter and a reduce; return what is got and what should be."""
+    """Enqueue an all-reduce, a reduce-scatter and a reduce; return the results and the right results."""
     dtype = dtype_named(name)
     parts = [samples(dtype, count * comm.size, np.random.default_rng([seed, rank])) for rank in range(comm.size)]
     mine = cupy.asarray(parts[comm.rank].view(np.uint8))
@@ -48,7 +48,7 @@ def reductions(comm: mpicomm.Communicator, name: str, count: int, seed: int) -> 
 
 
 def each_way(comm: mpicomm.Communicator) -> None:
-    """Take the ways that small messages do not: two hops, relays, chunks that are reduced, inboxes used again."""
+    """Take the ways of larger messages: two hops, relays, chunks that are reduced, inboxes used again."""
     for name, count, algorithm in (
         ("float32", 5003, "two_shot"),
         ("int32", 5003, "two_shot"),
@@ -91,7 +91,7 @@ def finished(comm: mpicomm.Communicator) -> None:
 
 
 def uneven(comm: mpicomm.Communicator) -> None:
-    """Exchange messages of which two ranks alone know how long they are, and of which far more go one way."""
+    """Exchange messages whose lengths only two ranks know; far more messages go one way than the other."""
     counts = [[5_000_003 if source < target else 5 for target in range(comm.size)] for source in range(comm.size)]
     sent, received = counts[comm.rank], [row[comm.rank] for row in counts]
     parts = [cupy.full(count, 10 * comm.rank + target, np.int32) for target, count in enumerate(sent)]
@@ -125,7 +125,7 @@ def symmetric(comm: mpicomm.Communicator) -> None:
 
 
 def movements(comm: mpicomm.Communicator, count: int, seed: int) -> list[tuple[Any, Any]]:
-    """Enqueue a broadcast, an all-gather and an all-to-all; return what is got and what should be."""
+    """Enqueue a broadcast, an all-gather and an all-to-all; return the results and the right results."""
     parts = [samples(np.dtype(np.int32), count * comm.size, np.random.default_rng([seed, r])) for r in range(comm.size)]
     mine = cupy.asarray(parts[comm.rank])
     gathered, exchanged = cupy.zeros((comm.size, mine.size), np.int32), cupy.zeros_like(mine)
@@ -195,9 +195,9 @@ def datatypes(comm: mpicomm.Communicator) -> None:
 
 
 def large_messages() -> None:
-    """Let direct.cu carry out what it does with messages that are larger than any here."""
+    """Let direct.cu take these messages for messages larger than any here."""
     direct_plan._most_copied_nbytes = lambda size: 1 << 10
-    with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:  # another one, which knows no calls
+    with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:  # another communicator, which knows no calls
         check(movements(comm, 300007, len(COUNTS)))
         each_way(comm)
         symmetric(comm)
@@ -227,7 +227,7 @@ def require_one_context(device: int) -> None:
 
 
 def collect_on_a_bare_thread(comm: mpicomm.Communicator) -> None:
-    """Leave events of mpicomm's to the garbage collector, on a thread that has never touched CUDA."""
+    """Leave events of mpicomm to the garbage collector, on a thread that has never touched CUDA."""
     gpu = comm._session.gpu("collect")
     garbage: list[Any] = [gpu.side_streams.mark(0), gpu.completion(0)]
     garbage.append(garbage)
@@ -273,7 +273,7 @@ def stress(comm: mpicomm.Communicator) -> None:
 
 
 def main() -> None:
-    """Run; an exception on any rank ends all, and where the others were is told."""
+    """Run; an exception on any rank ends all ranks and prints the stacks of the others."""
     faulthandler.dump_traceback_later(LIMIT_S)
     with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:
         if "--late" in sys.argv:

@@ -1,7 +1,7 @@
 """`python -m tests.helpers.programs.late_rank FOLDER`: three ranks; the last one comes late to each call of `CALLS`.
 
-FOLDER gets the file `CALL-RANK` before a rank comes to a call, or would, if it were not late. The late rank, process
-number in the file `late`, makes each call when FOLDER has the file `go-CALL`.
+FOLDER gets the file `CALL-RANK` before a rank comes to a call; the late rank writes it, too, and then waits. The late
+rank, process number in the file `late`, makes each call when FOLDER has the file `go-CALL`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`python -m tests.helpers.programs.lost_ranks RESULTS HOW VICTIM CALL...`: which errors do ranks get that miss others?
 
-All ranks set up what the calls need. Then the rank VICTIM is killed or stopped, where HOW is `kill` or `stop`, or
-whoever started the job cuts a host off, where HOW is `cut`. When RESULTS has the file `lost`, all other ranks make the
-calls, and each writes a line of JSON per call into a file of RESULTS.
+All ranks set up what the calls need. If HOW is `kill` or `stop`, the rank VICTIM is then killed or stopped. If HOW is
+`cut`, the test that started the job cuts a host off. All other ranks make the calls when RESULTS has the file `lost`.
+Each writes a line of JSON per call into a file of RESULTS.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from tests.helpers.jobs.in_child import begin_in_child
 TIMEOUT_S = 0.3
 PATIENCE_S = 10.0
 CALLS = ("zeros", "Free", "Communicator", "Split", "Allreduce")
-"""What mpicomm carries out itself: a call, the end of a communicator, the set-up of one and of its child, and a
-collective."""
+"""The calls that mpicomm itself carries out: a call, the end of a communicator, the set-up of a communicator and of its
+child, and a collective.
+"""
 ROW = "Allreduces"
 """Collectives, one after the other, until one raises."""
 
 
 @dataclass
 class Call:
-    """What became of one call on one rank: the class and the text of its error, the ranks it names, its duration."""
+    """The result of one call on one rank: the class and the text of its error, the ranks it names, its duration."""
 
     name: str
     error: str
@@ -41,7 +42,7 @@ class Call:
 def main(results: Path, how: str, victim: int, names: list[str]) -> None:
     """Lose a rank or a host, and make the calls."""
     import numpy as np
-    from mpi4py import MPI  # not above, because `begin_in_child` has to fork before MPI starts
+    from mpi4py import MPI  # imported here, because `begin_in_child` has to fork before MPI starts
 
     import mpicomm
 

@@ -1,15 +1,14 @@
-"""Ranks that die, stop or fail at random lines of mpicomm: which error do the others get, and when?
+"""Ranks that die, stop or fail at random lines of mpicomm: which error do the others get, and in time?
 
 `mpiexec -n N python -m tests.helpers.programs.peer_death RESULTS [--trials K] [--kills M] [--seed S] [--timeout T]
 [--device D] [--step NAME] [--hosts N]`
 
-In each trial all ranks take the same steps, from the making of a communicator to its `Free`, but for one, the victim.
-At a line that is drawn among those mpicomm runs in a drawn step, it stops (SIGSTOP) until the others are done, or it
-raises, as a Ctrl-C does; and in the last M trials it dies for good (SIGKILL, or an exit without a word) and the others
-go on without it.
-A survivor has to get an error within T + 1 seconds, be able to free its communicator, keep nothing of it, and go on
-with another one; a victim that lives on must keep nothing either. Each rank writes a line of JSON per trial into
-RESULTS, which peer_death_jobs.py reads.
+In each trial all ranks except the victim take the same steps, from the making of a communicator to its `Free`. The
+trial draws a step, and one of the lines that mpicomm runs in it. At that line the victim stops (SIGSTOP) until the
+others are done, or it raises, as a Ctrl-C does. In the last M trials the victim dies (SIGKILL, or an exit without a
+word), and the others go on without it. A survivor must get an error within T + 1 seconds, free its communicator, keep
+nothing of it, and go on with another one. A victim that lives on must keep nothing either. Each rank writes a line of
+JSON per trial into RESULTS, which peer_death_jobs.py reads.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from tests.helpers.faults.interrupts import interrupts_raise
-from tests.helpers.faults.leaks import collect_new_objects_alone, nothing_leaks
+from tests.helpers.faults.leaks import collect_only_new_objects, nothing_leaks
 from tests.helpers.jobs.in_child import begin_in_child
 
 if TYPE_CHECKING:
     import mpicomm
 
-SLACK_S = 1.0  # by how much a survivor may exceed the deadline
+SLACK_S = 1.0  # a survivor may exceed the deadline by so much
 PATIENCE_S = 20.0  # for a victim that lives on
 REPEATS = 3  # a line counts this often: the lines of loops that wait would hide all others
 RESUMED = ("stop", "raise", "interrupt")
@@ -194,7 +193,7 @@ class Trials:
         """Count the lines of each step, then run all trials; return whether this rank is to say that they are over."""
         for _ in range(2):  # the first round imports more, and allocates more for good
             counted = self._count()
-        collect_new_objects_alone()
+        collect_only_new_objects()
         self._lines = self._together.allgather(counted)
         kills = min(self._options.kills, len(self._alive) - 1)
         for trial in range(self._options.trials + kills):
@@ -240,7 +239,7 @@ class Trials:
                 interrupt()
 
         trap = Trap(self._package, at, act)
-        # By the signal of a Ctrl-C, so that mpicomm can hold the error back where it holds a Ctrl-C back.
+        # The signal of a Ctrl-C raises it, so that mpicomm can hold it back as it holds back a Ctrl-C.
         raised = KeyboardInterrupt if outcome.how == "interrupt" else Injected
         try:
             with interrupts_raise(raised) as interrupt, nothing_leaks():
@@ -325,13 +324,13 @@ class Trials:
         indirect = names.index(outcome.step) <= signals <= names.index(outcome.error_step)
         place = self._alive.index(outcome.victim)
         if self._options.hosts > 1 and outcome.how in ("raise", "interrupt"):
-            # The victim comes to `Free`, where it misses a rank of its host that still waits for it.
+            # The victim comes to `Free`, and misses a rank of its host that still waits for it.
             indirect = True
         if late and error.ranks and not indirect and place not in error.ranks:
             outcome.wrong.append(f"{error.ranks} are named instead of {place}")
 
     def _free(self, play: Play, outcome: Outcome) -> None:
-        """Free the communicator, which may raise once that a rank is missing."""
+        """Free the communicator; `Free` may raise once, because a rank is missing."""
         if play.comm is None:
             return
         for _ in range(3):
@@ -352,7 +351,7 @@ class Trials:
         outcome.wrong.append(f"Free goes on saying: {said}")
 
     def _meet(self, outcome: Outcome, wake: int | None = None) -> None:
-        """Wait for all ranks. The one with ``wake`` continues the victim again and again, as it may stop late."""
+        """Wait for all ranks. The rank with ``wake`` continues the victim again and again, because it may stop late."""
         request = self._together.Ibarrier()
         deadline = time.monotonic() + PATIENCE_S
         while not request.Test():

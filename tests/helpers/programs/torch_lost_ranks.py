@@ -1,8 +1,8 @@
 """`python -m tests.helpers.programs.torch_lost_ranks RESULTS`: which errors do calls raise after a rank has died?
 
 All ranks make groups and a model. Then they reduce, one call after the other, and the last rank kills itself between
-two calls. The other ranks go on, and make one call of each kind in a group that is its own. Each writes a line of JSON
-per call into a file of RESULTS.
+two calls. The other ranks go on, and make one call of each kind, each in another group. Each writes a line of JSON per
+call into a file of RESULTS.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = ("all_reduce", "wait", "barrier", "all_gather_object", "recv", "training
 
 @dataclass
 class Call:
-    """What became of one call on one rank: the names of the error's classes, its text, the duration."""
+    """The result of one call on one rank: the names of the error's classes, its text, the duration."""
 
     name: str
     errors: list[str]
@@ -36,7 +36,7 @@ class Call:
 
 def main(results: Path) -> None:
     """Lose a rank, and make the calls."""
-    import torch  # not above, because `begin_in_child` has to fork before threads and MPI start
+    import torch  # imported here, because `begin_in_child` has to fork before threads and MPI start
     import torch.distributed as dist
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""Exchanges carried out on memory whose elements say how they came about, and checked against what exchange.py says."""
+"""Exchanges carried out on memory whose elements tell their origin, and checked against the rules of exchange.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ITEMSIZE = DTYPE.itemsize
 SIZES = st.integers(1, 8)
 COUNTS = st.integers(0, 9)
 LONG_COUNTS = st.integers(0, 400)
-UNHURRIED = settings(deadline=None)  # how long an example takes is the machine's affair
+UNHURRIED = settings(deadline=None)  # the machine decides how long an example takes
 PIECES = st.sampled_from([1, 4, 40, 128, 500, 10**6])
 
 
@@ -31,7 +31,7 @@ class Memory:
     ignored: set[int] = field(default_factory=set)
 
     def buffer(self, count: int, name: str) -> Span:
-        """A new buffer, with cells before and after that nobody may touch."""
+        """A new buffer, with cells before and after it that no rank may touch."""
         self.cells.append("guard")
         start = len(self.cells)
         self.cells += [f"{name}{index}@{self.rank}" for index in range(count)] + ["guard"]
@@ -41,12 +41,12 @@ class Memory:
         return self.cells[_cells(span)]
 
     def expect(self, span: Span, values: Sequence[str]) -> None:
-        """What is to be in a span when everything is over; everything else is to stay as it is now."""
+        """The right content of a span at the end; all other memory has to stay as it is."""
         assert len(values) == span.count
         self.expected.update(enumerate(values, _cells(span).start))
 
     def ignore(self, span: Span) -> None:
-        """Anything may be in a span when everything is over."""
+        """A span may have any content at the end."""
         self.ignored.update(range(_cells(span).start, _cells(span).stop))
 
     def require_expected(self, before: list[str]) -> None:
@@ -68,7 +68,7 @@ def fold(parts: Sequence[Sequence[str]]) -> list[str]:
 
 
 def run(memories: list[Memory], steps: Sequence[Sequence[Exchange]]) -> None:
-    """Carry out every rank's list, and check it against what exchange.py promises."""
+    """Carry out every rank's list, and check it against the promises of exchange.py."""
     before = [list(memory.cells) for memory in memories]
     assert len({len(each) for each in steps}) == 1, "ranks have different numbers of exchanges"
     for exchanges in zip(*steps, strict=True):
@@ -121,7 +121,7 @@ def require_contract(rank: int, exchange: Exchange) -> None:
         for receiver, source in enumerate(exchange.sends):
             if source is None or source == target or not overlap(source, target):
                 continue
-            # A rank's own move alone, downwards.
+            # Only a rank's own move goes downwards.
             assert peer == receiver == rank and target.pointer < source.pointer
         if reduction and reduction.own and peer == -1:
             assert reduction.own == target or not overlap(reduction.own, target)

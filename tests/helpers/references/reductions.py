@@ -1,4 +1,4 @@
-"""What a reduction of arrays has to give, with NumPy one contribution at a time, and arrays worth reducing."""
+"""The right results of reductions, by NumPy one contribution at a time, and arrays worth reducing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 Array = npt.NDArray[Any]
 
 SENTINELS = (0xFFF5A3C6, 0x7FF5A3C6)
-"""Words that say of packets that they have not come, or stand for other words: in data they are the hard case."""
+"""Words that mean that a packet has not come, or that stand for other words. In data they are the hard case."""
 
 NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -21,7 +21,7 @@ _BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
     "avg": np.add,
     "prod": np.multiply,
-    # Written out, as which of +0.0 and -0.0 NumPy returns is not documented.
+    # Written out, because NumPy does not document which of +0.0 and -0.0 it returns.
     "max": lambda a, b: np.where((a > b) | (a != a), a, b),
     "min": lambda a, b: np.where((a < b) | (a != a), a, b),
     "band": np.bitwise_and,
@@ -38,7 +38,7 @@ OWN = tuple(op for op in _BINARY if " " in op)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype of NumPy or of ml_dtypes (ImportError where that is needed and missing)."""
+    """Return the dtype of NumPy or of ml_dtypes; raises ImportError if ml_dtypes is needed and missing."""
     if name in NARROW and name != "float16":
         name = getattr(importlib.import_module("ml_dtypes"), name)
     dtype: np.dtype[Any] = np.dtype(name)
@@ -46,7 +46,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
 
 
 def dtype_or_skip(name: str) -> np.dtype[Any]:
-    """Return the dtype, or skip the test where there is no ml_dtypes."""
+    """Return the dtype, or skip the test if there is no ml_dtypes."""
     try:
         return dtype_named(name)
     except ImportError:
@@ -77,7 +77,7 @@ def _folded(op: str, parts: Sequence[Array]) -> Array:
     result = parts[0]
     for part in parts[1:]:
         if part.dtype.kind == "c" and op == "prod":
-            # NumPy itself fuses products and sums where the processor can.
+            # NumPy fuses products and sums if the processor can.
             real = result.real * part.real - result.imag * part.imag
             imag = result.real * part.imag + result.imag * part.real
             result = np.empty_like(result)
@@ -88,7 +88,7 @@ def _folded(op: str, parts: Sequence[Array]) -> Array:
 
 
 def samples(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
-    """Return random values, of floats many that are special: NaN, infinities, zeros, subnormal and large numbers."""
+    """Return random values. Many floats are special: NaN, infinities, zeros, subnormal and large numbers."""
     if dtype.kind == "b":
         return rng.integers(0, 2, count).astype(np.bool_)
     if dtype.kind in "iu":
@@ -116,7 +116,7 @@ def with_sentinels(array: Array, rng: np.random.Generator) -> Array:
 
 
 def require_same(actual: Array, expected: Array) -> None:
-    """Assert that two arrays have the same bits; of NaN only that both are."""
+    """Assert that two arrays have the same bits, or both NaN."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     if actual.dtype.kind == "c":

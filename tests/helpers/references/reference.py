@@ -1,8 +1,8 @@
-"""What every collective has to give: the buffers of all ranks in, what all ranks receive out, on host copies.
+"""The right results of every collective, on host copies: from the buffers of all ranks to the results of all ranks.
 
 Arrays are flat, one for each rank, and are never changed. A rank that receives nothing has None. Reductions take the
-ranks in order, ((rank 0 op rank 1) op rank 2) ..., as `reduced` does: narrow floats in float32 and rounded once,
-integers wrap, ``avg`` is the sum divided by the number of contributions.
+ranks in order, ((rank 0 op rank 1) op rank 2) ..., as `reduced` does. Narrow floats are reduced in float32 and rounded
+once, integers wrap, and ``avg`` divides the sum by the number of contributions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Places = Sequence[tuple[int, int]]
 
 
 def bcast(buffers: Arrays, root: int) -> list[Array]:
-    """Everybody has what the root had."""
+    """All ranks have the root's content."""
     return [buffers[root].copy() for _ in buffers]
 
 
@@ -30,17 +30,17 @@ def gather(sent: Arrays, root: int) -> Received:
 
 
 def gatherv(sent: Arrays, places: Places, old: Array, root: int) -> Received:
-    """The root has the blocks of all ranks in their places, and between them what its buffer held before."""
+    """The root has the blocks of all ranks in their places; the gaps between them keep their content."""
     return _at_root(put(sent, places, old), root, len(sent))
 
 
 def scatter(sent: Array, size: int) -> list[Array]:
-    """Every rank has its part of what the root sent."""
+    """Every rank has its part of the root's content."""
     return split(sent, size)
 
 
 def scatterv(sent: Array, places: Places) -> list[Array]:
-    """Every rank has the block of what the root sent that lies in its place."""
+    """Every rank has the block of the root's content that lies in its place."""
     return take(sent, places)
 
 
@@ -61,18 +61,18 @@ def alltoall(sent: Arrays) -> list[Array]:
 
 
 def alltoallv(sent: Arrays, send: Sequence[Places], receive: Sequence[Places], old: Arrays) -> list[Array]:
-    """As `alltoall`, the blocks in the places that the senders and the receivers say."""
+    """As `alltoall`, with blocks in the places of the senders and the receivers."""
     blocks = [take(buffer, places) for buffer, places in zip(sent, send, strict=True)]
     return [put([of_sender[rank] for of_sender in blocks], receive[rank], old[rank]) for rank in range(len(sent))]
 
 
 def allreduce(sent: Arrays, op: str, groups: Groups | None = None) -> list[Array]:
-    """Every rank has the reduction of what all ranks sent."""
+    """Every rank has the reduction of all contributions."""
     return [reduced(op, sent, groups).copy() for _ in sent]
 
 
 def reduce(sent: Arrays, op: str, root: int, groups: Groups | None = None) -> Received:
-    """The root has the reduction of what all ranks sent."""
+    """The root has the reduction of all contributions."""
     return _at_root(reduced(op, sent, groups).copy(), root, len(sent))
 
 
@@ -84,17 +84,17 @@ def reduce_scatter(sent: Arrays, op: str, counts: Sequence[int], groups: Groups 
 
 
 def reduce_scatter_block(sent: Arrays, op: str, groups: Groups | None = None) -> list[Array]:
-    """Every rank has its part of the reduction, all parts being equally long."""
+    """Every rank has its part of the reduction; all parts are equally long."""
     return split(reduced(op, sent, groups), len(sent))
 
 
 def scan(sent: Arrays, op: str) -> list[Array]:
-    """Every rank has the reduction of what the ranks up to itself sent."""
+    """Every rank has the reduction of the contributions of the ranks up to itself."""
     return [reduced(op, sent[: rank + 1]).copy() for rank in range(len(sent))]
 
 
 def exscan(sent: Arrays, op: str, old: Array) -> list[Array]:
-    """Every rank has the reduction of what the ranks before it sent; rank 0 keeps ``old``."""
+    """Every rank has the reduction of the contributions of the ranks before it; rank 0 keeps ``old``."""
     return [old.copy(), *scan(sent, op)[:-1]]
 
 

@@ -30,13 +30,13 @@ def pack(layout: DatatypeLayout, memory: Bytes, at: int) -> Bytes:
 
 
 def unpack(layout: DatatypeLayout, packed: Bytes, memory: Bytes, at: int) -> None:
-    """Put packed bytes where a layout says."""
+    """Put packed bytes into the places of a layout."""
     for start, place, nbytes in _runs(layout):
         memory[at + start : at + start + nbytes] = packed[place : place + nbytes]
 
 
 def _runs(layout: DatatypeLayout) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a layout: where each lies in memory and in packed memory, and its bytes."""
+    """Yield the runs of a layout: the place of each in memory and in packed memory, and its bytes."""
     for region in layout.regions:
         rounds = [
             [
@@ -51,7 +51,7 @@ def _runs(layout: DatatypeLayout) -> Iterator[tuple[int, int, int]]:
 
 
 def runs_of(table: PackTable) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a table: where each lies in memory and in packed memory, and its bytes."""
+    """Yield the runs of a table: the place of each in memory and in packed memory, and its bytes."""
     entries = (RegionEntry * table.num_regions).from_buffer_copy(table.content)
     for entry in entries:
         for numbers in itertools.product(*map(range, list(entry.counts))):

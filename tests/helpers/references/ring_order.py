@@ -1,4 +1,4 @@
-"""What the ring all-reduce has to give, which reduces in an order of its own."""
+"""The right results of the ring all-reduce, which reduces in another order."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Memory:
         self.bytes = np.full(_GUARD, POISON, np.uint8)
 
     def place(self, content: npt.NDArray[Any]) -> Span:
-        """Put an array behind all others, between bytes that nobody may touch."""
+        """Put an array after all others, between bytes that no rank may touch."""
         start = self.bytes.size
         raw = np.frombuffer(content.tobytes(), np.uint8)
         self.bytes = np.concatenate([self.bytes, raw, np.full(_GUARD - raw.size % 256, POISON, np.uint8)])
@@ -125,7 +125,8 @@ class Cluster:
                 self.locals[rank] += 1
                 yield step.operation.one_shot(step.buffers)
             elif isinstance(step, NetworkStep):
-                # A network may read what it sends as late as the network step ends, and write what comes at once.
+                # A network may read the data that it sends as late as the end of the step, and write received data at
+                # once.
                 for message in step.receives:
                     memory.view(message.pointer, message.nbytes, "u1")[:] = POISON
             else:
@@ -178,7 +179,6 @@ class Cluster:
 
 
 def combine(memory: Memory, step: Combine) -> None:
-    """Do what `Combine` says."""
     if step.count == 0:
         return
     parts = [memory.view(step.source + i * step.stride, step.count, step.dtype) for i in range(step.sources)]

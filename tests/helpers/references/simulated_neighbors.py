@@ -70,7 +70,7 @@ def _memory_of(job: PackJob) -> tuple[npt.NDArray[np.uint8], int]:
 
 
 def exchange(parts: Sequence[Part]) -> None:
-    """Bring each rank's data to the others; raise AssertionError where two ranks disagree on lengths."""
+    """Bring each rank's data to the others; raise AssertionError if two ranks disagree on lengths."""
     for part in parts:
         part.pack()
     found: list[tuple[Span | None, npt.NDArray[np.uint8]]] = []

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 @contextlib.contextmanager
 def room_for_buffered_sends(comm: MPI.Comm, nbytes: int) -> Iterator[None]:
-    """Give ``comm`` a buffer of ``nbytes``, or the whole process where MPI is older than 4.1."""
+    """Give ``comm`` a buffer of ``nbytes``; if MPI is older than 4.1, give it to the whole process."""
     memory = bytearray(nbytes)
     try:
         comm.Attach_buffer(memory)

@@ -16,12 +16,12 @@ import mpicomm
 def communicator(
     device: str, comm: MPI.Intracomm = MPI.COMM_WORLD, *, timeout_s: float = 20.0, handle: str = "auto"
 ) -> mpicomm.Communicator:
-    """Return a new Communicator on what the ``device`` fixture names. Collective."""
+    """Return a new Communicator on the device that the ``device`` fixture names. Collective."""
     return mpicomm.Communicator(comm, device="cpu" if device == "cpu" else "auto", handle=handle, timeout_s=timeout_s)
 
 
 def patience_s(device: str) -> float:
-    """Return a deadline for what does not come: long enough for what comes, which on GPUs takes longer."""
+    """Return a deadline for data that never comes. Data that comes is faster, also on GPUs."""
     return 0.5 if device == "cpu" else 1.0
 
 
@@ -62,7 +62,7 @@ def ring_in_host(comm: mpicomm.Communicator) -> tuple[int, int]:
 
 
 def groups_of(comm: mpicomm.Communicator) -> tuple[tuple[int, ...], ...] | None:
-    """Return the ranks of each group that reduces by itself, None where there is one group. Local."""
+    """Return the ranks of each group that reduces by itself, None if there is one group. Local."""
     groups = comm._placement.domains
     return groups if len(groups) > 1 else None
 

@@ -11,18 +11,22 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
+import mpicomm
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.host.engine import HostEngine
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.references.simulated_neighbors import Part
 from tests.helpers.rigs.host_engines import CALL, engine_of
+from tests.helpers.rigs.message_rigs import Rig
 
 
 class Engine:
-    """What the dispatcher asks of the engine of GPUs, and the number of the calls that it has carried out."""
+    """The engine of GPUs as the dispatcher sees it, and the number of calls that it has carried out."""
 
     def __init__(self, host: HostEngine, post: Callable[[str], None]) -> None:
         self._host = host
@@ -66,3 +70,34 @@ def on_host_engine(comm: Any) -> Iterator[Engine]:
 
         patch.setattr(engines, "on_gpu", on_gpu)
         yield engine
+
+
+def on_gpu(rig: Rig, content: Any) -> Any:
+    return DeviceArray(rig.device, np.asarray(content))
+
+
+def values_of(array: Any) -> Any:
+    return array.get() if isinstance(array, DeviceArray) else array
+
+
+FORMS = ("{}", "I{}", "{}_init")
+"""The names of the methods of a collective."""
+MAKERS: dict[str, Callable[[Rig, Any], Any]] = {"gpu": on_gpu, "host": lambda rig, content: np.array(content)}
+
+
+def call(comm: mpicomm.Communicator, method: str, *arguments: Any, **keywords: Any) -> None:
+    request = getattr(comm, method)(*arguments, **keywords)
+    if request is None:
+        return
+    if method.endswith("_init"):
+        for _ in range(2):
+            request.Start()
+            request.Wait()
+        request.Free()
+    else:
+        request.Wait()
+
+
+def require_one_way(engine: Engine) -> None:
+    """Assert that all ranks have called kernels equally often."""
+    assert len(set(MPI.COMM_WORLD.allgather(engine.calls))) == 1

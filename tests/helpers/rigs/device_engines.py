@@ -1,4 +1,4 @@
-"""The engine of collectives on GPUs by itself: on a communicator, with memory and a stream of its own."""
+"""Only the engine of collectives on GPUs: on a communicator, with its own memory and stream."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def rig_of(comm: mpicomm.Communicator) -> Iterator[Rig]:
 
 
 def contributions(rig: Rig, dtype: np.dtype[Any], count: int, *seed: int) -> list[Array]:
-    """What each rank contributes; all ranks know it all."""
+    """The contributions of all ranks, which every rank knows."""
     return [samples(dtype, count, np.random.default_rng([*seed, rank])) for rank in range(rig.size)]
 
 

@@ -64,9 +64,9 @@ class Rig:
             current=contextlib.nullcontext,
         )
         self.longest: list[int] = []
-        """What both ranks have written at each checkpoint."""
+        """The values that both ranks have written at each checkpoint."""
         call_log: Any = SimpleNamespace(
-            post=lambda text, count=0: None,
+            post=lambda text, count=0, *, ready=False: None,
             differ=lambda: False,
             behind=list,
             ready=lambda: None,

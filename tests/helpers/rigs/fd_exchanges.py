@@ -73,7 +73,7 @@ def connected(address: Address) -> Iterator[socket.socket]:
 
 
 def send(address: Address, content: bytes, fds: int = 0) -> None:
-    """Send a message, when fewer descriptors of this user are in flight than the limit."""
+    """Send a message after fewer descriptors of this user are in flight than the limit."""
     with connected(address) as peer, memory("a stranger's") as fd:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * fds))] if fds else []
         deadline = time.monotonic() + NEVER_S

@@ -1,4 +1,4 @@
-"""Host engines of their own, and what goes into their exchanges."""
+"""Host engines without a communicator, and the arrays of their exchanges."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def spans(array: Array, counts: Sequence[int]) -> list[Span]:
 
 
 def parts_of(comm: MPI.Intracomm, dtype: np.dtype[Any], count: int, seed: object) -> list[Array]:
-    """What every rank sends, known to all."""
+    """The data that every rank sends; all ranks know it."""
     entropy = zlib.crc32(repr(seed).encode())  # hash() differs between processes
     return [samples(dtype, count, np.random.default_rng([entropy, rank])) for rank in range(comm.size)]
 

@@ -21,7 +21,7 @@ PLACEMENTS: dict[str, Callable[[int, int], int]] = {
     "one each": lambda rank, size: rank,
     "one host": lambda rank, size: 0,
 }
-"""The host of a rank, by its number and the number of ranks. GPUs of one host are groups of up to `MOST` ranks."""
+"""The host of a rank, from its number and the number of ranks. GPUs of one host are groups of up to `MOST` ranks."""
 MOST = 2
 
 

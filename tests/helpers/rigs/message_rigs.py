@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+from mpi4py import MPI
 
 import mpicomm
+from mpicomm.cluster.placement import Placement
+from mpicomm.devices.base import GpuBackend
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
+from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import (
     LONGEST_FOR_KERNELS,
     DeviceArray,
     ThreadDevice,
-    on_threads,
-    small_messages,
 )
 from tests.helpers.faults.leaks import nothing_leaks
 
@@ -56,3 +60,35 @@ def rig_on(parent: mpicomm.Communicator) -> Iterator[Rig]:
 
 def same(array: DeviceArray, expected: Array) -> None:
     assert array.get()[: expected.size].tobytes() == expected.tobytes()
+
+
+def on_threads(
+    comm: mpicomm.Communicator, handle: str = "ipc", **options: Any
+) -> tuple[mpicomm.Communicator, ThreadDevice]:
+    """Return a duplicate of a cpu communicator that uses a `ThreadDevice` as its GPU. Collective."""
+    child = comm.Dup()
+    return child, take_for_gpu(child, handle, **options)
+
+
+def take_for_gpu(
+    comm: mpicomm.Communicator, handle: str = "ipc", *, timeout_s: float | None = None, **options: Any
+) -> ThreadDevice:
+    """Let a communicator that is not set up use a `ThreadDevice` as its GPU. Local."""
+    was = comm._session.placement
+    device = ThreadDevice(comm.rank, timeout_s or was.here.timeout_s, **options)
+    placement = Placement([replace(place, device=0, handle=handle) for place in was.places], was.rank)
+    comm._begin(Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device), channel=comm._session.channel))
+    return device
+
+
+@contextlib.contextmanager
+def small_messages() -> Iterator[None]:
+    """Let messages of some hundred KiB go in several pieces and lie in several blocks."""
+    from mpicomm.messages import outbox, rendezvous_header
+
+    with (
+        mock.patch.object(rendezvous_header, "KERNEL_NBYTES", LONGEST_FOR_KERNELS),
+        mock.patch.object(rendezvous_header, "LEAST_PIECE_NBYTES", 48 << 10),
+        mock.patch.object(outbox, "FIRST_BLOCK_NBYTES", 2 << 20),
+    ):
+        yield

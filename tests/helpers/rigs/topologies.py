@@ -30,7 +30,7 @@ def _adjacent(comm: MPI.Intracomm) -> MPI.Topocomm:
 
 
 def _anywhere(comm: MPI.Intracomm) -> MPI.Topocomm:
-    """Each rank passes the edge from the next rank to the one after."""
+    """Each rank passes the edge from the next rank to its next rank."""
     size, me = comm.size, comm.rank
     return comm.Create_dist_graph([(me + 1) % size], [1], [(me + 2) % size])
 
@@ -60,7 +60,7 @@ _EQUAL = 5
 
 
 class NeighborCall:
-    """This rank's part of a call: how its buffers look, and its arguments for any arrays of that kind."""
+    """This rank's part of a call: the layout of its buffers, and its arguments for arrays of this layout."""
 
     def __init__(self, name: str, comm: MPI.Topocomm) -> None:
         self.name = "alltoallw" if name == "columns" else name
@@ -123,9 +123,9 @@ class NeighborCall:
 
 
 def fails_in_open_mpi(comm: MPI.Topocomm, name: str) -> bool:
-    """Return whether Open MPI 5.0.11 itself waits for ever in a call, or raises. Collective.
+    """Return whether Open MPI 5.0.11 waits for ever in a call, or raises. Collective.
 
-    It does where a rank receives from no neighbour, or sends to none.
+    It does so if a rank receives from no neighbour, or sends to none.
     """
     alone = comm.allreduce(not all(comm.inoutedges), MPI.LOR)
     return "Open MPI" in MPI.Get_library_version() and alone and name in ("allgather", "alltoall")
@@ -134,8 +134,8 @@ def fails_in_open_mpi(comm: MPI.Topocomm, name: str) -> bool:
 def result_of_mpi(comm: MPI.Topocomm, call: NeighborCall, turn: int, form: str = "Neighbor_{}") -> Array:
     """This rank's receive buffer after MPI's own call on host arrays. Collective.
 
-    ``form`` is of the method's name, because in Open MPI the blocks of a rank that occurs several times come in another
-    order where the call does not block.
+    ``form`` makes the method's name. Calls of Open MPI that do not block bring the blocks of a rank that occurs several
+    times in another order.
     """
     received = call.nothing()
     request = getattr(MPI.Topocomm, form.format(call.name))(comm, *call.arguments(call.sent(turn), received))

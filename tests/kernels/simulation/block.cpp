@@ -3,7 +3,7 @@
 //
 // This file is compiled without ThreadSanitizer, which would otherwise watch the scheduler instead of the kernels. The
 // file tells ThreadSanitizer of the fibers. A release and an acquire tell it of each order that CUDA promises: a
-// barrier, and the end of a kernel before the next kernel. A change of fibers alone orders nothing.
+// barrier, and the end of a kernel before the next kernel. A mere change of fibers orders nothing.
 
 #include "block.hpp"
 
@@ -17,10 +17,10 @@
 #include "launch.hpp"
 
 #if !defined(__x86_64__)
-#error "switch_stacks is written for x86-64 alone"
+#error "switch_stacks is written only for x86-64"
 #endif
 
-// These functions exist only where ThreadSanitizer is linked.
+// These functions exist only if ThreadSanitizer is linked.
 extern "C" {
 __attribute__((weak)) void* __tsan_create_fiber(unsigned);
 __attribute__((weak)) void* __tsan_get_current_fiber();
@@ -30,7 +30,7 @@ __attribute__((weak)) void __tsan_acquire(void*);
 __attribute__((weak)) void __tsan_release(void*);
 }
 
-// Pushes the registers that a call preserves, saves the stack pointer in *from, and goes on where `to` was saved.
+// Pushes the registers that a call preserves, saves the stack pointer in *from, and goes on from the saved `to`.
 extern "C" void switch_stacks(void** from, void* to);
 asm(R"(
 .text
@@ -142,8 +142,8 @@ void Block::run(const Launch& launch) {
   // Shared memory is created at the first access by a thread of the operating system. That must be this thread:
   // ThreadSanitizer would ascribe the memory to a fiber.
   launch.entry(nullptr);
-  // Kernels of a rank follow each other: all threads of this kernel see what the last one did. Launches use two words
-  // in turns, so that a block which begins late learns nothing from a block of this kernel that has ended already.
+  // Kernels of a rank follow each other: all threads of this kernel see the writes of the last one. Launches use two
+  // words in turns, so that a late block learns nothing from a block of this kernel that has ended.
   acquire(launches_[launched_ % 2]);
   release(started_);
   leave();
@@ -157,8 +157,8 @@ void Block::prepare(unsigned thread) {
   if (__tsan_create_fiber && !fiber.tsan) fiber.tsan = __tsan_create_fiber(0);
   fiber.place = {{thread, 0, 0}, {index, 0, 0}, {launch.threads, 1, 1}, {launch.blocks, 1, 1}};
   warps_[thread / kWarp].live |= 1u << thread % kWarp;
-  // switch_stacks pops registers, whose values mean nothing here, and the address where the fiber goes on. A function
-  // begins with its stack 8 bytes off a multiple of 16, as a call leaves it.
+  // switch_stacks pops registers, whose values mean nothing here, and the address of the fiber's next instruction. A
+  // function begins with its stack 8 bytes off a multiple of 16, as a call leaves it.
   void** const top = reinterpret_cast<void**>(stacks_ + (thread + 1) * kStackNbytes);
   top[-1] = nullptr;
   top[-2] = reinterpret_cast<void*>(&Block::begin);

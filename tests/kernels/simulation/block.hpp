@@ -11,13 +11,13 @@ struct Place {
   Index thread, block, threads, blocks;
 };
 
-// How many threads came to a barrier of the block, and how many of these agreed.
+// The number of threads that came to a barrier of the block, and the number that agreed.
 struct Tally {
   unsigned arrived, agreed;
 };
 
-// Returns where the calling thread is. The answer never changes for a thread, hence `const`: the compiler may call it
-// once.
+// Returns the place of the calling thread. The answer never changes for a thread, hence `const`: the compiler may call
+// it once.
 __attribute__((const)) const Place& place();
 
 // Lets other threads of the block run. All code that may wait for memory to change has to call it.
@@ -30,8 +30,8 @@ Tally meet_block(bool agrees);
 // returned does not count as one that has come. Returns whether all of them agreed.
 bool meet_some(unsigned number, unsigned threads, bool agrees);
 
-// Waits until all threads of the warp that are in `mask` have called it with the same mask. Only if `orders` does a
-// thread see afterwards what the others did before.
+// Waits until all threads of the warp that are in `mask` have called it with the same mask. Only if `orders` is set, a
+// thread sees afterwards the writes of the others before the call.
 void meet_warp(unsigned mask, bool orders);
 
 // Returns one word for each lane of the thread's warp, through which the lanes exchange values.

@@ -161,7 +161,7 @@ inline void __threadfence_system() { __threadfence(); }
 namespace cpu {
 template <class T>
 struct Same { using Type = T; };
-// The pointer of an atomic alone says what T is.
+// Only the pointer of an atomic determines T.
 template <class T>
 using Value = typename Same<T>::Type;
 }  // namespace cpu
@@ -196,7 +196,7 @@ void call(void (*kernel)(P...), void* const* parameters) {
 }  // namespace cpu
 
 // The function that the launcher calls. As cuLaunchKernel, it gets the addresses of the parameters. Without parameters
-// it only creates the library's shared memory, of which `touched` is a part.
+// it only creates the library's shared memory, which contains `touched`.
 #define CPU_ENTRY(kernel)                                   \
   extern "C" void enter_##kernel(void* const* parameters) { \
     static thread_local volatile char touched;              \

@@ -11,7 +11,7 @@ struct Launch {
   void (*entry)(void* const* parameters);  // made by CPU_ENTRY in cuda.hpp
   std::vector<void*> parameters;           // their addresses
   unsigned blocks, threads;
-  unsigned nap_us;  // how long the rank sleeps before it begins the kernel, so that it is late
+  unsigned nap_us;  // the rank sleeps so long before it begins the kernel, so that it is late
 };
 
 // Random waits: now and then at the start of a block, rarely at a memory access. None if `us` is 0.
@@ -85,7 +85,7 @@ class Block {
   Tally tallies_[2]{};  // used in turns: the next round may begin before all threads have left this one
   char syncs_[2]{};     // likewise, for ThreadSanitizer
   Meeting meetings_[16];
-  char started_ = 0, ended_ = 0;  // for ThreadSanitizer: all threads begin after the one, and end before the other
+  char started_ = 0, ended_ = 0;  // for ThreadSanitizer: all threads begin after the first, and end before the second
 };
 
 }  // namespace cpu

@@ -1,9 +1,8 @@
 // Runs kernels on threads of the CPU. The job comes on the standard input, in lines of these kinds:
 //
-//     memory FD NBYTES ADDRESS    map this descriptor at this address
-//     jitter SEED US              see Jitter
-//     rank NUMBER                 the launches that follow are of this rank, one after the other; ranks run at once
-//     launch NAP_US LIBRARY ENTRY BLOCKS THREADS ADDRESSES...    ADDRESSES are those of the kernel's parameters
+// memory FD NBYTES ADDRESS map this descriptor at this address jitter SEED US see Jitter rank NUMBER the next launches
+// are of this rank, one after the other; ranks run at once launch NAP_US LIBRARY ENTRY BLOCKS THREADS ADDRESSES...
+// ADDRESSES are those of the kernel's parameters
 //
 // Exits with 0 when all kernels are over.
 

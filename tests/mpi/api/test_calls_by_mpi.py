@@ -1,4 +1,4 @@
-"""Device arrays are refused in calls that take host memory alone, and by all but Communicators of GPUs."""
+"""Calls that take only host memory refuse device arrays, and so do all communicators except Communicators of GPUs."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def fake_arguments(name: str, parameters: dict[str, Any], on_device: list[str], 
     for buffer, parameter in parameters.items():
         if is_buffer(parameter):
             array: Any = FakeDeviceArray(np.full(4, 7.0)) if buffer in on_device else np.zeros(4)
-            each_typed = "alltoallw" in name.lower()  # it takes no array alone
+            each_typed = "alltoallw" in name.lower()  # it takes no single array
             with_type = [array, ([4], [0]), [MPI.DOUBLE]] if each_typed else [array, MPI.DOUBLE]
             arguments[buffer] = with_type if each_typed or (typed and name not in TAKES_NO_SPECIFICATION) else array
     return arguments
 
 
 def test_a_device_array_never_gets_to_mpi_from_a_cpu_communicator() -> None:
-    # A communicator of this rank alone, so that a call that is let through does not wait for others.
+    # A communicator of only this rank, so that an accepted call does not wait for others.
     with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
         require_refusals(comm, MPI.Intracomm)
 
@@ -189,7 +189,7 @@ def test_a_device_array_is_refused_on_a_communicator_made_from_another(comm_worl
                 child.Send(FakeDeviceArray(np.ones(4)), MPI.PROC_NULL)
 
 
-def test_a_wrapped_communicator_takes_what_is_no_buffer() -> None:
+def test_a_wrapped_communicator_takes_objects_without_a_buffer() -> None:
     with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
         for wrapped in (comm, comm.Create_cart([1])):
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from mpi4py import MPI
@@ -24,6 +25,7 @@ MAKERS: dict[str, Callable[[mpicomm.Communicator], MPI.Comm]] = {
     "Create_graph": lambda comm: comm.Create_graph(range(1, comm.size + 1), [*range(1, comm.size), 0]),
     "Create_dist_graph": lambda comm: comm.Create_dist_graph([], [], []),
     "Create_dist_graph_adjacent": lambda comm: comm.Create_dist_graph_adjacent([], []),
+    "Sub": lambda comm: cast(MPI.Cartcomm, comm).Sub([True]),
 }
 
 
@@ -32,7 +34,8 @@ MAKERS: dict[str, Callable[[mpicomm.Communicator], MPI.Comm]] = {
 def test_a_missing_rank_is_named_and_the_communicator_stays_usable(name: str) -> None:
     world = MPI.COMM_WORLD
     culprit = world.size - 1
-    comm = communicator("cpu", timeout_s=LIMIT_S)
+    whole = communicator("cpu", timeout_s=LIMIT_S)
+    comm = cast(mpicomm.Communicator, whole.Create_cart([whole.size])) if name == "Sub" else whole
     others = world.Split(MPI.UNDEFINED if world.rank == culprit else 0)
     text = f"^{name}: rank {culprit} did not arrive within {LIMIT_S:g} s"
     if others != MPI.COMM_NULL:
@@ -48,6 +51,7 @@ def test_a_missing_rank_is_named_and_the_communicator_stays_usable(name: str) ->
     assert made.allreduce(1) == world.size
     made.Free()
     comm.Free()
+    whole.Free()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -75,7 +79,7 @@ def test_a_missing_rank_of_a_group_is_named() -> None:
         with pytest.raises(mpicomm.CollectiveTimeoutError):
             comm.Create_group(pairs[0])
     world.Barrier()
-    if world.rank in (0, 1):  # whose messages could meet those of the call before
+    if world.rank in (0, 1):  # its messages could meet messages of the call before
         with pytest.raises(mpicomm.CollectiveTimeoutError, match="rank 1 did not arrive"):
             comm.Create_group(pairs[0])
     comm.Split().Free()

@@ -1,4 +1,4 @@
-"""Device arrays in calls that MPI alone has, between processes whose devices are threads."""
+"""Device arrays in calls that only MPI has, between processes whose devices are threads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.api.host_staging import wrap
-from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
-from tests.helpers.rigs.message_rigs import Rig, content, same
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.message_rigs import Rig, content, same, take_for_gpu
 
 OPEN_MPI = "Open MPI" in MPI.Get_library_version()
 
@@ -83,7 +83,7 @@ def test_collectives(rig: Rig, made: Any) -> None:
     made.Gatherv(of(rig, [rig.rank]), [gathered, counts, places, MPI.INT32_T], root=root)
     expected = np.full(2 * rig.size, -5, np.int32)
     if rig.rank == root:
-        expected[::2] = ranks  # what is between the blocks stays
+        expected[::2] = ranks  # the memory between the blocks stays
     same(gathered, expected)
     array, sums = of(rig, [0]), of(rig, [0])
     request = made.Allreduce_init(array, sums)
@@ -151,7 +151,7 @@ def test_partitioned_messages(rig: Rig, made: Any, count: int) -> None:
             send.Start()
             send.Pready(1)
             send.Pready_list([2])
-            sent.fill(values)  # the stream may go on behind Pready
+            sent.fill(values)  # the stream may go on after Pready
             send.Pready_range(0, 0)
             sent.fill(-2)
             expected = content(rig.left, parts * count, turn)

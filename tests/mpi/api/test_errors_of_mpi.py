@@ -1,4 +1,4 @@
-"""A fault for which MPI has an error is that error in every form of call and at every size, and mpicomm's own, too."""
+"""A fault for which MPI has an error raises this error and mpicomm's, in every form of call and at every size."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def call(request: pytest.FixtureRequest, made: Any) -> Iterator[NeighborCall]:
 
 
 def check(made: Any, call: NeighborCall, turn: int, sent: Any, received: Any, form: str = "Neighbor_{}") -> None:
-    """Compare with MPI's call on host arrays; on a GPU all forms do what the blocking one does."""
+    """Compare with MPI's call on host arrays; on a GPU all forms work like the blocking one."""
     made.check()
     form = form if isinstance(received, np.ndarray) else "Neighbor_{}"
     np.testing.assert_array_equal(to_host(received), result_of_mpi(made, call, turn, form))
@@ -140,7 +140,7 @@ def test_two_neighbours_that_disagree_on_counts_are_told(device: str, expected: 
         graph: Any = comm.Create_dist_graph_adjacent([(comm.rank - 1) % comm.size], [(comm.rank + 1) % comm.size])
         sent, total = xp.zeros(2), xp.zeros(1)
         received = xp.full(2 if graph.rank else expected, -1.0)
-        with pytest.raises(PeerError, match=r"rank . sent data of another call|sends 16 bytes where"):
+        with pytest.raises(PeerError, match=r"rank . sent data of another call|sends 16 bytes, but"):
             graph.Neighbor_alltoall(sent, received)
             graph.check()
             graph.Allreduce(sent[:1], total)  # a rank that had nothing to wait for is told at its next call
@@ -150,7 +150,7 @@ def test_two_neighbours_that_disagree_on_counts_are_told(device: str, expected: 
 
 
 @pytest.mark.mpi(min_size=2)
-def test_nothing_is_unpacked_where_neighbours_disagree(device: str) -> None:
+def test_nothing_is_unpacked_if_neighbours_disagree(device: str) -> None:
     with communicator(device, timeout_s=10) as comm, array_module(comm) as xp:
         if xp is np:
             pytest.skip("MPI looks at the lengths of host arrays")

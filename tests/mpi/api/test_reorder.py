@@ -32,7 +32,7 @@ def fits(made: Any, comm: mpicomm.Communicator, order: list[int], xp: Any) -> No
     assert held in (order, order[::-1])
     sources = made.inedges
     received = xp.full(len(sources), -1.0)
-    # Open MPI 5.0.11 waits for ever in Neighbor_allgather where a rank has neighbours in one direction alone.
+    # Open MPI 5.0.11 waits for ever in Neighbor_allgather if a rank has neighbours in only one direction.
     made.Neighbor_allgatherv(xp.full(1, float(made.rank)), received)
     made.check()
     assert to_host(received).tolist() == [-1 if rank == MPI.PROC_NULL else rank for rank in sources]
@@ -67,10 +67,10 @@ def test_a_graph(comm: mpicomm.Communicator, xp: Any, turned: list[int]) -> None
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_graph_of_which_each_rank_passes_its_neighbours(
+def test_each_rank_passes_its_neighbours(
     comm: mpicomm.Communicator, xp: Any, turned: list[int], weighted: bool
 ) -> None:
-    """Of the edges to the next rank and a light one from the last to the first."""
+    """The graph has edges to the next rank and a light edge from the last rank to the first."""
 
     def lists(rank: int) -> tuple[list[int], list[int], list[int], list[int]]:
         light = comm.size > 2 and weighted
@@ -98,9 +98,9 @@ def test_a_graph_of_which_each_rank_passes_its_neighbours(
         graph.Free()
 
 
-def test_a_graph_of_which_each_rank_passes_any_edges(comm: mpicomm.Communicator, xp: Any, turned: list[int]) -> None:
+def test_each_rank_passes_any_edges(comm: mpicomm.Communicator, xp: Any, turned: list[int]) -> None:
     size = comm.size
-    source = (comm.rank + 1) % size  # each rank passes the edge from another one
+    source = (comm.rank + 1) % size  # each rank passes an edge of another rank
     degree = int(source < size - 1)
     graph: Any = comm.Create_dist_graph([source], [degree], [source + 1] * degree, reorder=True)
     sources, destinations, _ = graph.Get_dist_neighbors()

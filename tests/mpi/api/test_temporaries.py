@@ -100,7 +100,7 @@ def test_messages(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Iallreduce", "Iscan", "Ireduce_scatter_block", "Iallgatherv"])
-def test_what_a_caller_drops_is_what_arrives(comm: Any, name: str) -> None:
+def test_buffers_that_a_caller_drops_arrive(comm: Any, name: str) -> None:
     size = comm.size
     if comm.Is_inter() and name == "Iscan":
         pytest.skip("MPI has none of two groups")

@@ -147,7 +147,7 @@ def test_bad_neighbours_of_one_rank_are_every_ranks_error(
 
 def test_a_neighbour_may_be_none(host_comm: mpicomm.Communicator) -> None:
     none: Any = np.array([MPI.PROC_NULL, host_comm.rank])
-    if "Open MPI" in MPI.Get_library_version():  # where MPI's own collective ends the program
+    if "Open MPI" in MPI.Get_library_version():  # there MPI's collective ends the program
         with pytest.raises(InvalidUsageError, match=r"sources\[0\] is MPI.PROC_NULL, .*: leave it out"):
             host_comm.Create_dist_graph_adjacent(none, none, [1, 2], [2, 1])
         return
@@ -199,7 +199,7 @@ def test_lists_that_are_no_graph_are_refused(
 def test_a_graph_whose_neighbours_do_not_match_has_no_collectives_of_them(comm: mpicomm.Communicator, xp: Any) -> None:
     size = comm.size
     if size == 1:
-        pytest.skip("a rank alone is its own neighbour")
+        pytest.skip("one rank is its own neighbour")
     edges = [peer for peer in range(size) if peer != 0]  # rank 0 has all others as neighbours, which have none
     graph = comm.Create_graph([len(edges)] * size, edges)
     works(graph, xp)

@@ -1,4 +1,4 @@
-"""CallLog: what ranks of a node have called, and where they called different things."""
+"""CallLog: the calls of the ranks of a node, and the first calls that differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def call_log(comm_world: MPI.Intracomm) -> Iterator[CallLog]:
     call_log.close_own()
 
 
-def test_tells_what_each_rank_called_last(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+def test_tells_the_last_call_of_each_rank(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
     size = comm_world.size
     assert call_log.read() == ["nothing yet"] * size and call_log.behind() == [] and not call_log.differ()
     comm_world.Barrier()
@@ -66,7 +66,7 @@ def test_a_text_stays_as_long_as_a_call_that_is_kept_has_it(comm_world: MPI.Intr
         comm_world.Barrier()
 
 
-def test_tells_who_is_behind(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+def test_tells_the_late_ranks(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
     rank, size = comm_world.rank, comm_world.size
     call_log.post("first")
     comm_world.Barrier()
@@ -90,7 +90,7 @@ def test_tells_which_calls_are_on_the_host(comm_world: MPI.Intracomm, call_log: 
         for call in (calls - 1000, calls - 1, calls):
             assert call_log.is_on_host(call) == (call % 3 == 0)
         assert call_log.is_on_host(calls + 1) is None
-        # The mark of call 8 belongs to a later call. Those who are so far ahead say nothing of it.
+        # The mark of call 8 belongs to a later call. Ranks that are so far ahead say nothing of it.
         assert call_log.is_on_host(8) is None
     comm_world.Barrier()
 
@@ -100,12 +100,12 @@ def test_a_call_that_all_ask_for_is_on_the_host(comm_world: MPI.Intracomm, call_
     comm_world.Barrier()
     if comm_world.rank:
         assert call_log.ask() == 2
-        assert call_log.is_on_host(2) is None and not call_log.nobody_knows(2)
+        assert call_log.is_on_host(2) is None and not call_log.all_ask(2)
     comm_world.Barrier()
     if not comm_world.rank:
         assert call_log.ask() == 2
     comm_world.Barrier()
-    assert call_log.is_on_host(2) and call_log.nobody_knows(2)
+    assert call_log.is_on_host(2) and call_log.all_ask(2)
     comm_world.Barrier()
 
 
@@ -159,13 +159,13 @@ def test_tells_where_ranks_began_to_differ(comm_world: MPI.Intracomm, call_log: 
 
 
 @pytest.mark.mpi(min_size=3)
-def test_ranks_that_differ_are_told_while_others_are_behind(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+def test_ranks_that_differ_are_told_while_others_are_late(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
     rank, size = comm_world.rank, comm_world.size
     call_log.post("same")
     if rank:
         call_log.post(f"other {rank > 1}")
     comm_world.Barrier()
-    assert call_log.differ() == (rank > 0)  # rank 0 is not there yet, and asks about what it has called itself
+    assert call_log.differ() == (rank > 0)  # rank 0 is not there yet, and asks about its own calls
     late = "same" if rank == 0 else "same (its previous call: it has not made this one yet)"
     if rank:
         assert call_log.read() == [late, "other False", *["other True"] * (size - 2)]
@@ -185,7 +185,7 @@ def test_no_text_is_half_written(comm_world: MPI.Intracomm, call_log: CallLog) -
             assert call_log.read()[0] in [*texts, "a"]
 
 
-# What the engine of GPUs makes of it.
+# The errors of the engine of GPUs.
 
 
 def calls_on(comm_world: MPI.Intracomm, call_log: CallLog, timeout_s: float = 20.0) -> LoggedCalls:
@@ -205,24 +205,27 @@ def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, call_log: Cal
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, call_log: CallLog, is_known: bool) -> None:
     calls, late = calls_on(comm_world, call_log), time.monotonic()
     for number in range(3):
-        call_log.post(f"call {number}")
-        calls.require_same()
+        if not is_known:
+            call_log.post(f"call {number}")
+            calls.require_same()
         if comm_world.rank == 0:  # it has called the same, and loads a kernel
             time.sleep(0.1)
             late = time.monotonic()
-        call_log.ready()
+        if is_known:
+            call_log.post(f"call {number}", ready=True)
+        else:
+            call_log.ready()
         calls.meet()
         met = time.monotonic()
         assert met >= comm_world.bcast(late)  # the ranks of a node have one clock
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_call_different_things_are_told_what_all_called(
-    comm_world: MPI.Intracomm, call_log: CallLog
-) -> None:
+def test_ranks_that_call_different_things_are_told_all_calls(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
     calls = calls_on(comm_world, call_log)
     if comm_world.rank == comm_world.size - 1:
         time.sleep(0.1)  # its line is waited for

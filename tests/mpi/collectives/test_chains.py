@@ -1,4 +1,4 @@
-"""Broadcasts and reductions along a chain of ranks: of any size, type, root and address, and what they are not for."""
+"""Broadcasts and reductions along a chain of ranks: of any size, type, root and address; other calls are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTS = (1, 5, 4097, 70_001, 2_100_003)  # the last needs several chunks of eac
 
 
 def run(comm: mpicomm.Communicator, xp: Any, cases: list[Case]) -> None:
-    """Run all calls without a wait between them, and look at all results; on the cpu, where there are none, refuse."""
+    """Run all calls without a wait between them, and look at all results; the cpu has no chains and refuses."""
     if comm.device == "cpu":
         with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match='"chain" of .* is for device arrays: use'):
             Prepared(cases[0], comm.rank, comm.size, xp).run(comm)

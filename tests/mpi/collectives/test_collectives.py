@@ -35,7 +35,7 @@ MIB = 1024 * KIB
 
 
 def exact_complex_products(comm: mpicomm.Communicator, dtype: np.dtype[Any], op: str) -> bool:
-    """Whether values must be such that a product is exact: NumPy fuses products and sums where the processor can."""
+    """Whether the values must give exact products: if the processor can, NumPy fuses products and sums."""
     return comm.device == "cpu" and dtype.kind == "c" and op == "prod"
 
 
@@ -167,7 +167,7 @@ def test_reductions_in_rank_order_are_bitwise_the_same_on_every_rank_and_for_eve
 
 
 @pytest.mark.parametrize("operation", ["Reduce_scatter", "Reduce_scatter_block", "Scan", "Reduce"])
-def test_other_reductions_are_those_of_allreduce_bitwise(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+def test_other_reductions_equal_allreduce_bitwise(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
     run(comm, xp, [Case(operation, FLOAT32, 5003, root=comm.size - 1, algorithm="one_shot", wild=True)])
 
 
@@ -229,7 +229,9 @@ def test_reduce_scatters_in_place_of_many_sizes(device: str) -> None:
 
 @pytest.mark.mpi(min_size=3)
 def test_reduce_scatter_takes_parts_that_only_others_have_changed(comm: mpicomm.Communicator, xp: Any) -> None:
-    """The first rank passes the same each time; were its call taken for the last one, the others would wait for it."""
+    """The first rank passes the same arguments each time. If its call were taken for the last one, the others would
+    wait for it.
+    """
     ones = [1] * (comm.size - 3)
     whole, room = xp.arange(12 + len(ones), dtype=FLOAT32), xp.zeros(5, FLOAT32)
     for counts in ([5, 3, 4, *ones], [5, 4, 3, *ones], [5, 3, 4, *ones]):
@@ -247,7 +249,7 @@ def test_calls_again_with_counts_that_were_changed_in_place(comm: mpicomm.Commun
     for call in range(8):
         sent[:] = [
             (rank + peer + call // 4) % 9 for peer in range(size)
-        ]  # each for four calls, of which the last are graphs
+        ]  # each for four calls; the last ones are graphs
         received[:] = sent
         data[:] = 100 * call + rank
         target[:] = -1
@@ -320,7 +322,7 @@ def test_average_is_the_sum_divided_by_the_number_of_ranks(comm: mpicomm.Communi
     require_same(buffer.get(), reduced("avg", parts))
 
 
-def test_nobody_leaves_a_barrier_before_all_have_come(comm: mpicomm.Communicator, xp: Any) -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_come(comm: mpicomm.Communicator, xp: Any) -> None:
     with comm.zeros(comm.size, np.int32) as arrived:
         for number in range(1, 20):
             for peer in range(comm.size):

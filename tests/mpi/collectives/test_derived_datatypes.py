@@ -112,7 +112,7 @@ def test_columns_meet_plain_arrays(comm: mpicomm.Communicator, xp: Any, made: li
 
 
 @pytest.mark.parametrize("naming", [0, 1])
-def test_one_rank_alone_names_a_large_block(
+def test_only_one_rank_names_a_large_block(
     comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype], naming: int
 ) -> None:
     size, rank, count = comm.size, comm.rank, 1 << 17

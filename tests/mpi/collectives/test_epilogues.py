@@ -1,4 +1,4 @@
-"""All-reduces with an epilogue: the same bits by every algorithm, in every form of call, and what is refused."""
+"""All-reduces with an epilogue: the same bits by every algorithm, in every form of call, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTS = (5, 3001, 70_001)
 
 
 def part(rank: int, count: int, name: str = "float32") -> Array:
-    # Sums of these are exact, so MPI, which adds small host arrays in an order of its own, has the same bits.
+    # Sums of these are exact, so MPI, which adds small host arrays in another order, has the same bits.
     numbers = np.random.default_rng([rank, count]).integers(-3, 4, count)
     return numbers.astype(np.float32).astype(dtype_or_skip(name))
 

@@ -66,7 +66,7 @@ def test_reductions_that_are_not_defined(comm: mpicomm.Communicator, xp: Any, wa
 
 
 def test_what_small_host_arrays_are_refused_for(comm: mpicomm.Communicator, xp: Any) -> None:
-    """By MPI or by mpicomm: MPI itself would take arrays that overlap for a reason to end the program."""
+    """MPI or mpicomm raises the error: if arrays overlap, MPI would end the program."""
     size = comm.size
     send, receive = Placed(xp, np.ones(4 * size, np.float32)), Placed(xp, np.zeros(4 * size, np.float32))
     part = receive.array[:4]
@@ -163,7 +163,7 @@ def test_who_receives_nothing_of_a_reduce_scatter_need_not_be_in_place(
     comm: mpicomm.Communicator, xp: Any, nonblocking: bool, count: int
 ) -> None:
     counts = [0] * (comm.size - 1) + [count]
-    for same_memory in {False, xp is not np}:  # MPI refuses it, of no bytes even
+    for same_memory in {False, xp is not np}:  # MPI refuses it, even if it has no bytes
         buffer = Placed(xp, np.ones(count, np.float32))
         arguments = (MPI.IN_PLACE, buffer.array)
         if comm.rank < comm.size - 1:
@@ -193,7 +193,7 @@ def test_recvcounts_in_place_are_checked(comm: mpicomm.Communicator, xp: Any, wr
 
 
 def bad_arguments(xp: Any, size: int, count: int) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]]:
-    """Calls by what is wrong with them: operation, arguments, and what the error has to say."""
+    """Calls by their fault: operation, arguments, and the text of the error."""
     send, receive = Placed(xp, np.ones(count, np.float32)).array, Placed(xp, np.zeros(count, np.float32)).array
     double, longer = Placed(xp, np.zeros(count)).array, Placed(xp, np.zeros(count + 1, np.float32)).array
     both = Placed(xp, np.zeros(2 * count, np.float32)).array
@@ -227,7 +227,7 @@ def test_bad_arguments_are_refused_before_anything_moves(comm: mpicomm.Communica
         if "algorithm" in keywords and way == "one_shot":
             continue
         if way == "large" and xp is np and (operation not in ("Allreduce", "Reduce", "Scan") or comm.size == 1):
-            continue  # of any size these are MPI's
+            continue  # MPI carries out these of any size
         try:
             with pytest.raises(InvalidUsageError, match=text):
                 call(comm, way, operation, *arguments, **keywords)
@@ -285,7 +285,7 @@ def test_recvcounts_that_are_no_integers(comm: mpicomm.Communicator, xp: Any, co
 
 
 @pytest.mark.parametrize("form", ["{}", "I{}", "{}_init"])
-def test_what_mpi_lacks_is_refused_where_mpi_is_asked_for(comm: mpicomm.Communicator, xp: Any, form: str) -> None:
+def test_algorithm_mpi_refuses_calls_that_mpi_lacks(comm: mpicomm.Communicator, xp: Any, form: str) -> None:
     half = Placed(xp, np.ones(3, np.float32).astype(dtype_named("bfloat16"))).array
     for operation, arguments, text in (
         ("Allreduce", ([half, "bfloat16"],) * 2, 'algorithm="mpi": MPI has no type for the bfloat16 of Allreduce'),

@@ -1,7 +1,7 @@
 """Any forms of buffers on any ranks: device calls against plain mpi4py's on copies in host memory.
 
-Hypothesis chooses the calls, the same on all ranks; each rank draws the forms of its own buffers. On the host the
-engine of the host stands for the engine of GPUs.
+Hypothesis chooses the calls, the same on all ranks; each rank draws the forms of its buffers. On the host the engine of
+the host stands for the engine of GPUs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from mpi4py import MPI
 
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.fakes.message_devices import DeviceArray, on_threads
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.inputs.forms_of_buffers import METHODS, NAMES, Call, Gpu
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.device_calls import on_host_engine
+from tests.helpers.rigs.message_rigs import on_threads
 
 EXAMPLES = int(os.environ.get("TEST_SEQUENCES", "60"))
 
@@ -85,7 +86,7 @@ def test_host_arrays_with_every_algorithm(gpus: tuple[Any, Gpu], device: str, na
             got = np.zeros(count * (comm.size if row.receive == "blocks" else 1), np.int32)
             expected, at_root = got.copy(), not row.rooted or comm.rank == 0
             getattr(MPI.COMM_WORLD, name)(sent, expected if at_root else None)
-            # In a rooted call the input is on the GPUs, because it is what all ranks pass.
+            # In a rooted call the input is on the GPUs, because all ranks pass it.
             for inputs_on_gpu in (True,) if row.rooted else (True, False):
                 target = got.copy() if inputs_on_gpu else gpu.make(got)
                 source = gpu.make(sent) if inputs_on_gpu else sent

@@ -1,4 +1,4 @@
-"""Ranks that call different things in collectives, or do not come: all are told, and who it was."""
+"""Ranks that call different collectives, or do not come: the errors of all ranks name them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT32 = np.dtype(np.float32)
 LARGE = 1 << 20  # elements: mapped memory in any case
 
 DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    # What differs: operation, the arguments of rank 0, those of the others.
+    # The difference: operation, the arguments of rank 0, the arguments of the others.
     "operation": ("", {"operation": "Allreduce"}, {"operation": "Scan"}),
     "count": ("Allreduce", {"count": 5}, {"count": 7}),
     "large count": ("Allreduce", {"count": 5}, {"count": LARGE}),
@@ -40,7 +40,7 @@ def test_ranks_that_call_different_things_are_told_who_said_what(device: str, wh
     comm = communicator(device, timeout_s=10)
     arguments = {"operation": operation, "dtype": FLOAT32, "count": 5, "algorithm": "one_shot"}
     text = told_on_every_rank(comm, Case(**{**arguments, **(first if comm.rank == 0 else others)}))
-    if operation == "Allgather":  # what is moved is bytes
+    if operation == "Allgather":  # collectives move bytes
         first, others = ({"count": each["count"] * each["dtype"].itemsize} for each in (first, others))
     named = ("count", "op", "root", "algorithm")
     said = {f"{name}={value}" for name, value in (*first.items(), *others.items()) if name in named}
@@ -57,7 +57,7 @@ def test_different_roots_are_an_error_on_all_ranks(device: str, operation: str) 
     comm = communicator(device, timeout_s=10)
     start = time.monotonic()
     text = told_on_every_rank(comm, Case(operation, FLOAT32, 5, root=min(comm.rank, 1), algorithm="one_shot"))
-    # Some ranks wait for each other, in vain.
+    # Some ranks wait for each other, until their time is up.
     assert time.monotonic() - start < 5
     for rank in range(comm.size):
         assert re.search(rf"rank {rank}: {operation}\([^)]*root={min(rank, 1)}[,)]", text), text
@@ -76,7 +76,7 @@ def test_two_ranks_that_disagree_on_counts_are_told(device: str, expected: int) 
     with array_module(comm) as xp:
         blocks, target = xp.zeros(sum(sent), FLOAT32), xp.zeros(sum(received), FLOAT32)
         after = Prepared(Case("Allreduce", FLOAT32, 3, algorithm="one_shot"), rank, size, xp)
-        told = "rank . sent data of another call|rank 0 sends 20 bytes where"
+        told = "rank . sent data of another call|rank 0 sends 20 bytes, but"
         with pytest.raises(PeerError, match=told):
             comm.Alltoallv([blocks, sent], [target, received], algorithm="one_shot")
             comm.check()
@@ -88,7 +88,7 @@ def test_two_ranks_that_disagree_on_counts_are_told(device: str, expected: int) 
 
 
 def told_on_every_rank(comm: mpicomm.Communicator, case: Case) -> str:
-    """Return what all ranks are told when each calls its ``case``; the communicator is unusable then."""
+    """Return the error of all ranks when each calls its ``case``; the communicator is unusable then."""
     with array_module(comm) as xp:
         prepared = Prepared(case, comm.rank, comm.size, xp)
         after = Prepared(Case("Allreduce", FLOAT32, 3, algorithm="one_shot"), comm.rank, comm.size, xp)

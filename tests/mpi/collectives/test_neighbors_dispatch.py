@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.device_calls import Engine, on_host_engine
-from tests.helpers.rigs.message_rigs import Rig
+from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
 from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
 
 
@@ -64,6 +64,6 @@ def test_every_form_goes_to_the_engine(made: Any, engine: Engine) -> None:
     assert engine.calls == carried_out * len(FORMS)
 
 
-def test_mpi_carries_out_what_it_is_asked_to(made: Any, engine: Engine) -> None:
+def test_mpi_carries_out_the_calls_that_ask_for_it(made: Any, engine: Engine) -> None:
     check_all(made, algorithm="mpi")
     assert engine.calls == 0

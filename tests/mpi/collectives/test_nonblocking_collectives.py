@@ -1,4 +1,4 @@
-"""Nonblocking and persistent collectives: requests of mpicomm's and of MPI's, alone and mixed."""
+"""Nonblocking and persistent collectives: requests of mpicomm and of MPI, separate and mixed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_each_with_its_request(comm: mpicomm.Communicator, xp: Any, operation: s
                 pass
         else:
             assert request.Wait() is True
-        # What is complete stays complete.
+        # A complete request stays complete.
         assert request.Test()
         request.Wait()
         prepared.check()
@@ -215,7 +215,7 @@ def test_start_after_free_is_an_error(comm: mpicomm.Communicator, xp: Any, name:
     prepared.check()
 
 
-def test_free_of_what_was_never_started(comm: mpicomm.Communicator, xp: Any) -> None:
+def test_free_of_a_request_that_never_started(comm: mpicomm.Communicator, xp: Any) -> None:
     for name in ("float32", "float16"):
         Prepared(sum_of(comm, name), comm.rank, comm.size, xp).prepare(comm).Free()
     prepared = Prepared(sum_of(comm, "float32"), comm.rank, comm.size, xp)
@@ -223,15 +223,15 @@ def test_free_of_what_was_never_started(comm: mpicomm.Communicator, xp: Any) -> 
     prepared.check()
 
 
-def test_buffers_that_nobody_else_has_live_until_the_call_is_over(
+def test_buffers_that_the_caller_drops_live_until_the_call_is_over(
     comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Completer, "add", lambda self, work, prepare_thread: work)  # nobody but `Wait` completes it
+    monkeypatch.setattr(Completer, "add", lambda self, work, prepare_thread: work)  # only `Wait` completes it
     buffers = [Placed(xp, np.ones(3, np.float16)).array for _ in range(2)]
     for _ in range(2):  # the second time it may be known
         request: Any = comm.Iallreduce(*buffers)
         kept = request.work.kept
-        if request.work.over:  # as on the host, where the call is over when it returns
+        if request.work.over:  # as on the host, because a call is over there when it returns
             assert kept is None
         else:
             assert kept.send is buffers[0] and kept.receive is buffers[1]
@@ -250,7 +250,7 @@ def test_bad_arguments_are_refused_when_prepared(comm: mpicomm.Communicator, xp:
 
 
 def test_a_started_collective_goes_on_while_its_ranks_are_in_one_on_mapped_memory(device: str) -> None:
-    """Half of the ranks wait for the first before they come to the second, where the others are by then."""
+    """Half of the ranks wait for the first call before they come to the second, which the others have begun."""
     with communicator(device, timeout_s=3) as comm, comm.Dup() as other, array_module(comm) as xp:
         for number in range(5):
             first, second = (
@@ -282,7 +282,7 @@ def test_requests_of_a_communicator_may_outlive_other_calls_on_it(comm: mpicomm.
     first.check()
 
 
-def test_values_are_those_of_the_start(comm: mpicomm.Communicator, xp: Any) -> None:
+def test_values_are_read_at_the_start(comm: mpicomm.Communicator, xp: Any) -> None:
     """A persistent collective reads its buffers when started, not when prepared."""
     send, receive = Placed(xp, np.zeros(7, np.float16)), Placed(xp, np.full(7, 9, np.float16))
     request = comm.Allreduce_init(send.array, receive.array)

@@ -1,4 +1,4 @@
-"""A rank that has left one collective out: it is in another one than the others, or comes to one fewer."""
+"""A rank that has left one collective out: it is in another one than the others, or makes one call fewer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations of expressions where other tests do not go: MPI itself, the ring, and calls that are refused."""
+"""Operations of expressions in places that other tests leave out: MPI, the ring, and refused calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_ring_takes_operations_that_commute(comm: mpicomm.Communicator, xp: 
     comm.Allreduce(send, result, Op("max(abs(a), abs(b))", commute=True), algorithm="ring")
     comm.check()
     expected = np.abs(np.stack([part(rank) for rank in range(comm.size)])).max(axis=0)
-    # Of a rank alone the one contribution is the result, as in MPI.
+    # On one rank the only contribution is the result, as in MPI.
     assert (result == xp.asarray(expected if comm.size > 1 else part(0))).all()
 
 

@@ -1,6 +1,6 @@
-"""Random forms of host buffers, which ranks draw differently, in all collectives and messages, against plain mpi4py.
+"""Random forms of host buffers in all collectives and messages, against plain mpi4py.
 
-Hypothesis chooses the calls, the same on all ranks; each rank draws the forms of its own buffers.
+Hypothesis chooses the calls, the same on all ranks; each rank draws the forms of its buffers.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def families(device: str) -> Iterator[Families]:
     families.now.free()
 
 
-# What depends on time, or on what one rank remembers, would take the ranks apart.
+# Choices that depend on time, or on the memory of one rank, would take the ranks apart.
 @settings(
     max_examples=SEQUENCES, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )

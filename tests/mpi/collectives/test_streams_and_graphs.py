@@ -37,7 +37,7 @@ def comm(device: str) -> Iterator[mpicomm.Communicator]:
 
 @pytest.fixture
 def stream(xp: Any) -> Any:
-    """One that waits for no other."""
+    """A stream that waits for no other."""
     return xp.cuda.Stream(non_blocking=True)
 
 
@@ -54,7 +54,7 @@ def settled(xp: Any, count: int, value: int = 0) -> Any:
 
 
 def total(comm: mpicomm.Communicator, value: int) -> int:
-    """What the sum over all ranks is of ``value`` plus the rank."""
+    """Return the sum over all ranks of ``value`` plus the rank."""
     return sum(value + rank for rank in range(comm.size))
 
 
@@ -154,7 +154,7 @@ def test_a_barrier_of_streams(comm: mpicomm.Communicator, xp: Any, stream: Any) 
 
 
 class Graphs:
-    """A graph of several collectives, and what they compute."""
+    """A graph of several collectives, and their results."""
 
     def __init__(self, comm: mpicomm.Communicator, xp: Any, stream: Any, count: int) -> None:
         self.comm, self.stream = comm, stream
@@ -176,7 +176,7 @@ class Graphs:
         return self.stream.end_capture()
 
     def add(self) -> None:
-        """Add up what has come, on the stream; then change the input."""
+        """Add up the received values, on the stream; then change the input."""
         with self.stream:
             for total, each in zip(self.totals, (self.sum, self.largest, self.gathered, self.exchanged), strict=True):
                 total += each
@@ -192,7 +192,7 @@ class Graphs:
         exchanged = self.totals[3].reshape(size, -1)
         for sender in range(size):
             assert (by_rank[sender] == times * sender + steps).all()
-            assert (exchanged[sender] == times * rank + steps).all()  # block `rank` of what everybody has gathered
+            assert (exchanged[sender] == times * rank + steps).all()  # block `rank` of the gathered values
 
 
 @pytest.mark.parametrize("first", ["kind", "call"])
@@ -200,7 +200,7 @@ class Graphs:
 def test_a_graph_of_collectives_replayed_with_changing_inputs(
     comm: mpicomm.Communicator, xp: Any, stream: Any, count: int, first: str
 ) -> None:
-    if first == "kind":  # the communicator has been used, but for none of what is captured
+    if first == "kind":  # the communicator has been used, but for none of the captured calls
         comm.Reduce(settled(xp, 3), settled(xp, 3), MPI.BXOR)
         comm.check()
     graphs = Graphs(comm, xp, stream, count)

@@ -38,9 +38,9 @@ def algorithms(comm: mpicomm.Communicator, *more: str) -> tuple[str, ...]:
 def call(
     comm: mpicomm.Communicator, xp: Any, operation: str, count: int, algorithm: str, output: Any, seed: int
 ) -> Check:
-    """Call an operation with the first elements of ``output`` and return the check of what is there then."""
+    """Call an operation with the first elements of ``output`` and return the check of its result."""
     rank, size = comm.rank, comm.size
-    # The ring has an order of its own, and so has MPI, which auto may leave a call on host arrays to.
+    # The ring reduces in another order, and so does MPI; "auto" may leave a call on host arrays to MPI.
     wild = algorithm != "ring" and (comm.device != "cpu" or algorithm != "auto")
     parts = [values(FLOAT32, count * size, peer, seed, wild=wild) for peer in range(size)]
     if operation == "Allreduce":
@@ -122,12 +122,12 @@ def test_into_symmetric_memory(comm: mpicomm.Communicator, xp: Any, operation: s
                     check = call(comm, xp, operation, count, algorithm, array.local[offset:], seed)
                     comm.check()
                     check()
-                    comm.Barrier()  # what is read here the others may write into from now on
+                    comm.Barrier()  # the other ranks may write into the memory that is read here from now on
 
 
 @pytest.mark.parametrize("count", [70_001, 300_001])
 def test_calls_follow_each_other_without_a_wait(comm: mpicomm.Communicator, xp: Any, count: int) -> None:
-    """Each overwrites what the last one left, which is copied in between on the same stream."""
+    """Each call overwrites the result of the call before, which the same stream copies in between."""
     for algorithm in algorithms(comm):
         with comm.empty(count * comm.size, FLOAT32) as array:
             found = []
@@ -187,7 +187,7 @@ def test_in_a_graph(comm: mpicomm.Communicator, xp: Any, operation: str) -> None
 
 
 def test_memory_that_is_symmetric_no_more(comm: mpicomm.Communicator, xp: Any) -> None:
-    """A call that is known must not go on writing to where the array lay at the others."""
+    """A known call must not write to the old addresses of the array on the others."""
     if xp is np:
         pytest.skip("calls on host arrays are not kept")
     count = STORED

@@ -34,7 +34,7 @@ def _named(array: Any, shape: str, counts: list[int], kind: tuple[Any, int]) -> 
 
 
 def _plan(row: Operation, rank: int, size: int, count: int) -> tuple[list[int], list[int]]:
-    """Return the units of the blocks that this rank sends, and those that it receives."""
+    """Return the units of the blocks that this rank sends, and of the blocks that it receives."""
     ragged = [count + each for each in range(size)]
     send = {"blocks": [count] * size, "vector": [count + rank] * size if row.counts == "private" else ragged}
     receive = {"blocks": [count] * size, "vector": ragged}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,13 +18,20 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.cluster.placement import Placement
-from mpicomm.collectives import beside
 from mpicomm.devices.base import GpuBackend
-from mpicomm.log import logger
 from mpicomm.session import Session
-from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
-from tests.helpers.rigs.device_calls import Engine, on_host_engine
-from tests.helpers.rigs.message_rigs import Rig
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.device_calls import (
+    FORMS,
+    MAKERS,
+    Engine,
+    call,
+    on_gpu,
+    on_host_engine,
+    require_one_way,
+    values_of,
+)
+from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
 
 if MPI.COMM_WORLD.size == 1:
     pytest.skip("one rank has no others to agree with", allow_module_level=True)
@@ -38,25 +45,14 @@ def engine(rig: Rig) -> Iterator[Engine]:
         yield engine
 
 
-def on_gpu(rig: Rig, content: Any) -> Any:
-    return DeviceArray(rig.device, np.asarray(content))
-
-
 def by_address(array: Any) -> Any:
-    """The memory of an array as libraries name it that know its address alone; 0 where the array is empty."""
+    """The memory of an array as libraries name it that know only its address; 0 if the array is empty."""
     memory = array.memory if isinstance(array, DeviceArray) else array
     return MPI.memory.fromaddress(memory.ctypes.data, memory.nbytes) if memory.size else NULL
 
 
-def values_of(array: Any) -> Any:
-    return array.get() if isinstance(array, DeviceArray) else array
-
-
-MAKERS: dict[str, Callable[[Rig, Any], Any]] = {"gpu": on_gpu, "host": lambda rig, content: np.array(content)}
-
-
 def part(n: int, size: int, rank: int) -> tuple[int, int]:
-    """Where the rows of a rank begin, and how many it has: the first ranks have one more."""
+    """Return the first row of a rank and the number of its rows: the first ranks have one more."""
     return rank * (n // size) + min(rank, n % size), n // size + (rank < n % size)
 
 
@@ -91,24 +87,6 @@ def test_a_matrix_is_split_anew(rig: Rig, engine: Engine, method: str, where: st
             if datatype != MPI.INT:
                 datatype.Free()
     require_one_way(engine)
-
-
-def call(comm: mpicomm.Communicator, method: str, *arguments: Any, **keywords: Any) -> None:
-    request = getattr(comm, method)(*arguments, **keywords)
-    if request is None:
-        return
-    if method.endswith("_init"):
-        for _ in range(2):
-            request.Start()
-            request.Wait()
-        request.Free()
-    else:
-        request.Wait()
-
-
-def require_one_way(engine: Engine) -> None:
-    """All ranks have called kernels equally often."""
-    assert len(set(MPI.COMM_WORLD.allgather(engine.calls))) == 1
 
 
 @pytest.mark.parametrize("odd", ["darray", "pair", "empty darray"])
@@ -186,9 +164,6 @@ class Uneven:
         ]
 
 
-FORMS = ("{}", "I{}", "{}_init")
-
-
 @pytest.mark.parametrize("where", ["gpu", "host", "host by address", "nowhere"])
 @pytest.mark.parametrize("name", UNEVEN)
 def test_ranks_without_memory_go_the_way_of_the_others(rig: Rig, engine: Engine, name: str, where: str) -> None:
@@ -216,7 +191,7 @@ def test_turns_of_the_host_and_of_gpus(rig: Rig, engine: Engine) -> None:
     rng = np.random.default_rng(7)
     calls = [("gpu" if rng.integers(2) else "host", int(rng.integers(size))) for _ in range(60)]
     for where, sender in calls:
-        # Only the sender and the rank behind it have data. On the host MPI lets them go on without the others.
+        # Only the sender and the next rank have data. On the host MPI lets them go on without the others.
         pair = sender, (sender + 1) % size
         out = [4 * (rank == pair[0] and r == pair[1]) for r in range(size)]
         into = [4 * (rank == pair[1] and r == pair[0]) for r in range(size)]
@@ -224,7 +199,8 @@ def test_turns_of_the_host_and_of_gpus(rig: Rig, engine: Engine) -> None:
         got = MAKERS[where](rig, np.zeros(sum(into)))
         if rank == size - 1 and rng.integers(10) == 0:
             time.sleep(0.02)
-        # None is recognised the next time: no plan of a call on GPUs may be taken for a call on the host then.
+        # The plan cache recognises None the next time. It must not take the plan of a call on GPUs for a call on the
+        # host.
         named = [by_address(each) if values_of(each).size else None for each in (sent, got)]
         rig.comm.Alltoallv([named[0], out, MPI.DOUBLE], [named[1], into, MPI.DOUBLE])
         assert values_of(got).tolist() == [sender + n for n in range(sum(into))]
@@ -279,7 +255,7 @@ def test_domains_without_memory_cannot_know(rig: Rig) -> None:
 
 
 def test_an_empty_buffer_fits_every_other_one(rig: Rig, engine: Engine) -> None:
-    """With equal counts every rank knows that nobody has data; with one array the other may be nowhere."""
+    """With equal counts every rank knows that no rank has data; with one array the other may be nowhere."""
     nothing, some = [NULL, 0, MPI.DOUBLE], on_gpu(rig, np.arange(3.0))
     for each in FORMS:
         for method in ("Allreduce", "Allgather", "Alltoall", "Scan"):
@@ -296,7 +272,7 @@ def test_an_empty_buffer_fits_every_other_one(rig: Rig, engine: Engine) -> None:
         rig.comm.Allreduce([NULL, 3, MPI.DOUBLE], np.zeros(3))
 
 
-def test_nobody_says_where_the_call_is(rig: Rig, engine: Engine) -> None:
+def test_no_rank_says_where_the_call_is(rig: Rig, engine: Engine) -> None:
     rig.comm.Alltoallv(*[[np.zeros(0), [0] * rig.size]] * 2)  # sets up
     rig.comm._session.hasten(0.3)
     if rig.rank == 0:
@@ -307,109 +283,3 @@ def test_nobody_says_where_the_call_is(rig: Rig, engine: Engine) -> None:
         rig.comm.Alltoallv(*[[NULL, [0] * rig.size]] * 2)
     else:
         rig.comm.Alltoallv(*[[np.zeros(0), [0] * rig.size]] * 2)
-
-
-MIXTURES = [("host", "gpu"), ("gpu", "host")]
-
-
-@pytest.mark.parametrize(("input_", "output"), MIXTURES)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_host_array_beside_a_device_array(
-    rig: Rig, engine: Engine, form: str, input_: str, output: str, alike: bool
-) -> None:
-    size, rank = rig.size, rig.rank
-    # On some ranks both arrays are on the GPU.
-    makes, takes = (MAKERS[each if alike or rank % 2 else "gpu"] for each in (input_, output))
-    block = np.arange(3, dtype=np.int32) + 10 * rank
-    everybody = (np.arange(3, dtype=np.int32)[None, :] + 10 * np.arange(size)[:, None]).astype(np.int32)
-    gathered = everybody.ravel()
-    gap = np.full(4 * size, -1, np.int32)
-    gapped = gap.copy().reshape(size, 4)
-    gapped[:, :3] = everybody
-    column = MPI.INT32_T.Create_vector(3, 1, 1).Create_resized(0, 16).Commit()
-    counts = [3] * size
-    rows: list[tuple[str, Any, Any, Any, Any]] = [
-        ("Allgather", block, np.full(3 * size, -1, np.int32), gathered, None),
-        ("Allgatherv", block, gap, gapped, lambda got: [got, counts, [4 * r for r in range(size)], MPI.INT32_T]),
-        ("Allgather", block, gap, gapped, lambda got: [got, 1, column]),
-        ("Allreduce", block, np.full(3, -1, np.int32), everybody.sum(0), None),
-        ("Scan", block, np.full(3, -1, np.int32), everybody[: rank + 1].sum(0), None),
-        ("Alltoall", np.tile(block, size), np.full(3 * size, -1, np.int32), gathered, None),
-        (
-            "Alltoallw",
-            np.tile(block, size),
-            gap,
-            gapped,
-            lambda got: [got, [1] * size, [16 * r for r in range(size)], [column] * size],
-        ),
-        ("Reduce_scatter_block", np.tile(block, size), np.full(3, -1, np.int32), everybody.sum(0), None),
-    ]
-    for name, send, receive, expected, wrap in rows:
-        source, target = makes(rig, send), takes(rig, receive)
-        method = form.format(name.lower() if form[0] == "I" else name)
-        given: Any = source
-        if name == "Alltoallw":
-            given = [source, counts, [12 * r for r in range(size)], [MPI.INT32_T] * size]
-        call(rig.comm, method, given, wrap(target) if wrap else target)
-        assert np.array_equal(values_of(target).ravel(), np.ravel(expected)), method
-        assert np.array_equal(values_of(source), send), method
-    require_one_way(engine)
-    assert engine.calls == 8 * (2 if form == "{}_init" else 1)
-    column.Free()
-
-
-@pytest.mark.parametrize("root_has", MIXTURES)
-@pytest.mark.parametrize("form", FORMS)
-def test_the_buffers_that_all_ranks_pass_say_where_a_rooted_call_is(
-    rig: Rig, engine: Engine, form: str, root_has: tuple[str, str]
-) -> None:
-    size, rank, root = rig.size, rig.rank, rig.size - 1
-    common, alone = root_has
-    block = np.arange(3, dtype=np.int32) + 10 * rank
-    everybody = (np.arange(3, dtype=np.int32)[None, :] + 10 * np.arange(size)[:, None]).astype(np.int32)
-    nothing = np.full(3 * size, -1, np.int32)
-    for name in ("Gather", "Gatherv", "Reduce", "Scatter", "Scatterv"):
-        method = form.format(name.lower() if form[0] == "I" else name)
-        scatters = name.startswith("Scatter")
-        ours = MAKERS[common](rig, np.full(3, -1, np.int32) if scatters else block)
-        roots = MAKERS[alone](rig, everybody if scatters else nothing[:3] if name == "Reduce" else nothing)
-        mine = roots if rank == root else None
-        call(rig.comm, method, *((mine, ours) if scatters else (ours, mine)), root=root)
-        result = ours if scatters else roots
-        expected = everybody.sum(0) if name == "Reduce" else block if scatters else everybody
-        if scatters or rank == root:
-            assert np.array_equal(values_of(result).ravel(), np.ravel(expected)), method
-    require_one_way(engine)
-    assert (engine.calls > 0) == (common == "gpu")
-
-
-def test_one_warning_tells_of_host_arrays(rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    beside._warn.cache_clear()
-    target = on_gpu(rig, np.zeros(rig.size))
-    for _ in range(3):
-        rig.comm.Allgather(np.zeros(1), target)
-    assert said == ["Allgather: a host array beside an array on a GPU goes through pinned memory, which is slower"]
-
-
-def test_a_graph_holds_no_call_with_a_host_array(rig: Rig, engine: Engine) -> None:
-    rig.device.capturing = True
-    try:
-        for given in ((np.zeros(2), on_gpu(rig, np.zeros(2))), (on_gpu(rig, np.zeros(2)), np.zeros(2))):
-            with pytest.raises(InvalidUsageError, match=r"Allreduce: a host array beside .* CUDA graph"):
-                rig.comm.Allreduce(*given)
-        if rig.rank == 0:
-            with pytest.raises(InvalidUsageError, match=r"Gather: a host array beside .* CUDA graph"):
-                rig.comm.Gather(np.zeros(2), on_gpu(rig, np.zeros(2 * rig.size)))
-    finally:
-        rig.device.capturing = False
-
-
-def test_addresses_of_the_host_beside_a_device_array_are_refused(rig: Rig, engine: Engine) -> None:
-    host = np.zeros(3, np.int32)
-    datatype = MPI.INT32_T.Create_hindexed([3], [MPI.Get_address(host)]).Commit()
-    with pytest.raises(InvalidUsageError, match=r"sendbuf: MPI\.BOTTOM with addresses of the host"):
-        rig.comm.Allgather([MPI.BOTTOM, 1, datatype], on_gpu(rig, np.zeros(3 * rig.size, np.int32)))
-    datatype.Free()

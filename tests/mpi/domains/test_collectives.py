@@ -21,7 +21,7 @@ COUNTS = (0, 1, 1025)
 TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "bool", "complex64")
 
 if WORLD.size == 1:
-    pytest.skip("one rank is one group", allow_module_level=True)
+    pytest.skip("one rank is one peer domain", allow_module_level=True)
 
 
 @pytest.fixture(scope="module", params=PLACEMENTS)
@@ -73,7 +73,7 @@ def test_reductions(comm: mpicomm.Communicator, xp: Any, placement: str, operati
             op = ops[(number + turn) % len(ops)]
             in_order = algorithm != "auto" or comm.device != "cpu" or op == "avg"
             if comm.device == "cpu" and (dtype.kind, op) == ("c", "prod"):
-                in_order = False  # NumPy fuses products and sums where the processor can
+                in_order = False  # NumPy fuses products and sums if the processor can
             case = Case(
                 operation,
                 dtype,
@@ -126,7 +126,7 @@ def test_operations_that_do_not_commute(comm: mpicomm.Communicator, xp: Any, pla
         assert (result == xp.asarray(reduced(op.expression, parts, groups))).all()
     else:
         with pytest.raises(
-            mpicomm.InvalidUsageError, match=r"Allreduce: .* does not commute, and the ranks of a group"
+            mpicomm.InvalidUsageError, match=r"Allreduce: .* does not commute, and the ranks of a peer domain"
         ):
             comm.Allreduce(array, result, op)
     comm.Scan(array, result, op)
@@ -199,7 +199,7 @@ def test_messages_of_a_failed_call_reach_no_later_communicator(placement: str) -
 
 def test_an_algorithm_of_one_group_is_refused(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
     if len(groups_of(placement, comm.size, str(comm.device))) == 1:
-        pytest.skip("one group has all algorithms")
+        pytest.skip("one peer domain has all algorithms")
     array = xp.ones(5, np.float16)
     with pytest.raises(mpicomm.InvalidUsageError, match=r'algorithm="ring" of Allreduce'):
         comm.Allreduce(array, xp.empty_like(array), algorithm="ring")

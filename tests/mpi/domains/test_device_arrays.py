@@ -1,4 +1,4 @@
-"""Device arrays between groups of ranks: graphs, barriers of streams, datatypes and neighbours."""
+"""Device arrays between peer domains: graphs, barriers of streams, datatypes and neighbours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.rigs.communicators import array_module
 from tests.helpers.rigs.hosts_by_name import PLACEMENTS, on_hosts
 
 if MPI.COMM_WORLD.size == 1:
-    pytest.skip("one rank is one group", allow_module_level=True)
+    pytest.skip("one rank is one peer domain", allow_module_level=True)
 
 
 @pytest.fixture(params=PLACEMENTS)
@@ -33,7 +33,7 @@ def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
         yield module
 
 
-def test_graphs_hold_calls_where_the_engine_takes_no_host(comm: mpicomm.Communicator, xp: Any) -> None:
+def test_graphs_hold_calls_if_the_engine_takes_no_host(comm: mpicomm.Communicator, xp: Any) -> None:
     send, total = xp.zeros(5000, np.float32), xp.zeros(5000, np.float32)
     blocks, received = xp.zeros(4 * comm.size, np.int32), xp.zeros(4 * comm.size, np.int32)
     stream = xp.cuda.Stream(non_blocking=True)
@@ -41,7 +41,7 @@ def test_graphs_hold_calls_where_the_engine_takes_no_host(comm: mpicomm.Communic
         comm.Allreduce(send, total, stream=stream)
         comm.Alltoall(blocks, received, stream=stream)
     comm.check(stream)
-    if comm.describe().internode in ("mpi", "staged"):
+    if comm.describe().internode in ("mpi", "pinned"):
         with stream:
             stream.begin_capture()
             with pytest.raises(mpicomm.InvalidUsageError, match="cannot be part of a CUDA graph"):

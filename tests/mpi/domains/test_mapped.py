@@ -1,4 +1,4 @@
-"""Network messages through memory that all ranks of a node map: on the host, where a copy is over when it returns."""
+"""Network messages through memory that all ranks of a node map. On the host a copy is over when it returns."""
 
 from __future__ import annotations
 

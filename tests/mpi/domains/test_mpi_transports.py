@@ -54,7 +54,7 @@ class Rig:
 
 
 class GoneRanks(MPI.Intracomm):
-    """MPI refuses to look for a message, as Open MPI with ULFM does where the sender is gone."""
+    """MPI refuses to look for a message, as Open MPI with ULFM does if the sender is gone."""
 
     def Iprobe(self, *arguments: Any) -> bool:
         raise MPI.Exception(MPI.ERR_OTHER)
@@ -72,7 +72,8 @@ def timeout_s() -> float:
 @pytest.fixture(params=[PinnedTransport, CudaAwareTransport])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[Rig]:
     monkeypatch.setattr("mpicomm.domains.mpi_transports.CHUNK_NBYTES", 4096)
-    # Not freed where a test leaves messages behind: another communicator would get its number, and the messages.
+    # The communicator is not freed if a test leaves messages: another communicator would get its number, and the
+    # messages.
     made = Rig(WORLD.Dup(), request.param, timeout_s)
     yield made
     made.close()
@@ -146,7 +147,7 @@ def test_the_error_of_the_rank_that_is_awaited_arrives(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("transport", [PinnedTransport, CudaAwareTransport])
-def test_a_rank_of_which_mpi_says_that_it_is_gone_is_an_error(
+def test_a_rank_that_mpi_reports_as_gone_is_an_error(
     transport: type[PinnedTransport | CudaAwareTransport],
 ) -> None:
     rig = Rig(GoneRanks(WORLD.Dup()), transport, 20.0)
@@ -159,7 +160,7 @@ def test_a_rank_of_which_mpi_says_that_it_is_gone_is_an_error(
 
 
 class RefusedSends(MPI.Intracomm):
-    """MPI refuses to send, as Open MPI with ULFM does where the receiver is gone."""
+    """MPI refuses to send, as Open MPI with ULFM does if the receiver is gone."""
 
     def Isend(self, *arguments: Any) -> MPI.Request:
         raise MPI.Exception(MPI.ERR_OTHER)
@@ -177,14 +178,14 @@ def test_receives_are_given_up_with_a_send_that_mpi_refuses() -> None:
 def require_late_message(comm: MPI.Intracomm, given_up: Any, received: Any) -> None:
     """Check that a message goes to the next receive and not into the memory of one that was given up."""
     comm.Barrier()
-    for rank in OTHERS if comm.rank == 0 else [0] * (comm.rank == 1):  # the ranks whose first other rank this is
+    for rank in OTHERS if comm.rank == 0 else [0] * (comm.rank == 1):  # this is the first other rank of these ranks
         comm.Send(np.full(10, 7, np.int32), rank, 5)
     comm.Recv(received, OTHERS[0], 5)
     assert (received == 7).all() and not given_up.any()
     comm.Free()
 
 
-def test_a_message_that_comes_late_is_not_written_where_its_receive_was_given_up() -> None:
+def test_a_late_message_is_not_written_after_its_receive_was_given_up() -> None:
     comm = WORLD.Dup()
     given_up, received = np.zeros(10, np.int32), np.zeros(10, np.int32)
     Direct(comm, NetworkStep(receives=(NetworkMessage(OTHERS[0], given_up.ctypes.data, given_up.nbytes),)), 5).give_up()

@@ -16,9 +16,9 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.buffers import read
-from tests.helpers.fakes.message_devices import DeviceArray, on_threads, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, same
+from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, on_threads, same, take_for_gpu
 
 Array = npt.NDArray[Any]
 
@@ -169,7 +169,7 @@ def test_capture_is_refused(rig: Rig) -> None:
 
 
 class Observed(DeviceArray):
-    """Counts how often it is asked where its memory is."""
+    """Counts the questions about the place of its memory."""
 
     asked = 0
 
@@ -214,7 +214,7 @@ def test_a_call_reads_each_buffer_once_and_asks_once_for_its_capture(
     assert len(captures) == buffers
 
 
-def test_a_communicator_made_from_another_has_a_secret_of_its_own(rig: Rig) -> None:
+def test_a_communicator_made_from_another_has_its_own_secret(rig: Rig) -> None:
     half = rig.comm.Split(rig.rank % 2)
     assert isinstance(half, mpicomm.Communicator)
     part = Rig(half, take_for_gpu(half))
@@ -234,7 +234,7 @@ def test_a_communicator_made_from_another_has_a_secret_of_its_own(rig: Rig) -> N
     half.Free()
 
 
-def test_a_session_takes_over_the_device_and_gives_back_what_messages_took(parent: mpicomm.Communicator) -> None:
+def test_a_session_takes_over_the_device_and_gives_back_the_memory_of_messages(parent: mpicomm.Communicator) -> None:
     with nothing_leaks():
         comm, device = on_threads(parent)
         rig = Rig(comm, device)

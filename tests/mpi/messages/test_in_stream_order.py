@@ -26,7 +26,7 @@ Messages = list[tuple[str, Any, Message | None, Message | None]]
 
 @pytest.fixture
 def enqueued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Messages:
-    """The messages that are enqueued: operation, stream, what is sent, what is received."""
+    """The messages that are enqueued: operation, stream, sent and received data."""
     messages: Messages = []
 
     def enqueue_message(

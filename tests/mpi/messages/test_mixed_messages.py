@@ -19,7 +19,7 @@ MATCHED = ["Mprobe", "Improbe", "Mprobe Irecv"]
 
 @pytest.mark.parametrize("way", [*RECEIVES, *MATCHED])
 @pytest.mark.parametrize("count", [HEADER_NBYTES // 4, LARGE, 5 * LARGE + 3])
-def test_a_host_array_receives_what_a_device_array_sends(rig: Rig, way: str, count: int) -> None:
+def test_a_host_array_receives_from_a_device_array(rig: Rig, way: str, count: int) -> None:
     """Also data that has the length of a description."""
     comm, expected, status = rig.comm, content(rig.left, count), MPI.Status()
     host = np.zeros(count, np.int32)
@@ -67,7 +67,7 @@ def test_a_host_array_receives_what_a_device_array_sends(rig: Rig, way: str, cou
     MPI.Request.Waitall([sent, other])
 
 
-def test_a_device_array_receives_what_a_host_array_sends(rig: Rig) -> None:
+def test_a_device_array_receives_from_a_host_array(rig: Rig) -> None:
     for count in SIZES:
         received, status = rig.empty(count + 1), MPI.Status()
         request = rig.comm.Isend(content(rig.rank, count), rig.right)
@@ -113,7 +113,7 @@ def test_probes_tell_the_size_and_take_nothing_away(rig: Rig, receive: str) -> N
     sends.append(comm.Isend(np.full(HEADER_NBYTES, 9, np.uint8), rig.right, 4))
     comm.Barrier()
     for _ in range(2):
-        assert comm.Iprobe(rig.left, 2, status)  # behind two others
+        assert comm.Iprobe(rig.left, 2, status)  # after two others
         assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, 2, LARGE + 2)
         comm.Probe(rig.left, 4, status)
         assert (status.source, status.tag, status.Get_count(MPI.BYTE)) == (rig.left, 4, HEADER_NBYTES)

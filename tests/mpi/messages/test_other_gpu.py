@@ -62,7 +62,7 @@ def test_exchanges(rig: Rig, foreign: Foreign, method: str) -> None:
     refused(f"{method}_replace: buf", getattr(rig.comm, f"{method}_replace"), foreign, rig.right)
 
 
-def test_what_mpi_alone_has(rig: Rig, foreign: Foreign) -> None:
+def test_calls_that_only_mpi_has(rig: Rig, foreign: Foreign) -> None:
     for method in ("Psend_init", "Precv_init"):
         if hasattr(MPI.Comm, method):
             refused("buf", getattr(rig.comm, method), foreign, 1, rig.right)

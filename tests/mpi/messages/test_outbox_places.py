@@ -13,9 +13,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.log import logger
 from mpicomm.messages.in_flight import DONE
-from tests.helpers.fakes.message_devices import on_threads, small_messages
 from tests.helpers.faults.leaks import nothing_leaks
-from tests.helpers.rigs.message_rigs import LARGE, Rig, content, same
+from tests.helpers.rigs.message_rigs import LARGE, Rig, content, on_threads, same, small_messages
 
 SINGLE = 12 * LARGE
 

@@ -28,7 +28,7 @@ def buffer_of_mpi(rig: Rig) -> Iterator[None]:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("method", ["Send_init", "Ssend_init", "Bsend_init", "Rsend_init"])
-def test_each_start_sends_what_the_array_holds_then(rig: Rig, method: str, count: int) -> None:
+def test_each_start_sends_the_arrays_new_content(rig: Rig, method: str, count: int) -> None:
     array, received, status = rig.empty(count), rig.empty(count), MPI.Status()
     send = getattr(rig.comm, method)(array, rig.right, 4)
     receive = rig.comm.Recv_init(received, rig.left, 4)
@@ -79,7 +79,7 @@ def test_isendrecv_replace(rig: Rig, count: int) -> None:
     same(replaced, content(rig.left, count))
 
 
-def test_a_message_in_several_pieces_replaces_what_it_has_sent(rig: Rig) -> None:
+def test_a_message_in_several_pieces_replaces_the_one_before(rig: Rig) -> None:
     count = 20 * LARGE
     for turn in range(4):
         replaced = rig.of(rig.rank, count, turn)
@@ -88,7 +88,7 @@ def test_a_message_in_several_pieces_replaces_what_it_has_sent(rig: Rig) -> None
 
 
 def by_address(array: DeviceArray) -> list[object]:
-    """The memory of a device array, of which only the address is known."""
+    """The memory of a device array that only its address names."""
     memory = array.memory
     fake_driver.own(memory)
     return [MPI.memory.fromaddress(memory.ctypes.data, 0), memory.size, MPI.INT32_T]

@@ -12,11 +12,12 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, KERNEL_NBYTES
-from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.references.reductions import Array
 from tests.helpers.rigs.buffered_sends import room_for_buffered_sends
 from tests.helpers.rigs.communicators import array_module, communicator
+from tests.helpers.rigs.message_rigs import take_for_gpu
 
 # The second last is beyond the eager limit of every MPI; the last goes in pieces.
 SIZES = (0, 1, 4097, 1 << 18, KERNEL_NBYTES // 4, KERNEL_NBYTES // 4 + 1, (5 << 20) + 3)

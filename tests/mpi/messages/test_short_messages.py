@@ -85,7 +85,7 @@ def test_probes_tell_the_length_of_the_data(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("method", ["Bsend", "Ibsend"])
-def test_the_buffer_of_a_buffered_send_has_room_for_the_data_alone(rig: Rig, method: str) -> None:
+def test_the_buffer_of_a_buffered_send_has_room_for_only_the_data(rig: Rig, method: str) -> None:
     buffer = bytearray(3 * 4 + MPI.BSEND_OVERHEAD)
     MPI.Attach_buffer(buffer)
     try:

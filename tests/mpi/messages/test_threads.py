@@ -1,4 +1,4 @@
-"""Threads that share a stream, between processes whose devices are threads: they are held at the bad moments."""
+"""Threads that share a stream, between processes whose devices are threads: the tests hold them at the bad moments."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_wait_does_not_come_between_a_message_and_its_copy(
 def test_a_collective_does_not_come_between_a_message_and_its_copy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has told MPI of its message. Another thread of it enqueues a collective, and so does rank 1 later."""
     if rig.size == 1:
-        pytest.skip("a rank alone waits for nobody")
+        pytest.skip("one rank has no others to wait for")
     plain = MPI.Intracomm(rig.comm).Dup()
     with ThreadPoolExecutor(1) as other:
         other.submit(warm_up, rig).result(LONG_S)
@@ -139,9 +139,9 @@ def receive(rig: Rig, call: str, received: DeviceArray) -> None:
 @pytest.mark.parametrize("count", [COUNT, 2 * LARGE])
 @pytest.mark.parametrize("call", ["Recv", "Sendrecv", "Mprobe"])
 def test_a_receive_of_a_listener_does_not_hold_up_a_collective(rig: Rig, call: str, count: int) -> None:
-    """Rank 0's message lies behind its collective, which the other ranks enqueue when their listeners have matched."""
+    """Rank 0's message follows its collective, which the other ranks enqueue after their listeners have matched."""
     if rig.size == 1:
-        pytest.skip("a rank alone waits for nobody")
+        pytest.skip("one rank has no others to wait for")
     warm_up(rig)
     plain = MPI.Intracomm(rig.comm).Dup()
     with ThreadPoolExecutor(1) as listener:

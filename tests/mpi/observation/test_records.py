@@ -1,4 +1,4 @@
-"""Programs that ask for records find their calls in the trace, in the counts and in the table; all others are alone."""
+"""Programs that ask for records find their calls in trace, counts and table; all others record nothing."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_merged_traces_say_who_waited_for_whom(
 ) -> None:
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
-    # Each rank has a clock that is hours ahead of that of the rank before.
+    # Each rank's clock is hours ahead of the clock of the rank before.
     monkeypatch.setattr(clocks, "clock_key", lambda: str(rank))
     ahead_ns = rank * 7_200_000_000_000
     monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
@@ -179,7 +179,7 @@ def test_stats_keep_failed_calls_apart(traced: mpicomm.Communicator) -> None:
 
 
 class Threads:
-    """A timeline of devices that are threads: their work has no time but that of the host."""
+    """A timeline of devices that are threads: their work has only the time of the host."""
 
     def begin(self, stream: int) -> SimpleNamespace:
         begin_ns = clocks.now_ns()

@@ -1,4 +1,4 @@
-"""Ranks of one host that cannot open each other's memory, as those of several containers: they are several nodes."""
+"""Ranks of one host that cannot open each other's memory, like ranks of several containers, are several nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on descriptors (ulimit -n): what a communicator needs of them, and what it says where it has too few."""
+"""Limits on descriptors (ulimit -n): the number that a communicator needs, and the error if it has too few."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_too_few_descriptors_on_one_rank_name_the_limit_on_all(culprit: int) -> 
 
 
 def _failure_with(free: int, comm: mpicomm.Communicator, culprit: int) -> str:
-    """Make an array with few free descriptors on one rank; return what the error says, "" where there is none."""
+    """Make an array with few free descriptors on one rank; return the text of the error, or ""."""
     with few_free_descriptors(free) if WORLD.rank == culprit else contextlib.nullcontext():
         try:
             comm.zeros(10).close()

@@ -1,4 +1,4 @@
-"""A rank fails and lives: `Free` waits for it while it is in another call, and else says what is known of it."""
+"""A rank fails and lives: `Free` waits for it while it is in another call, and else says why it fails."""
 
 from __future__ import annotations
 

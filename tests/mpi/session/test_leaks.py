@@ -41,7 +41,7 @@ def garbage_kept() -> Iterator[None]:
 
 @contextmanager
 def nothing_logged() -> Iterator[None]:
-    """Do not count the warnings that pytest keeps, such as that of ranks that share a GPU."""
+    """Do not count the warnings that pytest keeps, such as the warning about ranks that share a GPU."""
     logging.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a stranger could find: shared memory has no name in a file system, and no secret is where others can read it."""
+"""A stranger finds nothing: shared memory has no name in a file system, and others can read no secret."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_shared_memory_has_no_name_and_secrets_are_not_shown(
     comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with communicator("cpu"):
-        pass  # what MPI itself opens at first
+        pass  # descriptors that MPI opens at first
     mapped = shared_mappings()
     secrets = []
     begin = FdExchange.__init__

@@ -13,11 +13,12 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.cluster.placement import Placement
 from mpicomm.session import Session
-from tests.helpers.fakes.message_devices import DeviceArray, on_threads
+from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.faults.setup_failures import raising
 from tests.helpers.rigs.communicators import communicator, require_memory_works
+from tests.helpers.rigs.message_rigs import on_threads
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -71,9 +72,7 @@ def test_free_without_a_set_up_gives_all_back_although_a_rank_does_not_come(comm
                 comm._session.close()
 
 
-def test_a_set_up_that_fails_leaves_open_what_was_open(
-    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_up_that_fails_keeps_open_memory_open(comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     with communicator("cpu") as parent:
         comm, device = on_threads(parent)
         if comm.rank == 1:  # its device opens with the set-up

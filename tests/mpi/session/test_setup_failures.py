@@ -36,7 +36,7 @@ from tests.helpers.faults.setup_failures import (
 )
 from tests.helpers.rigs.communicators import communicator, require_memory_works
 
-OPEN = {"open": backend_method("open")}  # of the peers' memory, where there are peers
+OPEN = {"open": backend_method("open")}  # of the peers' memory, if there are peers
 SYSTEM = {
     "memfd_create": attribute(os, "memfd_create"),
     "ftruncate": attribute(os, "ftruncate"),

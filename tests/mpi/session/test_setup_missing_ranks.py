@@ -42,7 +42,7 @@ def without(culprit: int) -> Iterator[MPI.Comm | None]:
 def impatient_without(
     culprit: int, device: str, *, timeout_s: float | None = None
 ) -> Iterator[tuple[mpicomm.Communicator, MPI.Comm | None]]:
-    """A new Communicator and `without`: the others free it at the end, and after them the culprit."""
+    """A new Communicator and `without`: the others free it at the end, and the culprit frees it after them."""
     impatient = communicator(device, timeout_s=timeout_s or patience_s(device))
     with without(culprit) as others:
         yield impatient, others

@@ -26,7 +26,7 @@ def bfloat16() -> np.dtype[Any]:
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The content that ``rank`` writes: exact in every dtype, and different from that of its neighbours."""
+    """The content that ``rank`` writes: exact in every dtype, and different from its neighbours' content."""
     return ((np.arange(math.prod(shape)) + rank) % 97).astype(dtype).reshape(shape)
 
 

@@ -83,7 +83,7 @@ def test_mapped_file_is_registered(host_comm: mpicomm.Communicator, tmp_path: Pa
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
-        (np.zeros(3), "array lies in memory of this process alone"),
+        (np.zeros(3), "array lies in private memory of this process"),
         ([1.0, 2.0], "array is a list"),
         (np.zeros((3, 2))[:, 0], "array .* is not C-contiguous"),
         (np.frombuffer(bytes(24)), "array is read-only"),

@@ -1,4 +1,4 @@
-"""Signals of a SymmetricArray: their order, their counts, and waits that run out of time."""
+"""Signals of a SymmetricArray: their order, their counts, and waits that time out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_signals_are_counted(device: str) -> None:
         comm.Barrier()
 
 
-def test_signal_reaches_the_array_and_the_rank_it_is_for_alone(device: str) -> None:
+def test_signal_reaches_only_its_array_and_its_rank(device: str) -> None:
     with communicator(device, timeout_s=patience_s(device)) as comm:
         array, other = comm.zeros(1), comm.zeros(1)
         for peer in range(comm.size):
@@ -130,7 +130,7 @@ def test_signals_work_in_every_chunk(device: str, monkeypatch: pytest.MonkeyPatc
         arrays = [comm.zeros(1, np.int64) for _ in range(7)]
         ring(arrays)
         for number in (5, 0, 3):
-            arrays[number].signal(right)  # which nobody waits for
+            arrays[number].signal(right)  # no rank waits for it
             arrays[number].close()
             arrays[number] = comm.zeros(1, np.int64)
         ring(arrays)

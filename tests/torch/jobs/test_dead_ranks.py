@@ -19,7 +19,7 @@ SURVIVORS = range(RANKS - 1)
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Call]]:
-    """What became of the calls of each rank that lives on, by name."""
+    """The results of the calls of each rank that lives on, by name."""
     results = tmp_path_factory.mktemp("results")
     command = mpiexec_command(RANKS, "-m", "tests.helpers.programs.torch_lost_ranks", str(results))
     with (results / "output").open("w") as output:
@@ -43,7 +43,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Call]]:
 def test_calls_raise_in_time(calls: list[dict[str, Call]], name: str) -> None:
     for of_rank in calls:
         call = of_rank[name]
-        # Of an error of another thread autograd passes on the text.
+        # Autograd passes on the text of another thread's error.
         assert ("RuntimeError" if name == "training" else "CollectiveTimeoutError") in call.errors, call
         assert f"rank {RANKS - 1}" in call.text, call
         assert call.seconds < TIMEOUT_S + SLACK_S, call

@@ -1,4 +1,4 @@
-"""A program that imports nothing of mpicomm names the backend, which PyTorch finds by the package's entry point."""
+"""A program that does not import mpicomm names the backend, and PyTorch finds it by the package's entry point."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ dist.destroy_process_group()
     not any(each.value.startswith("torch.") for each in entry_points(group=GROUP)),
     reason="this PyTorch has no entry points of backends: a program imports mpicomm.torch",
 )
-def test_a_program_names_the_backend_alone(tmp_path: Path) -> None:
-    # The metadata that an installation of this checkout has, also where another one, or none, is installed.
+def test_a_program_names_only_the_backend(tmp_path: Path) -> None:
+    # The metadata that an installation of this checkout has, also if another one, or none, is installed.
     (entry,) = re.findall(rf'^\[project\.entry-points\."{GROUP}"\]\n(.+)$', (ROOT / "pyproject.toml").read_text(), re.M)
     metadata = tmp_path / "mpicomm-0.dist-info"
     metadata.mkdir()

@@ -28,7 +28,7 @@ DEVICES = {"cpu": ON_HOST, "cuda": {}} if torch.cuda.is_available() else {"cpu":
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("nprocs", [2, 4])
-def test_ranks_compute_what_one_rank_computes(nprocs: int, device: str, tmp_path: Path) -> None:
+def test_ranks_compute_the_results_of_one_rank(nprocs: int, device: str, tmp_path: Path) -> None:
     pictures = {mode: tmp_path / f"{mode}.svg" for mode in AVERAGES}
     given = [
         (TRAIN, "--mode", mode, "--epochs=3", "--check", f"--plot={picture}") for mode, picture in pictures.items()
@@ -49,13 +49,13 @@ def test_ranks_compute_what_one_rank_computes(nprocs: int, device: str, tmp_path
 
 
 def errors_of(result: subprocess.CompletedProcess[str], device: str) -> str:
-    """Return what a job says on stderr; not the warning that ranks share a GPU, which tests let them do."""
+    """Return a job's output on stderr, without the warning that ranks share a GPU, which tests let them do."""
     lines = result.stderr.splitlines()
     return "\n".join(line for line in lines if device == "cpu" or "share" not in line)
 
 
-def test_results_that_differ_from_those_of_one_rank_are_found(tmp_path: Path) -> None:
-    """Gradients that are not averaged, and at the end layers whose parts are not added."""
+def test_results_that_differ_from_one_ranks_results_are_found(tmp_path: Path) -> None:
+    """Gradients without an average, and at the end layers without the sum of their parts."""
     source, given = TRAIN.read_text(), []
     for mode, line in AVERAGES.items():
         assert source.count(line) == 1

@@ -1,4 +1,4 @@
-"""The script that measures the host's time in calls checks what they leave, and writes a table of scripts/results."""
+"""The script that measures the host's time in calls checks their results, and writes a table of scripts/results."""
 
 from __future__ import annotations
 

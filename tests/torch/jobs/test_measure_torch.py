@@ -1,4 +1,4 @@
-"""The script that measures PyTorch's backends writes what scripts/results/tables.py makes tables of."""
+"""The script that measures PyTorch's backends writes the data for scripts/results/tables.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays of calls that vary show what a call has left undone, or done elsewhere."""
+"""The arrays of calls that vary show a call that does nothing, or works in another place."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_fault_in_one_call_of_one_rank_is_found_there(fault: str) -> None:
     assert clean == 0 and faulty > 0
 
 
-def test_ranks_draw_the_same_sizes_at_places_of_their_own() -> None:
+def test_ranks_draw_the_same_sizes_at_different_places() -> None:
     first, second = pools_of("alltoallv", OUT_OF_PLACE)
     assert [case.block for case in first.cases] == [case.block for case in second.cases]
     assert len({tuple(case.sent()[0]) for case in first.cases}) == CALLS
@@ -72,7 +72,7 @@ def test_ranks_draw_the_same_sizes_at_places_of_their_own() -> None:
     assert all(start + nbytes <= after for (start, nbytes), (after, _) in pairwise(addresses))
 
 
-def test_sums_in_place_are_not_those_of_a_second_call() -> None:
+def test_sums_in_place_of_a_second_call_are_found() -> None:
     ranks = pools_of("allreduce", IN_PLACE)
     assert not ranks[0].repeatable and pools_of("bcast", IN_PLACE)[0].repeatable
     for again in (False, True):

@@ -46,7 +46,7 @@ def _devices(config: pytest.Config) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where the tensors of the test are: PyTorch makes them there unless the test names a device."""
+    """The device of the test's tensors: PyTorch makes them there unless the test names a device."""
     if request.param not in _devices(request.config):
         pytest.skip("not every rank has a GPU")
     index = "" if request.param == "cpu" else f":{torch.cuda.current_device()}"

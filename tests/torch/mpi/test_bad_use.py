@@ -1,4 +1,4 @@
-"""Bad use raises what users of gloo and NCCL expect, with what to do, on every rank, and the group goes on."""
+"""Bad use raises the errors that users of gloo and NCCL expect, with the way out, on every rank; the group goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.inputs.torch_cases import Op
 
 @dataclass(frozen=True)
 class Misuse:
-    """A bad call, as a function of the number of ranks; what PyTorch's backends raise, and what mpicomm says."""
+    """A bad call, as a function of the number of ranks; the error of PyTorch's backends, and the text of mpicomm."""
 
     call: Callable[[int], object]
     error: type[Exception]
@@ -174,7 +174,7 @@ def _gather_into(outputs: list[torch.Tensor]) -> object:
 
 
 def _all_from_me(rows: int) -> list[int]:
-    """Return splits with which a rank receives all rows from itself."""
+    """Return splits that let a rank receive all rows from itself."""
     splits = [0] * dist.get_world_size()
     splits[dist.get_rank()] = rows
     return splits
@@ -205,11 +205,11 @@ def test_bad_use(name: str) -> None:
     assert len(set(MPI.COMM_WORLD.allgather(type(raised.value).__name__))) == 1
 
 
-def test_a_rank_alone_that_passes_another_type_is_heard_by_all(world: dist.ProcessGroup) -> None:
+def test_one_rank_that_passes_another_type_is_heard_by_all(world: dist.ProcessGroup) -> None:
     group = dist.new_group()
     if dist.get_world_size() > 1:
         dtype = torch.float64 if dist.get_rank() == 0 else torch.float32
         with pytest.raises(MpicommError, match="float64"):
             dist.all_reduce(torch.ones(70_000, dtype=dtype), group=group)
-            communicator(group).check()  # for a GPU, where the call does not wait for its kernel
+            communicator(group).check()  # for a GPU, because the call does not wait for its kernel there
     dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Callbacks of futures: what they get, and where the calls that they make come among those of the program."""
+"""Callbacks of futures: their arguments, and the order of their calls among the calls of the program."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_calls_of_a_callback_come_before_the_next_call_of_the_program(world:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.host_alone
-def test_the_calls_of_a_callback_come_after_those_that_are_begun_before(world: dist.ProcessGroup) -> None:
+def test_the_calls_of_a_callback_come_after_calls_begun_before(world: dist.ProcessGroup) -> None:
     """The future is complete when the last rank asks for it, and not yet on the others."""
     case = Case(world)
     tensors = [case.own(3, salt=salt) for salt in range(6)]

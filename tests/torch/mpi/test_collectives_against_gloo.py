@@ -1,4 +1,4 @@
-"""Each collective gives what it has to give by its definition, for every element type, and what gloo gives."""
+"""Each collective gives the results of its definition, for every element type, and the results of gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.inputs.torch_cases import FLOATS8, MOVABLE, REDUCIBLE, Case, 
 
 Tensors = list[torch.Tensor]
 Results = tuple[Tensors, Tensors]
-"""The tensors that a call has given, and what they have to be."""
+"""The tensors that a call has given, and the right tensors."""
 
 
 def broadcast(case: Case) -> Results:
@@ -71,7 +71,7 @@ def gather(case: Case) -> Results:
 
 
 def gather_single(case: Case) -> Results:
-    """As `torch.distributed.gather_single` asks for it, which is later than 2.14."""
+    """The call of `torch.distributed.gather_single`, which versions up to 2.14 lack."""
     got, expected = [], []
     for root in range(case.size):
         options = dist.GatherOptions()
@@ -240,7 +240,7 @@ FOR_BITS = (Op.BAND, Op.BOR, Op.BXOR)
 
 
 def ops_of(dtype: torch.dtype) -> tuple[Op, ...]:
-    if dtype in FLOATS8:  # what is exact in two or three bits
+    if dtype in FLOATS8:  # values that are exact in two or three bits
         return (Op.MIN, Op.MAX, Op.SUM) if dtype is torch.float8_e4m3fn else (Op.MIN, Op.MAX)
     if dtype.is_complex:
         return (Op.SUM, Op.AVG)
@@ -267,7 +267,7 @@ def require_close(got: Tensors, expected: Tensors) -> None:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_reductions(world: dist.ProcessGroup, gloo: dist.ProcessGroup, reduction: Reduction) -> None:
     for dtype, op in calls_on(torch.get_default_device()):
-        # The quotient of a complex and a real number has other last bits where both are divided as complex ones.
+        # The quotient of a complex and a real number has other last bits if both are divided as complex numbers.
         require = require_close if dtype.is_complex and op == Op.AVG else require_same
         for async_op in (False, True):
             require(*reduction(Case(world, dtype, async_op), op))

@@ -1,4 +1,4 @@
-"""Functions that PyTorch compiles give what they give uncompiled."""
+"""Functions that PyTorch compiles give the results of uncompiled functions."""
 
 from __future__ import annotations
 

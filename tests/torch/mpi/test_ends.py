@@ -84,7 +84,7 @@ def test_a_group_may_be_destroyed_while_a_rank_waits_in_a_call(world: dist.Proce
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_callback_may_destroy_the_group(world: dist.ProcessGroup, is_late: bool) -> None:
-    """The future is complete when the last rank adds the callback, and not yet on the others where it is late."""
+    """The last rank adds the callback to a complete future. If it is late, the futures of the others are incomplete."""
     group = dist.new_group()
     case = Case(group)
     tensors = [case.own(3, salt=salt) for salt in range(3)]

@@ -15,7 +15,7 @@ STEPS = 3
 
 
 def trained(state: object, *, hook: bool = True, builtin: dist.BuiltinCommHookType | None = None) -> torch.Tensor:
-    """Return the parameters after some steps, in which the ranks see different data."""
+    """Return the parameters after some steps; the ranks see different data."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))
     model = DistributedDataParallel(network, bucket_cap_mb=0.05)  # several buckets, and others after the first step
@@ -32,7 +32,7 @@ def trained(state: object, *, hook: bool = True, builtin: dist.BuiltinCommHookTy
     return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
 
 
-def test_the_hook_gives_what_ddp_gives(world: dist.ProcessGroup) -> None:
+def test_the_hook_gives_the_parameters_of_ddp(world: dist.ProcessGroup) -> None:
     # DDP divides before the sum, and the hook after it, so the results differ in rounding.
     torch.testing.assert_close(trained(None), trained(None, hook=False), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(trained(AllreduceState(world)), trained(None), rtol=0, atol=0)

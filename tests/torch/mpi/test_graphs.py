@@ -1,4 +1,4 @@
-"""CUDA graphs of PyTorch hold calls: each replay carries them out again, on what is in the tensors then."""
+"""CUDA graphs of PyTorch hold calls: each replay carries them out again, on the tensors' new content."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 @dataclass
 class Captured:
-    """A call between fixed tensors, and what has to come of what the ranks give."""
+    """A call between fixed tensors, and the right results of the ranks' data."""
 
     name: str
     rows: int
-    """Of the output, for each row of the input; a negative number divides."""
+    """The rows of the output for each row of the input; a negative number divides."""
     call: Callable[[torch.Tensor, torch.Tensor, bool], object]
     expected: Callable[[list[torch.Tensor], Case], torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""Groups of some ranks: how they are made, what they carry, and what is left of them."""
+"""Groups of some ranks: how they begin, their calls, and their ends."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_all_groups_of_some_ranks(world: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.host_alone
-def test_a_group_made_by_its_ranks_alone(world: dist.ProcessGroup) -> None:
+def test_a_group_made_only_by_its_ranks(world: dist.ProcessGroup) -> None:
     mine = [rank for rank in range(dist.get_world_size()) if rank % 2 == dist.get_rank() % 2]
     group = dist.new_group(mine, use_local_synchronization=True)
     require_works(group)

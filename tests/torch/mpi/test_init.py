@@ -1,4 +1,4 @@
-"""init_process_group with all that can say rank and size: MPI alone, the environment, a store; and its end."""
+"""init_process_group with all sources of rank and size: only MPI, the environment, a store; and its end."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def set_environment(patch: pytest.MonkeyPatch, rank: int, size: int) -> None:
         patch.setenv(name, str(value))
 
 
-def test_mpi_alone() -> None:
+def test_only_mpi() -> None:
     dist.init_process_group("mpicomm")
     require_works()
 
@@ -100,7 +100,7 @@ def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     require_works()
 
 
-def test_another_order_of_ranks_than_that_of_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_order_of_ranks_than_mpis(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = OTHER_ORDER[WORLD.rank]
     set_environment(monkeypatch, rank, WORLD.size)
     dist.init_process_group("mpicomm", timeout=LIMIT)
@@ -128,7 +128,7 @@ def test_the_url_of_a_file(shared_path: Path) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_size_other_than_that_of_mpi_is_named() -> None:
+def test_a_size_other_than_mpis_is_named() -> None:
     text = f"torch.distributed has 1 ranks, but MPI has {WORLD.size}: start the program with mpirun -np 1"
     with raises_everywhere(WORLD, InvalidUsageError, match=text):
         dist.init_process_group("mpicomm", store=dist.HashStore(), rank=0, world_size=1, timeout=LIMIT)

@@ -1,4 +1,4 @@
-"""Messages, objects and functional collectives give what gloo gives."""
+"""Messages, objects and functional collectives give the results of gloo."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_functional_collectives_that_gloo_lacks(world: dist.ProcessGroup) -> Non
     given = case.own(2 * case.size, 3)
     everyone = case.all(2 * case.size, 3)
     total = reduced(everyone, Op.SUM)
-    splits = [(case.rank + peer) % 3 for peer in range(case.size)]  # what a rank sends and receives
+    splits = [(case.rank + peer) % 3 for peer in range(case.size)]  # the tensors that a rank sends and receives
     uneven = case.own(sum(splits))
     cut = [case.of(rank, sum((rank + peer) % 3 for peer in range(case.size))) for rank in range(case.size)]
     parts = [each.split([(rank + peer) % 3 for peer in range(case.size)]) for rank, each in enumerate(cut)]

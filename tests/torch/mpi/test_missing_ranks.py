@@ -43,7 +43,7 @@ def test_a_rank_that_never_calls_is_named_in_time(world: dist.ProcessGroup, name
     group = impatient()
     if dist.get_rank() != culprit:
         start = time.monotonic()
-        # A future passes on the text of an error alone.
+        # A future passes on only the text of an error.
         expected = RuntimeError if name == "future" else CollectiveTimeoutError
         with pytest.raises(expected, match=f"rank {culprit} did not arrive within 0.3 s") as raised:
             CALLS[name](group)

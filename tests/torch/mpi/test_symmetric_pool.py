@@ -67,7 +67,7 @@ def test_empty_tensors_have_no_elements(pool: SymmetricPool) -> None:
     assert pool.allocate((0, 3), torch.float32).shape == (0, 3)
 
 
-def test_a_group_lends_symmetric_memory_on_gpus_alone(world: dist.ProcessGroup) -> None:
+def test_a_group_lends_symmetric_memory_only_on_gpus(world: dist.ProcessGroup) -> None:
     assert not world.supports_tensor_alloc(torch.device("cpu"))
     tensor = world.allocate_tensor(6, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert (tensor.shape, tensor.dtype) == ((6,), torch.bfloat16)

@@ -34,7 +34,7 @@ def test_shapes(world: dist.ProcessGroup, shape: tuple[int, ...]) -> None:
 
 
 def test_splits_of_nothing(world: dist.ProcessGroup) -> None:
-    """The first rank alone sends, to the last alone."""
+    """Only the first rank sends, and only to the last one."""
     case = Case(world)
     last = case.size - 1
     sent = [3 if (case.rank, peer) == (0, last) else 0 for peer in range(case.size)]
@@ -91,7 +91,7 @@ def test_channels_last_on_one_side(world: dist.ProcessGroup, given_order: torch.
 
 
 def test_lists_of_channels_last(world: dist.ProcessGroup) -> None:
-    """The tensor beside the list has the memory order of channels_last, too, or alone."""
+    """The tensor beside the list has the memory order of channels_last; the list has it, too, or not."""
     case = Case(world)
     shape, everyone = (2, 3, 4, 5), case.all(2, 3, 4, 5)
     total = reduced(everyone, Op.SUM)
@@ -128,7 +128,7 @@ def test_lists_of_tensors_in_any_order_of_memory(world: dist.ProcessGroup) -> No
 
 
 def test_lists_with_views_of_the_other_sign(world: dist.ProcessGroup) -> None:
-    """They follow each other in memory, where their numbers have the other sign."""
+    """They follow each other in memory, which holds the numbers with the other sign."""
     case = Case(world)
     memory = case.empty(case.size)
     outputs = [torch._neg_view(memory[rank : rank + 1]) for rank in range(case.size)]
@@ -263,7 +263,7 @@ def test_sums_of_multiples(world: dist.ProcessGroup, dtype: torch.dtype) -> None
     listed = case.empty(4)
     dist.reduce_scatter(listed, [case.own(4)] * case.size, op, async_op=True).wait()
     require_same([given, scattered, listed], [expected] * 3)
-    require_same([rows], [case.own(4).repeat(case.size)])  # what is only sent stays
+    require_same([rows], [case.own(4).repeat(case.size)])  # tensors that are only sent stay
     require_same([at_root], [expected if case.rank == 0 else case.own(4)])
 
 
@@ -276,7 +276,7 @@ def test_sums_of_multiples_by_a_tensor(world: dist.ProcessGroup) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [10, 200_000])
-def test_sums_that_round_are_near_those_of_gloo_and_the_same_on_all_ranks(
+def test_sums_that_round_are_near_gloos_and_the_same_on_all_ranks(
     world: dist.ProcessGroup, gloo: dist.ProcessGroup, dtype: torch.dtype, count: int
 ) -> None:
     random = torch.Generator("cpu").manual_seed(dist.get_rank())

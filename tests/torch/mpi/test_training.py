@@ -1,4 +1,4 @@
-"""Training on several ranks gives what one rank gives that has all the data."""
+"""Training on several ranks gives the parameters of one rank that has all the data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    # On a GPU the steps of many tensors at once, "foreach", refuse a model of which only some tensors are DTensors.
+    # On a GPU the steps of many tensors at once, "foreach", refuse a model with DTensors and other tensors.
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
 
 
@@ -67,7 +67,7 @@ def trained_by_one_rank() -> list[torch.Tensor]:
 
 
 def require_trained(parameters: Sequence[torch.Tensor]) -> None:
-    """Assert that the parameters are those that one rank comes to."""
+    """Assert that the parameters are equal to the parameters of one rank."""
     for mine, right in zip(parameters, trained_by_one_rank(), strict=True):
         whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
         torch.testing.assert_close(whole.detach(), right, **TOLERANCE)

@@ -1,4 +1,4 @@
-"""Works and futures of asynchronous calls: when they are complete, what they hold, and how errors reach them."""
+"""Works and futures of asynchronous calls: their completion, their values and their errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_work_is_complete_when_the_last_rank_has_come(world: dist.ProcessGroup
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_call_may_have_a_timeout_of_its_own(world: dist.ProcessGroup) -> None:
+def test_a_call_may_have_its_own_timeout(world: dist.ProcessGroup) -> None:
     case = Case(world)
     begin(case.own(4)).wait()
     options = dist.AllreduceOptions()

@@ -29,7 +29,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 1))
 
 
-def require_trained_by_those_that_are_left(model: nn.Module, size: int, *, divide_by_all: bool) -> None:
+def require_trained_by_the_ranks_that_are_left(model: nn.Module, size: int, *, divide_by_all: bool) -> None:
     alone = network()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
     for step in range(1 + 2 * (size - 1)):
@@ -52,7 +52,7 @@ def test_ranks_that_run_out_of_data(world: dist.ProcessGroup, options: dict[str,
             optimizer.zero_grad()
             model(batch).pow(2).mean().backward()
             optimizer.step()
-    require_trained_by_those_that_are_left(model, dist.get_world_size(), divide_by_all=divide_by_all)
+    require_trained_by_the_ranks_that_are_left(model, dist.get_world_size(), divide_by_all=divide_by_all)
 
 
 def test_ranks_that_run_out_of_data_with_the_hook(world: dist.ProcessGroup) -> None:
@@ -64,12 +64,12 @@ def test_ranks_that_run_out_of_data_with_the_hook(world: dist.ProcessGroup) -> N
             optimizer.zero_grad()
             model(batch).pow(2).mean().backward()
             optimizer.step()
-    require_trained_by_those_that_are_left(model, dist.get_world_size(), divide_by_all=True)  # as the hook divides
+    require_trained_by_the_ranks_that_are_left(model, dist.get_world_size(), divide_by_all=True)  # as the hook divides
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("is_over", [False, True])
-def test_a_work_behind_a_tensor_to_wait_for(world: dist.ProcessGroup, is_over: bool) -> None:
+def test_a_tensor_waits_for_its_work(world: dist.ProcessGroup, is_over: bool) -> None:
     case = Case(world)
     dist.all_reduce(case.own(4))  # on a GPU all ranks set up memory at the first call
     tensor = case.own(4)

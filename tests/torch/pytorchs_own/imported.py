@@ -1,8 +1,8 @@
 """PyTorch's own tests of ``torch.distributed``, from its wheel, as a class whose tests call the backend ``mpicomm``.
 
 PyTorch's decorators compare the name of the backend when Python imports them, and some tests want ``gloo``, ``mpi`` or,
-on GPUs, ``nccl``. So this imports PyTorch's file as for each of them, takes from each what it does not skip, and names
-``mpicomm`` to the tests afterwards.
+on GPUs, ``nccl``. So this module imports PyTorch's file for each of them, and takes the tests that are not skipped.
+Afterwards it names ``mpicomm`` to the tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpicomm.waiting import wait_until
 
 
 class _Name(str):
-    """The name of the backend as the tests compare it: they do what they do with the backend ``alike``."""
+    """The name of the backend as the tests compare it: they treat it as the backend ``alike``."""
 
     alike = "gloo"
     __hash__ = str.__hash__
@@ -50,12 +50,12 @@ def _needs_gpus(count: int, **_: Any) -> Callable[[_Test], _Test]:
 
 
 def _gpus_of_ranks(size: int, _: str) -> dict[int, list[int]]:
-    """Return the GPU of each rank, in a list. Ranks share a GPU where there are too few."""
+    """Return the GPU of each rank, in a list. Ranks share a GPU if there are too few."""
     return {rank: [rank % torch.cuda.device_count()] for rank in range(size)}
 
 
 def _shared(device: Any) -> Any:
-    """Return the GPU that the rank of that number has; anything that is no number of a GPU as it is."""
+    """Return the GPU of the rank of that number; other values come back unchanged."""
     if isinstance(device, torch.device) and device.index is not None:
         return torch.device(device.type, _shared(device.index))
     return device % torch.cuda.device_count() if isinstance(device, int) else device
@@ -125,7 +125,7 @@ def name_method(init_method: str) -> None:
 
 
 class DistributedTests(common_utils.TestCase, _MODULES[0].DistributedTest._DistTestBase):  # type: ignore[misc]
-    """The tests, each a method."""
+    """The tests as methods."""
 
     __test__ = False  # pytest calls the methods from a test of ours
 
@@ -136,7 +136,7 @@ class DistributedTests(common_utils.TestCase, _MODULES[0].DistributedTest._DistT
         self.world_size = ranks.size
 
     def _barrier(self, wait_for: int | None = None, timeout: float = 10) -> None:
-        # PyTorch's own looks ten times a second into files.
+        # PyTorch's barrier looks ten times a second into files.
         assert wait_until(self._ranks.Ibarrier().Test, timeout), "a rank did not come to the test's barrier"
 
 
@@ -158,4 +158,4 @@ for _module in _MODULES[1:]:
             setattr(DistributedTests, _name, _test)
 
 RUNNABLE = [name for name in ALL if not _is_skipped(getattr(DistributedTests, name))]
-"""The names of the tests that PyTorch does not keep from a backend with the calls of these, here."""
+"""The names of the tests that PyTorch runs here for backends like ``mpicomm``."""

@@ -1,7 +1,7 @@
 """PyTorch's own tests of ``torch.distributed`` with the backend ``mpicomm``.
 
 They need 3 ranks, because they make groups of the ranks 1 and 2; some run on exactly 4. On GPUs, which the ranks may
-share, those with tensors of GPUs run, too.
+share, tests with tensors of GPUs run, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         (folder / name).mkdir(parents=True, exist_ok=True)
     for variable, value in {"TEMP_DIR": folder, "WORLD_SIZE": ranks.size, "BACKEND": BACKEND}.items():
         monkeypatch.setenv(variable, str(value))
-    # PyTorch gives groups half an hour where a test names no time.
+    # PyTorch gives groups half an hour if a test names no time.
     monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", _TIMEOUT)
     name_method(f"file://{folder}/again")
     dist.init_process_group(
@@ -51,7 +51,7 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.mark.parametrize("name", [name for name in RUNNABLE if name not in SKIPPED])
 def test_of_pytorch(name: str, ranks: MPI.Intracomm) -> None:
-    """Those that PyTorch keeps for other backends, or for GPUs, are not among them."""
+    """Tests that PyTorch keeps for other backends, or for GPUs, are not among them."""
     common_utils.set_rng_seed()
     tests = DistributedTests(name, ranks)
     with shared_gpus():

@@ -1,4 +1,4 @@
-"""What a process writes about itself, as another process reads it."""
+"""The page that a process writes about itself, as another process reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mpicomm.activity import layout
-from mpicomm.activity.page import CommunicatorRow, Member, begin_mpis, page
+from mpicomm.activity.page import CommunicatorRow, Heading, Member, begin_mpis, page
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, read_activity
 from mpicomm.collectives.operations import OPERATIONS
@@ -21,7 +21,7 @@ ALONE = [Member("host", 1, 0)]
 
 def opened(processes: list[Member], rank: int = 0) -> CommunicatorRow:
     row = CommunicatorRow()
-    row.open(rank, processes, [rank], "cpu")
+    row.open(Heading(rank, processes, [rank], "cpu"))
     return row
 
 
@@ -32,7 +32,7 @@ def read() -> Activity:
 
 
 def of(name: str) -> RankCalls:
-    """The communicator of that name, of which there is one."""
+    """The only communicator of that name."""
     (found,) = [calls for calls in read().communicators if calls.name == name]
     return found
 
@@ -74,8 +74,9 @@ def test_communicators_of_the_same_ranks_have_different_names_and_keys() -> None
 
 def test_a_communicator_has_the_same_key_in_all_processes() -> None:
     program = (
-        "from mpicomm.activity.page import Member, Row; from mpicomm.activity.reading import read_activity; import os;"
-        "row = Row(); row.open(1, [Member('a', 1, 45), Member('b', 1, 46)], [1], 'cpu');"
+        "from mpicomm.activity.page import CommunicatorRow, Heading, Member;"
+        "from mpicomm.activity.reading import read_activity; import os;"
+        "row = CommunicatorRow(); row.open(Heading(1, [Member('a', 1, 45), Member('b', 1, 46)], [1], 'cpu'));"
         "print(read_activity(os.getpid()).communicators[0].key)"
     )
     other = subprocess.run(

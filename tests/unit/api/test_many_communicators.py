@@ -1,4 +1,4 @@
-"""Communicators free MPI's communicators, of which an MPI has room for some thousands."""
+"""Communicators free MPI's communicators, because an MPI has room for only some thousands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDS = 10 * ROOM
 
 @pytest.fixture
 def little_room() -> Iterator[None]:
-    """Take the room of MPI's communicators but for a few, because to fill all of it by mpicomm's takes long."""
+    """Take nearly all room of MPI's communicators, because mpicomm's take long to fill it."""
     held: list[MPI.Intracomm] = []
     with suppress(MPI.Exception):
         held.extend(MPI.COMM_SELF.Dup() for _ in range(MORE_THAN_THERE_IS_ROOM_FOR))
@@ -40,7 +40,7 @@ def test_communicators_of_mpi_are_given_back() -> None:
 
 
 @pytest.mark.usefixtures("little_room")
-def test_children_that_fail_leave_no_communicator_behind() -> None:
+def test_children_that_fail_free_their_communicators() -> None:
     with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm, comm.Dup() as child:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(placement.Placement, "create_backend", raising(OSError))

@@ -1,4 +1,4 @@
-"""The collective methods of a Communicator have mpi4py's arguments, in mpi4py's order, and those of mpicomm by name."""
+"""The collective methods of a Communicator have mpi4py's arguments, in mpi4py's order, and mpicomm's by name."""
 
 from __future__ import annotations
 

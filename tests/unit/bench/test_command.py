@@ -56,7 +56,7 @@ def test_all_is_well(tmp_path: Path) -> None:
 
 
 def test_every_collective_runs(tmp_path: Path) -> None:
-    # One job for all: starting Python takes most of the time of each.
+    # One job for all, because the start of Python takes most of the time of a run.
     driver = tmp_path / "driver.py"
     driver.write_text(
         "import sys\nfrom mpicomm.bench import __main__ as bench\nfrom mpicomm.bench.operations import OPERATIONS\n"
@@ -246,7 +246,7 @@ if RANK == 1:
         assert job.stdout.count("rank 1: RuntimeError: planted") == 1
 
 
-def test_time_is_that_of_one_call_of_the_slowest_rank(tmp_path: Path) -> None:
+def test_time_is_one_call_of_the_slowest_rank(tmp_path: Path) -> None:
     code = """
 import time
 allreduce = mpicomm.Communicator.Allreduce

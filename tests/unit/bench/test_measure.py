@@ -149,7 +149,7 @@ def test_wrong_elements_of_any_way_are_counted(comm: mpicomm.Communicator) -> No
         *((name, True, True) for name in ("one_shot", "two_shot", "chain", "copy_engine")),
     ],
 )
-def test_all_bits_are_compared_of_what_reduces_in_rank_order(
+def test_all_bits_are_compared_if_a_call_reduces_in_rank_order(
     algorithm: str, on_host: bool, on_gpus: bool, comm: mpicomm.Communicator
 ) -> None:
     gpu: Any = SimpleNamespace(stream="a stream")

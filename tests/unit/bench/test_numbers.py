@@ -35,7 +35,7 @@ def case(name: str, *, rank: int = 0, size: int = 4, block: int = 12, in_place: 
         ("sendrecv", 1),
     ],
 )
-def test_bandwidths_are_those_of_nccl_tests(name: str, factor: float) -> None:
+def test_bandwidths_are_defined_as_in_nccl_tests(name: str, factor: float) -> None:
     operation = OPERATIONS[name]
     (block,) = blocks_of(operation, [1 << 30], FLOAT, 4)
     one = case(name, block=block)
@@ -44,7 +44,7 @@ def test_bandwidths_are_those_of_nccl_tests(name: str, factor: float) -> None:
     assert one.busbw_gb_s(4200.0) == pytest.approx(factor * (1 << 30) / 4200e-6 / 1e9)
 
 
-def test_bandwidths_of_calls_that_vary_are_those_of_their_mean_size() -> None:
+def test_bandwidths_of_calls_that_vary_count_their_mean_size() -> None:
     one = case("allreduce", block=1000)
     assert dataclasses.replace(one, share=0.75).busbw_gb_s(10.0) == pytest.approx(0.75 * one.busbw_gb_s(10.0))
 
@@ -61,7 +61,7 @@ def test_sizes_with_the_same_block_are_measured_once() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_what_alltoallv_sends_is_what_is_received(size: int) -> None:
+def test_alltoallv_sends_and_receives_equally_much(size: int) -> None:
     cases = [case("alltoallv", rank=rank, size=size, block=8 * size) for rank in range(size)]
     table = np.array([one.sent()[0] for one in cases])
     assert (table == table.T).all()

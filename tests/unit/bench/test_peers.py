@@ -21,7 +21,7 @@ def major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return major
 
 
-def test_packages_are_those_of_the_cuda_in_use(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_fit_the_cuda_in_use(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_library, "_path", lambda: "libnccl-of-nowhere.so")
     nccl_library.load.cache_clear()
     for module in (nccl_library, nccl_symmetric):

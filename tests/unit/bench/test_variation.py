@@ -28,6 +28,6 @@ def test_a_class_of_few_sizes_gives_all_variations_once() -> None:
 
 
 @pytest.mark.parametrize("largest", [1, 2, 7, 8])
-def test_the_share_is_that_of_all_sizes(largest: int) -> None:
+def test_the_share_counts_all_sizes(largest: int) -> None:
     blocks = {one.block for one in draw(largest, 10_000)}
     assert mean_share(largest) == pytest.approx(sum(blocks) / len(blocks) / largest)

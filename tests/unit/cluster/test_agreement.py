@@ -41,7 +41,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 # ---- exchange, on one rank
 
 
-def test_exchange_returns_what_every_rank_produced(group: Group) -> None:
+def test_exchange_returns_the_results_of_every_rank(group: Group) -> None:
     assert group.exchange("step", lambda: ["anything"]) == [["anything"]]
     assert group.exchange("step", lambda: None) == [None]
 
@@ -78,7 +78,7 @@ def test_other_errors_become_handle_errors_that_name_their_class(group: Group, e
     assert failure.value.__cause__ is error
 
 
-def test_an_interrupt_is_left_alone(group: Group) -> None:
+def test_an_interrupt_is_passed_on(group: Group) -> None:
     with pytest.raises(KeyboardInterrupt):
         group.exchange("step", raising(KeyboardInterrupt()))
 
@@ -126,7 +126,7 @@ def test_groups_know_their_place() -> None:
 
 
 def judge(*outcomes: _Outcome) -> MpicommError | None:
-    """Return the error that ranks 0, 2, 5 and 7 of a communicator make of their outcomes."""
+    """Return the error of ranks 0, 2, 5 and 7 of a communicator for their outcomes."""
     return Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._judge(list(outcomes))
 
 
@@ -141,7 +141,7 @@ def test_different_steps_are_a_peer_error_that_names_who_said_what() -> None:
     assert error.ranks == (0, 2, 5, 7)
 
 
-def test_one_failing_rank_is_named_without_the_step_where_an_argument_is_wrong() -> None:
+def test_one_failing_rank_is_named_without_the_step_if_an_argument_is_wrong() -> None:
     error = judge(_Outcome("open"), _Outcome("open"), _Outcome("open", error=InvalidUsageError("no")), _Outcome("open"))
     assert type(error) is InvalidUsageError
     assert str(error) == "rank 5: no"
@@ -156,7 +156,7 @@ def test_ranks_that_failed_alike_are_named_together() -> None:
     assert set(error.ranks) == {0, 2, 5, 7}
 
 
-def test_the_class_is_that_of_the_lowest_rank_that_failed() -> None:
+def test_the_lowest_rank_that_failed_decides_the_class() -> None:
     error = judge(
         _Outcome("open"),
         _Outcome("open", error=CollectiveTimeoutError("late")),
@@ -171,7 +171,7 @@ def test_the_class_is_that_of_the_lowest_rank_that_failed() -> None:
 # ---- the rest
 
 
-def test_hostid_decides_what_a_node_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostid_defines_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOMM_HOSTID", "left")
     left = node_key()
     monkeypatch.setenv("MPICOMM_HOSTID", "right")
@@ -190,7 +190,7 @@ def test_without_hostid_a_node_is_a_boot_and_a_network_namespace(monkeypatch: py
     assert str(Path("/proc/self/ns/net").readlink()) in node_key()
 
 
-def test_a_duplicate_is_a_communicator_of_its_own() -> None:
+def test_a_duplicate_is_another_communicator() -> None:
     copy = duplicate(MPI.COMM_SELF, "step", 60.0)
     assert MPI.Comm.Compare(copy, MPI.COMM_SELF) == MPI.CONGRUENT
     copy.Free()

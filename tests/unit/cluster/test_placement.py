@@ -76,10 +76,10 @@ def test_devices_of_the_usual_cases(visible: list[list[bytes]], ordinals: list[i
         ([[A, B, C, D]] * 3, [b""] * 3, [3, 2, 1], [3, 2, 1]),  # in another order
         ([[A, B]] * 3, [b""] * 3, [0, 0, 0], [0, 1, 0]),  # a launcher that gives all the same number
         ([[A]] * 2, [b""] * 2, [0, 1], [0, 0]),
-        # Each rank sees its own device first: there its number does not count.
+        # Each rank sees its own device first, so the number of the device does not count.
         ([[A, B, C, D], [B, C, D, A], [C, D, A, B]], [b""] * 3, [0, 1, 2], [0, 0, 0]),
         ([[A, B, C, D]] * 2, [C, A], [0, 1], [2, 0]),
-        ([[A, B]] * 2, [B, B], [0, 1], [1, 1]),  # a rank keeps its device, where its arrays are
+        ([[A, B]] * 2, [B, B], [0, 1], [1, 1]),  # a rank keeps the device of its arrays
         ([[A, B]] * 3, [b"", A, b""], [0, 1, 2], [1, 0, 0]),
         ([[A, B]] * 2, [D, b""], [0, 1], [0, 1]),  # a device that the rank does not see
     ],
@@ -163,7 +163,7 @@ def test_a_rank_gets_its_device(
     assert (found.nodes, found.local_rank, found.here.timeout_s) == ([[0]], 0, 5.0)
 
 
-def test_a_rank_keeps_what_auto_has_given_it_but_not_what_it_has_asked_for(
+def test_auto_keeps_its_device_but_not_a_device_that_was_asked_for(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     show(monkeypatch, A, B)
@@ -279,9 +279,11 @@ def test_a_subset_keeps_who_is_where(keys: list[str], data: st.DataObject) -> No
     assert part.nodes[part.node_index] == part.node_ranks
     assert part.node_ranks[part.local_rank] == part.rank
     assert {ranks[index] for index in part.node_ranks} == set(whole.node_ranks) & set(ranks)
+    others = whole.subset(ranks[::-1]), whole.subset(ranks)  # what is kept belongs to its own ranks and their order
+    assert [[each.pid for each in other.places] for other in others] == [ranks[::-1], ranks]
 
 
-def test_chosen_handles_are_kept_with_what_was_rejected() -> None:
+def test_chosen_handles_are_kept_with_the_rejected_ones() -> None:
     asked = Placement([place("left"), place("right")], 1)
     chosen = asked.with_handles([("ipc", {}), ("fd", {"ipc": "not here"})])
     assert [each.handle for each in chosen.places] == ["ipc", "fd"]

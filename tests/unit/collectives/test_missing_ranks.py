@@ -1,4 +1,4 @@
-"""The error where ranks take different ways, because they pass counts on both sides of a switch point."""
+"""The error of ranks that take different ways, because they pass counts on both sides of a switch point."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_alltoall(size: int, in_place: bool, data: st.DataObject) -> None:
 
 
 def told(size: int, count: int, data: st.DataObject) -> tuple[list[Memory], list[Span], int]:
-    """Return the memories and buffers of ranks, who expect what is in the buffer of a root, and that."""
+    """Return the memories and buffers of ranks that expect the content of a root's buffer, and that content."""
     root = data.draw(st.integers(0, size - 1))
     memories = ranks(size)
     buffers = [memory.buffer(count, "x") for memory in memories]

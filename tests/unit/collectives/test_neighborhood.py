@@ -1,4 +1,4 @@
-"""Which block of a rank is which block of its neighbour, and a call of neighbours as an all-to-all between ranks."""
+"""The blocks of a rank and of its neighbours that match, and calls of neighbours as all-to-alls between ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_mpis_that_do_not_cross_match_in_order() -> None:
     assert matched(grid([2], [True], crossed=False)) == {(a, n): (1 - a, n) for a in (0, 1) for n in (0, 1)}
 
 
-def test_nobody_gets_the_blocks_beyond_the_edge() -> None:
+def test_no_rank_gets_the_blocks_beyond_the_edge() -> None:
     assert matched(grid([3], [False])) == {(0, 1): (1, 0), (1, 0): (0, 1), (1, 1): (2, 0), (2, 0): (1, 1)}
     assert matched(grid([1], [False])) == {}
 
@@ -84,7 +84,7 @@ def test_each_edge_of_a_graph_is_one_match(edges_and_size: tuple[list[tuple[int,
     neighbors = graph(edges, size)
     found = matched(neighbors)
     assert Counter((a, b) for (b, _), (a, _) in found.items()) == Counter(edges)
-    for a, b in itertools.product(range(size), repeat=2):  # of several edges the first of one rank is the other's first
+    for a, b in itertools.product(range(size), repeat=2):  # the first of several edges of one rank is the other's first
         sent = [block for (to, _), (of, block) in sorted(found.items()) if (of, to) == (a, b)]
         assert sent == sorted(sent)
 
@@ -130,7 +130,7 @@ def values(rank: int, block: int, count: int) -> list[int]:
 def expected_of(
     neighbors: Sequence[Neighborhood], counts: dict[tuple[int, int], int], *, same: bool
 ) -> dict[int, list[list[int]]]:
-    """What each block of each rank holds after a call; ``counts`` are those of the blocks that are received."""
+    """The content of each block of each rank after a call; ``counts`` are the counts of received blocks."""
     pairs = matched(neighbors)
     return {
         rank: [
@@ -206,7 +206,7 @@ def test_blocks_of_any_counts_and_places(topology: str, operation: str) -> None:
             count = sent[rank, block]
             content[outdegree - 1 - block, :count] = values(rank, 0 if same else block, count)
         send, receive = OnDevice(content), OnDevice(np.full((indegree, 4), OLD, np.int32))
-        # An all-gather sends one block: its only one, or none to nobody.
+        # An all-gather sends its only block, or nothing if there are no neighbours.
         given = [OnDevice(content[-1]), rank % 4] if same else argument(send, [sent[rank, b] for b in range(outdegree)])
         arrays.append(receive)
         parts.append(
@@ -223,7 +223,7 @@ def call(operation: str, buffers: Sequence[Any], neighbors: Neighborhood) -> Cal
     return Part.of(operation, buffers, 0, 4, neighbors).call
 
 
-def test_blocks_stay_where_they_are_if_those_for_each_rank_are_one_run() -> None:
+def test_blocks_stay_in_place_if_the_blocks_for_each_rank_are_one_run() -> None:
     apart, often = Neighborhood((1, 2), (1, 2)), Neighborhood((1, 1), (1, 1))
     both = OnDevice(np.zeros(6)), OnDevice(np.zeros(6))
     assert call("Neighbor_alltoall", both, apart).packed is None
@@ -303,7 +303,7 @@ def test_two_ranks_that_disagree_on_blocks_of_the_same_bytes_notice() -> None:
             exchange(parts)
 
 
-def test_neighbours_may_have_types_of_their_own() -> None:
+def test_neighbours_may_have_different_types() -> None:
     """Each pair of ranks agrees on bytes; a rank without data may pass any buffer."""
     neighbors = graph([(0, 1), (1, 0)], 3)
     got = [OnDevice(np.zeros(2, np.int64)), OnDevice(np.zeros(4, np.float32)), OnDevice(np.zeros(0, np.int8))]
@@ -317,8 +317,8 @@ def test_neighbours_may_have_types_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("index", "edges", "text"),
     [
-        ([1, 1], [1], "rank 1 1 times as a neighbour of rank 0, and rank 0 0 times as one of rank 1"),
-        ([2, 3], [1, 1, 0], "rank 1 2 times as a neighbour of rank 0, and rank 0 1 times as one of rank 1"),
+        ([1, 1], [1], "rank 1 1 times as a neighbour of rank 0, and rank 0 0 times as a neighbour of rank 1"),
+        ([2, 3], [1, 1, 0], "rank 1 2 times as a neighbour of rank 0, and rank 0 1 times as a neighbour of rank 1"),
     ],
 )
 def test_a_graph_whose_neighbours_do_not_match_is_refused(index: list[int], edges: list[int], text: str) -> None:

@@ -1,4 +1,4 @@
-"""Shards of a span, and buffers that are missing. What patterns do: test_movement_patterns, test_reduction_patterns."""
+"""Shards of a span, and buffers that are missing. Patterns: test_movement_patterns, test_reduction_patterns."""
 
 from __future__ import annotations
 

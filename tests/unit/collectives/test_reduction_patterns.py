@@ -67,7 +67,7 @@ def test_ring_allreduce(size: int, in_place: bool) -> None:
 
 
 def require_ring(steps: Sequence[Sequence[Exchange]], count: int) -> None:
-    """Each rank sends to the next alone, and all together the least that an all-reduce can."""
+    """Each rank sends only to the next one, and all together send the least that an all-reduce can."""
     size = len(steps)
     assert {len(exchanges) for exchanges in steps} == {2 * (size - 1)}
     total = 0

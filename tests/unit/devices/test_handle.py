@@ -50,7 +50,7 @@ def test_every_handle_survives_the_round_trip(kind: Kind, data: st.DataObject) -
     assert MemoryHandle.unpack(packet) == handle
 
 
-def test_the_crafted_packets_are_good_but_for_what_a_test_changes() -> None:
+def test_the_crafted_packets_are_good_until_a_test_changes_them() -> None:
     assert MemoryHandle.unpack(sealed()) == MemoryHandle("memfd", bytes(16), b"", 4096, 0, 4096)
 
 

@@ -88,7 +88,7 @@ def test_a_part_of_a_memmap_is_adopted(backend: HostBackend, tmp_path: Path) -> 
         assert (whole[2001:] == -1).all()
 
 
-def test_the_file_behind_a_memmap_has_what_a_peer_wrote(backend: HostBackend, tmp_path: Path) -> None:
+def test_the_file_of_a_memmap_has_the_writes_of_a_peer(backend: HostBackend, tmp_path: Path) -> None:
     np.zeros(100, np.uint8).tofile(tmp_path / "file")
     local = np.memmap(tmp_path / "file", np.uint8, "r+", 10, (20,))
     with opened(backend, backend.adopt(local)) as peer:
@@ -127,7 +127,7 @@ def refused_because(backend: HostBackend, local: npt.NDArray[Any]) -> str:
 
 def test_private_memory_is_refused_with_the_way_out(backend: HostBackend, tmp_path: Path) -> None:
     way_out = "allocate it with comm.empty(), or place it in multiprocessing.shared_memory or a writable numpy.memmap"
-    for nbytes in (1, 1 << 24):  # on the heap, and in a mapping of its own
+    for nbytes in (1, 1 << 24):  # on the heap, and in a separate mapping
         assert way_out in refused_because(backend, np.zeros(nbytes, np.uint8))
     for mode in ("c", "r"):
         with in_file(tmp_path, 0, "int32", mode) as local:

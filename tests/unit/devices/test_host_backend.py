@@ -17,7 +17,7 @@ from mpicomm.errors import InvalidUsageError
 
 
 class DlpackProducer:
-    """An array that offers DLPack alone, as tensors of other libraries do."""
+    """An array that offers only DLPack, as tensors of other libraries do."""
 
     def __init__(self, content: Any, error: Exception | None = None) -> None:
         self.content = content

@@ -68,14 +68,14 @@ def test_a_thread_that_has_ended_does_not_count(streams: ThreadsOfStreams) -> No
     assert not streams.of(OTHER).are_several
 
 
-def test_each_thread_may_have_a_stream_of_its_own(streams: ThreadsOfStreams) -> None:
+def test_each_thread_may_have_its_own_stream(streams: ThreadsOfStreams) -> None:
     streams.note(OTHER)
     with Lasting() as thread:
         thread(lambda: streams.note(OTHER + 1))
     assert not streams.of(OTHER).are_several and not streams.of(OTHER + 1).are_several
 
 
-def test_threads_with_streams_of_their_own_share_the_device_while_they_live(streams: ThreadsOfStreams) -> None:
+def test_threads_with_their_own_streams_share_the_device_while_they_live(streams: ThreadsOfStreams) -> None:
     streams.note(OTHER)
     assert not streams.are_several
     with Lasting() as thread:
@@ -119,7 +119,7 @@ def test_a_stream_that_captures_is_known_after_the_capture() -> None:
             captures = False
 
 
-def test_another_thread_enqueues_what_is_owed_before_its_own_work(streams: ThreadsOfStreams) -> None:
+def test_another_thread_enqueues_owed_work_before_its_own(streams: ThreadsOfStreams) -> None:
     enqueued: list[Any] = []
     streams.note(OTHER)
     threads = streams.of(OTHER)
@@ -137,7 +137,7 @@ def test_another_thread_enqueues_what_is_owed_before_its_own_work(streams: Threa
     assert not threads.forgive()
 
 
-def test_a_thread_alone_enqueues_late_what_it_owes_or_not_at_all(streams: ThreadsOfStreams) -> None:
+def test_a_single_thread_enqueues_owed_work_late_or_not_at_all(streams: ThreadsOfStreams) -> None:
     enqueued: list[Any] = []
     streams.note(OTHER)
     threads = streams.of(OTHER)
@@ -174,7 +174,7 @@ def test_neither_thread_goes_on_while_the_other_one_enqueues() -> None:
 
     def enqueue() -> None:
         other.start()
-        other.join(0.2)  # it would be through
+        other.join(0.2)  # it would have passed
         enqueued.append("copy")
 
     threads.owe(enqueue)
@@ -184,7 +184,7 @@ def test_neither_thread_goes_on_while_the_other_one_enqueues() -> None:
 
 
 def test_a_thread_that_comes_between_the_look_and_the_debt_is_seen() -> None:
-    """Another thread comes just before the first one says what it owes: this one enqueues it before it goes on."""
+    """Another thread comes just before the first thread notes its debt. The first thread then enqueues it at once."""
     enqueued: list[str] = []
 
     class Late(StreamThreads):

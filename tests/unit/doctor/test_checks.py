@@ -1,4 +1,4 @@
-"""Each check of the doctor on facts that are made: what it finds, and what it leaves alone."""
+"""Each check of the doctor on invented facts: it finds faults, and is silent about other facts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPUS = (VisibleGpu("aa", "NVIDIA H200"), VisibleGpu("bb", "NVIDIA H200"))
 
 
 def healthy(**changed: Any) -> list[RankFacts]:
-    """Two ranks of one machine with two GPUs, on which nothing is wrong, but for what is ``changed`` on both."""
+    """Two ranks of one machine with two GPUs, without any fault except the facts that are ``changed`` on both."""
     base = RankFacts(
         boot_id="boot",
         kernel="6.8.0",
@@ -50,7 +50,7 @@ def using(*memories: MemoryFacts, **changed: Any) -> list[RankFacts]:
 
 
 def other_namespace(*names: str) -> dict[str, str]:
-    """The namespaces of a healthy rank, but for those of these names."""
+    """The namespaces of a healthy rank, except the namespaces of these names."""
     return {**healthy()[0].namespaces, **dict.fromkeys(names, "other")}
 
 
@@ -154,7 +154,7 @@ def test_a_fault_is_found(job: list[RankFacts], name: str, said: str) -> None:
         healthy(driver=False, gpus=(), driver_cuda=None, cupy=()),  # a machine without GPUs
         healthy(cupy=("cupy-cuda12x",)),  # an older CUDA than the driver's
         healthy(cupy=("cupy",)),
-        healthy(kernel="5.15.153.1-microsoft-standard-WSL2"),  # where memory opens all the same
+        healthy(kernel="5.15.153.1-microsoft-standard-WSL2"),  # although memory opens
         healthy(locked_limit=8 << 20),  # without anything that needs locked memory
         healthy(launch=JobLaunch("Slurm", 0, 1)),  # mpiexec in a job step of Slurm that has one task
         healthy(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}),
@@ -177,7 +177,7 @@ def test_what_is_no_fault_is_not_found(job: list[RankFacts]) -> None:
 @pytest.mark.parametrize(
     "job", [using(*STAGED, gpus=CONSUMER), [replace(one, memory=REFUSED[one.rank]) for one in HIDDEN]]
 )
-def test_refused_memory_is_no_second_fault_where_a_fault_explains_it(job: list[RankFacts]) -> None:
+def test_refused_memory_is_no_second_fault_if_a_fault_explains_it(job: list[RankFacts]) -> None:
     assert "memory" not in found(job)
 
 

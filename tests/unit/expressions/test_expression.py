@@ -1,4 +1,4 @@
-"""Which expressions are read, what they mean on NumPy arrays, and which are refused with which way out."""
+"""Expressions that are read, with their meaning on NumPy arrays, and expressions that are refused with a way out."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from mpicomm.collectives.exchange import Exchange
 from tests.helpers.references.exchange_simulator import DTYPE, ranks, run
 
 
-def test_simulator_finds_what_is_wrong() -> None:
-    """The tests above can fail: of an exchange that is not what it should be, the simulator says so."""
+def test_simulator_finds_faults() -> None:
+    """The tests of patterns can fail: the simulator finds exchanges that are wrong."""
     memories = ranks(2)
     buffers = [memory.buffer(3, "x") for memory in memories]
     nothing = Exchange(DTYPE, (None, None), (None, None))
@@ -19,4 +19,4 @@ def test_simulator_finds_what_is_wrong() -> None:
     with pytest.raises(AssertionError, match="different numbers"):
         run(memories, [[nothing], []])
     with pytest.raises(AssertionError):
-        run(memories, [[sends], [Exchange(DTYPE, (None, None), (buffers[1], None))]])  # nobody expects x0@0 there
+        run(memories, [[sends], [Exchange(DTYPE, (None, None), (buffers[1], None))]])  # no rank expects x0@0 there

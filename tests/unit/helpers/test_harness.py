@@ -1,4 +1,4 @@
-"""The harness of tests/mpi, on small test files of which ranks fail, hang or die."""
+"""The harness of tests/mpi, on small test files whose ranks fail, hang or die."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--timeout=20"]
         return subprocess.run(
             [*command, *arguments, str(tmp_path / "test_it.py")],
-            # Where `tests` can be imported from.
+            # Python imports `tests` from here.
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""The summary of `scripts/test`, from what pytest says of small test files."""
+"""The summary of `scripts/test`, from pytest's reports about small test files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def summary(directory: Path, *names: str, program: str = "0\t7\t-\ta program\n")
     return result.returncode, result.stdout.splitlines()
 
 
-def test_what_passed_and_what_did_not_run(tmp_path: Path) -> None:
+def test_the_summary_counts_tests_that_passed_and_tests_that_did_not_run(tmp_path: Path) -> None:
     assert summary(tmp_path, "good", "partly skipped", "skipped", "skipped file") == (
         0,
         [

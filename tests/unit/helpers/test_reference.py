@@ -112,7 +112,7 @@ def test_narrow_floats_are_rounded_once() -> None:
     assert reduce_values("sum", (256, 1, 1), np.dtype(ml_dtypes.bfloat16)) == 258
     assert reduce_values("sum", (16, 1, 1), np.dtype(ml_dtypes.float8_e4m3fn)) == 18
     assert reduce_values("sum", (8, 1, 1), np.dtype(ml_dtypes.float8_e5m2)) == 10
-    # 70000 is more than float16 can hold, but not what is left of it.
+    # 70000 is more than float16 can hold, but its half is not.
     assert reduce_values("sum", (60000, 10000, -30000), np.dtype("f2")) == 40000
     assert reduce_values("sum", (60000, 10000), np.dtype("f2")) == np.inf
 

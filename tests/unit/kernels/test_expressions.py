@@ -45,7 +45,7 @@ extern "C" void {name}(const dtype::{dtype}* x, const dtype::{dtype}* y, dtype::
 
 
 def every_function() -> list[str]:
-    """Each operator and function alone."""
+    """Each operator and function by itself."""
     labels = {function.label for function in OPERATORS.values()} - {"~"}
     texts = [f"a {label} b" for label in sorted(labels)] + ["-a", "~a", "a ** 7", "a ** -3", "a and b", "a or b"]
     texts += ["not a", "a if b else 1", "where(a == b, a, b)", "a < b == True", "a * 18446744073709551615"]
@@ -99,7 +99,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def operand(dtype: np.dtype[Any], rng: np.random.Generator) -> np.ndarray[Any, Any]:
     if dtype.kind != "c":
         return samples(dtype, COUNT, rng)
-    # Whose products are exact, because NumPy fuses products and sums of complex numbers where the processor can.
+    # Values with exact products, because NumPy fuses products and sums of complex numbers if the processor can.
     return (rng.integers(-4, 5, COUNT) + 1j * rng.integers(-4, 5, COUNT)).astype(dtype)
 
 

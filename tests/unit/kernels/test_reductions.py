@@ -90,7 +90,7 @@ def test_every_number_of_a_narrow_format_is_known(library: ctypes.CDLL, dtype: s
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_rounds_to_a_narrow_format_as_ml_dtypes_does(library: ctypes.CDLL, dtype: str) -> None:
-    # All that the upper 20 bits can be, which hold every tie, with what lies right below and above each.
+    # All values of the upper 20 bits, which hold every tie, with the values right below and above each.
     upper = np.arange(1 << 20, dtype=np.uint32) << 12
     values = np.concatenate([upper, upper | 1, upper | 0xFFF]).view(np.float32)
     out = np.empty(values.size, dtype_named(dtype))

@@ -23,7 +23,8 @@ if MPI.COMM_WORLD.rank == 0:
     else:
         atexit.register(at_the_end)
 import mpicomm
-from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.message_rigs import take_for_gpu
 child = mpicomm.Communicator(MPI.COMM_WORLD, device="cpu", timeout_s=1.5).Dup()
 device = take_for_gpu(child)
 sent = DeviceArray(device, np.arange(100_000))

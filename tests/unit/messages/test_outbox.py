@@ -1,4 +1,4 @@
-"""The places of messages in the outbox do not overlap, and all are released, in whatever order receivers are done."""
+"""The places of messages in the outbox do not overlap, and all are released, in any order of the receivers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_line_that_is_used_again_waits_for_its_next_message(box: Outbox) -> No
 
 
 class LateDevice(ThreadDevice):
-    """A device whose copies read memory when the host has asked ``late`` times whether they are over."""
+    """A device whose copies read memory after the host has asked ``late`` times whether they are over."""
 
     late = 0
 
@@ -144,7 +144,7 @@ def test_a_place_that_is_put_back_serves_the_next_message(box: Outbox) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1, 5])
-def test_a_loop_of_many_lengths_takes_no_more_than_what_is_in_flight(no_leaks: None, late: int) -> None:
+def test_a_loop_of_many_lengths_takes_no_more_than_the_messages_in_flight(no_leaks: None, late: int) -> None:
     """The receivers copy each message when ``late`` more are sent. Two rounds of messages are of one length."""
     double = ThreadDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
     box = Outbox(cast(MessageDevice, double), SECRET)

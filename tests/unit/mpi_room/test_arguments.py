@@ -15,10 +15,10 @@ from mpi4py import MPI
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse, parse_vector
 
-# mpi4py on this process alone: a graph of one rank with n edges to itself has calls with n blocks.
+# mpi4py on only this process: a graph of one rank with n edges to itself has calls with n blocks.
 SELF = MPI.COMM_SELF
 MOST = 512  # bytes of a block, at most
-OUTSIDE = 200  # every byte around a buffer; those in it are below 128
+OUTSIDE = 200  # every byte around a buffer; bytes in it are below 128
 NOTHING = 255
 
 
@@ -43,7 +43,7 @@ class Place:
         self.guarded = kind not in ("scalar", "bytes", "bytearray", "array.array", "dates", "strings", "struct", "none")
         length = {"fortran": length // 2 * 2, "strided": length + 3}.get(kind, length)
         element = np.dtype(dtype)
-        # Not by slices: where they are empty NumPy puts them at the start of the memory.
+        # Not by slices: if they are empty, NumPy puts them at the start of the memory.
         inner: Any = np.ndarray(length * element.itemsize, np.uint8, self.memory, 1024)
         inner[:] = np.arange(inner.size) % 128
         flat: Any = np.ndarray(length, element, self.memory, 1024)
@@ -127,7 +127,7 @@ def kind_of(error: Exception) -> type[Exception]:
 
 
 def of_mpi4py(call: Callable[[Any, list[Any]], object], spec: Any, n: int) -> Outcome:
-    """What mpi4py sends: the bytes of every block, or the kind of its error."""
+    """Return the bytes of every block that mpi4py sends, or the kind of its error."""
     out = np.full(n * MOST, NOTHING, np.uint8)
     try:
         call(spec, [out, [MOST] * n, [rank * MOST for rank in range(n)], MPI.BYTE])
@@ -158,7 +158,7 @@ def compare(
     except InvalidUsageError as error:
         ours = ValueError
         if not place.guarded and ("asked for" in str(error) or "the buffer is None" in str(error)):
-            return  # mpi4py does not look, and MPI would read what is not there
+            return  # mpi4py does not look, and MPI would read beyond the array
     theirs = of_mpi4py(call, spec, n)
     if isinstance(theirs, list) and any(OUTSIDE in block for block in theirs):
         theirs = ValueError  # the deviation: beyond the ends of the buffer
@@ -167,7 +167,7 @@ def compare(
 
 @settings(max_examples=500, deadline=None)
 @given(places, forms(simple_counts, datatypes))
-def test_simple_forms_are_those_of_mpi4py(place: Place, form: Callable[[Any], Any]) -> None:
+def test_simple_forms_equal_mpi4pys(place: Place, form: Callable[[Any], Any]) -> None:
     compare(
         lambda spec: parse(spec, writable=False, name="sendbuf"),
         lambda spec, out: SELF.Sendrecv(spec, 0, 0, [out[0], MPI.BYTE], 0, 0),
@@ -179,7 +179,7 @@ def test_simple_forms_are_those_of_mpi4py(place: Place, form: Callable[[Any], An
 
 @settings(max_examples=500, deadline=None)
 @given(st.integers(1, 4), places, forms(simple_counts, datatypes))
-def test_block_forms_are_those_of_mpi4py(n: int, place: Place, form: Callable[[Any], Any]) -> None:
+def test_block_forms_equal_mpi4pys(n: int, place: Place, form: Callable[[Any], Any]) -> None:
     compare(
         lambda spec: parse(spec, blocks=n, writable=False, name="sendbuf"),
         lambda spec, out: loops(n).Neighbor_alltoall(spec, [out[0], MOST, MPI.BYTE]),
@@ -191,7 +191,7 @@ def test_block_forms_are_those_of_mpi4py(n: int, place: Place, form: Callable[[A
 
 @settings(max_examples=700, deadline=None)
 @given(st.data(), st.integers(1, 4), places)
-def test_vector_forms_are_those_of_mpi4py(data: st.DataObject, n: int, place: Place) -> None:
+def test_vector_forms_equal_mpi4pys(data: st.DataObject, n: int, place: Place) -> None:
     form = data.draw(forms(vector_counts(n), datatypes))
     compare(
         lambda spec: parse_vector(spec, size=n, writable=False, name="sendbuf"),
@@ -210,7 +210,7 @@ def test_received_data_lands_where_mpi4py_puts_it(data: st.DataObject, n: int, d
     try:
         operand = parse_vector(form(ours.object), size=n, writable=True, name="recvbuf")
     except (TypeError, InvalidUsageError):
-        return  # errors are compared where data is sent
+        return  # another test compares errors
     assert operand.dtype is not None and operand.counts is not None
     sizes = [count * operand.dtype.itemsize for count in operand.counts]
     message = (np.arange(sum(sizes)) % 100 + 128).astype(np.uint8)
@@ -348,12 +348,12 @@ def test_wrong_kinds_are_type_errors(spec: Any, text: str) -> None:
         parse(spec, writable=False, name="sendbuf")
 
 
-def test_derived_datatype_is_for_mpi_alone() -> None:
+def test_derived_datatype_is_only_for_mpi() -> None:
     a = np.zeros(12, "i4")
     operand = parse([a, column()], writable=False, name="sendbuf")
     assert operand.dtype is None and operand.mpi_type == column() and operand.count == 4
     assert parse([a, (2, 1), column()], writable=False, name="sendbuf").pointer == a.ctypes.data + 12
-    # Where the elements of one column lie nobody but MPI knows: slices with a stride of rows are used in this way.
+    # Only MPI knows the places of the elements of one column: programs use slices with a stride of rows in this way.
     assert parse([a[:1], 1, column()], writable=False, name="sendbuf").count == 1
     with pytest.raises(InvalidUsageError, match="40 bytes are no multiple of the 12 bytes"):
         parse([a[:10], column()], writable=False, name="sendbuf")
@@ -372,7 +372,7 @@ def test_datatype_without_extent_needs_a_count() -> None:
         flat.Free()
 
 
-def test_bottom_is_for_mpi_alone() -> None:
+def test_bottom_is_only_for_mpi() -> None:
     operand = parse([MPI.BOTTOM, 3, MPI.INT], writable=True, name="recvbuf")
     assert operand.dtype is None and operand.mpi_type == MPI.INT and operand.count == 3
     assert parse_vector([MPI.BOTTOM, [3, 4], MPI.INT], size=2, writable=True, name="recvbuf").dtype is None

@@ -26,7 +26,7 @@ def test_types_that_mpi_does_not_know(name: str) -> None:
 
 
 class CudaArray:
-    """What a CUDA library hands out; its memory is never touched, so any address will do."""
+    """An array of a CUDA library; no call touches its memory, so any address will do."""
 
     def __init__(self, shape: tuple[int, ...], typestr: str = "<f4", **changes: Any) -> None:
         fake_driver.own_range(0x7000_0000, 1 << 20)
@@ -98,7 +98,7 @@ def test_empty_cuda_array_may_lie_nowhere(strides: tuple[int, int] | None) -> No
 
 
 class DlpackArray:
-    """An array that speaks DLPack alone and says it is on some device."""
+    """An array that speaks only DLPack and names some device."""
 
     def __init__(self, array: np.ndarray[Any, Any], device: tuple[int, int], dtype: Any = None) -> None:
         self.array = array

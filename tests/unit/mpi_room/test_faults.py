@@ -1,4 +1,4 @@
-"""Errors that are of mpicomm's class and of the class that mpi4py raises."""
+"""Errors with mpicomm's class and with the class that mpi4py raises."""
 
 from __future__ import annotations
 

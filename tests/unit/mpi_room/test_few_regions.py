@@ -100,7 +100,7 @@ def test_blocks_that_touch_are_one_run() -> None:
     assert _regions(MPI.FLOAT.Create_indexed_block(1, [0, 1, 8, 9, 11, 12])) == (region(0, ([0, 32, 44],), 8),)
 
 
-def test_blocks_of_many_lengths_are_cut_to_one_length_where_they_are_short() -> None:
+def test_blocks_of_many_lengths_are_cut_to_one_length_if_they_are_short() -> None:
     short = MPI.DOUBLE.Create_indexed([1, 3, 2], [0, 3, 9])
     assert _regions(short) == (region(0, ([0, 24, 32, 40, 72, 80],), 8),)
     long = MPI.DOUBLE.Create_indexed([100, 301, 200], [0, 300, 900])

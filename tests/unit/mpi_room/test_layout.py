@@ -25,7 +25,7 @@ _KINDS = ("dup", "contiguous", "vector", "hvector", "indexed", "block", "hblock"
 
 @st.composite
 def _datatypes(draw: st.DrawFn, depth: int) -> MPI.Datatype:
-    """Draw a datatype of which no two elements overlap, so that it can be unpacked."""
+    """Draw a datatype whose elements do not overlap, so that it can be unpacked."""
     if depth == 0 or draw(st.integers(0, 4)) == 0:
         return draw(st.sampled_from(_NAMED)).Dup()
     base = draw(_datatypes(depth - 1))
@@ -130,12 +130,12 @@ def test_regions_that_are_alike_join_only_at_equal_distances_in_packed_memory() 
             assert sorted(places(joined(regions))) == sorted(places(regions))
 
 
-def test_runs_that_touch_in_memory_alone_stay_two_runs() -> None:
+def test_runs_that_touch_only_in_memory_stay_two_runs() -> None:
     runs = [Region(0, (), 4, 0), Region(4, (), 4, 8)]
     assert places(joined(runs)) == places(runs)
 
 
-def test_a_loop_goes_on_only_where_it_does_in_packed_memory() -> None:
+def test_a_loop_goes_on_only_if_it_does_in_packed_memory() -> None:
     loop = region(0, ((3, 8),), 4, 0, (20,))
     for packed in (60, 64):
         regions = [loop, Region(24, (), 4, packed)]
@@ -210,7 +210,7 @@ def test_a_layout_is_made_once_and_goes_with_its_datatype() -> None:
 @pytest.mark.parametrize("order", [MPI.ORDER_C, MPI.ORDER_FORTRAN])
 @pytest.mark.parametrize("element", [MPI.INT16_T, MPI.SHORT_INT], ids=["numbers", "pairs"])
 def test_distributed_arrays_are_packed_as_mpi_does(order: int, element: MPI.Datatype) -> None:
-    """MPI alone has their rules, and the elements of a pair have a gap."""
+    """Only MPI has their rules, and the elements of a pair have a gap."""
     spread = [MPI.DISTRIBUTE_CYCLIC, MPI.DISTRIBUTE_BLOCK, MPI.DISTRIBUTE_NONE]
     for rank in range(4):
         array = element.Create_darray(4, rank, [7, 6, 3], spread, [2, 3, MPI.DISTRIBUTE_DFLT_DARG], [2, 2, 1], order)

@@ -1,4 +1,4 @@
-"""Where the memory of buffer arguments lies: its address decides, not its class."""
+"""The address of a buffer argument decides whether its memory is on a GPU; the argument's class does not."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_counts_beside_an_address_reach_to_the_end_of_its_allocation(
 
 def test_elements_with_gaps_reach_to_the_end_of_the_allocation_of_an_address(memory: npt.NDArray[np.uint8]) -> None:
     gaps = MPI.FLOAT.Create_vector(1, 1, 1).Create_resized(0, 16).Commit()
-    bare = MPI.memory.fromaddress(memory.ctypes.data, 16 * 4)  # the bytes of the elements alone
+    bare = MPI.memory.fromaddress(memory.ctypes.data, 16 * 4)  # only the bytes of the elements
     derived = parse([bare, 16, gaps], writable=True, name="buf").derived
     assert derived is not None and [each.address for each in derived] == [memory.ctypes.data]
     with pytest.raises(InvalidUsageError, match="reach from byte 0 to byte 260 of a buffer of 256 bytes"):
@@ -165,7 +165,7 @@ def test_a_dlpack_object_is_exported_once_and_let_go() -> None:
         operand = parse([exporter, 6], writable=False, name="sendbuf")
         assert exporter.exports == 1
         received = np.zeros(6)
-        MPI.COMM_SELF.Sendrecv(operand.spec, 0, 0, received, 0, 0)  # MPI reads what was exported
+        MPI.COMM_SELF.Sendrecv(operand.spec, 0, 0, received, 0, 0)  # MPI reads the exported memory
         assert exporter.exports == 1 and received.tolist() == list(range(6))
         del operand
         gone = weakref.ref(exporter)

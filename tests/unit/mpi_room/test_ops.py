@@ -26,7 +26,7 @@ def test_names_of_mpi_operations(name: str) -> None:
 
 
 @pytest.mark.parametrize("op", [MPI.MAXLOC, MPI.MINLOC, MPI.REPLACE, MPI.NO_OP, MPI.OP_NULL])
-def test_operations_for_mpi_alone_have_no_name(op: MPI.Op) -> None:
+def test_operations_only_for_mpi_have_no_name(op: MPI.Op) -> None:
     assert op_name(op) is None
 
 

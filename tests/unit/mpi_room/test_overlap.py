@@ -21,7 +21,7 @@ def operand_of(spec: Any, size: int | None = None) -> Operand:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_overlap_is_that_of_the_elements(data: st.DataObject) -> None:
+def test_only_elements_overlap(data: st.DataObject) -> None:
     a = np.zeros(12, "i4")
     touched, operands = [], []
     for _ in range(2):

@@ -38,7 +38,7 @@ def own(number: int = 0, error: Exception | None = None) -> tuple[DeferredWork, 
 
 
 class Mixture:
-    """Requests of all kinds, and what completes each of them."""
+    """Requests of all kinds, and a function that completes each of them."""
 
     def __init__(self) -> None:
         self.comm = MPI.Intracomm(MPI.COMM_SELF).Dup()

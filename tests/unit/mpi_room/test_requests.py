@@ -17,7 +17,7 @@ def complete(request: MPI.Request) -> None:
     """Wait for a request of MPI as MPI does, which does not know the work."""
     until = time.monotonic() + LONG_S
     while not MPI.Request.Testall([request]):
-        assert time.monotonic() < until, "nobody has completed the work"
+        assert time.monotonic() < until, "no thread has completed the work"
         time.sleep(0)
 
 
@@ -42,7 +42,7 @@ def done_after(looks: int) -> DeferredWork:
     return DeferredWork(lambda: next(left, None) is None, lambda: None)
 
 
-def test_work_is_completed_while_nobody_waits_for_it() -> None:
+def test_work_is_completed_without_a_wait() -> None:
     completer = Completer()
     for looks in (0, 1, 5):
         complete(completer.add(done_after(looks), nothing).request)
@@ -69,7 +69,7 @@ def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPa
         complete(completer.add(done_after(number % 3), nothing).request)
 
 
-def test_the_thread_that_ends_sees_what_was_added_before() -> None:
+def test_the_thread_that_ends_sees_work_added_before() -> None:
     """The interleaving that could lose work, step by step: it comes just before the thread ends."""
     completer = Completer()
     completer._running = True  # this thread plays the completer's
@@ -91,7 +91,7 @@ def test_there_is_one_thread_and_none_in_the_end() -> None:
     settle(lambda: completers() == 0)
 
 
-def test_the_thread_leaves_alone_what_another_one_drives() -> None:
+def test_the_thread_does_not_drive_the_work_of_another_one() -> None:
     asked: list[str] = []
 
     def ask() -> bool:

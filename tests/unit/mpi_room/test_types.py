@@ -43,7 +43,7 @@ def test_every_predefined_datatype(name: str) -> None:
 
 
 @pytest.mark.parametrize("datatype", [MPI.FLOAT, MPI.BYTE, MPI.PACKED, MPI.FLOAT_INT])
-def test_duplicate_is_what_it_duplicates(datatype: MPI.Datatype) -> None:
+def test_duplicate_equals_its_original(datatype: MPI.Datatype) -> None:
     once = datatype.Dup()
     twice = once.Dup()
     try:
@@ -70,7 +70,7 @@ def test_handle_of_a_freed_datatype_is_not_remembered() -> None:
 
 
 @pytest.mark.parametrize("code", [*"?bhilBHILfdgFDG", "S1", "U1"])
-def test_datatype_of_a_dtype_is_that_of_mpi4py(code: str) -> None:
+def test_datatype_of_a_dtype_equals_mpi4pys(code: str) -> None:
     dtype = np.dtype(code)
     datatype = types.mpi_datatype(dtype)
     expected = dtlib.from_numpy_dtype(dtype)
@@ -101,7 +101,7 @@ def test_types_of_ml_dtypes(name: str) -> None:
     dtype = np.dtype(getattr(ml_dtypes, name))
     assert types.is_covered(dtype) and types.is_plain(dtype)
     assert types.covered_dtype(name) == dtype
-    assert types.mpi_datatype(dtype) is None  # although the char of bfloat16 is that of a complex of two halves
+    assert types.mpi_datatype(dtype) is None  # although bfloat16 has the char of a complex of two halves
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3", "float8_e4m3fnuz", "int4", "uint2"])

@@ -106,7 +106,7 @@ def test_help_is_printed_once() -> None:
 
 
 class Part:
-    """A symmetric array of two ranks, of which rank 0 is here."""
+    """A symmetric array of two ranks; rank 0 is here."""
 
     def __init__(self, gpus: Any, shape: int, dtype: Any) -> None:
         self._parts = []

@@ -1,4 +1,4 @@
-"""``python -m mpicomm.p2p`` in one process: on GPUs that are simulated, and where there is none."""
+"""``python -m mpicomm.p2p`` in one process: on simulated GPUs, and without GPUs."""
 
 from __future__ import annotations
 

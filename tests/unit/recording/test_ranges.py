@@ -1,4 +1,4 @@
-"""NVTX ranges of calls, with a package nvtx that writes down what it is told."""
+"""NVTX ranges of calls, with a double of the package nvtx that writes down its calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_range_has_operation_bytes_and_algorithm(said: list[str]) -> None:
     recorder.discard()
 
 
-def test_the_package_is_needed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_is_needed_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvtx", None)
     with pytest.raises(InvalidUsageError, match=r'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install "mpicomm\['):
         Recorder(Recording("nvtx", stats=False), 0, reports=False)

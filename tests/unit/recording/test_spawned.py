@@ -1,4 +1,4 @@
-"""The traces of processes that MPI has spawned, whose ranks in MPI.COMM_WORLD are those of their parents, too."""
+"""The traces of processes that MPI has spawned. Their parents have the same ranks in their own MPI.COMM_WORLD."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ between.Disconnect()
 """
 
 
-def test_spawned_processes_have_traces_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_spawned_processes_have_their_own_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     job = run_job(1, str(program), MPICOMM_TRACE=f"{tmp_path}/trace-%r.json")
@@ -44,7 +44,7 @@ def test_spawned_processes_have_traces_of_their_own(tmp_path: Path, capsys: pyte
     by_communicator: dict[str, set[int]] = {}
     for call in calls:
         by_communicator.setdefault(call["args"]["comm"], set()).add(call["pid"])
-    # Each process alone in its own world, then both together.
+    # Each process in its own world, then both together.
     assert sorted(map(len, by_communicator.values())) == [1, 1, 2]
 
 

@@ -18,8 +18,8 @@ PROGRAMS = [
 
 def test_each_script_answers_help_and_writes_nothing(tmp_path: Path) -> None:
     assert len(COMMANDS) == 5 and len(PROGRAMS) > 15
-    jobs = [
-        subprocess.Popen(
+    jobs = {
+        command[-1]: subprocess.Popen(
             [*command, "--help"],
             cwd=tmp_path,
             env=environment(),
@@ -29,8 +29,8 @@ def test_each_script_answers_help_and_writes_nothing(tmp_path: Path) -> None:
             text=True,
         )
         for command in (*COMMANDS, *PROGRAMS)
-    ]
-    answers = {str(job.args[-2]): (*job.communicate(timeout=100), job.returncode) for job in jobs}  # type: ignore[index]
+    }
+    answers = {script: (*job.communicate(timeout=100), job.returncode) for script, job in jobs.items()}
     for script, (said, complaint, code) in answers.items():
         name = Path(script).relative_to(ROOT)
         assert (code, complaint) == (0, ""), script

@@ -1,4 +1,4 @@
-"""The published predictions are those of the model."""
+"""The published predictions are up to date with the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.jobs.mpiexec import ROOT, environment
 NAMES = ("scripts/results/predicted-8-h200.json", "scripts/results/predicted-against-runs-h100.json")
 
 
-def test_the_predictions_are_those_of_the_model(tmp_path: Path) -> None:
+def test_the_predictions_equal_the_models(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(
         [sys.executable, str(tmp_path / "scripts/measuring/predict.py")], env=environment(), check=True, timeout=60

@@ -1,4 +1,4 @@
-"""The tables of the READMEs are those that the JSON files give."""
+"""The tables of the READMEs are up to date with the JSON files."""
 
 from __future__ import annotations
 

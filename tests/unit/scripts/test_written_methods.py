@@ -1,4 +1,4 @@
-"""The collective methods of a Communicator are those that the script writes from the table of operations."""
+"""The collective methods of a Communicator are up to date with the table of operations."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_a_stranger_is_dropped_and_the_swap_goes_on(stranger: Stranger, dropped:
     assert dropped == ["dropped a stranger's message to the descriptor exchange"]
 
 
-def test_silent_strangers_delay_nobody(dropped: list[str]) -> None:
+def test_silent_strangers_delay_no_rank(dropped: list[str]) -> None:
     with listening(2) as exchanges, contextlib.ExitStack() as strangers:
         for _ in range(50):
             strangers.enter_context(connected(exchanges[0].address))

@@ -91,7 +91,7 @@ def test_a_segment_is_exported_once(backend: HostBackend) -> None:
         backend.export(segment)
 
 
-def test_an_interrupt_leaves_nothing_behind(backend: HostBackend) -> None:
+def test_an_interrupt_leaves_no_resources(backend: HostBackend) -> None:
     def export_and_open() -> object:
         own = backend.allocate("memfd", 1)
         handle, fd = backend.export(own)
@@ -122,7 +122,7 @@ def test_memory_is_unmapped_with_its_last_view(backend: HostBackend) -> None:
     assert mappings() == before
 
 
-def test_memory_that_is_not_available_is_refused_with_what_is(backend: HostBackend) -> None:
+def test_memory_that_is_not_available_is_refused_with_the_available_size(backend: HostBackend) -> None:
     with pytest.raises(HandleError, match=rf"cannot allocate {1 << 60} bytes .*: \d+ are available; make the array"):
         backend.allocate("memfd", 1 << 60)
     with pytest.raises(HandleError, match="are available"):
@@ -158,7 +158,7 @@ def test_a_handle_without_its_descriptor_is_refused(backend: HostBackend) -> Non
 # An access beyond the end of a file kills the process.
 @settings(deadline=None)
 @given(offset=st.integers(0, 4 * PAGE) | st.integers(0, 2**64 - 1), nbytes=st.integers(1, 4 * PAGE))
-def test_only_what_the_file_has_is_mapped(offset: int, nbytes: int) -> None:
+def test_only_the_files_bytes_are_mapped(offset: int, nbytes: int) -> None:
     content = np.random.default_rng(1).bytes(3 * PAGE)
     with memory(3 * PAGE) as fd:
         os.write(fd, content)

@@ -61,7 +61,7 @@ def test_times_are_of_one_clock_from_the_first_event_on(tmp_path: Path) -> None:
 
 def test_a_drift_between_two_readings_is_taken_out(tmp_path: Path) -> None:
     first = write(tmp_path, clock(0), call(0, 0, 1))
-    # The second clock has lost 100 us after a second, so at 500 ms it is 50 us behind.
+    # The second clock has lost 100 us after a second, so at 500 ms it has lost 50 us.
     second = write(
         tmp_path, clock(1), clock(1, 10**9, 100_000), call(1, 500_000, 500_100), call(1, 2 * 10**6, 2 * 10**6)
     )
@@ -95,7 +95,7 @@ def test_ranks_wait_for_the_last_one_as_long_as_they_are_in_the_call(
     events = merged(tmp_path, *paths)
     # The root of the broadcast, rank 0, has left long before rank 1 comes.
     assert waits(events) == {
-        ("Barrier", 0): (1, 100),  # of the third call; that of the first is below
+        ("Barrier", 0): (1, 100),  # of the third call; the wait of the first call is below
         ("Barrier", 1): (2, 80),
         ("Barrier", 2): (1, 90),
         ("Bcast", 0): (1, 10),
@@ -120,7 +120,7 @@ def test_a_nonblocking_call_waits_in_the_wait_for_its_request(tmp_path: Path) ->
     assert waits(merged(tmp_path, first, second)) == {("Wait", 0): (1, 45)}
 
 
-def test_the_work_on_devices_counts_where_all_ranks_have_it(tmp_path: Path) -> None:
+def test_the_work_on_devices_counts_if_all_ranks_have_it(tmp_path: Path) -> None:
     first = write(tmp_path, clock(0), call(0, 0, 5), call(0, 50, 95, track=1000, cat="device"))
     second = write(tmp_path, clock(1), call(1, 30, 35), call(1, 90, 95, track=1000, cat="device"))
     events = merged(tmp_path, first, second)

@@ -148,7 +148,7 @@ def test_bounds_are_sizes_that_were_measured() -> None:
     assert row.choices == ((0, "two_shot"), (2000, "one_shot"))
 
 
-def test_larger_sizes_keep_what_was_chosen_before_and_the_table_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_larger_sizes_keep_the_last_choice_and_the_table_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     before = table(tuning_row("Allreduce", 4, (KIB, "two_shot"), (8 * KIB, "copy_engine"), registered=True))
     times_us = {KIB: {"one_shot": 1.0, "two_shot": 2.0}, 4 * KIB: {"one_shot": 1.0, "two_shot": 2.0}}
     row, _ = sweep(allreduce(), allreduce().cases(list(times_us), 0, 4), played(times_us), before)
@@ -335,7 +335,7 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
     assert written.pop((kept.kind, 8)) == kept
     assert set(written) == {(Kind("Allreduce", registered), 2) for registered in (False, True)}
     for row in written.values():
-        # Larger sizes keep their algorithm. Symmetric arrays had no row, so that of ordinary ones held for them.
+        # Larger sizes keep their algorithm. Symmetric arrays had no row, so the row of ordinary arrays held for them.
         assert row.choices == ((0, "one_shot"), (16384, "two_shot"), (16385, "copy_engine"))
         assert row.measured is not None
         assert {name for times_us in row.measured.times_us.values() for name in times_us} == {"one_shot", "two_shot"}

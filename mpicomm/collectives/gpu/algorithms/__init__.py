@@ -1,1 +1,1 @@
-"""The algorithms of collectives on GPU arrays, a folder each: its plan, its ctypes arguments, its kernel."""
+"""The algorithms of collectives on GPU arrays. Each folder holds a plan, its ctypes arguments and its kernel."""

@@ -1,4 +1,4 @@
-"""Algorithm: one way to carry out collectives on GPUs, and the call and node that it plans for.
+"""Algorithm: one way to carry out collectives on GPUs, and the call and the node for which it plans.
 
 A new algorithm is a folder with an `Algorithm` in its plan.py, and a line in registry.py.
 """
@@ -33,19 +33,19 @@ _TAG = struct.Struct("<IIIQ")
 
 @dataclass(frozen=True)
 class Node:
-    """The ranks that an algorithm plans for, and this rank among them; all but ``team`` is the same on all ranks."""
+    """The ranks for which an algorithm plans, and this rank. All fields except ``team`` are equal on all ranks."""
 
     team: Team
-    """What every kernel of this rank is told."""
+    """The first argument of every kernel of this rank."""
     arena: Arena
     multiprocessors: int
-    """Blocks that run at once on each device, at least."""
+    """The fewest blocks that run at once on each device."""
     link_speed: float = 1.0
-    """The speed of the slowest link, as a multiple of the links that built-in sizes were measured on."""
+    """The speed of the slowest link, relative to the links on which built-in sizes were measured."""
     most_staged_nbytes: int = 0
-    """Memory of each rank, at most, in which copy engines may stage data."""
+    """The most memory of each rank in which copy engines may stage data."""
     early: bool = True
-    """Whether blocks of a kernel may be set up before the kernel ahead of it has ended."""
+    """Whether blocks of a kernel may be set up before the previous kernel has ended."""
     host_slots: bool = False
     """Whether the ranks' arenas lie in host memory."""
 
@@ -62,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True)
 class CallEpilogue:
-    """The epilogue of a call, and the place of the elements that it makes."""
+    """The epilogue of a call, and the address of the elements that it makes."""
 
     epilogue: BoundEpilogue
     pointer: int
@@ -76,14 +76,14 @@ class GpuCall:
     signature: Signature
     buffers: Buffers
     nbytes: int
-    """Bytes of the whole call, by which a table chooses; 0 where ranks may know different numbers."""
+    """Bytes of the whole call, by which a table chooses; 0 if ranks may know different numbers."""
     memory: Mapped | None = None
     """The place of all ranks' output, if that is symmetric memory."""
     epilogue: CallEpilogue | None = None
 
     @classmethod
     def of(cls, call: Call, mappings: Mappings, scratch: Span | None) -> GpuCall:
-        """Return a call that was read, with ``scratch`` memory of `Call.scratch_nbytes`."""
+        """Return a read call, with ``scratch`` memory of `Call.scratch_nbytes` bytes."""
         output, memory = call.common_output, None
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
@@ -99,7 +99,7 @@ class GpuCall:
 
     @cached_property
     def reduction(self) -> Reduction | None:
-        """The reduction's name among the kernels; raises `InvalidUsageError` where there is none."""
+        """The reduction's name among the kernels; raises `InvalidUsageError` if there is none."""
         return reduction_of(self.buffers.dtype, self.buffers.op) if self.operation.reduces else None
 
     @cached_property
@@ -109,18 +109,18 @@ class GpuCall:
 
     @cached_property
     def two_shot(self) -> TwoShot:
-        """The call as two exchanges, of which the second sends on the data of the first."""
+        """The call as two exchanges: the second sends on the data of the first."""
         assert self.operation.two_shot is not None
         return self.operation.two_shot(self.buffers)
 
     def tag(self, step: int = 0, *, into_memory: bool = False) -> int:
-        """Return the facts in which ranks must agree in one launch, as a number."""
+        """Return a number made of the facts in which ranks must agree in one launch."""
         if into_memory and self.memory is not None:
             return zlib.crc32(_TAG.pack(self.signature.hash32, step, self.memory.array, self.memory.offset))
         return zlib.crc32(_TAG.pack(self.signature.hash32, step, 0, 0)) if step else self.signature.hash32
 
     def text(self, *, into_memory: bool) -> str:
-        """Return the call in words, as errors say it."""
+        """Return the text of the call for errors."""
         place = f", into {self.memory}" if into_memory and self.memory is not None else ""
         return f"{self.signature}{place}"
 
@@ -134,39 +134,39 @@ def moved(exchange: Exchange) -> Iterator[Copy]:
 
 
 class Algorithm(ABC):
-    """One way to carry out collectives. Its methods are pure functions, with the same answer on all ranks."""
+    """One way to carry out collectives. Its methods are pure functions with the same answer on all ranks."""
 
     name: ClassVar[str]
-    """The value of ``algorithm=`` that asks for it; several algorithms may have one name."""
+    """The value of ``algorithm=`` that selects it; several algorithms may have one name."""
     in_rank_order: ClassVar[bool] = True
-    """Whether it reduces in the order of ranks; "auto" takes no other."""
+    """Whether it reduces in the order of ranks; "auto" takes no other algorithm."""
     into_memory: ClassVar[bool] = False
-    """Whether it stores straight into symmetric output, so that ranks must agree on the place."""
+    """Whether it stores straight into symmetric output. Then ranks must agree on the address."""
 
     @abstractmethod
     def serves(self, operation: Operation) -> bool:
-        """Return whether it is for this collective at all."""
+        """Return whether it can carry out some calls of this collective."""
 
     def takes(self, form: Form) -> bool:
-        """Return whether `accepts` is None for some or all lengths of calls of this form, which are not symmetric."""
+        """Return whether `accepts` returns None for some lengths of calls of this form, without symmetric output."""
         return True
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
-        """Return why it cannot carry out a call that it `serves`, in words for an error; None if it can."""
+        """Return the reason, for an error, why it cannot carry out a call that it `serves`; None if it can."""
         return None
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        """Return the memory that it needs beyond the arena's own."""
+        """Return the memory that it needs beyond the arena."""
         return ()
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
-        """Return whether its steps apply the epilogue of a call that has one; else a step behind them does."""
+        """Return whether its steps apply the epilogue of a call with an epilogue; else a further step applies it."""
         return False
 
     def template(self, form: Form, node: Node) -> Template | None:
-        """Return the calls of a form as launches that each call fills in; None where each call is planned."""
+        """Return one launch that each call of a form fills in; None if the engine plans each call."""
         return None
 
     @abstractmethod
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        """Yield this rank's steps, in order. The arena has all `memory` by now."""
+        """Yield this rank's steps, in order. The arena already has all `memory`."""

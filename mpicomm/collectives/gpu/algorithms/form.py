@@ -1,7 +1,8 @@
-"""Form: a collective call without its addresses and lengths, which all calls of one kind have in common.
+"""Form: a collective call without its addresses and lengths. All calls of one kind share a form.
 
-The patterns of `patterns.py` know addresses and counts. A form asks them for the exchange of one unit, in which an
-address says the buffer and the number of the unit in it. So `Piece`s tell where any call of the form has its data.
+The patterns of `patterns.py` know addresses and counts. A form gets from them the exchange of one unit. In this
+exchange an address encodes the buffer and the number of a unit in the buffer. So a `Piece` says where any call of the
+form has its data.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.span import Span
 
-# A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines cut units evenly.
+# A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines never cut a unit.
 _UNIT = np.dtype("V128")
 _BUFFER = 1 << 40
 """The distance between the two buffers of a form, in bytes."""
@@ -29,16 +30,17 @@ class Piece(NamedTuple):
     """A piece of memory in a form."""
 
     buffer: int
-    """1 for the send buffer, 2 for the receive buffer, 0 for none: no data, or data that the rank does not store."""
+    """1 for the send buffer, 2 for the receive buffer, 0 for no buffer: no data, or data that the rank does not
+    store."""
     part: int
-    """The number of the block, or of the shard, with all data; -1 for no data."""
+    """The number of the block or of the shard; -1 for no data."""
 
 
 NO_PIECE = Piece(0, -1)
 
 
 def has_form(call: Call) -> bool:
-    """Return whether calls of the form of a call differ in addresses, counts and displacements alone."""
+    """Return whether calls like this call differ only in addresses, counts and displacements."""
     operation = call.operation
     shapes = {operation.send, operation.receive}
     readable = shapes <= {"one", "blocks", "vector"} and not operation.of_neighbors
@@ -54,7 +56,7 @@ class Form:
         self.operation = operation
         self.size = size
         self.itemsize = call.dtype.itemsize if operation.reduces else 1
-        """The bytes of the elements that `Call.buffers` counts: bytes are moved."""
+        """The bytes of the elements that `Call.buffers` counts. Calls that only move data count bytes."""
         self.element_nbytes = tuple(_element_nbytes(operand) for operand in (call.send, call.receive))
         """The bytes of an element of the send buffer and of the receive buffer."""
         self.dtype = call.dtype
@@ -63,7 +65,7 @@ class Form:
         self._rank = rank
         self.root = call.arguments.root
         self._in_place = call.in_place
-        # In place a reduction has its input in the receive buffer, in the shape of an input.
+        # In place, the receive buffer holds the input of a reduction and has the shape of the input.
         self.sends: Shape | None = operation.send if call.send is not None and not self._in_place else None
         self.receives: Shape | None = None
         if call.receive is not None:
@@ -71,27 +73,27 @@ class Form:
 
     @property
     def is_even(self) -> bool:
-        """Whether all blocks have one length, which all ranks pass."""
+        """Whether all blocks have one length, the same on all ranks."""
         return self.operation.counts == "same"
 
     @property
     def blocks_sent(self) -> int:
-        """The number of equal blocks in the send buffer; 0 where this rank has none, or is in place."""
+        """The number of equal blocks in the send buffer; 0 if this rank has no send buffer, or is in place."""
         return self._blocks_in(self.sends)
 
     @property
     def blocks_received(self) -> int:
-        """The number of equal blocks in the receive buffer; 0 where this rank has none."""
+        """The number of equal blocks in the receive buffer; 0 if this rank has no receive buffer."""
         return self._blocks_in(self.receives)
 
     @property
     def has_common_output(self) -> bool:
-        """Whether all ranks receive into output of one form: see `Call.common_output`."""
+        """Whether all ranks have output of the same form: see `Call.common_output`."""
         return self.operation.into_all and not (self._in_place and self.operation.send == "blocks")
 
     @property
     def parts(self) -> tuple[int, int]:
-        """The number of blocks in the send buffer and in the receive buffer, where blocks have any lengths."""
+        """The number of blocks in the send buffer and in the receive buffer, if blocks have any lengths."""
         send, receive = (
             0 if shape is None else 1 if shape == "one" else self.size for shape in (self.sends, self.receives)
         )
@@ -99,35 +101,36 @@ class Form:
 
     @property
     def shards(self) -> int:
-        """The number of shards of a call in two exchanges: the root has none."""
+        """The number of shards of a call in two exchanges; a root has no shard."""
         return self.size - bool(self.operation.rooted)
 
     @property
     def blocks_counted(self) -> int:
-        """The number of blocks in the bytes by which a table chooses: see `Call.nbytes`."""
+        """The number of blocks that `Call.nbytes` counts. A table chooses by these bytes."""
         return self.size if "blocks" in (self.operation.send, self.operation.receive) else 1
 
     @cached_property
     def one_shot(self) -> Exchange:
-        """The call as one exchange of a unit in each block."""
+        """The call as one exchange, with one unit in each block."""
         return self.operation.one_shot(self._units(1))
 
     @cached_property
     def two_shot(self) -> TwoShot:
-        """The call as two exchanges of whole units in each shard, however many shards there are."""
+        """The call as two exchanges, with whole units in each shard for any number of shards."""
         assert self.operation.two_shot is not None
         return self.operation.two_shot(self._units(self.size * (self.size - 1)))
 
     @cached_property
     def chain(self) -> Chain:
-        """The call as a chain of a unit."""
+        """The call as a chain of one unit."""
         assert self.operation.chain is not None
         return self.operation.chain(self._units(1))
 
     def piece(self, span: Span | None, alike: Span | None = None) -> Piece:
-        """Return the piece that a span of `one_shot` or `two_shot` stands for.
+        """Return the piece for which a span of `one_shot` or `two_shot` stands.
 
-        ``alike`` is a span of the same piece for a span without an address, which has a length alone.
+        A span without an address has only a length. For such a span, ``alike`` is a span of the same part with an
+        address.
         """
         if span is None or span.count == 0:
             return NO_PIECE

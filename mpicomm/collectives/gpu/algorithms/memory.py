@@ -17,7 +17,7 @@ from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
 
 PARITIES = 2
-_FLAGGED_NBYTES = 2 << 20  # inboxes of one stage and parity
+_FLAGGED_NBYTES = 2 << 20  # all inboxes of one stage and parity
 _SENTINEL_NBYTES = 8 << 20
 _MOST_LARGE_NBYTES = 32 << 20
 
@@ -26,8 +26,8 @@ _MOST_LARGE_NBYTES = 32 << 20
 class ChannelWords:
     """The offsets of the words of channels, in bytes.
 
-    First come this rank's counts of chunks received from and sent to each rank, then the credits of each rank, then the
-    flags of each rank, all of them per channel.
+    First come this rank's counts of chunks received from each rank and sent to each rank. Then come the credits of each
+    rank, then the flags of each rank. All of them are per channel.
     """
 
     size: int
@@ -51,7 +51,7 @@ class ChannelWords:
 
 @dataclass(frozen=True)
 class ChannelMemory(ChannelWords):
-    """The memory of a rank for the channels of one kernel: their words, which hold zeros at first, then their slots."""
+    """The memory of a rank for the channels of one kernel: their words, which are zero at first, then their slots."""
 
     channel_nbytes: int
     """The size of the slots of one channel."""
@@ -68,7 +68,7 @@ class ChannelMemory(ChannelWords):
 
 
 def escapes_nbytes(slots_nbytes: int) -> int:
-    """Return the size of the escapes of slots of the sentinel protocol: a byte for each slot, behind the slots."""
+    """Return the size of the escapes of sentinel slots: a byte for each slot, after all slots."""
     return slots_nbytes // PACKET_SLOT_NBYTES
 
 
@@ -78,7 +78,7 @@ class ArenaLayout:
 
     First come the head and the arrival words of direct.cu. Then comes the memory of packets.cu: the inboxes of the LL
     protocol and the inboxes of the sentinel protocol, each for both parities, all stages and every rank; the escapes of
-    the sentinel protocol; and the words of fences. Last come the `ChannelWords` of exchange.cu, whose slots are a
+    the sentinel protocol; and the words of fences. Last come the `ChannelWords` of exchange.cu. Its slots are an
     `ArenaRegion`.
     """
 
@@ -87,7 +87,7 @@ class ArenaLayout:
 
     @cached_property
     def flagged_inbox_nbytes(self) -> int:
-        """The size of one inbox of the LL protocol, half of which is data."""
+        """The size of one inbox of the LL protocol. Half of it is data."""
         return self.inbox_nbytes(_FLAGGED_NBYTES)
 
     @cached_property
@@ -112,12 +112,12 @@ class ArenaLayout:
 
     @property
     def most_inbox_nbytes(self) -> int:
-        """The size of one inbox of the sentinel protocol at most."""
+        """The largest size of one inbox of the sentinel protocol."""
         return self.inbox_nbytes(_MOST_LARGE_NBYTES)
 
     @property
     def arrivals(self) -> int:
-        """The offset of the words in which blocks of peers say that they have arrived."""
+        """The offset of the words that blocks of peers write when they arrive."""
         return HEAD_NBYTES
 
     @property
@@ -126,12 +126,12 @@ class ArenaLayout:
         return self.arrivals + self.size * ARRIVALS_NBYTES
 
     def flagged_inboxes(self, arena: int) -> FlaggedInboxes:
-        """Return the inboxes of the LL protocol, in the arena at address ``arena``, as kernels need them."""
+        """Return the inboxes of the LL protocol in the arena at address ``arena``, as an argument for kernels."""
         return FlaggedInboxes(arena + self.flagged, STAGES * self.size * self.flagged_inbox_nbytes)
 
     @cached_property
     def sentinels(self) -> int:
-        """The offset of the inboxes of the sentinel protocol, which hold `ABSENT` at first; all else holds zeros."""
+        """The offset of the inboxes of the sentinel protocol. They hold `ABSENT` at first; all other memory is zero."""
         return self.flagged + PARITIES * STAGES * self.size * self.flagged_inbox_nbytes
 
     @cached_property
@@ -141,7 +141,7 @@ class ArenaLayout:
 
     @cached_property
     def fences(self) -> int:
-        """The offset of the words in which threads of a block of packets.cu tell each other of fences."""
+        """The offset of the words for fences between the threads of a block of packets.cu."""
         return -(-(self.escapes + escapes_nbytes(self.escapes - self.sentinels)) // LINE_NBYTES) * LINE_NBYTES
 
     @cached_property
@@ -171,7 +171,8 @@ class ArenaLayout:
     @property
     def slot_nbytes(self) -> int:
         """The size of a slot of exchange.cu: whole cache lines."""
-        # Between two ranks a step moves one chunk each way, and of twice the size it takes 1 % less time for each byte.
+        # Between two ranks a step moves one chunk each way. A chunk of twice the size takes 1 % less time for each
+        # byte.
         return 128 << 10 if self.size == 2 else 64 << 10
 
     @property
@@ -192,12 +193,12 @@ class Inboxes:
 class Request:
     """Memory of the same size on every rank that a call needs beyond the arena: words, then slots.
 
-    Words and slots hold zeros at first. Slots of the sentinel protocol hold `ABSENT` instead, and their escapes, a byte
-    for each slot, follow them.
+    Words and slots hold zeros at first. Slots of the sentinel protocol hold `ABSENT` instead. Their escapes, a byte for
+    each slot, follow them.
     """
 
     what: str
-    """The purpose, as errors and ``info`` say it. All calls that fit into memory of one purpose share it."""
+    """The purpose, as errors and ``info`` name it. All calls that fit into memory of one purpose share that memory."""
     slots_nbytes: int
     words_nbytes: int = 0
     sentinel: bool = False
@@ -210,14 +211,14 @@ class Request:
 
 @dataclass(frozen=True)
 class ArenaRegion:
-    """Memory of every rank for a `Request`: its addresses, and the size of its slots, at least as requested."""
+    """Memory of every rank for a `Request`: its addresses, and the size of its slots, at least the requested size."""
 
     pointers: tuple[int, ...]
     slots_nbytes: int
 
 
 class Arena(Protocol):
-    """The memory of a node's ranks that the kernels of all ranks reach."""
+    """The memory that each rank of a node opens to the kernels of all ranks."""
 
     @property
     def layout(self) -> ArenaLayout:
@@ -233,7 +234,7 @@ class Arena(Protocol):
 
     @property
     def any_length(self) -> Inboxes:
-        """The inboxes for messages whose length only two ranks know: `sentinels`, or larger ones."""
+        """The inboxes for messages with a length that only two ranks know: `sentinels`, or larger inboxes."""
 
     def has(self, request: Request) -> bool:
         """Return whether there is memory for a request; local, the same on all ranks."""

@@ -1,4 +1,4 @@
-"""The algorithms of collectives on GPUs: a new one is a line here."""
+"""The algorithms of collectives on GPUs. A new algorithm is a line here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpicomm.collectives.gpu.algorithms.packets.any_length import AnyLengthPacke
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
 ANY_LENGTH = AnyLengthPackets()
-"""The algorithm for calls for which there is no memory beyond the arena, between several ranks."""
+"""The algorithm between several ranks for calls that get no memory beyond the arena."""
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     IntoMemory(),
@@ -26,21 +26,21 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     CopyEngines(),
     chunks.Ring(),
 )
-"""Of algorithms with one name, the first that accepts a call carries it out."""
+"""If algorithms share a name, the first that accepts a call carries it out."""
 
 NAMES = tuple(dict.fromkeys(algorithm.name for algorithm in ALGORITHMS))
 """The values of ``algorithm=`` that name an algorithm."""
 
 
-@lru_cache  # every call that is not repeated asks
+@lru_cache  # every new call asks
 def names_for(operation: Operation, *, in_rank_order: bool = False) -> tuple[str, ...]:
-    """Return the names of the algorithms for a collective; with ``in_rank_order`` of those that "auto" may take."""
+    """Return the names of the algorithms for a collective; with ``in_rank_order`` only algorithms of "auto"."""
     serving = [each for each in ALGORITHMS if each.serves(operation) and (each.in_rank_order or not in_rank_order)]
     return tuple(dict.fromkeys(algorithm.name for algorithm in serving))
 
 
 def operations_for(name: str) -> tuple[str, ...]:
-    """Return the collectives that an algorithm of that name is for."""
+    """Return the collectives that an algorithm of that name serves."""
     return tuple(
         operation.name
         for operation in OPERATIONS.values()

@@ -1,4 +1,4 @@
-"""Steps: what one rank enqueues for a collective on GPUs. They know no device, so tests run them without one."""
+"""Steps: the work that one rank enqueues for a collective on GPUs. They know no device, so tests need none."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Launch:
     blocks: int
     threads: int
     early: bool = False
-    """Whether its blocks may be set up while the kernel ahead of it still runs."""
+    """Whether its blocks may be set up while the previous kernel still runs."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy by a copy engine: into a peer's memory, beside the kernels.
+    """A copy by a copy engine into a peer's memory. It runs beside the kernels.
 
-    A ``local`` copy stays within this rank's memory and takes its turn among the kernels.
+    A ``local`` copy stays within this rank's memory and runs in order with the kernels.
     """
 
     target: int
@@ -35,12 +35,12 @@ class Copy:
 
 @dataclass(frozen=True)
 class Fork:
-    """The copies that follow wait for all steps ahead of them."""
+    """All copies after it wait for all steps before it."""
 
 
 @dataclass(frozen=True)
 class Join:
-    """The steps that follow, but for copies, wait for the copies ahead of them."""
+    """All steps after it, except copies, wait for all copies before it."""
 
 
 Step = Launch | Copy | Fork | Join

@@ -1,4 +1,4 @@
-"""Template: the calls of one form by one algorithm, as launches of which each call fills in the arguments."""
+"""Template: the calls of one form by one algorithm. Each call fills in the arguments of the template's launch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Protocol
 from mpicomm.kernels.variant import Variant
 
 Filled = tuple[Any, int, int]
-"""A launch whose arguments stand in `Template.arguments`: its kernel among those of the template, blocks, threads."""
+"""A launch with the arguments in `Template.arguments`: its kernel among the template's kernels, blocks, threads."""
 
 
 class Template(Protocol):
-    """A form as an algorithm carries it out: one launch of a kernel, and nothing beside it."""
+    """A form as an algorithm carries it out: one launch of a kernel, and no other step."""
 
     @property
     def arguments(self) -> ctypes.Structure:
-        """The argument of the kernel. A launch copies it, so the next call may overwrite it then."""
+        """The argument of the kernel. A launch copies it, so the next call may overwrite it after the launch."""
 
     @property
     def early(self) -> bool:
@@ -27,27 +27,27 @@ class Template(Protocol):
 
 
 class EvenTemplate(Template, Protocol):
-    """The template of a form whose blocks are equal."""
+    """The template of a form with equal blocks."""
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:
-        """Write a call into `arguments`; local. Return None for a call that has to be planned.
+        """Write a call into `arguments`; local. Return None for a call that the engine has to plan.
 
-        ``send`` and ``receive`` are the addresses of the two buffers, ``nbytes`` are the bytes of one block, and
-        ``hash32`` is `Signature.hash32`. All ranks fill in a call, or none does: memory that the ranks have set up
-        together and ``nbytes`` alone decide.
+        ``send`` and ``receive`` are the addresses of the two buffers. ``nbytes`` are the bytes of one block, and
+        ``hash32`` is `Signature.hash32`. Either all ranks fill in a call, or none does. The result depends only on
+        ``nbytes`` and on memory that the ranks have set up together.
         """
 
 
 class BlocksTemplate(Template, Protocol):
-    """The template of a form whose blocks have any lengths and places."""
+    """The template of a form with blocks of any lengths and places."""
 
     def fill_blocks(self, lengths: list[int], begins: list[int], hash32: int) -> Filled | None:
         """Write a call into `arguments`, as `EvenTemplate.fill` does; local.
 
-        ``lengths`` and ``begins`` are the bytes and the addresses of the blocks of the first buffer, then of the
-        second: as many as `Form.parts` says. A block without bytes has address 0.
+        ``lengths`` and ``begins`` are the bytes and the addresses of the blocks: first the blocks of the send buffer,
+        then the blocks of the receive buffer. `Form.parts` says how many. A block without bytes has address 0.
         """
 
     @property
     def private_nbytes(self) -> int | None:
-        """The longest message of the call, where only the two ranks of a message know its length; else None."""
+        """The longest message of the call, if only the two ranks of a message know its length; else None."""

@@ -6,20 +6,21 @@
 
 namespace mpicomm {
 
-// Returns the part of `rank` of a SymmetricArray, as mapped on this rank; null for ranks of other
-// nodes. `pointers` is the address of the array that `SymmetricArray.pointers` returns.
+// Returns the address on this rank of the part of `rank` of a SymmetricArray; null for ranks of
+// other nodes. `pointers` is the address of the array that `SymmetricArray.pointers` returns.
 template <class T>
 MPICOMM_DEVICE T* part(const u64* pointers, u32 rank) {
   return reinterpret_cast<T*>(pointers[rank]);
 }
 
-// Copies `nbytes` to the memory of a peer. Addresses and length may be any; the two ranges may not
-// overlap. All accesses but the first and the last move 16 bytes where both addresses have the same
-// remainder modulo 16. Otherwise the stores move 16 bytes and the loads are narrower.
+// Copies `nbytes` to the memory of a peer. Addresses and length may be any. The two ranges may not
+// overlap. If both addresses have the same remainder modulo 16, all accesses except the first and
+// the last move 16 bytes. Otherwise the stores move 16 bytes, and the loads are narrower.
 //
 // Orders: the copy reads `from` after all stores that threads of the group made before the call. It
-// publishes nothing: a `signal` of the same group does, after it. `from` may be written again after
-// a group.sync(). Who: all threads of the group. Timeout: it waits for no other rank.
+// publishes nothing; a later `signal` of the same group publishes the copy. After a group.sync()
+// the caller may write `from` again. Callers: all threads of the group. Timeout: it waits for no
+// other rank.
 template <class Group>
 MPICOMM_DEVICE void put(Group group, void* to, const void* from, u64 nbytes) {
   group.sync();  // a thread copies bytes that other threads of the group may have stored
@@ -27,13 +28,13 @@ MPICOMM_DEVICE void put(Group group, void* to, const void* from, u64 nbytes) {
       static_cast<u8*>(to), static_cast<const u8*>(from), nbytes, group.number(), group.size());
 }
 
-// Copies `nbytes` from the memory of a peer. As `put`, with loads of 16 bytes where the addresses
-// differ modulo 16.
+// Copies `nbytes` from the memory of a peer. It is like `put`, but if the addresses differ modulo
+// 16, its loads move 16 bytes and its stores are narrower.
 //
-// Orders: all threads of the group may read `to` after the call. The caller must have learned
-// before, from `wait` or `barrier`, that the peer has written `from`. A `signal` of the same group
-// after it tells the peer that it may write `from` again. Who: all threads of the group. Timeout:
-// it waits for no other rank.
+// Orders: all threads of the group may read `to` after the call. Before the call, the caller must
+// have learned from `wait` or `barrier` that the peer has written `from`. After the call, a
+// `signal` of the same group tells the peer that it may write `from` again. Callers: all threads of
+// the group. Timeout: it waits for no other rank.
 template <class Group>
 MPICOMM_DEVICE void get(Group group, void* to, const void* from, u64 nbytes) {
   copy_bytes<Wide::kLoads, kPacketNbytes>(

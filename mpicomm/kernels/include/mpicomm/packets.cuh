@@ -1,7 +1,7 @@
 // Messages in LL packets: 16 bytes {data, epoch, data, epoch} with 8 bytes of data. The receiver
-// polls its own memory until each packet has come. So a message takes one trip across the link,
-// where a put and a signal take two in a row. It takes twice the bytes: packets are for messages of
-// up to some KiB.
+// polls its memory until each packet has come. So a message crosses the link once, while a put and
+// a signal cross it twice, one after the other. Packets take twice the bytes, so they are for
+// messages of up to some KiB.
 #pragma once
 
 #include "../../flag_protocol.cuh"
@@ -9,12 +9,12 @@
 
 namespace mpicomm {
 
-// The memory that the packets of a message of `nbytes` take.
+// The size of the slots for a message of `nbytes`.
 MPICOMM_DEVICE constexpr u64 packets_nbytes(u64 nbytes) {
   return (nbytes + FlagProtocol::kUnitNbytes - 1) / FlagProtocol::kUnitNbytes * kPacketNbytes;
 }
 
-// Returns the data of one packet, of which `nbytes` are left; bytes beyond these are zero.
+// Returns the data of one packet. `nbytes` are left, and bytes beyond these are zero.
 MPICOMM_DEVICE Packet load_packet_data(const u8* from, u32 width, u64 nbytes) {
   if (width >= 8 && nbytes >= 8) return __builtin_bit_cast(Packet, Pair{*reinterpret_cast<const u64*>(from), 0});
   return load_any(from, width, nbytes < 8 ? nbytes : 8);
@@ -24,20 +24,21 @@ MPICOMM_DEVICE void store_packet_data(u8* to, const Packet& data, u32 width, u64
   else store_any(to, data, width, nbytes < 8 ? nbytes : 8);
 }
 
-// Sends `nbytes` to `slots` in the memory of a peer: packets_nbytes(nbytes) bytes at a multiple of
-// 16, in a SymmetricArray that is zero at first. `from` may have any address.
+// Sends `nbytes` to `slots` in the memory of a peer. The slots have packets_nbytes(nbytes) bytes at
+// a multiple of 16, in a SymmetricArray that is zero at first. `from` may have any address.
 //
-// `epoch` is the number of the message: not 0, larger than those of all earlier messages in these
-// slots, and the same on the receiver. After 2^32 - 1 messages the ranks zero the slots between two
-// barriers, and begin with 1 again.
+// `epoch` is the number of the message. It is not 0, larger than the epochs of all earlier messages
+// in these slots, and the same on the receiver. After 2^32 - 1 messages the ranks zero the slots
+// between two barriers, and begin with 1 again.
 //
 // The sender must know that the receiver has taken the last message from these slots. If both ranks
-// send to each other, two sets of slots in turns do: a rank that has received message n knows that
-// the peer was done with message n - 1, and stores message n + 1 where message n - 1 was.
+// send to each other, two sets of slots in turns are enough. A rank that has received message n
+// knows that the peer was done with message n - 1. So it may store message n + 1 in the slots of
+// message n - 1.
 //
 // Orders: it reads `from` after all stores that threads of the group made before the call. It
-// publishes no other stores: the receiver may read this data alone. Who: all threads of the group.
-// Timeout: it waits for no other rank.
+// publishes no other stores: the receiver may read only this data. Callers: all threads of the
+// group. Timeout: it waits for no other rank.
 template <class Group>
 MPICOMM_DEVICE void send_packets(Group group, void* slots, const void* from, u64 nbytes, u32 epoch) {
   group.sync();  // a thread sends bytes that other threads of the group may have stored
@@ -50,12 +51,12 @@ MPICOMM_DEVICE void send_packets(Group group, void* slots, const void* from, u64
   }
 }
 
-// Receives `nbytes` from `slots` in this rank's memory into `to`, which may have any address, and
-// returns true. The number of threads may differ from the sender's.
+// Receives `nbytes` from `slots` in the memory of this rank into `to`, which may have any address,
+// and returns true. The group of the sender may have another number of threads.
 //
-// Orders: all threads of the group may read `to` after the call. It acquires nothing else of what
-// the sender did. Who: all threads of the group. Timeout: it returns false if a packet does not
-// come within `timeout_ns`; `to` may hold a part of the message.
+// Orders: all threads of the group may read `to` after the call. It acquires no other stores of the
+// sender. Callers: all threads of the group. Timeout: it returns false if a packet does not come
+// within `timeout_ns`. Then `to` may hold a part of the message.
 template <class Group>
 MPICOMM_DEVICE bool receive_packets(
     Group group, void* to, const void* slots, u64 nbytes, u32 epoch, u64 timeout_ns) {

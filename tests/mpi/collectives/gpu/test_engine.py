@@ -107,8 +107,8 @@ def test_alltoallv_of_odd_and_zero_counts(rig: Rig, seed: int) -> None:
             assert received.get().tobytes() == data[frm][rig.rank].tobytes()
 
 
-def test_long_messages_of_which_more_go_one_way(rig: Rig) -> None:
-    """Of more than inboxes hold, in packets, and of more than go in packets."""
+def test_more_long_messages_go_one_way(rig: Rig) -> None:
+    """Longer than the inboxes, in packets, and too long for packets."""
     dtype, rank, size = np.dtype(np.int32), rig.rank, rig.size
     lengths = (5, 3_000_001, 5_000_003, 9_000_007, 13_000_001)
     for call in range(3):
@@ -180,7 +180,7 @@ def test_the_other_patterns(rig: Rig, count: int) -> None:
 
 
 @pytest.mark.parametrize("largest", [5, 30011])
-def test_reduce_scatter_in_place_leaves_the_rest_alone(rig: Rig, largest: int) -> None:
+def test_reduce_scatter_in_place_changes_only_the_result(rig: Rig, largest: int) -> None:
     dtype = np.dtype(np.float64)
     counts = [3 + (largest if rank == rig.size - 1 else 0) for rank in range(rig.size)]
     parts = contributions(rig, dtype, sum(counts), 3)
@@ -198,7 +198,7 @@ def test_reduce_scatter_in_place_leaves_the_rest_alone(rig: Rig, largest: int) -
 
 
 def summed(rig: Rig, parts: Sequence[Array], times: int) -> Array:
-    """What is there after so many sums in place, modulo 2**64."""
+    """The values after so many sums in place, modulo 2**64."""
     total = reduced("sum", [part.view(np.uint64) for part in parts])
     result: Array = (total * np.uint64(pow(rig.size, times - 1, 1 << 64))).view(np.int64)
     return result
@@ -269,8 +269,8 @@ def test_many_calls_of_changing_sizes(rig: Rig) -> None:
         check()
 
 
-def begin_behind_with_old_flags(rig: Rig, launch: int) -> None:
-    """Let it be the last launch, and the inboxes of packets with flags hold what earlier ones have left."""
+def begin_after_with_old_flags(rig: Rig, launch: int) -> None:
+    """Let it be the last launch, and let the inboxes of packets with flags hold the flags of earlier launches."""
     import cupy
 
     arena = rig.engine._arena
@@ -278,7 +278,7 @@ def begin_behind_with_old_flags(rig: Rig, launch: int) -> None:
     memory = cupy.cuda.UnownedMemory(arena.pointers[rig.rank], layout.nbytes, arena)
     head_and_flags = cupy.ndarray((layout.sentinels,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
     content = head_and_flags.get()
-    launch_numbers.begin_behind(launch, content, rig.size)
+    launch_numbers.begin_after(launch, content, rig.size)
     flagged = content[layout.flagged :]
     flagged[:] = launch_numbers.old_flags(flagged.nbytes, np.random.default_rng(launch)).view(np.uint8)
     head_and_flags.set(content)
@@ -291,7 +291,7 @@ def begin_behind_with_old_flags(rig: Rig, launch: int) -> None:
 def test_old_flags_are_not_taken_for_new_when_numbers_of_launches_come_again(
     rig: Rig, launch: int, barriers: int
 ) -> None:
-    begin_behind_with_old_flags(rig, launch)
+    begin_after_with_old_flags(rig, launch)
     for _ in range(barriers):
         rig.engine.enqueue(rig.engine.prepare_barrier(), rig.stream.ptr)
     checks = []

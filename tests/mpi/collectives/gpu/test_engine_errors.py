@@ -26,7 +26,7 @@ def device_name(device: str) -> str:
 def test_different_calls_are_an_error_on_all_ranks(device_name: str) -> None:
     comm = communicator(device_name, timeout_s=20)
     with rig_of(comm) as rig:
-        memory = Memory(np.ones(1000, np.int64))  # for which no more memory is set up
+        memory = Memory(np.ones(1000, np.int64))  # no more memory is set up for it
         name = "Allreduce" if rig.rank == 0 else "Allgather"
         start = time.monotonic()
         rig.run(in_place_sum(rig, memory, two_shot=False), Signature(name, "int64", 1000, "sum"))
@@ -43,7 +43,7 @@ def test_different_counts_are_an_error_on_all_ranks(device_name: str) -> None:
         count = 100 if rig.rank == 0 else 300000
         exchanges = in_place_sum(rig, Memory(np.ones(count, np.int64)), two_shot=False)
         with pytest.raises(mpicomm.PeerError, match=r"rank 0: .*count=100, .*rank 1: .*count=300000"):
-            # The larger one needs more memory, and already here notices that it cannot be set up together.
+            # The larger call needs more memory, and notices here that the ranks cannot set it up together.
             rig.run(exchanges, Signature("Allreduce", "int64", count, "sum"))
             rig.backend.synchronize()
             rig.backend.check()

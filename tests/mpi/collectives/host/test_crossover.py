@@ -19,7 +19,7 @@ KIB = 1 << 10
 
 @pytest.fixture
 def pair(comm_world: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
-    """This rank and a neighbour, or this rank alone where there is none."""
+    """This rank and a neighbour, or only this rank if there is none."""
     pair = comm_world.Split(comm_world.rank // 2)
     assert isinstance(pair, MPI.Intracomm)
     yield pair
@@ -37,9 +37,7 @@ def test_both_ranks_measure_the_same_size(pair: MPI.Intracomm) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("least_nbytes", [256 * KIB, 2048 * KIB])
-def test_calls_go_by_what_was_measured_once(
-    pair: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, least_nbytes: int
-) -> None:
+def test_calls_go_by_one_measurement(pair: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, least_nbytes: int) -> None:
     measured: list[int] = []
     mapped: list[object] = []
     run = HostEngine.run

@@ -97,7 +97,7 @@ def test_result_is_bitwise_the_same_on_every_rank_however_it_is_computed(
         results = []
         for shift, piece in [(0, None), (3, None), (0, 900), (1, 4000), (5, 1 << 20)]:
             raw = np.zeros(2 * count * dtype.itemsize + 8, np.uint8)
-            # Where the arrays lie in memory must not matter either.
+            # The places of the arrays in memory must not matter either.
             out = raw[shift : shift + send.nbytes].view(dtype)
             out[:] = send
             engine.run(patterns.allreduce(*at, span(out), span(out), op, piece_nbytes=piece), CALL)
@@ -204,7 +204,7 @@ def test_alltoall(comm_world: MPI.Intracomm, engine: HostEngine, scale: int, in_
 @pytest.mark.parametrize("piece_nbytes", [None, 100, 6000])
 def test_bcast(comm_world: MPI.Intracomm, engine: HostEngine, piece_nbytes: int | None) -> None:
     rank, size = comm_world.rank, comm_world.size
-    dtype = np.dtype([("x", "<f4"), ("n", "u1")])  # what is moved need be nothing NumPy can reduce
+    dtype = np.dtype([("x", "<f4"), ("n", "u1")])  # NumPy need not be able to reduce the moved data
     for root, count in itertools.product(range(size), [0, 1, 819, 820, 5000]):
         expected = np.frombuffer(np.random.default_rng(root).bytes(5 * count), dtype)
         buffer = expected.copy() if rank == root else np.zeros(count, dtype)
@@ -214,7 +214,7 @@ def test_bcast(comm_world: MPI.Intracomm, engine: HostEngine, piece_nbytes: int 
 
 
 def test_messages_that_lie_differently_in_cache_lines(comm_world: MPI.Intracomm) -> None:
-    """Whatever the place, a message that fills its slot leaves the one beside it alone, which nobody has read yet."""
+    """In any place, a message that fills its slot does not change the slot beside it, which no rank has read."""
     memory = np.zeros(10 * SMALL, np.uint8)
     memory = memory[-memory.ctypes.data % 64 :][: 9 * SMALL]
     memory[:] = np.random.default_rng(1).integers(0, 256, memory.size)
@@ -264,7 +264,7 @@ def test_an_undefined_reduction_is_refused_before_anything_is_sent(
 
 
 def test_messages_beyond_any_pattern(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
-    """An exchange may reduce from some ranks and keep what comes from others, and leave this rank out."""
+    """An exchange may reduce the data of some ranks, keep the data of others, and leave this rank out."""
     rank, size = comm_world.rank, comm_world.size
     if size < 3:
         pytest.skip("needs three ranks")
@@ -305,7 +305,7 @@ def test_real_slots(comm_world: MPI.Intracomm) -> None:
 
 def test_closing_gives_everything_back(comm_world: MPI.Intracomm) -> None:
     with engine_of(comm_world):
-        pass  # what MPI itself opens at first
+        pass  # descriptors that MPI opens at first
     comm_world.Barrier()
     with nothing_leaks():
         with engine_of(comm_world) as (engine, call_log, _):

@@ -96,7 +96,8 @@ def test_a_rank_with_nothing_to_wait_for_learns_it_at_its_next_call(comm_world: 
             if rank == 0:
                 while engine.broken is None:
                     time.sleep(1e-3)
-                # It has not raised here yet, so here too the error is told, not that there was one.
+                # The engine has not raised here yet, so here, too, it raises the error and not a note of an earlier
+                # one.
                 engine.run(root, Signature("Bcast", "float32", 10, root=0))
             else:
                 engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), Signature("Bcast", "f", 10, root=1))
@@ -111,7 +112,7 @@ def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None
         if rank == size - 1:
             counts[0] = 11  # rank 0 sends 10
         send = span(buffer[:10])
-        with raises_everywhere(comm_world, PeerError, match=f"rank 0 sends 40 bytes where rank {size - 1} expects 44"):
+        with raises_everywhere(comm_world, PeerError, match=f"rank 0 sends 40 bytes, but rank {size - 1} expects 44"):
             engine.run(patterns.allgather(rank, size, FLOAT32, send, spans(buffer, counts)), CALL)
             meet(comm_world, engine)
 
@@ -146,7 +147,7 @@ def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intr
     with engine_of(comm_world, timeout_s=0.5) as (engine, _, _):
         buffer = np.zeros(10, np.float32)
         chain = []
-        for source in reversed(range(1, size)):  # the last rank to the one before, that to the one before it, ...
+        for source in reversed(range(1, size)):  # each rank to the rank before it, the last one first
             sends = tuple(span(buffer) if rank == source and peer == source - 1 else None for peer in range(size))
             receives = tuple(span(buffer) if rank == source - 1 and peer == source else None for peer in range(size))
             chain.append(Exchange(FLOAT32, sends, receives))
@@ -171,7 +172,7 @@ def test_ranks_that_give_up_at_once_give_the_same_agreed_error(
     rng = np.random.default_rng(rank)
 
     def interrupted_fence() -> None:
-        # As where the system gives the core to another rank: between a rank's look and its publication.
+        # As if the system gave the core to another rank, between a rank's look and its publication.
         if rng.random() < 0.5:
             time.sleep(2e-3 * rng.random())
         fence()

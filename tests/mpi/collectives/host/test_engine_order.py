@@ -27,9 +27,9 @@ def engine(comm_world: MPI.Intracomm) -> Iterator[HostEngine]:
 def random_call(
     comm: MPI.Intracomm, rng: np.random.Generator, largest: int
 ) -> tuple[Sequence[Exchange], list[Any], Any]:
-    """A collective drawn from a generator that is in the same state on all ranks.
+    """Draw a collective from a generator that has the same state on all ranks.
 
-    Returns its exchanges, the array they fill with what is to be in it, and what must stay alive.
+    Returns its exchanges, the array that they fill with its right content, and the objects that must stay alive.
     """
     rank, size = comm.rank, comm.size
     kind, root, seed = int(rng.integers(6)), int(rng.integers(size)), int(rng.integers(2**31))
@@ -84,7 +84,7 @@ def test_stragglers(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
 def test_a_rank_that_stops_at_a_bad_moment(
     comm_world: MPI.Intracomm, engine: HostEngine, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Whoever runs ahead meanwhile must not see what is not there yet, nor write over what is still read."""
+    """A rank that runs ahead must not see data that is not there yet, nor write over data that others still read."""
     rng = np.random.default_rng([23, comm_world.rank])
 
     def napping(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def test_epochs_wrap(comm_world: MPI.Intracomm, slots: int) -> None:
 
 
 def test_one_rank_far_ahead_waits_for_slots(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
-    """The root of a broadcast waits for nothing but slots: it must not write over what a slow rank has yet to read."""
+    """The root of a broadcast waits only for slots: it must not write over data that a slow rank has yet to read."""
     rank, size = comm_world.rank, comm_world.size
     for number in range(20):
         buffer = np.full(20_000, number if rank == 0 else -1, np.int64)

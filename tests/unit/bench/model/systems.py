@@ -1,4 +1,4 @@
-"""Groups of the tests: times by a formula, and the recorded ones."""
+"""Groups of the tests: times by a formula, and recorded times."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Bench = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
-    """Run the command line in this process and return what it prints."""
+    """Run the command line in this process and return its output."""
 
     def run_bench(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["bench", *arguments])

@@ -1,4 +1,4 @@
-"""The model's network, interpolation and schedules against closed forms, and what must hold of any prediction."""
+"""The model's network, interpolation and schedules against closed forms, and rules for any prediction."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_group_gathers_the_blocks_of_some_groups_while_the_network_carries_oth
 
 def test_a_group_reduces_the_blocks_of_some_groups_while_the_network_carries_others() -> None:
     part = PIECE_NBYTES / 9 * 36  # a rank has room for the partial results of 9 groups
-    network_us = 5 + 2 * part / 36 / 50e3  # to 2 of the 8 other groups at once, whose blocks are a piece together
+    network_us = 5 + 2 * part / 36 / 50e3  # to 2 of the 8 other groups at once; their blocks together are a piece
     last_us = 2 + 1.5 + 2 / 9 * part / 1800e3
     for parts in (1, 3):
         found = predict(flat_system(9), "reduce_scatter", parts * part).time_us

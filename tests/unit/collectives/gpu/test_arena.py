@@ -1,4 +1,4 @@
-"""The regions of an arena: which requests share one, and what becomes of a request where there is no memory."""
+"""The regions of an arena: requests that share a region, and requests without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which algorithm carries out a call on GPUs, the same on all ranks; and the launches and memory of algorithms."""
+"""The choice of the algorithm of a call on GPUs, the same on all ranks; the launches and memory of algorithms."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int, fan_out: 
     most = most_workers(size, fan_out=fan_out, one_step=units <= geometry.threads)
     assert 1 <= geometry.blocks <= blocks
     assert 32 <= geometry.workers <= most and geometry.workers % 32 == 0
-    assert geometry.threads < units + 2 * geometry.workers  # none is idle but in the last block
+    assert geometry.threads < units + 2 * geometry.workers  # only the last block has idle threads
 
 
 @given(nbytes=st.integers(1, 1 << 30), multiprocessors=st.sampled_from([1, 16, 60, 100, 132]), hops=st.integers(2, 3))
-def test_a_slot_of_a_chain_holds_what_a_channel_carries(nbytes: int, multiprocessors: int, hops: int) -> None:
+def test_a_slot_of_a_chain_holds_the_batch_of_a_channel(nbytes: int, multiprocessors: int, hops: int) -> None:
     node = replace(node_of(0, 3), multiprocessors=multiprocessors)
     layout = layout_of(nbytes, hops, node)
     slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
@@ -182,7 +182,7 @@ def call_of(
     dtype: str = "int32",
     symmetric: bool = False,
 ) -> GpuCall:
-    """One rank's part of a call between ``len(counts)`` ranks, of which rank r has a block of ``counts[r]``."""
+    """One rank's part of a call between ``len(counts)`` ranks; rank r has a block of ``counts[r]``."""
     size, element = len(counts), dtype_named(dtype)
     starts = [sum(counts[:peer]) for peer in range(size)]
     sent, received = 1 << 50, 1 << 51
@@ -207,7 +207,7 @@ def call_of(
 
 
 def choice(call: GpuCall, asked: str, node: Node) -> tuple[Any, ...]:
-    """The algorithm, its memory, and its launches where every rank has the same."""
+    """The algorithm, its memory, and its launches if every rank has the same."""
     algorithm = choose(call, asked, BUILT_IN, node)
     launches = [step for step in algorithm.plan(call, node) if isinstance(step, Launch)]
     # By copy engines, in a ring and in chunks a rank without a part launches less.
@@ -237,8 +237,8 @@ def test_all_ranks_choose_alike(operation: Operation, asked: str, symmetric: boo
 
 @pytest.mark.parametrize("operation", [row for row in OPERATIONS.values() if row.counts == "private"], ids=str)
 @pytest.mark.parametrize("counts", [[0, 0, 0], [5, 2 * MIB, 6 * MIB], [MIB, 60 * MIB, 300 * MIB]])
-def test_messages_whose_length_two_ranks_alone_know_go_in_packets(counts: list[int], operation: Operation) -> None:
-    """In one kernel, of which nothing but the messages themselves depends on their lengths."""
+def test_messages_whose_length_only_two_ranks_know_go_in_packets(counts: list[int], operation: Operation) -> None:
+    """In one kernel, whose launch does not depend on the lengths of the messages."""
     call, node = call_of(operation, 0, counts), node_of(0, 3)
     algorithm = choose(call, "auto", BUILT_IN, node)
     (launch,) = algorithm.plan(call, node)
@@ -287,7 +287,7 @@ def test_what_goes_along_a_chain() -> None:
         assert can_chain(operations.REDUCE, name, "lor") == (name not in rounded)
 
 
-def test_a_chain_is_chosen_where_it_is_possible() -> None:
+def test_a_chain_is_chosen_if_it_is_possible() -> None:
     tuning = table(row("Reduce", 4, (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")))
 
     def chosen(asked: str, nbytes: int, *, root: int) -> str:
@@ -299,7 +299,7 @@ def test_a_chain_is_chosen_where_it_is_possible() -> None:
         assert chosen("auto", nbytes, root=1) == ("two_shot" if expected == "chain" else expected)
     assert chosen("chain", 1, root=3) == "chain"
     assert chosen("chain", 0, root=3) == "one_shot"
-    with pytest.raises(InvalidUsageError, match=r'algorithm="chain" of Reduce: it is for .*: use "auto"'):
+    with pytest.raises(InvalidUsageError, match=r'algorithm="chain" of Reduce: it needs .*: use "auto"'):
         chosen("chain", 1, root=1)
 
 
@@ -313,7 +313,7 @@ def test_the_ring_does_not_average_and_a_table_never_takes_it() -> None:
     assert "ring" not in registry.names_for(operations.ALLREDUCE, in_rank_order=True)
 
 
-def test_every_algorithm_has_a_reason_where_it_does_not_accept() -> None:
+def test_every_algorithm_has_a_reason_if_it_does_not_accept() -> None:
     for operation, algorithm in ((op, each) for op in OPERATIONS.values() for each in registry.ALGORITHMS):
         for size in (1, 2, 4):
             if algorithm.serves(operation):

@@ -79,9 +79,9 @@ def test_ranks_that_run_side_by_side_on_a_gpu_share_its_multiprocessors(
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     if service:
         (tmp_path / "control").touch()
-    # Both ranks have the same GPU, of 132 multiprocessors, and two more ranks may have it that count to another node.
+    # Both ranks have the same GPU, of 132 multiprocessors, and two more ranks of another node may have it, too.
     rig = Rig(cuda, monkeypatch, on_a_device=on_a_device)
     rig.enqueue(rig.alltoallv(64 * MIB))
     (shape,) = rig.shapes
     assert shape["blocks"] == most_blocks
-    assert shape["early"] == (not service)  # blocks that wait early would keep out those of the other rank
+    assert shape["early"] == (not service)  # blocks that wait early would keep out the blocks of the other rank

@@ -1,4 +1,4 @@
-"""A call that is filled into the plan of its form has the launch that planning it from the start makes."""
+"""A call that is filled into the plan of its form has the same launch as a planned call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Arena:
 
 
 class Device:
-    """What a kernel is launched with."""
+    """The arguments of a launch."""
 
     def __init__(self, *, regions: bool, size: int, rank: int, blocks: int, link_speed: float) -> None:
         team = Team(size=size, rank=rank, timeout_ns=7)
@@ -153,7 +153,7 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
 
 @pytest.mark.parametrize("name", ["Allreduce", "Allgather", "Alltoall", "Bcast"])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_call_is_filled_in_where_its_algorithm_has_a_template(name: str, symmetric: bool) -> None:
+def test_a_call_is_filled_in_if_its_algorithm_has_a_template(name: str, symmetric: bool) -> None:
     device, mappings, operation = (
         Device(regions=True, size=4, rank=1, blocks=132, link_speed=1.0),
         Mappings(),

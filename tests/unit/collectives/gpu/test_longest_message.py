@@ -42,7 +42,7 @@ TIMEOUT_S = 20.0
 
 
 class World:
-    """What the ranks have in common: they meet in it, and a rank that comes alone makes it break."""
+    """A meeting point of the ranks; a rank that comes without the others breaks it."""
 
     def __init__(self, size: int, most_nbytes: int = 1 << 40, free_nbytes: int = 1 << 40) -> None:
         self.size = size
@@ -50,7 +50,7 @@ class World:
         self.free_nbytes = free_nbytes
         self.exchanges = 0
         self.longest: list[list[tuple[int, int]]] = [[(-1, 0)] * size for _ in range(2)]
-        """What each rank has written at the latest even and odd checkpoint: its number and the longest message."""
+        """The number and the longest message that each rank has written at its latest even and odd checkpoint."""
         self._barrier = threading.Barrier(size)
         self._told: list[Any] = [None] * size
 
@@ -116,7 +116,7 @@ class CallLog:
 
 
 class Rank:
-    """One rank, which keeps plans as the engine and its cache do, if it ``remembers`` any."""
+    """One rank; if it ``remembers`` plans, it keeps them as the engine and its cache do."""
 
     def __init__(self, world: World, rank: int, *, remembers: bool) -> None:
         self.world, self.rank, self._remembers = world, rank, remembers
@@ -130,7 +130,7 @@ class Rank:
         self.posted = 0
 
     def call(self, pattern: Pattern) -> tuple[Any, ...]:
-        """Make a call; return all in which the ranks' launches have to agree."""
+        """Make a call; return the values that must be equal in the ranks' launches."""
         key = [span.count if span else None for span in pattern[0].sends + pattern[0].receives]
         plan = self._plans.get(str(key))
         if plan is None or plan.is_old:
@@ -178,7 +178,7 @@ def even(size: int, nbytes: int) -> list[list[int]]:
 
 
 def run(world: World, calls: Sequence[Sequence[Sequence[int]]], *, forgets: Sequence[int] = ()) -> list[Any]:
-    """Make the calls on all ranks; return for each call its inboxes' size, and at the end the set-up memory."""
+    """Make the calls on all ranks; return the size of each call's inboxes, and the memory that is set up at the end."""
     ranks = [Rank(world, rank, remembers=rank not in forgets) for rank in range(world.size)]
 
     def work(rank: Rank) -> list[Any]:
@@ -215,7 +215,7 @@ def test_inboxes_grow_some_calls_after_the_messages(short: int) -> None:
     *inboxes, regions = run(World(4), calls)
     layout = ArenaLayout(4, 8)
     slow = inboxes.count(layout.sentinel_inbox_nbytes) - short
-    # The first checkpoint with the messages comes up to a fourth later, and the next one a fourth after that.
+    # The first checkpoint with the messages comes up to a fourth later, and the next one after another fourth.
     assert 2 <= slow <= 3 + short * 9 // 16
     assert inboxes[short + slow :] == [layout.most_inbox_nbytes] * (len(calls) - short - slow)
     assert len(regions) == 1
@@ -280,7 +280,7 @@ def test_a_bound_leaves_the_inboxes_that_it_has_room_for(caplog: pytest.LogCaptu
     _, *inboxes, regions = run(World(4, 100 * MIB), [even(4, 64 * MIB)] * 5)
     assert {*inboxes} == {layout.large_inboxes_nbytes[0]} and [each.slots_nbytes for each in regions] == [64 * MIB]
     assert {record.getMessage() for record in caplog.records} == {
-        "Alltoallv goes in smaller inboxes, which is slower, for want of memory: MPICOMM_MEMORY is too small"
+        "Alltoallv runs slower, in smaller inboxes, because memory is short: MPICOMM_MEMORY is too small"
     }
     *inboxes, regions = run(World(4, 10 * MIB), [even(4, 64 * MIB)] * 5)
     assert {*inboxes} == {layout.sentinel_inbox_nbytes} and not regions
@@ -290,7 +290,7 @@ def test_memory_that_is_not_there_is_asked_for_once() -> None:
     world = World(4, free_nbytes=MIB)
     *inboxes, regions = run(world, [even(4, 64 * MIB)] * 8)
     assert {*inboxes} == {ArenaLayout(4, 8).sentinel_inbox_nbytes} and not regions
-    # Behind the first call they try both sizes, each after a look who is there.
+    # After the first call they try both sizes, each after a look at the ranks that are there.
     assert world.exchanges == 2 * 2
 
 

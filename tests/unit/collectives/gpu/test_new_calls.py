@@ -27,7 +27,7 @@ PACKAGE = str(Path(mpicomm.__file__).parent)
 
 
 class Array:
-    """What CuPy's arrays have of what tells them apart."""
+    """The attributes of CuPy's arrays that distinguish them."""
 
     _c_contiguous, dtype, itemsize = True, FLOAT, FLOAT.itemsize
 
@@ -37,7 +37,7 @@ class Array:
 
 
 class Calls:
-    """The way of calls on arrays: known ones, those of a known form, and planned ones."""
+    """The way of calls on arrays: known calls, calls of a known form, and planned calls."""
 
     def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         from mpicomm.collectives.gpu.plan_cache import PlanCache
@@ -65,11 +65,11 @@ class Calls:
         self.planned += 1
         call = Call(operation, Arguments(send, receive, op), 0, 2)
         plan = self._rig.engine.prepare_call(call, self._session.mappings, "auto")
-        self._cache.add(plan, (operation, "auto", send, receive, op, 0, None), by_output=False, read=call)
+        self._cache.add(plan, (operation, "auto", send, receive, op, 0, None, ()), by_output=False, read=call)
         self._rig.engine.enqueue(plan, STREAM)
 
     def finish(self) -> None:
-        """Let the streams carry out what is enqueued."""
+        """Let the streams carry out their work."""
         self._cuda.finish()
 
 
@@ -127,5 +127,5 @@ def test_calls_of_random_sizes_and_addresses_take_no_memory(calls: Calls) -> Non
     before = make(3_000)
     planned = calls.planned
     grown = make(15_000) - before
-    assert grown < 10_000  # less than a block for each call, because what is kept of the last calls has a bound
+    assert grown < 10_000  # less than a block for each call, because the cache of calls has a bound
     assert calls.planned == planned

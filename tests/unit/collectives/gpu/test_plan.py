@@ -1,4 +1,4 @@
-"""Plans become graphs, whatever interrupts that."""
+"""Plans become graphs, in spite of interrupts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a call to its steps: the algorithm that is chosen, and another one where there is no memory for the first."""
+"""From a call to its steps: the chosen algorithm, and another one if there is no memory for the first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Arena:
-    """An arena that raises what ``failures`` has for a purpose."""
+    """An arena that raises the error that ``failures`` has for a purpose."""
 
     def __init__(self, failures: dict[str, MpicommError]) -> None:
         self.layout = ArenaLayout(3, 8)
@@ -105,7 +105,7 @@ def test_the_table_decides_and_an_algorithm_may_be_asked_for() -> None:
     assert rig.arena.tried == ["collectives: copies"] * 2
 
 
-def test_an_epilogue_is_applied_by_the_kernel_that_reduces_or_by_one_behind() -> None:
+def test_an_epilogue_is_applied_by_the_kernel_that_reduces_or_by_the_next_one() -> None:
     rig = Rig()
     for asked in ("one_shot", "two_shot"):
         (fused,) = rig.steps(100, asked, "float32")
@@ -122,7 +122,7 @@ def test_an_epilogue_is_applied_by_the_kernel_that_reduces_or_by_one_behind() ->
     assert last.arguments.source == last.arguments.output == 2 << 40
 
 
-def test_rows_are_normalised_by_the_kernel_of_one_hop_or_by_one_behind() -> None:
+def test_rows_are_normalised_by_the_kernel_of_one_hop_or_by_the_next_one() -> None:
     rig = Rig()
     (fused,) = rig.steps(32 * 1024, "one_shot", hidden=1024)
     assert isinstance(fused, Launch) and "-DMPICOMM_WEIGHT=float32" in fused.variant.options
@@ -142,14 +142,14 @@ def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(capl
     rig = Rig(collectives_copies=NoMemoryError("rank 1: out of memory"))
     for _ in range(2):
         assert not is_copied(rig.steps(1000))
-    # Never again, also when there is memory: a rank that repeats the call does not prepare it again.
+    # The second choice stays, also if there is memory later: a rank that repeats the call does not prepare it again.
     rig.arena.failures.clear()
     assert not is_copied(rig.steps(1000)) and not is_copied(rig.steps(2000))
     assert rig.arena.tried == ["collectives: copies"]
     with pytest.raises(NoMemoryError, match="rank 1: out of memory"):
         rig.steps(1000, "copy_engine")
     assert [record.getMessage() for record in caplog.records] == [
-        "Allreduce goes without algorithm 'copy_engine', which is slower, for want of memory: rank 1: out of memory"
+        "Allreduce runs slower, without algorithm 'copy_engine', because memory is short: rank 1: out of memory"
     ]
 
 
@@ -157,8 +157,8 @@ def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(capl
     ("asked", "failure"),
     [
         ("copy_engine", NoMemoryError("x")),  # it was asked for
-        ("auto", PeerError("x")),  # no matter of memory
-        ("auto", HandleError("x")),  # of a kernel's code, for example, on this rank alone
+        ("auto", PeerError("x")),  # the error does not concern memory
+        ("auto", HandleError("x")),  # of a kernel's code, for example, only on this rank
     ],
 )
 def test_other_failures_are_raised(asked: str, failure: MpicommError) -> None:
@@ -178,7 +178,7 @@ def test_what_one_shot_lacks_memory_for_goes_in_the_arena_and_is_never_tried_aga
         assert launch.arguments.laps >= FEWEST_LAPS
     assert rig.arena.tried.count("collectives: large messages") == 1
     assert len(caplog.records) == (3 if asked == "auto" else 1)
-    assert "goes in the inboxes of the arena alone" in caplog.text
+    assert "runs slower, only in the inboxes of the arena" in caplog.text
 
 
 def test_without_room_below_the_bound_another_way_is_taken_before_the_ranks_are_told() -> None:

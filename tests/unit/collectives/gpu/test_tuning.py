@@ -29,7 +29,7 @@ CHAIN_FROM = {
 
 @pytest.mark.parametrize("size", MEASURED)
 @pytest.mark.parametrize("operation", TUNED)
-def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int) -> None:
+def test_two_shot_begins_at_the_size_where_it_was_faster(operation: str, size: int) -> None:
     begin = TWO_SHOT_FROM.get(operation, {}).get(size, NEVER)
     near = set() if begin == NEVER else {begin - 1, begin, begin + 1}
     for nbytes in {0, 1, *near, *(1 << exponent for exponent in range(22))}:
@@ -42,7 +42,7 @@ def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("size", MEASURED)
 @pytest.mark.parametrize("operation", CHAIN_FROM)
-def test_chains_begin_where_they_were_measured_to_be_faster(operation: str, size: int, registered: bool) -> None:
+def test_chains_begin_at_the_size_where_they_were_faster(operation: str, size: int, registered: bool) -> None:
     begin = CHAIN_FROM[operation].get(size, NEVER)
     for nbytes in (min(begin, 1 << 30) - 1, min(begin, 1 << 40)):
         algorithm = BUILT_IN.algorithm(operation, nbytes, size, registered=registered)
@@ -58,7 +58,7 @@ BLOCKS_FROM = {2: 152, 3: 120, 4: 160, 5: 200, 6: 144, 7: 168, 8: 176}  # 5 and 
     + [("Bcast", 2, 80)]
     + [(operation, *each) for operation in ("Allgather", "Alltoall") for each in BLOCKS_FROM.items()],
 )
-def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size: int, begin: int) -> None:
+def test_copies_begin_at_the_size_where_they_were_faster(operation: str, size: int, begin: int) -> None:
     for nbytes in (begin * MIB - KIB, begin * MIB, 1 << 40):
         copies = nbytes >= begin * MIB
         assert (chosen(BUILT_IN, nbytes, size, operation, registered=True) == "copy_engine") == copies
@@ -109,7 +109,7 @@ def test_what_each_operation_can_be_carried_out_with() -> None:
     def possible(*operations: str) -> set[str]:
         return {" ".join(algorithms_of(operation)) for operation in operations}
 
-    assert possible("Allreduce") == {"one_shot two_shot copy_engine"}  # no ring, which reduces in an order of its own
+    assert possible("Allreduce") == {"one_shot two_shot copy_engine"}  # no ring, which reduces in another order
     assert possible("Bcast", "Reduce") == {"one_shot two_shot chain copy_engine"}
     assert possible("Allgather", "Alltoall", "Gather", "Scatter") == {"one_shot copy_engine"}
     assert possible("Alltoallv", "Gatherv", "Reduce_scatter", "Scan") == {"one_shot"}
@@ -134,18 +134,18 @@ def test_the_nearest_row_below_counts() -> None:
         row("Allreduce", 6, (100, "copy_engine")),
     )
     found = [chosen(measured, NEVER, size) for size in range(2, 9)]
-    # The row of two ranks holds for two ranks alone.
+    # The row of two ranks holds only for two ranks.
     assert found == ["copy_engine", "one_shot", *["two_shot"] * 2, *["copy_engine"] * 3]
 
 
-def test_a_symmetric_output_takes_the_row_of_any_output_where_it_has_none() -> None:
+def test_a_symmetric_output_takes_the_row_of_any_output_if_it_has_none() -> None:
     measured = table(row("Allreduce", 4, (100, "two_shot")))
     assert chosen(measured, 100, 4, registered=True) == "two_shot"
 
 
 @pytest.mark.parametrize("above", [0, 99, 100, 60 * MIB, NEVER])
 @pytest.mark.parametrize("size", [3, 4, 5, 8])
-def test_choices_above_a_size_are_those_that_are_made_there(size: int, above: int) -> None:
+def test_choices_above_a_size_are_made_there(size: int, above: int) -> None:
     measured = row("Bcast", 3, (100, "two_shot"), (101, "chain"), (96 * MIB, "two_shot"), (97 * MIB, "copy_engine"))
     own = Row(measured.kind, size, tuple(measured.choices_above(above, size)))
     begins = [begin for begin, _ in own.choices]
@@ -161,13 +161,13 @@ def continued(before: Tuning, *choices: tuple[int, str], size: int = 4) -> tuple
     return before.continued(replace(row("Allgather", size, *choices), measured=measured)).choices
 
 
-def test_above_what_was_measured_a_row_keeps_what_was_chosen_before() -> None:
+def test_above_the_measured_sizes_a_row_keeps_its_last_choice() -> None:
     one_shot, behind = (0, "one_shot"), 256 * MIB + 1
     assert continued(BUILT_IN) == (one_shot, (320 * MIB, "copy_engine"))
     assert continued(scaled(239)) == (one_shot, (behind, "copy_engine"))  # the table has it from 160 MiB on
     assert continued(BUILT_IN, size=5) == (one_shot, (400 * MIB - 1, "copy_engine"))  # by the row of 4 ranks
     assert continued(table()) == (one_shot,)
-    # A row keeps an algorithm that it ends with and that the table has for larger sizes.
+    # A row keeps its last algorithm if the table has this algorithm for larger sizes.
     assert continued(BUILT_IN, (MIB, "copy_engine")) == (one_shot, (MIB, "copy_engine"))
     earlier = table(row("Allgather", 4, (512 * MIB, "copy_engine"), (900 * MIB, "one_shot")))
     assert continued(earlier)[1:] == ((512 * MIB, "copy_engine"), (900 * MIB, "one_shot"))
@@ -182,7 +182,7 @@ def test_rows_are_replaced_by_those_for_the_same() -> None:
     assert old.updated(new).rows == (old.rows[0], new[0], old.rows[2], new[1])
 
 
-def test_another_table_stands_in_where_there_is_no_row() -> None:
+def test_another_table_stands_in_if_there_is_no_row() -> None:
     own = table(row("Allreduce", 3, (100, "two_shot")))
     both = own.completed(BUILT_IN)
     assert both.source == "here; for the rest built in, measured on H200s"
@@ -203,7 +203,7 @@ def test_a_table_without_an_algorithm() -> None:
     assert not any(name == "copy_engine" for each in BUILT_IN.without("copy_engine").rows for _, name in each.choices)
 
 
-def test_a_description_has_a_line_for_what_is_the_same() -> None:
+def test_a_description_has_one_line_for_equal_rows() -> None:
     rows = (
         row("Allreduce", 4, (256 * KIB + 1, "two_shot"), (160 * MIB, "copy_engine"), registered=True),
         row("Allreduce", 4),

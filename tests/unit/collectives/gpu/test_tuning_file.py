@@ -62,7 +62,7 @@ def document() -> dict[str, Any]:
 
 
 def put(*keys: Any) -> Callable[[Any], Any]:
-    """Return a function that puts the last of ``keys`` into a document, in the place that the others lead to."""
+    """Return a function that puts the last of ``keys`` into a document, at the place that the other keys name."""
     *path, last, value = keys
 
     def change(whole: Any) -> Any:
@@ -88,7 +88,7 @@ def without(*keys: Any) -> Callable[[Any], Any]:
     return change
 
 
-RING = "it reduces in an order of its own, and a table chooses only algorithms that reduce in the order of ranks: use "
+RING = "it does not reduce in the order of ranks, and a table chooses only algorithms that do: use "
 FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
 
 
@@ -113,7 +113,7 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
         (put(*FIRST, "registered", "yes"), "rows[0].registered='yes'", "it must be true or false"),
         (put("rows", 0, "operation", "Gather"), "rows[0].choices[1].algorithm='two_shot'", "use one of one_shot, "),
         (put("rows", 1, "operation", "Alltoall"), "rows[1].choices[1].algorithm='two_shot'", "use one of one_shot, "),
-        (put(*FIRST, "choices", []), "rows[0].choices", "there must be one at least"),
+        (put(*FIRST, "choices", []), "rows[0].choices", "there must be at least one"),
         (put(*SECOND, "algorithm", "magic"), "rows[0].choices[1].algorithm='magic'", "use one of one_shot, two_shot"),
         (put(*SECOND, "algorithm", None), "rows[0].choices[1].algorithm=None", "use one of one_shot, two_shot"),
         (put(*SECOND, "algorithm", "ring"), "rows[0].choices[1].algorithm='ring'", RING),
@@ -251,7 +251,7 @@ def test_a_file_that_is_named_wins(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert find(GPU) is BUILT_IN
 
 
-def test_for_other_gpus_what_is_built_in_is_scaled_by_their_links(cache: Path) -> None:
+def test_for_other_gpus_the_built_in_table_is_scaled_by_their_links(cache: Path) -> None:
     scaled = find(OTHER, 239)
     assert scaled.source == "built in, measured on H200s, scaled to links of 239 GB/s"
     assert scaled.link_speed == 0.5
@@ -260,14 +260,14 @@ def test_for_other_gpus_what_is_built_in_is_scaled_by_their_links(cache: Path) -
         assert [name for _, name in mine.choices] == [name for _, name in theirs.choices]
         for (begin, _), (other, _) in zip(mine.choices, theirs.choices, strict=True):
             assert abs(begin - other / 2) <= 0.5
-    assert find(OTHER) is BUILT_IN  # nothing is known of the links
+    assert find(OTHER) is BUILT_IN  # the links are unknown
 
 
 def test_what_was_measured_is_not_scaled(cache: Path) -> None:
-    def nobody_asks() -> float:
+    def never_asked() -> float:
         raise AssertionError
 
-    assert tuning_file.find(GPU, nobody_asks) is BUILT_IN
+    assert tuning_file.find(GPU, never_asked) is BUILT_IN
     write(cache / "tuning-nvidia-h100-80gb-hbm3.json", MINE)
     found = find(OTHER, 47.8)
     assert MINE in found.rows

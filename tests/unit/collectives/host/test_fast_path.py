@@ -1,4 +1,4 @@
-"""Which calls are MPI's without a closer look: none that must not be, and the same ones in whatever form they come."""
+"""Calls that go to MPI without a closer look: the same calls in every form, and no call that must not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 
 
 class OnDevice:
-    """A device array, as far as anything may look at it."""
+    """A device array with the attributes that the judges may read."""
 
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f8", "data": (1 << 40, False), "version": 3}
     dtype = np.dtype(np.float64)
@@ -88,7 +88,7 @@ def test_buffers_that_may_overlap_need_a_closer_look() -> None:
         assert not plain("Allreduce", both[:2], other)
 
 
-def test_lists_are_plain_if_the_array_holds_what_they_name() -> None:
+def test_lists_are_plain_if_the_array_holds_their_elements() -> None:
     four, eight, nine = np.zeros(4), np.zeros(8), np.zeros(9)
     column = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
     for spec in ([four, MPI.DOUBLE], (four, MPI.DOUBLE), [four, 4, MPI.DOUBLE], [eight, 4], [nine, column]):

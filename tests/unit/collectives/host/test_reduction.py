@@ -126,7 +126,7 @@ def test_complex_products_do_not_depend_on_where_the_array_is_cut(char: str) -> 
                 assert run("prod", copies, copies[own]).tobytes() == whole[piece].tobytes()
 
 
-def test_order_is_that_of_the_parts() -> None:
+def test_parts_are_reduced_in_their_order() -> None:
     parts = [np.array([value], np.float32) for value in (1e8, 1.0, -1e8, 1.0)]
     assert run("sum", parts)[0] == 1.0  # (1e8 + 1) is 1e8
     assert run("sum", [parts[0], parts[2], parts[1], parts[3]])[0] == 2.0
@@ -161,7 +161,7 @@ def test_average_of_narrow_floats_is_rounded_once() -> None:
     parts = [np.array([value], np.float16) for value in (2048.0, 2050.0, 2050.0)]
     assert run("avg", parts)[0] == np.float16(np.float32(6148.0) / np.float32(3))
     large = [np.array([60000.0], np.float16)] * 4
-    assert run("avg", large)[0] == 60000.0  # the sum alone would be infinite
+    assert run("avg", large)[0] == 60000.0  # without the division the sum would be infinite
 
 
 def test_nan_infinities_and_zeros() -> None:

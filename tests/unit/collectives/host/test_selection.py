@@ -28,7 +28,7 @@ def test_switch_points_are_of_operations_that_there_are() -> None:
     assert set(selection._MAPPED_FROM) | set(selection._TWO_SHOT_FROM) <= set(OPERATIONS)
 
 
-def test_the_crossover_counts_between_two_ranks_alone() -> None:
+def test_the_crossover_counts_only_between_two_ranks() -> None:
     scatter = OPERATIONS["Reduce_scatter"]
     assert not use_mapped(ALLREDUCE, "sum", 2 * MIB - 1, 2, 1, 2 * MIB) and use_mapped(
         ALLREDUCE, "sum", 2 * MIB, 2, 1, 2 * MIB
@@ -55,7 +55,7 @@ def test_what_is_chosen_where_it_matters_most() -> None:
 
 
 def exchanges(operation: Operation, nbytes: int, size: int, algorithm: str = "auto") -> int:
-    """How many exchanges a call takes."""
+    """The number of exchanges of a call."""
     array = np.zeros(nbytes, np.uint8)
     call = Call(operation, Arguments(array, array.copy(), MPI.SUM if operation.reduces else None), 0, size, algorithm)
     return len(schedule(call, algorithm, size, None))

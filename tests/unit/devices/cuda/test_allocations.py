@@ -1,4 +1,4 @@
-"""The allocation of an array that is registered, and the warning where it may hold other arrays."""
+"""The allocation of a registered array, and the warning if the allocation may hold other arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def said(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def find(arrays: Any, monkeypatch: pytest.MonkeyPatch, begin: int, nbytes: int, size: int) -> None:
-    """Find the allocation of an array that begins so many bytes behind the begin of an allocation."""
+    """Find the allocation of an array that begins so many bytes after the begin of an allocation."""
 
     device = int(arrays.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
     answers = iter([(device, False, 0, True), (BASE, size)])

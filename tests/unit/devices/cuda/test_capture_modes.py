@@ -1,4 +1,4 @@
-"""The rights of threads while another thread captures a graph: with a driver that knows only their modes."""
+"""The rights of threads while another thread captures a graph, with a driver that knows only their modes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_requests_are_completed_whatever_other_threads_capture(cuda: FakeCuda, b
     assert cuda.mode == cuda.default
 
 
-def test_a_user_s_thread_is_relaxed_while_it_loads_alone(cuda: FakeCuda, backend: Any) -> None:
+def test_a_user_s_thread_is_relaxed_only_while_it_loads(cuda: FakeCuda, backend: Any) -> None:
     backend.make_current()
     with backend.loading():
         assert cuda.mode == cuda.relaxed

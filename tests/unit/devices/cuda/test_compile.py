@@ -15,7 +15,8 @@ from mpicomm.devices.cuda.faults import FaultRecord  # noqa: E402
 from mpicomm.kernels.headers import SHARED  # noqa: E402
 from tests.helpers.inputs.kernel_sources import SOURCES  # noqa: E402
 
-# The oldest that NVRTC compiles for, the first with instructions that the kernels use where they can, and the newest.
+# The oldest that NVRTC compiles for, the first with instructions that the kernels use only on new devices, and the
+# newest.
 WANTED = [(7, 5), (9, 0), (12, 0)]
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
 CAPABILITIES = [(major, minor) for major, minor in WANTED if 10 * major + minor in SUPPORTED]
@@ -29,7 +30,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names NVRTC was really run for."""
+    """The names that NVRTC really compiled."""
     names: list[str] = []
     run_nvrtc = kernel_compile._run_nvrtc
 
@@ -56,7 +57,7 @@ def test_there_is_something_to_compile_for() -> None:
 @pytest.mark.parametrize("source", SOURCES.values(), ids=lambda source: source.name)
 def test_every_kernel_compiles(source: Path, capability: tuple[int, int]) -> None:
     names = re.findall(r"MPICOMM_KERNEL\s+void\s+(\w+)\(", source.read_text())
-    # Of these there is no kernel without them.
+    # Without them these sources have no kernel.
     reduces = ["-DMPICOMM_RANKS=4", "-DMPICOMM_DTYPE=float32", "-DMPICOMM_OP=sum", "-DMPICOMM_RESULT=float16"]
     options = {
         **dict.fromkeys(("packets", "local_reduction", "combine"), reduces),
@@ -92,7 +93,7 @@ def test_a_broken_source_names_the_line(tmp_path: Path) -> None:
 
 def test_the_host_reads_the_fault_record_as_the_kernels_write_it(tmp_path: Path) -> None:
     offsets = {field[0]: getattr(FaultRecord, field[0]).offset for field in FaultRecord._fields_}
-    # NVRTC brings no header that defines offsetof; this is what its compiler makes of it.
+    # NVRTC brings no header that defines offsetof; its compiler turns offsetof into this expression.
     check = "static_assert(__INTADDR__(&static_cast<mpicomm::FaultRecord*>(nullptr)->{}) == {});"
     checks = [check.format(name, offset) for name, offset in offsets.items()]
     source = source_in(

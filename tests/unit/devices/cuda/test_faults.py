@@ -29,7 +29,7 @@ def test_an_error_is_raised_by_every_check_and_keeps_no_frames(
 
 
 @pytest.mark.parametrize(("operation", "waits"), [(EXCHANGE, False), (MISMATCH, True)])
-def test_only_data_of_another_call_lets_a_check_wait_for_what_ranks_called(operation: int, waits: bool) -> None:
+def test_only_data_of_another_call_lets_a_check_wait_for_the_calls_of_ranks(operation: int, waits: bool) -> None:
     page = object.__new__(FaultPage)
     page.error = page._calls = None
     page.record = FaultRecord(state=2, operation=operation, peer=1, elapsed_ns=10**9)

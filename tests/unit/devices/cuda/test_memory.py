@@ -32,7 +32,7 @@ def opened(memory: Any, context: Any) -> Any:
     return memory.OpenedIpcSegment(context, MemoryHandle("ipc", bytes(16), b"a".ljust(KEY_NBYTES, b"\0"), 64, 0, 64))
 
 
-def test_the_context_knows_what_is_open(cuda: FakeCuda, memory: Any, context: Any) -> None:
+def test_the_context_knows_the_open_memory(cuda: FakeCuda, memory: Any, context: Any) -> None:
     own, peers = memory.IpcSegment.allocate(context, 5), opened(memory, context)
     assert context.segments == {own, peers}
     for _ in range(2):

@@ -132,6 +132,6 @@ def test_what_nvml_does_not_say_is_unknown(install: Any, monkeypatch: pytest.Mon
     assert (nvml_link(A, B), nvlink_gb_s(A, B), pcie_gb_s(A)) == (Link("unknown"), None, None)
 
 
-def test_the_slowest_link_counts_of_those_that_are_known() -> None:
+def test_the_slowest_known_link_counts() -> None:
     assert slowest_gb_s([Link("self"), Link("NVLink", gb_s=300), Link("PCIe", gb_s=32)]) == 32
     assert slowest_gb_s([Link("self"), Link("unknown")]) is None

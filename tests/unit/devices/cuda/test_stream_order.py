@@ -39,7 +39,7 @@ def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, ord
         for each in list(pending):
             place, done = each
             assert done() == cuda.is_over(place)
-            if cuda.is_over(place):  # nobody calls it again
+            if cuda.is_over(place):  # no caller comes again
                 pending.remove(each)
     cuda.finish()
     assert carried_out == list(range(60))
@@ -76,7 +76,7 @@ def test_pieces_follow_one_that_was_interrupted(cuda: FakeCuda, order: Any, capt
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_what_interrupts_first_is_what_goes_on(cuda: FakeCuda, order: Any, captures: bool) -> None:
+def test_the_first_interrupt_goes_on(cuda: FakeCuda, order: Any, captures: bool) -> None:
     """A failed device, or an invalid capture, refuses to record, too."""
     refusal = HandleError if captures else cuda.CUDARuntimeError
     cuda.refuses["cuEventRecord" if captures else "eventRecord"] = refusal
@@ -107,7 +107,7 @@ def test_pieces_of_captures_that_take_turns_follow_each_other(cuda: FakeCuda, or
     assert carried_out == pieces
 
 
-def test_captures_that_are_over_leave_few_events_behind(cuda: FakeCuda, order: Any) -> None:
+def test_captures_that_are_over_leave_few_events(cuda: FakeCuda, order: Any) -> None:
     for capture in range(100):
         cuda.captures = dict.fromkeys(STREAMS, capture)
         for stream in STREAMS:

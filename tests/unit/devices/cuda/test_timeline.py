@@ -56,7 +56,7 @@ def test_nothing_waits_for_the_streams_of_the_user(cuda: FakeCuda, make: Callabl
     assert "cuStreamSynchronize" not in cuda.calls
 
 
-def test_the_clocks_are_compared_again_where_the_devices_clock_drifts(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+def test_the_clocks_are_compared_again_if_the_devices_clock_drifts(cuda: FakeCuda, make: Callable[[], Any]) -> None:
     timeline = make()
     cuda.now_us += 2_000_000  # both clocks go on
     cuda._times_us.update({event: when + 300 for event, when in cuda._times_us.items()})  # one has gone slower
@@ -67,7 +67,7 @@ def test_the_clocks_are_compared_again_where_the_devices_clock_drifts(cuda: Fake
     assert interval.times_ns() == by_host(2_000_000, 2_000_004)
 
 
-def test_the_last_comparison_stays_where_other_work_delays_the_next(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+def test_the_last_comparison_stays_if_other_work_delays_the_next(cuda: FakeCuda, make: Callable[[], Any]) -> None:
     timeline = make()
     (own,) = cuda.streams
     cuda.now_us += 2_000_000
@@ -104,7 +104,7 @@ def test_a_device_that_has_failed_has_no_times(cuda: FakeCuda, make: Callable[[]
     interval = timeline.begin(STREAM)
     cuda.refuses["eventRecord"] = cuda.CUDARuntimeError
     assert timeline.begin(STREAM) is None
-    interval.extend()  # the call itself says what has failed
+    interval.extend()  # the call raises the error
     cuda.refuses["eventElapsedTime"] = cuda.CUDARuntimeError
     with pytest.raises(HandleError, match="the times of a stream cannot be measured"):
         interval.times_ns()

@@ -1,4 +1,4 @@
-"""The engine between groups of ranks: the best one that works, or the one that MPICOMM_INTERNODE names."""
+"""The engine between peer domains: the best engine that works, or the engine that MPICOMM_INTERNODE names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpicomm.errors import BackendUnavailableError, HandleError
 from tests.helpers.fakes.fake_cuda import FakeCuda
 
 Choose = Callable[[Callable[[], Any] | None], Any]
-"""Chooses with a function that makes channels, which is None where the ranks are on several nodes."""
+"""Chooses with a function that makes channels, which is None if the ranks are on several nodes."""
 
 
 @pytest.fixture
@@ -41,18 +41,18 @@ def test_mapped_memory_is_first_on_one_node(choose: Choose) -> None:
 
 def test_other_engines_follow_on_several_nodes(choose: Choose) -> None:
     choice = choose(None)
-    assert choice.transport.name == "staged"
+    assert choice.transport.name == "pinned"
     assert list(choice.rejected) == ["mapped", "nccl", "mpi"]
     assert "the ranks are on several nodes" in choice.rejected["mapped"]
     assert "pip install mpicomm[nccl]" in choice.rejected["nccl"]
 
 
-def test_other_engines_follow_where_memory_cannot_be_mapped(choose: Choose) -> None:
+def test_other_engines_follow_if_memory_cannot_be_mapped(choose: Choose) -> None:
     def refuse() -> Any:
         raise HandleError("the driver refuses the handle")
 
     choice = choose(refuse)
-    assert choice.transport.name == "staged"
+    assert choice.transport.name == "pinned"
     assert choice.rejected["mapped"] == "the driver refuses the handle"
 
 
@@ -66,13 +66,13 @@ def test_an_engine_that_is_named_and_does_not_work_is_refused(
 
 
 def test_an_engine_that_is_named_is_taken(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPICOMM_INTERNODE", "staged")
+    monkeypatch.setenv("MPICOMM_INTERNODE", "pinned")
     choice = choose(lambda: "channels")
-    assert choice.transport.name == "staged"
+    assert choice.transport.name == "pinned"
     assert not choice.rejected
 
 
-def test_nccl_is_aborted_where_another_rank_could_not_start_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     class AnotherRankFails(Group):
         def agree(self, step: str, work: Callable[[], object]) -> None:
             super().agree(step, work)

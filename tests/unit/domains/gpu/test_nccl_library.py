@@ -29,7 +29,7 @@ class CupyCommunicator:
 
 
 @pytest.fixture
-def cupy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy has NCCL, and nccl4py is not installed."""
     module: Any = ModuleType("cupy.cuda.nccl")
     module.get_version = lambda: 22809
@@ -41,7 +41,7 @@ def cupy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy.cuda", ModuleType("cupy.cuda"))
 
 
-@pytest.mark.usefixtures("cupy_alone")
+@pytest.mark.usefixtures("only_cupy")
 def test_cupy_takes_the_place_of_nccl4py() -> None:
     library = nccl_library.load()
     assert library.name == "cupy.cuda.nccl 22809"
@@ -70,10 +70,10 @@ def test_ranks_of_one_gpu_need_different_hosts(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_call_that_waits_too_long_is_left_to_its_thread() -> None:
     came = threading.Event()
-    with pytest.raises(CollectiveTimeoutError, match=r"^nobody came within 0.1 s"):
-        nccl_library.bounded(lambda: came.wait(30), 0.1, "nobody came")
+    with pytest.raises(CollectiveTimeoutError, match=r"^no rank came within 0.1 s"):
+        nccl_library.bounded(lambda: came.wait(30), 0.1, "no rank came")
     came.set()
-    assert nccl_library.bounded(lambda: 5, 10, "nobody came") == 5
+    assert nccl_library.bounded(lambda: 5, 10, "no rank came") == 5
 
 
 def test_an_error_of_a_call_arrives() -> None:
@@ -81,4 +81,4 @@ def test_an_error_of_a_call_arrives() -> None:
         raise RuntimeError("unhandled system error")
 
     with pytest.raises(HandleError, match="NCCL: unhandled system error"):
-        nccl_library.bounded(fail, 10, "nobody came")
+        nccl_library.bounded(fail, 10, "no rank came")

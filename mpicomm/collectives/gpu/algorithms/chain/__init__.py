@@ -1,1 +1,1 @@
-"""Each rank sends to the next rank the data that it receives, as it is or reduced with its own data."""
+"""Each rank sends the data that it receives to the next rank, unchanged or reduced with its own data."""

@@ -51,7 +51,7 @@ class ChainArguments(ctypes.Structure):
 def chain_kernel(reduction: tuple[str, str] | None, *, host_slots: bool = False) -> Variant:
     """Return the kernel for ``(dtype, op)``, or the kernel that does not reduce; raises as `options_for`.
 
-    ``host_slots``: whether slots lie in memory of the host.
+    ``host_slots`` is whether slots lie in host memory.
     """
     return Variant(
         Path(__file__).with_name("chain.cu"),

@@ -1,62 +1,59 @@
-// Moves one message along a chain of ranks. Each rank sends on the packets that come from the rank
-// before, as they are or reduced with its own contribution. Each rank launches one kernel. Where
-// one rank sends to all, or all send to one, a chain is faster than shards that other ranks pass
-// on: every link has one sender, and a link carries less when several ranks send to one at a time.
+// Moves one message along a chain of ranks. Each rank sends on the packets that come from the
+// previous rank, unchanged or reduced with its own contribution. Each rank launches one kernel. If
+// one rank sends to all, or all send to one, a chain is faster than shards that other ranks send
+// on. In a chain every link has one sender, and a link carries less if several ranks send to one
+// rank at a time.
 //
 // The message travels in packets that show by themselves whether they have come, on the sentinel
-// protocol (packet_protocols.cuh). So a rank passes on data without a release. The pieces can be
-// small, and the first of them reach the end of the chain soon after they were sent.
+// protocol (packet_protocols.cuh). So a rank sends data on without a release. Hence pieces can be
+// small, and the first pieces reach the end of the chain soon.
 //
-// Channels. A warp of a rank and the same warp of the next rank are a channel. Slots, epochs, flags
-// and credit are
-// those of channel_words.cuh, with these differences:
-// - The message is cut into batches, of a few packets for each lane, which the channels carry in
-// turn. A slot holds
-//   several batches. Epochs count slots, not chunks, and each launch begins with a new slot.
-// - The packets of a slot need no flag. The flag of the first slot of a launch says which call it
-// is, {e, tag}, because
-//   packets do not say that. The sender stores it before the packets, and the receiver waits for
-// it. The sender stores
-//   the flags of the other slots, too, though no receiver waits for them. Epochs wrap around: a
-// flag that was left as
-//   it is would look new 2^31 slots later, when a launch begins with that slot.
-// - The receiver gives credit for a slot, not for each batch. Credit travels against the data that
-// comes from the rank
-//   before, and takes a part of the bandwidth of the links.
-// - Credit comes after a fence instead of a release, see below.
+// Channels. A warp of a rank and the same warp of the next rank are a channel. channel_words.cuh
+// explains slots, epochs, flags and credit. This kernel uses them with these differences:
+// - The message is cut into batches, with a few packets for each lane. The channels carry the
+//   batches in turn. A slot holds several batches. Epochs count slots, not chunks, and each launch
+//   begins with a new slot.
+// - The packets of a slot need no flag. The flag of the first slot of a launch, {e, tag}, says
+//   which call it is, because packets do not say that. The sender stores the flag before the
+//   packets, and the receiver waits for it. The sender also stores the flags of the other slots,
+//   although no receiver waits for them, because epochs wrap around. A flag that kept its old
+//   value would look new 2^31 slots later, when a launch begins with that slot.
+// - The receiver gives credit for each slot, not for each batch. Credit travels against the data
+//   from the previous rank, and takes a part of the bandwidth of the links.
+// - The receiver stores credit after a fence instead of by a release, see below.
 //
-//     sender                                             receiver
-//     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {} if the
-// launch begins
-//     store_relaxed(flag, e)                             while (load_volatile(packets) are not all
-// there) {}
-//     store_volatile(packets of each batch)              store_volatile(packets, "absent")
-//                                                        __syncwarp(), fence_slots(),
-// store_relaxed(credit, e)
+//     sender                                              receiver
+//     while (load_acquire(credit) < e - kChainSlots) {}   if the launch begins:
+//                                                           while (load_acquire(flag) < e) {}
+//     store_relaxed(flag, e)                              while (load_volatile(packets) are not
+//     store_volatile(packets of each batch)                 all there) {}
+//                                                         store_volatile(packets, "absent")
+//                                                         __syncwarp()
+//                                                         fence_slots()
+//                                                         store_relaxed(credit, e)
 //
 // Why a slot may be used again. The receiver resets the packets of a slot. The resets must be in
-// the slot before the sender stores there again, or they could arrive after the next packets and
-// wipe these out. So the receiver gives credit after fence_slots: memory_order.cuh explains the
-// scope of this fence, and what it rests on where the PTX memory model promises nothing. The
-// receiver's loads of the slot are over by then, because it repeated each until the packet was
+// the slot before the sender stores there again. Otherwise they could arrive after the next packets
+// and wipe these out. So the receiver gives credit after fence_slots: memory_order.cuh explains the
+// scope of this fence, and why it works although the PTX memory model promises nothing. The
+// receiver's loads of the slot are over by then, because it repeated each load until the packet was
 // there. The sender stores the flag of a slot after it has credit for the slot, as it stores the
-// packets. So the flag that stood in the same word before is still there when the receiver looks
-// for it.
+// packets. So the previous flag of that word stays until the receiver has looked for it.
 //
-// Why that cannot deadlock. A batch waits for the batch before it in its channel, for the same
-// batch on the rank before, and for the next rank to be done with the slot kChainSlots epochs
-// earlier. The first rank of the chain has its batches, the last rank takes all packets that come,
-// and the last slot of a launch gets credit like any other. The root of a reduction may be the
-// first rank, too: it then has two places in the chain, for sending and for receiving.
-// Different blocks serve these places and do not wait for each other. All blocks of a launch run at
-// once (team.cuh): the host launches no more than the smallest device holds, two for each
-// multiprocessor.
+// Why that cannot deadlock. A batch waits for the previous batch of its channel and for the same
+// batch on the previous rank. It also waits until the next rank is done with the slot kChainSlots
+// epochs earlier. The first rank of the chain has its batches. The last rank takes all packets that
+// come. The last slot of a launch gets credit like any other slot. The root of a reduction may also
+// be the first rank. Then it has two hops in the chain, one for sending and one for receiving.
+// Different blocks serve these hops and do not wait for each other. All blocks of a launch run at
+// once (team.cuh), because the host launches only as many as the smallest device holds: two for
+// each multiprocessor.
 //
 // Why `own` may be `output`. A lane reads both contributions to a packet before it writes the
-// result, and what it has read ahead belongs to the next batch. On a rank that is first and last,
-// one place reads `own` and the other writes `output`. That needs no fence: the packet that is
-// written has come around the chain from the one that was read, and each access on its way depends
-// on the access before.
+// result. The data that it has read ahead belongs to the next batch. On a rank that is first and
+// last, one hop reads `own` and the other hop writes `output`. That needs no fence. The written
+// packet has come around the chain from the packet that was read. Each access on its way depends on
+// the previous access.
 
 #define MPICOMM_SENTINEL  // the protocol
 
@@ -76,12 +73,12 @@ constexpr u64 kBatchNbytes = 2 * 1024;
 constexpr u32 kBatchPackets = kBatchNbytes / kPacketNbytes;
 constexpr u32 kRows = kBatchPackets / kLanes;  // rows of a batch; a row is one packet for each lane
 
-// A place of a rank in the chain.
+// A hop of a rank in the chain.
 struct Hop {
-  const u8* own;  // the contribution that the rank adds, or null
+  const u8* own;  // the contribution that this rank adds, or null
   u8* output;     // where the rank keeps the result, or null
-  u32 receives;   // whether there is a rank before
-  u32 sends;      // whether there is a rank after
+  u32 receives;   // whether there is a previous rank
+  u32 sends;      // whether there is a next rank
 };
 
 struct Chain {
@@ -90,13 +87,13 @@ struct Chain {
   u64 nbytes;
   u64 batch_nbytes;       // at most kBatchNbytes
   u8* memory[kMaxRanks];  // the memory of every rank for chains, as mapped on this rank; its counts come first
-  u64 credits;            // the offset in that memory, as of flags and slots
+  u64 credits;            // an offset in that memory, like flags and slots
   u64 flags;
   u64 slots;
   u64 slot_nbytes;
-  u32 batches;   // that a slot holds
+  u32 batches;   // in a slot
   u32 channels;  // for which there is memory
-  u32 blocks;    // that serve one place
+  u32 blocks;    // for one hop
   u32 previous;
   u32 next;
   u32 tag;
@@ -124,7 +121,7 @@ struct Chain {
   MPICOMM_DEVICE u32 channel() const { return threadIdx.x / kLanes * blocks + blockIdx.x % blocks; }
   // The distance from one batch of a channel to the next.
   MPICOMM_DEVICE u64 stride() const { return static_cast<u64>(blockDim.x / kLanes) * blocks * batch_nbytes; }
-  // What a fault record says of a wait for `peer` to come to `epoch`.
+  // The entries of a fault record for a wait until `peer` comes to `epoch`.
   MPICOMM_DEVICE Watch watch(u32 peer, u32 epoch) const {
     return {team.faults, team.timeout_ns, kExchange, epoch, blockIdx.x, team.names[peer]};
   }
@@ -135,15 +132,15 @@ struct Rows {
   Each of[kRows];
 };
 
-// The work of one warp: what it takes, reduces and sends on.
+// The work of one warp: it takes packets, reduces them and sends them on.
 struct Passing {
   const Chain& x;
   const Hop place;
   const u32 lane, channel;
-  u32 received, sent;  // the epochs of the last slots that were received and sent
-  u32 credit = sent - kChainSlots;  // the credit that this rank has at least
-  Pair* incoming{};    // where this lane's packets of the next batch begin in the slot
-  Pair* outgoing{};    // likewise, in the slot of the next rank
+  u32 received, sent;  // the epochs of the last slots received and sent
+  u32 credit = sent - kChainSlots;  // the least credit that this rank has
+  Pair* incoming{};    // the first of this lane's packets of the next batch in the slot
+  Pair* outgoing{};    // the same in the slot of the next rank
   Rows<Packet> own{};  // this rank's contribution to the next batch
 
   MPICOMM_DEVICE u64 end(u64 begin) const { return x.nbytes - begin < x.batch_nbytes ? x.nbytes : begin + x.batch_nbytes; }
@@ -179,22 +176,22 @@ struct Passing {
     return reinterpret_cast<Pair*>(x.slot(owner, channel, epoch)) + lane;
   }
 
-  // Waits until this rank may store in slot `sent` of the next rank. False means that the kernel
+  // Waits until this rank may store in slot `sent` of the next rank. Returns false if the kernel
   // must leave.
   MPICOMM_DEVICE bool await_credit() {
     const u32 awaited = sent - kChainSlots;
     const auto has_credit = [&] {
-      // Pairs with the receiver's store of credit in end_slot: its resets of the slot have arrived.
-      // With a plain load the stores to the slot could overtake the load, and the resets would wipe
-      // them out.
+      // Pairs with the receiver's store of credit in end_slot: its resets have reached the slot.
+      // With a plain load, this rank's stores to the slot could overtake the load, and the resets
+      // would wipe them out.
       if (static_cast<i32>(credit - awaited) < 0) credit = epoch_of(load_acquire(x.credit(x.team.rank, channel)));
       return static_cast<i32>(credit - awaited) >= 0;
     };
     return await_together(x.team, x.watch(x.next, awaited), lane, has_credit);
   }
 
-  // Takes the escapes of the packets of a batch that have one. False means that the kernel must
-  // leave.
+  // Takes the escapes of all packets of a batch that have an escape. Returns false if the kernel
+  // must leave.
   template <bool whole>
   MPICOMM_DEVICE bool take_escapes(u64 begin, Rows<Pair>& in) const {
     bool ok = true;
@@ -205,14 +202,14 @@ struct Passing {
       u8* const escape = x.escape(x.team.rank, incoming + row * kLanes);
       u32 code = 0;
       const auto has_come = [&] {
-        if (escaped) code = load_volatile(escape);  // pairs with the store in store_escaped; the byte says everything
+        if (escaped) code = load_volatile(escape);  // pairs with the store in store_escaped; only the byte counts
         return !escaped || code != 0;
       };
       ok = ok && await_together(x.team, x.watch(x.previous, received), lane, has_come);
       if (!ok || !escaped) continue;
       in.of[row] = unescaped(in.of[row], code);
-      // The escape is reset together with the packets, before the credit for the slot: a reset that
-      // arrives later could wipe out the next escape of the packet.
+      // This rank resets the escape together with the packets, before the credit for the slot. A
+      // later reset could wipe out the next escape of the packet.
       store_volatile(escape, 0);
     }
     return ok;
@@ -223,7 +220,7 @@ struct Passing {
     else store_volatile(slot, packet);
   }
 
-  // Takes, reduces, sends on and keeps the batch that begins at `begin`. False means that the
+  // Takes, reduces, sends on and keeps the batch that begins at `begin`. Returns false if the
   // kernel must leave.
   template <bool whole>
   MPICOMM_DEVICE bool pass_on(u64 begin) {
@@ -244,8 +241,8 @@ struct Passing {
       incoming += kBatchPackets;
       for_packets<whole>(begin, [&](u32 row, u64) {
         out.of[row] = Protocol::unit(in.of[row]);
-        // The packet that comes is the reduction of all ranks before. With this rank's contribution
-        // second, the order of the reduction is that of the ranks.
+        // The packet that comes is the reduction of all previous ranks. This rank's contribution
+        // comes second, so the reduction keeps the order of ranks.
 #if defined(MPICOMM_DTYPE)
         if (place.own != nullptr) out.of[row] = reduce_packets(out.of[row], own.of[row]);
 #endif
@@ -275,16 +272,16 @@ struct Passing {
     return true;
   }
 
-  // Begins the next slot on both sides. `first` is whether the launch begins with it. False means
-  // that the kernel must leave.
+  // Begins the next slot for receiving and for sending. `first` is whether the launch begins with
+  // it. Returns false if the kernel must leave.
   MPICOMM_DEVICE bool begin_slot(bool first) {
     received += place.receives;
     sent += place.sends;
     if (place.receives) incoming = packets(x.team.rank, received);
     if (place.sends) outgoing = packets(x.next, sent);
     if (place.sends && !await_credit()) return false;
-    // Pairs with the next rank's load in await_epoch below. Relaxed: the store publishes nothing,
-    // because the reader needs the word alone.
+    // Pairs with the next rank's load in await_epoch below. The store is relaxed, because the
+    // reader needs only this word, and so the store publishes nothing.
     if (place.sends && lane == 0) store_relaxed(x.flag(x.next, channel, sent), word_of(sent, x.tag));
     if (!first) return true;
     bool same = true;
@@ -296,10 +293,10 @@ struct Passing {
 
   MPICOMM_DEVICE void end_slot() {
     if (!place.receives) return;
-    // The store of credit pairs with the load by the rank before, in await_credit. The barrier
-    // orders the resets of all lanes before the fence of one lane. The fence has the resets in the
-    // slot before the credit leaves: without it they could wipe out the next packets of the rank
-    // before.
+    // The store of credit pairs with the previous rank's load in await_credit. The barrier orders
+    // the resets of all lanes before the fence of one lane. The fence orders the resets before the
+    // credit. Without it the resets could arrive late and wipe out the next packets of the previous
+    // rank.
     __syncwarp(kWarp);
     if (lane != 0) return;
     fence_slots();
@@ -308,17 +305,17 @@ struct Passing {
 };
 
 MPICOMM_DEVICE void run(const Chain& x) {
-  // The kernel ahead may still write counts, slots and `own`: this kernel loads and stores nothing
-  // before that is over.
+  // The previous kernel may still write counts, slots and `own`. So this kernel loads and stores
+  // nothing before the previous kernel is over.
   wait_for_predecessor();
-  // All warps call this, also those without work. Blocks of the next kernel then wait beside the
-  // blocks of this one. They keep no block of this kernel from running, because all of its blocks
-  // run by then.
+  // All warps call this, also warps without work. Then blocks of the next kernel wait beside the
+  // blocks of this kernel. They keep no block of this kernel from running, because all of its
+  // blocks run by then.
   let_successor_start();
   const u32 lane = threadIdx.x % kLanes, channel = x.channel();
   const u64 first = channel * x.batch_nbytes;
-  if (first >= x.nbytes) return;  // the whole warp, because it has no batch
-  // One lane looks whether a rank has given up before. The warp heeds the result before it stores
+  if (first >= x.nbytes) return;  // the whole warp leaves, because it has no batch
+  // One lane checks whether a rank has given up before. The warp uses the result before it stores
   // anything.
   Health health;
   if (lane == 0) health = load_health(x.team);
@@ -343,9 +340,9 @@ MPICOMM_DEVICE void run(const Chain& x) {
     if (batch == 0) passing.end_slot();
   }
   if (batch != 0) passing.end_slot();
-  // The next of these kernels reads the counts when this one is over, on whichever stream the host
-  // puts it. All lanes have read them above. The votes since then order no memory, so without this
-  // barrier a lane could read the new count.
+  // The next kernel of this kind reads the counts after this kernel is over, on any stream. All
+  // lanes have read the counts above. The votes since then order no memory, so without this barrier
+  // a lane could read a new count.
   __syncwarp(kWarp);
   if (lane == 0 && place.receives) *x.count(false, channel) = passing.received;
   if (lane == 0 && place.sends) *x.count(true, channel) = passing.sent;

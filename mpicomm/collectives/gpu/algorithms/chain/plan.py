@@ -28,16 +28,17 @@ from mpicomm.kernels.team import LANES
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.types import is_narrow
 
-# Blocks of one launch, as measured on H200s: half of them if a batch would not be full or a rank has two hops.
+# The most blocks of one launch, as measured on H200s. Half of them are used if a batch would not be full, or if a rank
+# has two hops.
 _MOST_BLOCKS = 128
-# A reader gives credit per slot, and credit travels against the data: on H200s smaller slots slow the data down.
+# A receiver gives credit for each slot, and credit travels against the data. On H200s smaller slots slow the data down.
 _MOST_SLOT_NBYTES = 32 * 1024
 _WARPS = CHAIN_THREADS // LANES
 _UNIT_NBYTES = LANES * PACKET_NBYTES  # a packet for each lane
 
 
 class AlongRanks(Algorithm):
-    """Each rank sends the data that it receives to the next rank, as it is or reduced with its own data."""
+    """Each rank sends the data that it receives to the next rank, unchanged or reduced with its own data."""
 
     name = "chain"
 
@@ -48,15 +49,15 @@ class AlongRanks(Algorithm):
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`.
 
-        A chain that reduces in rank order ends on the last rank. For a root in the middle everything would travel
-        twice. Partial results travel in the type of the elements, which would round narrow types at each rank.
+        A chain that reduces in rank order ends on the last rank. For a root in the middle all data would travel twice.
+        Partial results travel in the type of the elements. So each rank would round narrow types.
         """
         b = call.buffers
         if _serves(call.operation, b.root, b.size, b.op, b.dtype):
             return None
         return (
-            "it is for the first or the last rank as root, and for types and operations that are not reduced in a "
-            "wider type (of float16, bfloat16, float8, and avg)"
+            "it needs the first or the last rank as root, and an operation and an element type that need no wider type "
+            "to reduce (not avg, float16, bfloat16 or float8)"
         )
 
     def takes(self, form: Form) -> bool:
@@ -94,8 +95,8 @@ def _request(layout: ChannelMemory) -> Request:
 def layout_of(nbytes: int, links: int, node: Node) -> ChannelMemory:
     """Return the layout of each rank's memory for a chain of messages of ``nbytes`` over ``links`` links.
 
-    A slot holds all that one channel carries of a message, up to a limit. All channels lead to one neighbour each way.
-    Escapes follow the slots.
+    A slot holds all data that one channel carries of a message, up to a limit. All channels lead to one neighbour each
+    way. Escapes follow the slots.
     """
     blocks, batch_nbytes = cut(nbytes, links, node)
     batches = -(-nbytes // (blocks * _WARPS * batch_nbytes))
@@ -108,8 +109,8 @@ def layout_of(nbytes: int, links: int, node: Node) -> ChannelMemory:
 def cut(nbytes: int, links: int, node: Node) -> tuple[int, int]:
     """Return the blocks for one hop and the size of a batch.
 
-    They are the same on all ranks, because both sides of a channel must cut messages alike. A chain of as many links as
-    ranks comes back to the first rank, which then has two hops.
+    They are the same on all ranks, because both ranks of a channel must cut messages alike. If a chain has as many
+    links as ranks, it comes back to the first rank, which then has two hops.
     """
     half = _MOST_BLOCKS // 2
     wanted = half if links == node.size else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))
@@ -126,7 +127,8 @@ def _most_blocks_of(node: Node) -> int:
 class ChainTemplate:
     """Launches of chain.cu for chains of one form between the ranks of a node.
 
-    `write` writes one call into `arguments`. The next one overwrites it, so a caller launches the kernel in between.
+    `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
+    between.
     """
 
     def __init__(self, node: Node, chain: Chain, reduction: Reduction | None) -> None:
@@ -140,9 +142,10 @@ class ChainTemplate:
             place.receives, place.sends = hop.receives, hop.sends
 
     def write(self, places: Sequence[tuple[int, int]], nbytes: int, tag: int) -> Filled | None:
-        """Write a call of at least one byte into `arguments`; return None where the arena has no memory for it.
+        """Write a call of at least one byte into `arguments`; return None if the arena has no memory for it.
 
-        ``places`` are the addresses of the own data and of the output of each hop. The ranks must agree in ``tag``.
+        ``places`` are the addresses of the own data and of the output of each hop. All ranks must pass the same
+        ``tag``.
         """
         node, links, arguments = self._node, self._chain.links, self.arguments
         layout = layout_of(nbytes, links, node)
@@ -163,7 +166,7 @@ class ChainTemplate:
         return None, blocks * len(places), CHAIN_THREADS
 
     def launch(self, tag: int) -> Launch:
-        """Return the launch of the chain itself, whose spans say the addresses and the length. The arena has memory."""
+        """Return the launch of the chain, with the addresses and the length of its spans. The arena has memory."""
         pairs = [(hop.own, hop.output) for hop in self._chain.hops]
         places = [(own.pointer if own else 0, output.pointer if output else 0) for own, output in pairs]
         filled = self.write(places, self._chain.nbytes, tag)
@@ -177,7 +180,7 @@ class ChainTemplate:
 
 
 class ChainCalls(ChainTemplate):
-    """The calls of a form along the ranks."""
+    """The calls of a form, as chains."""
 
     def __init__(self, form: Form, node: Node) -> None:
         super().__init__(node, form.chain, form.reduction)

@@ -1,31 +1,31 @@
-// One exchange: every rank sends a message to every rank, and places or reduces the messages that
+// One exchange: every rank sends a message to every rank, and stores or reduces the messages that
 // it receives. Each rank launches one kernel.
 //
-// Channels. Block b of a rank talks to block b of each other rank and to no other block. Two ranks,
-// a direction and a block number are a channel, with `kSlots` slots: channel_words.cuh explains
-// slots, epochs, flags and credit. Flags and credit lie in the ranks' arenas. The tag of a flag
-// says which call the chunk belongs to. A channel carries its part of the message in chunks.
+// Channels. Block b of a rank talks only to block b of each other rank. Two ranks, a direction and
+// a block number are a channel, with `kSlots` slots. channel_words.cuh explains slots, epochs,
+// flags and credit. Flags and credit lie in the ranks' arenas. The tag of a flag says to which call
+// the chunk belongs. A channel carries its part of the message in chunks.
 //
-// Steps. In step k a block waits. Then it sends chunk k to each rank that gets one, this rank too,
-// and takes chunk k-1 from each other rank that sends one. Then it raises its flags and gives its
-// credit.
+// Steps. In step k a block first waits. Then it sends chunk k of each message, also of the message
+// to this rank. It takes chunk k-1 of each message from another rank. Then it raises its flags and
+// gives its credit.
 //
 // Chunks. A release waits until all earlier stores have arrived. The links are idle meanwhile,
-// because all blocks are about as far. So chunks are large, and releases are rare.
+// because all blocks are at about the same point. So chunks are large, and releases are rare.
 //
-// Why that cannot deadlock. In step k a block waits for the flags of chunks k-1, which the same
-// block of a peer raises at the end of its step k-1. It also waits for the credit of chunks
-// k-kSlots, which the peer gives at the end of its step k-kSlots+1: that is step k-1 or an earlier
-// one, because kSlots >= 2. Of all blocks of all ranks that are not done, look at one in the
-// earliest exchange, and there in the smallest step; all ranks count both alike. Its kernel has
-// begun, because all earlier exchanges of its rank are done. It waits only for blocks in smaller
-// steps or earlier exchanges, which are done. So it goes on. That needs all blocks of a launch to
-// run at once: see team.cuh.
+// Why that cannot deadlock. In step k a block waits for the flags of chunks k-1. The same block of
+// a peer raises them at the end of its step k-1. It also waits for the credit of chunks k-kSlots,
+// which the peer gives at the end of its step k-kSlots+1. That is step k-1 or an earlier step,
+// because kSlots >= 2. Of all blocks that are not done, look at a block in the earliest exchange,
+// and there in the smallest step. All ranks count exchanges and steps alike. The block's kernel has
+// begun, because all earlier exchanges of its rank are done. The block waits only for smaller steps
+// or earlier exchanges, which are done. So it goes on. That needs all blocks of a launch to run at
+// once: see team.cuh.
 //
 // Why `own` may be the output. If the memory that a rank sends is also the output of its reduction,
-// it is as long as each message to this rank. So its bytes are cut into the same channels and
-// chunks. The block that writes a chunk of the output has sent that chunk to all ranks in an
-// earlier step. And the thread that writes a result has read this rank's contribution to it before.
+// it is as long as each message to this rank. So it is cut into the same channels and chunks. The
+// block that writes a chunk of the output has sent that chunk to all ranks in an earlier step. And
+// the thread that writes a result has already read this rank's contribution to that result.
 
 #include "channel_words.cuh"
 #if defined(MPICOMM_DTYPE)
@@ -42,7 +42,7 @@ constexpr u32 kSlots = 2;
 // The message to, or from, one rank. The part of a channel lies at [channel * stride, (channel + 1)
 // * stride).
 struct Link {
-  u8* pointer;  // null for a message that is received to be reduced
+  u8* pointer;  // null for a message that this rank reduces
   u64 nbytes;
   u64 stride;
   u32 tag;
@@ -55,7 +55,7 @@ struct Exchange {
   Link receives[kMaxRanks];
   const u8* own;
   u8* output;
-  u64 counts;  // the offset in every arena, as of credits and flags
+  u64 counts;  // an offset in every arena, like credits and flags
   u64 credits;
   u64 flags;
   u8* slots[kMaxRanks];  // the slots of every rank, as mapped on this rank
@@ -91,8 +91,8 @@ MPICOMM_DEVICE Part part_of(const Link& link, u32 channel, u64 slot_nbytes) {
   return {begin, nbytes, static_cast<u32>((nbytes + slot_nbytes - 1) / slot_nbytes), 0};
 }
 
-// The strides of slots depend on the arena alone. With strides of the message, chunks of two
-// messages could overlap.
+// The strides of slots depend only on the arena. With strides that depend on the message, chunks of
+// two messages could overlap.
 MPICOMM_DEVICE u8* slot_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
   const u64 number = (static_cast<u64>(sender) * exchange.channels + channel) * kSlots + epoch % kSlots;
   return exchange.slots[owner] + number * exchange.slot_nbytes;
@@ -107,7 +107,7 @@ MPICOMM_DEVICE u64* credit_of(const Exchange& exchange, u32 owner, u32 receiver,
 }
 
 #if defined(MPICOMM_DTYPE)
-// A chunk that comes from each source: where each lies, and its range of the message.
+// The chunks with one number, one from each source: their places, and their range of the message.
 struct Chunk {
   const Exchange& exchange;
   const Part* parts;
@@ -148,11 +148,11 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kThreads) mpicomm_exchange
 
 MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) {
   const u32 thread = threadIdx.x, channel = blockIdx.x, rank = exchange.team.rank, size = exchange.team.size;
-  __shared__ Part parts[2 * kMaxRanks];  // the parts that this block receives from each rank, then those that it sends
+  __shared__ Part parts[2 * kMaxRanks];  // the parts received from each rank, then the parts sent to each rank
 
-  // Thread r keeps the channel from rank r, thread kMaxRanks + r the channel to rank r. The keeper
-  // alone waits for the words of the channel, stores them and knows its count. The count needs no
-  // atomics, because one exchange of a communicator runs at a time.
+  // Thread r keeps the channel from rank r, thread kMaxRanks + r the channel to rank r. Only the
+  // keeper waits for the words of the channel, stores them and knows its count. The count needs no
+  // atomics, because a communicator runs one exchange at a time.
   const bool keeper = thread < 2 * kMaxRanks;
   const bool sender = thread >= kMaxRanks;
   const u32 peer = thread % kMaxRanks;
@@ -167,9 +167,9 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
   }
   if (keeper) parts[thread] = mine;
 
-  // One thread, of a warp that keeps no channel, looks whether a rank has given up before. Its
-  // loads are in flight while the block copies the first chunks; the block heeds the result before
-  // it raises the first flag.
+  // One thread of a warp that keeps no channel checks whether a rank has given up before. Its loads
+  // are in flight while the block copies the first chunks. The block uses the result before it
+  // raises the first flag.
   const bool healthy =
       thread != 32 || mpicomm::is_healthy(exchange.team, channel, mpicomm::load_health(exchange.team));
   __syncthreads();
@@ -179,8 +179,8 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     if (part.chunks > steps) steps = part.chunks;
   }
   for (u32 step = 0; step <= steps; ++step) {
-    // The chunk of this thread's channel in this step. Before the first chunk it wraps around to
-    // the largest number.
+    // The chunk of this thread's channel in this step. Before the first chunk, the number wraps
+    // around to the largest number.
     const u32 current = sender ? step : step - 1;
     const bool takes = remote && !sender && current < mine.chunks;
     const bool sends = remote && sender && current < mine.chunks;
@@ -195,12 +195,12 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
                               : mpicomm::flag_of(exchange, rank, peer, channel, epoch);
       ok = mpicomm::await_epoch(team, word, watch, exchange.receives[peer].tag, takes ? ~0u : 0);
     }
-    // All threads leave or none: a thread that went on alone would wait at the next barrier for
-    // ever. The barrier also orders the accesses of the whole block to slots after the keepers'
+    // Either all threads leave or none, because a thread that stayed would wait at the next barrier
+    // for ever. The barrier also orders the accesses of the whole block to slots after the keepers'
     // acquires.
     if (!__syncthreads_and(ok)) return;
 
-    // The rank after this one comes first: see team.cuh.
+    // The next rank comes first: see team.cuh.
     for (u32 i = 1; i < size; ++i) {
       const u32 to = (rank + i) % size;
       const Part part = parts[kMaxRanks + to];
@@ -213,8 +213,8 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     for (u32 from = 0; from < size; ++from) {
       const Part part = parts[from];
       u8* const target = exchange.receives[from].pointer;
-      // The message to this rank itself waits for no peer, so its chunk is copied in the same step.
-      // A step later, its last chunk would be the only work left in the last step.
+      // The message to this rank itself waits for no peer, so the block copies its chunk in the
+      // same step. One step later, its last chunk would be the only work in the last step.
       const u32 number = from == rank ? step : taken;
       if (target == nullptr || number >= part.chunks) continue;
       const Range chunk = part.chunk(number, exchange.slot_nbytes);
@@ -231,7 +231,7 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
 #endif
 
     // The barrier orders the accesses of the whole block to slots before the keepers' releases. If
-    // the rank has given up, all threads leave here, before the block raises a flag.
+    // a rank has given up, all threads leave here, before the block raises a flag.
     if (!__syncthreads_and(healthy)) return;
     if (takes || sends) {
       u64* word = sends ? mpicomm::flag_of(exchange, peer, rank, channel, epoch)
@@ -239,13 +239,12 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
       const u32 tag = sends ? exchange.sends[peer].tag : 0;
       // A flag: pairs with the load_acquire in await_epoch, in the peer's next step, and publishes
       // the chunk. Credit: pairs with the load_acquire in await_epoch of the sender, and says that
-      // the block's loads of the slot are over. See channel_words.cuh for what a plain store would
-      // break. Both kinds of words share one instruction: a release waits for the accesses that it
-      // publishes, and so the warp waits once.
+      // the block's loads of the slot are over. channel_words.cuh says why a plain store would be
+      // wrong. Both kinds of words share one instruction. A release waits for the accesses that it
+      // publishes, so the warp waits only once.
       mpicomm::store_release(word, mpicomm::word_of(epoch, tag));
     }
   }
-  // The next exchange reads the count. Its kernel starts when this one is over, on whichever stream
-  // the host puts it.
+  // The next exchange reads the count. Its kernel starts after this kernel is over, on any stream.
   if (remote) *count = mine.epoch + mine.chunks;
 }

@@ -24,13 +24,13 @@ from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
 
 CHANNEL_NBYTES = 8 * 1024
-"""The bytes of a message for each block: only a longer message has another block."""
-_STRIDE_NBYTES = 128  # the part of each channel begins at a whole cache line of the message, hence at a whole element
+"""The bytes of a message for each block: a message with more bytes gets another block."""
+_STRIDE_NBYTES = 128  # each channel's part begins at a whole cache line of the message, hence at an element
 _FEWEST_THREADS = 64  # the kernel needs two warps
 
 
 class ChunkedOneShot(Algorithm):
-    """Ranks exchange data of any size and kind in chunks; it accepts every call."""
+    """Ranks exchange data of any size and kind in chunks. This algorithm accepts every call."""
 
     name = "one_shot"
 
@@ -50,7 +50,7 @@ class ChunkedOneShot(Algorithm):
 
 
 class Ring(Algorithm):
-    """Each rank sends chunks to the next rank alone. The order of a reduction follows the ring, not the ranks."""
+    """Each rank sends chunks only to the next rank. A reduction follows the order of the ring, not of the ranks."""
 
     name = "ring"
     in_rank_order = False
@@ -87,7 +87,7 @@ def _launched(call: GpuCall, node: Node, exchanges: Sequence[Exchange]) -> Itera
 
 
 class ChannelPlanner:
-    """Turns exchanges into launches. Every kernel of this rank gets ``team``."""
+    """Makes launches of exchanges. Every kernel of this rank gets ``team``."""
 
     def __init__(self, team: Team, layout: ArenaLayout) -> None:
         self._team = team
@@ -133,7 +133,7 @@ class ChannelPlanner:
         longest = max(link.stride for link in links)
         if longest == 0:
             return None
-        # Both sides of each pair have the same blocks, but each rank may choose its threads.
+        # Both ranks of a pair use the same blocks, but each rank may choose its number of threads.
         return Launch(
             exchange_kernel(reduction_of(exchange.dtype, reduction.op) if reduction else None),
             arguments,
@@ -148,9 +148,9 @@ class ChannelPlanner:
             return
         link.pointer = 0 if reduced else span.pointer
         link.nbytes = nbytes = span.count * itemsize
-        # A pure function of the bytes and the arena, because both sides must cut alike.
+        # The cut depends only on the bytes and the arena, because both ranks must cut alike.
         link.stride = stride_of(nbytes, min(self._layout.channels, -(-nbytes // CHANNEL_NBYTES)))
-        # The tag includes the bytes, because MPI lets ranks pass different counts: two ranks that disagree notice.
+        # The tag includes the bytes, so that two ranks notice different counts, which MPI lets them pass.
         link.tag = zlib.crc32(struct.pack("<IIQ", *call, nbytes))
 
     def _fill_reduction(

@@ -17,18 +17,18 @@ class CopyStream:
 
     def __init__(self) -> None:
         self._beside = BesideStream()
-        self._forked = 0  # the stream of the last fork; the copies and the join behind it in a plan use it
+        self._forked = 0  # the stream of the last fork; the copies and the join after the fork use it
         self._fork: Any = cupy.cuda.Event(disable_timing=True)
         self._join: Any = cupy.cuda.Event(disable_timing=True)
 
     def fork(self, stream: int) -> None:
-        """Let the copies from here on wait for all that is enqueued on ``stream``."""
+        """Let all later copies wait for all work that is enqueued on ``stream``."""
         self._forked = self._beside.of(stream)
         runtime.eventRecord(self._fork.ptr, stream)
         runtime.streamWaitEvent(self._forked, self._fork.ptr)
 
     def join(self, stream: int) -> None:
-        """Let ``stream`` wait for all copies that are enqueued."""
+        """Let ``stream`` wait for all enqueued copies."""
         runtime.eventRecord(self._join.ptr, self._forked)
         runtime.streamWaitEvent(stream, self._join.ptr)
 

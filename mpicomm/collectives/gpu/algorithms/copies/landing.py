@@ -1,4 +1,4 @@
-"""The places where copies land: in symmetric output at once, or in staging memory, from which the data is moved on."""
+"""The places where copies land: in symmetric output at once, or in staging memory, which is unloaded later."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped
 
 REGIONS = 3
-"""One region in which a part arrives, one that is read, and one that some rank may not have left yet."""
+"""One region in which a part arrives, one region that is read, and one region that some rank may still read."""
 ALIGNED_NBYTES = 256
 
 
 def landing_place(exchange: Exchange, peer: int, memory: Mapped, base: int) -> int:
-    """Return the place in the output of ``peer``, as mapped here, where the data for ``peer`` belongs.
+    """Return the address, as mapped here, where the data for ``peer`` belongs in the output of ``peer``.
 
     ``memory`` begins at address ``base`` on this rank.
     """
@@ -32,7 +32,7 @@ def landing_place(exchange: Exchange, peer: int, memory: Mapped, base: int) -> i
 class Parts:
     """The cut of the messages of an exchange into parts.
 
-    ``bounds`` has the byte of the longest message at which each part begins, and its end.
+    ``bounds`` has the offsets in the longest message at which parts begin, and the end of that message.
     """
 
     bounds: tuple[int, ...]
@@ -45,9 +45,9 @@ class Parts:
 
     @staticmethod
     def tapered(longest_nbytes: int, largest_nbytes: int, smallest_nbytes: int) -> Parts:
-        """Return parts of up to ``largest_nbytes``, the last ones smaller and smaller: each two thirds of the rest."""
+        """Return parts of up to ``largest_nbytes``. The last parts shrink: each is two thirds of the rest."""
         bounds = [0]
-        last = max(min(largest_nbytes, smallest_nbytes), 3 * ALIGNED_NBYTES)  # two thirds of more, aligned, are less
+        last = max(min(largest_nbytes, smallest_nbytes), 3 * ALIGNED_NBYTES)  # two thirds of more, rounded up, are less
         while (rest := longest_nbytes - bounds[-1]) > last:
             bounds.append(bounds[-1] + min(aligned(largest_nbytes), aligned(rest * 2 // 3)))
         return Parts((*bounds, longest_nbytes))
@@ -64,11 +64,11 @@ class Parts:
 
     @cached_property
     def room_nbytes(self) -> int:
-        """The staging memory for one peer: as large as the message, or `REGIONS` that are used again and again."""
+        """The staging memory for one peer: as large as the message, or `REGIONS` regions that parts reuse."""
         return min(aligned(self.bounds[-1]), REGIONS * self.largest_nbytes)
 
     def cut(self, span: Span | None, part: int, itemsize: int) -> tuple[int, int]:
-        """Return the byte in ``span`` at which a part begins, and its bytes; 0 bytes where ``span`` ends before it."""
+        """Return the offset in ``span`` at which a part begins, and its bytes; 0 bytes if ``span`` ends before it."""
         if span is None or not 0 <= part < self.number:
             return 0, 0
         begin, end = (min(bound, span.count * itemsize) for bound in self.bounds[part : part + 2])
@@ -105,7 +105,7 @@ class InOutput:
 
 @dataclass(frozen=True)
 class InStaging:
-    """Data lands in staging memory, in which every rank has a room for each peer.
+    """Data lands in staging memory. Every rank has a part of this memory for each peer.
 
     ``pointers`` has the address of each rank's staging memory.
     """

@@ -1,5 +1,5 @@
-// Reduces arrays in this rank's memory: its own contribution, and those of the other ranks, which
-// copy engines have brought.
+// Reduces arrays in this rank's memory: its own contribution and the other ranks' contributions,
+// which copy engines have brought.
 
 #include "element.cuh"
 #include "reduce_bytes.cuh"
@@ -21,8 +21,8 @@ struct LocalReduction {
 
 }  // namespace mpicomm
 
-// Bounds the registers for one block of a multiprocessor. Without this the compiler may aim at two
-// blocks, with 64 registers a thread: loads then wait for each other.
+// Bounds the registers for one block on a multiprocessor. Without this the compiler may aim at two
+// blocks, with 64 registers for each thread. Then loads would wait for each other.
 extern "C" __global__ void __launch_bounds__(mpicomm::kReductionThreads, 1)
     mpicomm_local_reduction(const __grid_constant__ mpicomm::LocalReduction);
 

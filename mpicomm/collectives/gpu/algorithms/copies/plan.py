@@ -1,18 +1,18 @@
-"""Collectives on copy engines, which leave the multiprocessors to compute.
+"""Collectives on copy engines, which leave the multiprocessors free for other kernels.
 
-The ranks meet in barriers (direct.cu), which find a rank that does not come or calls something else. Between barriers
-each rank copies straight into the memory of its peers, to one peer at a time, and all ranks to different peers, because
-that keeps every link full. Copies are few and large, because an engine rests for some microseconds between two copies.
+The ranks meet in barriers (direct.cu). A barrier detects a rank that does not come or calls something else. Between
+barriers each rank copies straight into the memory of its peers, to one peer at a time. At any time all ranks copy to
+different peers, because that keeps every link full. Copies are few and large, because an engine rests for some
+microseconds between two copies.
 
-A part that lands in staging memory is moved or reduced from there while the next part is on the links. The regions of
-staging memory are used again, so that it need not be as large as the message. A part goes to the region of the part
-three before it. Each rank has left that region before it comes to the barrier which says that the last part but one has
-arrived.
+A part that lands in staging memory is moved or reduced from there while the next part is on the links. Parts reuse the
+regions of staging memory, so that it need not be as large as the message. Part k goes to the region of part k - 3. Each
+rank has left that region before it comes to the barrier that says that part k - 2 has arrived.
 
-A barrier that fails does not hold back the copies behind it, where a kernel would store nothing. The copies land in the
-output of the same collective, which has failed on the output's rank too, or in staging memory, which its rank may have
-freed by then. Memory that came as a descriptor stays mapped here all the same. CUDA does not promise that for an IPC
-handle.
+A barrier that fails does not hold back the copies after it, although a kernel would store nothing. These copies land in
+the output of the same collective, which has failed on the output's rank too. Or they land in staging memory, which its
+rank may already have freed. Memory that was shared as a descriptor stays mapped here even then. CUDA does not promise
+that for an IPC handle.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import Reduction
 
 _RELAYED_NBYTES = 4 << 20
-"""The bytes that a link carries in the time that one more part costs, which is a barrier between copies."""
+"""The bytes that a link carries in the time of one more part, which is the time of a barrier between copies."""
 _MOST_RELAYED_PARTS = 16
 _SMALLEST_NBYTES = 24 << 20
-"""To copy a smaller part to a peer and to move it alone, at the end, costs more than it saves. In an all-reduce it is
-as much for each peer, because each rank reduces a shard, and a part is done when all ranks have copied their results.
+"""A smaller last part costs more than it saves, because it is copied to a peer and then moved while nothing else runs.
+In an all-reduce this holds for each peer, because each rank reduces a shard, and a part is done when all ranks have
+copied their results.
 """
 
 
 Then = Literal["nothing", "relay", "gather"]
-"""What follows an exchange: ranks send on the data that they have received, or that they have reduced."""
+"""The step after an exchange. "relay": ranks send on the data that they have received. "gather": they send on the data
+that they have reduced."""
 
 
 class CopyPlan(NamedTuple):
@@ -69,7 +71,7 @@ class CopyPlan(NamedTuple):
     contributions_nbytes: int
     """Staging memory of each rank for the peers' contributions to a reduction."""
     staging_nbytes: int
-    """``contributions_nbytes``, and behind them the memory for results that cannot go straight to their place."""
+    """``contributions_nbytes``, followed by the memory for results that cannot go straight to their place."""
 
 
 class CopyEngines(Algorithm):
@@ -89,7 +91,7 @@ class CopyEngines(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        planner, barriers = DirectPlanner.of(node), 0  # counted, because ranks without a part have fewer actions
+        planner, barriers = DirectPlanner.of(node), 0  # counted, because ranks without a part have fewer steps
         for action in _actions(call, node):
             if isinstance(action, Barrier):
                 yield planner.barrier(call.tag(barriers, into_memory=True), after_copies=True)
@@ -106,22 +108,22 @@ def parts_of(
 ) -> Parts:
     """Return the parts in which ranks send each other up to ``longest_nbytes``; the same on all ranks.
 
-    ``staged`` is whether the final data lands in staging memory, of which a rank has ``most_staged_nbytes``.
+    ``staged`` is whether the final data lands in staging memory. A rank has ``most_staged_nbytes`` of it.
     """
     rooms = ((then == "gather") + staged) * (size - 1)
-    # Staging memory holds everything, or regions that are used again and again.
+    # Staging memory holds the whole message, or regions that parts reuse.
     largest = longest_nbytes
     if rooms * aligned(longest_nbytes) > most_staged_nbytes:
         largest = most_staged_nbytes // (REGIONS * rooms * ALIGNED_NBYTES) * ALIGNED_NBYTES
     number = 1
     if then == "relay":
-        # With each part less is left to do at the end, but each part costs time: the square root minimises the sum.
+        # More parts leave less work at the end, but each part costs time. The square root minimises the sum.
         number = max(1, min(_MOST_RELAYED_PARTS, isqrt(longest_nbytes * (size - 1) // _RELAYED_NBYTES)))
     elif reduces:
-        number = 2  # one is reduced while the other is copied
+        number = 2  # one part is reduced while the other part is copied
     if staged and then != "relay":
-        # The last part is moved when nothing is copied any more, so it is small. To move a part takes as long as to
-        # copy a third of it, which is as long as to copy the next of the tapered parts.
+        # The last part is moved after all copies are over, so it is small. Moving a part takes as long as copying a
+        # third of it, hence as long as copying the next of the tapered parts.
         smallest = _SMALLEST_NBYTES * (size - 1 if then == "gather" else 1)
         return Parts.tapered(longest_nbytes, min(largest, -(-longest_nbytes // number)), smallest)
     return Parts.equal(longest_nbytes, max(number, -(-longest_nbytes // largest)))
@@ -142,7 +144,7 @@ def _copying(call: GpuCall, node: Node) -> CopyPlan:
     if call.operation.copies == "two_shot":
         exchange, second = call.two_shot.first, call.two_shot.second
         longest_nbytes = call.two_shot.longest_nbytes
-        # Between two ranks no third rank is left to send a broadcast on to.
+        # Between two ranks there is no third rank to which a broadcast could be sent on.
         following = second if reduces or node.size > 2 else None
     else:
         exchange = call.one_shot

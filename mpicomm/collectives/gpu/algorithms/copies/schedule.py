@@ -1,6 +1,6 @@
 """The actions of one rank in a collective on copy engines: barriers, copies, and reductions of parts.
 
-Every barrier, fork and join guards memory that two ranks use. The comments say which.
+Every barrier, fork and join guards memory that two ranks use. The comments name the memory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from mpicomm.collectives.gpu.algorithms.copies.landing import InStaging, Landing
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 
 _REDUCING_BLOCKS = 48
-"""Enough to reduce a part while the contributions to another part, and its results, are copied. Other multiprocessors
-stay free."""
+"""They reduce a part in the time in which copy engines copy the contributions to another part and its results. Other
+multiprocessors stay free."""
 _MOST_REDUCING_BLOCKS = 128
-"""For exchanges in which only contributions are copied, because there the last reduction is left to do at the end."""
+"""For exchanges that copy only contributions, because there no copy runs beside the last reduction."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,27 @@ def movement(
 ) -> list[Action]:
     """Return the actions of a rank in an exchange that moves data, or reduces data that has landed in staging memory.
 
-    With ``relay`` also the actions in the exchange in which ranks send on the data that they have received: they send
-    on one part while they receive the next.
+    ``relay`` is an exchange in which ranks send on the data that they have received. They send on one part while they
+    receive the next part.
     """
     send, receive = exchange.sends[rank], exchange.receives[rank]
     turns = parts.number + (relay is not None)
-    # The barrier: before it, an earlier kernel or call of a peer may still read the memory that these copies overwrite,
-    # which is the peer's output or its staging memory. The fork: a copy does not pass the barrier, which is on another
+    # The barrier: before it, an earlier kernel or call of a peer may still read the memory that these copies overwrite.
+    # This is the peer's output or its staging memory. The fork: no copy overtakes the barrier, which is on another
     # stream.
     actions: list[Action] = [Barrier(), Fork(), *_copies(rank, exchange, 0, parts, landing)]
     if send is not None and receive is not None and send.count and send.pointer != receive.pointer:
         actions.append(Copy(receive.pointer, send.pointer, send.count * exchange.dtype.itemsize, local=True))
     for turn in range(turns):
-        # The join pairs with the barrier: a rank that came to the barrier before its copies were over would let its
-        # peers read data that has not come. After the barrier this part is there, and so is the part before it that was
-        # sent on. The copies of the next part are behind the join, so they run meanwhile.
+        # The join pairs with the barrier. Without the join, a rank could come to the barrier before its copies are
+        # over, and its peers would read data that has not come. After the barrier this part has come, and also the
+        # previous part that ranks sent on. The copies of the next part follow the join, so they run meanwhile.
         actions += [Join(), *_copies(rank, exchange, turn + 1, parts, landing), Barrier()]
         if turn + 1 < turns:
-            # The fork holds two things behind this barrier. Data that is sent on must not be read earlier. The part
-            # after the next goes to the region of the part before this one, so it must not be copied before all ranks
-            # have left that region, as they have when they come to this barrier. The join of the next turn pairs with
-            # the fork, because a capture must not end with a forked stream.
+            # The fork makes two kinds of copies wait for this barrier. A copy that sends data on must not read the data
+            # earlier. The copy of part turn + 2 overwrites the region of part turn - 1. All ranks have left that region
+            # when they come to this barrier. The join of the next turn pairs with the fork, because a capture must not
+            # end with a forked stream.
             actions.append(Fork())
             if relay is not None:
                 actions += _copies(rank, relay, turn, parts, landing, received=exchange)
@@ -79,24 +79,25 @@ def allreduce(
 ) -> list[Action]:
     """Return the actions of a rank in the two exchanges of a two-shot all-reduce.
 
-    Each rank reduces the ``contributions`` to its shard, and copies the results to all other ranks.
+    Each rank reduces the ``contributions`` to its shard, and copies the results to its peers.
     """
-    # As in `movement`: the barrier guards memory that an earlier call may still use, the fork keeps copies behind it.
+    # As in `movement`: the barrier guards memory that an earlier call may still use, and the fork makes the copies wait
+    # for it.
     actions: list[Action] = [Barrier(), Fork(), *_copies(rank, scattered, 0, parts, contributions), Join()]
     for turn in range(parts.number + 2):
-        # The barrier pairs with the last join of every rank: the contributions to this part have come, and so have the
-        # results of the last part but one, and neither may be read before. In place, this rank's input is overwritten
-        # only now, because the peers say by the barrier that the contributions have been copied out of it.
+        # The barrier pairs with the last join of every rank. After it, the contributions to part turn and the results
+        # of part turn - 2 have come, and ranks may read them. In place, results overwrite a rank's input only after
+        # this barrier, because the copies out of that input are over then.
         actions += [Barrier(), *_reducing(rank, scattered, turn, parts, contributions, _REDUCING_BLOCKS)]
         actions += _unloading(rank, gathered, turn - 2, parts, results)
         actions += _copies(rank, scattered, turn + 1, parts, contributions)
         if turn <= parts.number:
-            # Before the next barrier, which says that these contributions, and the results of the last part, have come.
+            # The join comes before the next barrier, which says that these contributions and the previous part's
+            # results have come.
             actions.append(Join())
         if turn < parts.number:
-            # The fork holds the copies of results behind their reduction. It also holds the contributions of the next
-            # turn, which go to a region that is used again: all ranks had left it when they came to this turn's
-            # barrier.
+            # The fork makes the copies of results wait for their reduction. It also makes the contributions of the next
+            # turn wait. They overwrite a region that all ranks have left when they come to this turn's barrier.
             actions += [Fork(), *_copies(rank, gathered, turn, parts, results)]
     return actions
 
@@ -104,7 +105,7 @@ def allreduce(
 def _copies(
     rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing, *, received: Exchange | None = None
 ) -> Iterator[Copy]:
-    """Yield the copies of a part to all peers; with ``received`` from the place where that exchange has landed it."""
+    """Yield the copies of a part to all peers; with ``received``, from where that exchange has landed the part."""
     size, itemsize = len(exchange.sends), exchange.dtype.itemsize
     for distance in range(1, size):
         peer = (rank + distance) % size
@@ -118,7 +119,7 @@ def _copies(
 
 
 def _unloading(rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing) -> Iterator[Copy]:
-    """Yield the copies of a part from the place where it has landed to the place where it belongs, if they differ."""
+    """Yield the copies of a part from where it has landed to where it belongs, if the two places differ."""
     for peer, receive in enumerate(exchange.receives):
         if receive is not None and peer != rank:
             begin, nbytes = parts.cut(receive, part, exchange.dtype.itemsize)

@@ -25,7 +25,7 @@ class Cut(ctypes.Structure):
     @classmethod
     def of(cls, nbytes: int, blocks: int) -> Cut:
         """Return the cut of a message of ``nbytes`` for ``blocks`` blocks."""
-        lines = -(-nbytes // (blocks * _LINE_NBYTES))  # parts are whole lines, so that each begins at a whole packet
+        lines = -(-nbytes // (blocks * _LINE_NBYTES))  # parts are whole lines, so a part begins at a whole packet
         return cls(nbytes, lines * _LINE_NBYTES)
 
 

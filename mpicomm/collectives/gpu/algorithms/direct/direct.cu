@@ -1,15 +1,15 @@
 // Stores messages straight to their places in symmetric memory of the peers. Without messages it is
-// a barrier. Each rank launches one kernel, with as many blocks as the other ranks.
+// a barrier. Each rank launches one kernel. All ranks launch the same number of blocks.
 //
-// A rank stores to a peer once the peer has announced this launch (team.cuh). All work that the
-// peer enqueued before is over then, so its memory may be written. The message to a peer is cut
-// into one part for each block. Block b stores its part, then tells block b of the peer (an
-// arrival). The kernel of a rank is over when its blocks have seen the arrivals of all parts that
-// come to this rank.
+// A rank stores to a peer after the peer has announced this launch (team.cuh). All work that the
+// peer enqueued before is over then, so other ranks may write its memory. The message to a peer is
+// cut into one part for each block. Block b stores its part, and then stores an arrival for block b
+// of the peer. The kernel of a rank is over when its blocks have seen the arrivals of all parts for
+// this rank.
 //
-// Why that cannot deadlock: a rank waits for nothing before it announces a launch, and for the
-// announcements of its peers alone before it stores and tells them. Blocks of one rank do not wait
-// for each other.
+// Why that cannot deadlock: a rank waits for nothing before it announces a launch. It waits only
+// for the announcements of its peers before it stores parts and arrivals. Blocks of one rank do not
+// wait for each other.
 
 #include "ll_flags.cuh"
 #include "team.cuh"
@@ -20,13 +20,13 @@ namespace mpicomm {
 constexpr u32 kDirectThreads = 512;  // the most threads of a block
 
 // A message from one rank to another, cut into parts. Both ranks cut alike, because the cut depends
-// on the length alone and not on where the data lies. The host divides, because divisions take the
-// kernel long.
+// only on the length, and not on the place of the data. The host divides, because divisions are
+// slow in the kernel.
 struct Cut {
   u64 nbytes;
   u64 part;  // bytes of each block
 
-  // The part of this block. There is none if `begin` is not before `end`.
+  // The part of this block. The block has no part if `begin` is not before `end`.
   MPICOMM_DEVICE u64 begin() const { return blockIdx.x * part; }
   MPICOMM_DEVICE u64 end() const { return begin() + part < nbytes ? begin() + part : nbytes; }
   MPICOMM_DEVICE bool has_part() const { return begin() < end(); }
@@ -34,18 +34,18 @@ struct Cut {
 
 struct Direct {
   Team team;
-  const u8* sends[kMaxRanks];  // the message to each rank, this one among them
-  u8* targets[kMaxRanks];      // where each message goes, as mapped on this rank
+  const u8* sends[kMaxRanks];  // the message to each rank, also to this rank
+  u8* targets[kMaxRanks];      // the place of each message, as mapped on this rank
   Cut going[kMaxRanks];        // to each rank
   Cut coming[kMaxRanks];       // from each rank
-  u64 arrivals;                // their offset in every arena
+  u64 arrivals;                // the offset of arrival words in every arena
   FlaggedInboxes flagged;
 };
 
 // The arrival word of this block in the arena of `owner`. `sender` stores the count of the launch
-// there when its part is in the memory of `owner`. The count has 64 bits: launches of other kernels
-// are counted, too, and leave the word as it is, so a count of 32 bits could come again while an
-// old one is still there.
+// there when its part is in the memory of `owner`. The count has 64 bits, because it also counts
+// launches of other kernels, which do not write the word. A count of 32 bits could wrap around to
+// an old count that is still in the word.
 MPICOMM_DEVICE u64* arrival_of(const Direct& x, u32 owner, u32 sender) {
   return reinterpret_cast<u64*>(x.team.arenas[owner] + x.arrivals) + sender * kMaxBlocks + blockIdx.x;
 }
@@ -58,8 +58,8 @@ MPICOMM_DEVICE bool await_arrival(const Direct& x, u64 count, u32 sender) {
 MPICOMM_DEVICE void run(const Direct& x) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x;
-  // The kernel ahead may still write memory that this one reads. And the announcement below says
-  // that it is over.
+  // The previous kernel may still write memory that this kernel reads. And the announcement below
+  // says that the previous kernel is over.
   wait_for_predecessor();
   let_successor_start();
 
@@ -68,7 +68,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
   const bool has_peer = thread < team.size && thread != rank;
   Announcements ours{};
   if (has_peer) ours = load_said(team, thread);
-  // This load comes before the first use of a load above, because there the whole warp waits.
+  // This load comes before the first use of a load above, because the whole warp waits there.
   Health health;
   if (thread == kMaxRanks) health = load_health(team);
   begin_round_of_flags(x.flagged, launch);
@@ -76,7 +76,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
   bool ok = true;
   if (has_peer) {
     // Pairs with the peer's release in announce_all_before: all work that the peer enqueued before
-    // is over. Without the wait this rank would store to the peer's memory while an earlier kernel
+    // is over. Without the wait this rank could store to the peer's memory while an earlier kernel
     // there still reads it.
     Announcements theirs{};
     const auto absent = [&] {
@@ -88,12 +88,13 @@ MPICOMM_DEVICE void run(const Direct& x) {
     if (ok && judge(team, thread, launch, theirs.of(launch)) == kDifferent) ok = refuse(team, thread, launch);
   }
   if (thread == kMaxRanks) ok = is_healthy(team, blockIdx.x, health);
-  // All threads leave or none: no thread may wait at a barrier for a thread that has left. Behind
-  // this barrier all threads have read the number of the launch, so count_launch may advance it.
+  // Either all threads leave or none, because no thread may wait at a barrier for a thread that has
+  // left. After this barrier all threads have read the number of the launch, so count_launch may
+  // advance it.
   if (!__syncthreads_and(ok)) return;
   count_launch(team, count, thread, blockDim.x);
 
-  // The rank after this one comes first: see team.cuh. This rank itself comes last.
+  // The next rank comes first: see team.cuh. This rank itself comes last.
   for (u32 distance = 1; distance <= team.size; ++distance) {
     const u32 to = (rank + distance) % team.size;
     const Cut& cut = x.going[to];
@@ -104,10 +105,10 @@ MPICOMM_DEVICE void run(const Direct& x) {
   __syncthreads();
   if (!has_peer) return;
   if (x.going[thread].has_part()) {
-    // Pairs with the load_acquire of await_arrival in the same block of the peer. Publishes the
-    // part, which this thread has seen stored by the whole block at the barrier. A plain store
-    // could arrive before the data, and the peer's next kernel would read what its memory held
-    // before. System scope, because the peer is another device.
+    // Pairs with the load_acquire of await_arrival in the same block of the peer. It publishes the
+    // part, because the barrier above orders the stores of the whole block before this thread's
+    // release. A plain store could arrive before the data, and the peer's next kernel would read
+    // old memory. It has system scope, because the peer is another device.
     store_release(arrival_of(x, thread, rank), count);
   }
   if (x.coming[thread].has_part()) await_arrival(x, count, thread);

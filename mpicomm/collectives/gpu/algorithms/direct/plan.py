@@ -18,7 +18,7 @@ from mpicomm.symmetric.registry import Mapped
 
 MAX_BLOCKS = 128
 """All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
-_FEWEST_THREADS = 64  # one thread for each rank, and one thread that looks at the state of the team
+_FEWEST_THREADS = 64  # one thread for each rank, and one thread that checks the health of the team
 _MOST_THREADS_FOR_ALL_BLOCKS = 256
 
 
@@ -53,24 +53,24 @@ class IntoMemory(Algorithm):
 
 
 def most_copied_nbytes(operation: Operation, node: Node) -> float:
-    """Return up to how many bytes of one message packets carry, also into symmetric output."""
+    """Return the most bytes of one message that packets carry, also into symmetric output."""
     most_copied = _most_copied_nbytes(node.size) * node.link_speed
-    if operation.traffic == "one-way":  # `packets` refuses longer messages of such calls
+    if operation.traffic == "one-way":  # packets refuse longer messages of such calls
         return min(most_copied, node.arena.layout.most_inbox_nbytes)
     return most_copied
 
 
 def _most_copied_nbytes(size: int) -> int:
-    """Return up to how many bytes packets are faster, although a rank copies their data out of its inboxes.
+    """Return the most bytes for which packets are faster, although a rank copies their data out of its inboxes.
 
-    Packets save two barriers. Their other costs grow with the bytes that a rank sends and with the ranks that send to
-    it at once.
+    Packets save two barriers. Their other costs grow with the bytes that a rank sends, and with the number of ranks
+    that send to it at once.
     """
     return 76 << 20 if size == 2 else (36 << 20) // (size - 1) ** 2
 
 
 class DirectPlanner:
-    """Turns exchanges into launches. Every kernel of this rank gets ``team``."""
+    """Makes launches of exchanges. Every kernel of this rank gets ``team``."""
 
     def __init__(self, team: Team, layout: ArenaLayout, most_blocks: int, *, early: bool = True) -> None:
         self._team = team
@@ -84,7 +84,7 @@ class DirectPlanner:
         return cls(node.team, node.arena.layout, min(MAX_BLOCKS, node.multiprocessors), early=node.early)
 
     def launch(self, exchange: Exchange, memory: Mapped, tag: int, *, nbytes: int) -> Launch:
-        """Return the launch for an exchange into symmetric ``memory``; one rank sends another at most ``nbytes``."""
+        """Return the launch for an exchange into symmetric ``memory``; a message has at most ``nbytes``."""
         rank, itemsize = self._team.rank, exchange.dtype.itemsize
         arguments = self._arguments(tag)
         blocks, threads = self._geometry(-(-nbytes // PACKET_NBYTES))
@@ -103,9 +103,9 @@ class DirectPlanner:
         return Launch(direct_kernel(), arguments, blocks=blocks, threads=threads, early=self._early)
 
     def barrier(self, tag: int, *, after_copies: bool) -> Launch:
-        """Return a launch that ends when all work has ended that the ranks have enqueued before it.
+        """Return a launch that ends when all earlier work of all ranks has ended.
 
-        With ``after_copies`` copies may be ahead of it on the stream, so its blocks are not set up early.
+        With ``after_copies``, copies may precede it on the stream, so its blocks are not set up early.
         """
         early = self._early and not after_copies
         return Launch(direct_kernel(), self._arguments(tag), blocks=1, threads=_FEWEST_THREADS, early=early)
@@ -117,7 +117,7 @@ class DirectPlanner:
         return arguments
 
     def _geometry(self, packets: int) -> tuple[int, int]:
-        """Return blocks and threads for ``packets`` from one rank to another; the same on all ranks."""
+        """Return the blocks and threads for ``packets`` from one rank to another; the same on all ranks."""
         threads = _FEWEST_THREADS
         while threads < _MOST_THREADS_FOR_ALL_BLOCKS and packets > threads * self._most_blocks:
             threads *= 2

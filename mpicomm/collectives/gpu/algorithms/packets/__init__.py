@@ -1,1 +1,1 @@
-"""Kernels store packets into inboxes of the peers; a packet says itself whether it has arrived."""
+"""Kernels store packets into inboxes of the peers; a packet itself shows whether it has arrived."""

@@ -1,7 +1,7 @@
-"""Packets for messages of any length, in the inboxes that there are.
+"""Packets for messages of any length, in existing inboxes.
 
-The kernel is the same for short and long messages. So it carries calls in which only the two ranks of a message know
-its length: of two kernels, the second would wait for ranks that are in the first.
+The kernel is the same for short and long messages. So it can carry calls in which only the two ranks of a message know
+its length. With two kernels, ranks in one kernel would wait for ranks in the other kernel.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mpicomm.collectives.operations import Operation
 class AnyLengthPackets(Algorithm):
     """All data goes straight to the ranks that need it, in messages of any length; it needs no memory.
 
-    A call whose counts all ranks know can go this way, too, where there is no memory for another algorithm. It then
-    takes the arena's own inboxes, because `Arena.any_length` changes for the other calls alone.
+    If there is no memory for another algorithm, it also carries calls with counts that all ranks know. Such a call uses
+    the inboxes `Arena.sentinels`, because `Arena.any_length` changes only for calls with private lengths.
     """
 
     name = "one_shot"
@@ -58,7 +58,7 @@ class AnyLengthPackets(Algorithm):
 def larger_inboxes(node: Node, nbytes: int) -> list[Request]:
     """Return the inboxes in which messages of ``nbytes`` take fewer steps than in `Arena.any_length`, the best first.
 
-    A smaller number of steps needs more threads, and more threads need larger inboxes.
+    Fewer steps need more threads, and more threads need larger inboxes.
     """
 
     def steps_in(inbox_nbytes: int) -> int:
@@ -75,5 +75,5 @@ def larger_inboxes(node: Node, nbytes: int) -> list[Request]:
 
 
 def inboxes_for(node: Node, request: Request) -> Inboxes:
-    """Return the inboxes that are there for a request of `larger_inboxes`."""
+    """Return the existing inboxes for a request of `larger_inboxes`."""
     return inboxes_of(node.arena.layout, node.arena.region(request))

@@ -1,4 +1,4 @@
-"""The kernels of packets.cu: their arguments, their variants, and how many bytes and threads they take."""
+"""The kernels of packets.cu: their arguments, their variants, and the bytes and threads that they take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STAGES = 2
 SLOT_NBYTES = 16
 FENCES_NBYTES = 3072  # for each block: see fences.cuh
 ABSENT = 0xFFF5A3C6
-"""The words of a slot of the sentinel protocol to which no packet has come."""
+"""The words of an empty slot of the sentinel protocol."""
 UNIT_NBYTES = {"flagged": 8, "sentinel": 16}
 """The bytes of data in a packet of each protocol: see packet_protocols.cuh."""
 _PROTOCOLS = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
@@ -29,13 +29,14 @@ _STEPS = {
     "paced": ("-DMPICOMM_LAPS", "-DMPICOMM_PACED"),
 }
 FEWEST_LAPS = 6
-"""The fewest steps that an inbox must hold if a message has more, with rows one more: see packets.cu."""
+"""The fewest steps that an inbox must hold if a message has more steps; with rows one more: see packets.cu."""
 
 Protocol = Literal["flagged", "sentinel"]
-"""LL, with flags, or sentinel, without: see packet_protocols.cuh."""
+"""The kind of packets. "flagged": LL packets, which carry flags. "sentinel": packets without flags. See
+packet_protocols.cuh."""
 Steps = Literal["one", "few", "laps", "paced"]
-"""How many steps a launch has: one; as many as inboxes hold; more; or more, where two ranks send each other different
-lengths. See packets.cu."""
+"""The steps of a launch. "one": one step. "few": no more steps than inboxes hold. "laps": more steps. "paced": more
+steps, and two ranks send each other different lengths. See packets.cu."""
 
 
 class PacketArguments(ctypes.Structure):
@@ -65,7 +66,7 @@ class PacketArguments(ctypes.Structure):
 
 @cache
 def finished_packet_arguments(finish: type[ctypes.Structure]) -> type[PacketArguments]:
-    """Return the host's copy of ``Packets`` in a kernel with an epilogue, whose arguments are a ``finish``."""
+    """Return the host's copy of ``Packets`` in a kernel with an epilogue. ``finish`` is the type of its arguments."""
     return type("FinishedPacketArguments", (PacketArguments,), {"_fields_": [("finish", finish)]})
 
 
@@ -90,10 +91,9 @@ def packet_kernel(
 ) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the kernel that does not reduce.
 
-    ``epilogue`` are the options of an epilogue, for which the kernel gets `finished_packet_arguments`.
-
-    ``host_slots``: whether inboxes lie in memory of the host. The kernel is another one then if it uses slots again
-    within a launch. Raises as `options_for`.
+    ``epilogue`` are the options of an epilogue. With them the kernel takes `finished_packet_arguments`. ``host_slots``
+    is whether inboxes lie in host memory. Then a kernel that reuses slots within a launch is another variant. Raises as
+    `options_for`.
     """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
@@ -103,7 +103,7 @@ def packet_kernel(
 
 
 def flags_can_carry(dtype: str) -> bool:
-    """Whether an element fits into a packet of the LL protocol."""
+    """Return whether an element fits into a packet of the LL protocol."""
     return dtype != "complex128"
 
 

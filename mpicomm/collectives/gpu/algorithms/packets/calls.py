@@ -11,7 +11,7 @@ from mpicomm.collectives.patterns import shard_count
 
 
 class PacketCalls(PacketTemplate):
-    """Calls of ``form`` whose blocks are equal, in one exchange, or with ``two_shot`` in two."""
+    """Calls of a ``form`` with equal blocks, in one exchange, or with ``two_shot`` in two exchanges."""
 
     def __init__(self, form: Form, node: Node, way_of: WayOf, *, two_shot: bool) -> None:
         first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
@@ -19,7 +19,8 @@ class PacketCalls(PacketTemplate):
         own = first.reduction.own if first.reduction is not None else None
         pieces = [form.piece(span, own) for span in self.places]
         self._parts = parts = form.shards if two_shot else 1 + max(piece.part for piece in pieces)
-        # The values of a call: 0, the lengths of all parts, and their addresses in the first and the second buffer.
+        # The values of a call: 0, the lengths of all parts, their addresses in the send buffer, and in the receive
+        # buffer.
         addresses = [1 + buffer * parts + part if buffer else 0 for buffer, part in pieces]
         self.bind(addresses, [1 + piece.part for piece in pieces], 1 + 3 * parts)
         self._way_of = way_of
@@ -32,7 +33,7 @@ class PacketCalls(PacketTemplate):
             way = self._way_of(nbytes)
             if way is None:
                 return None
-            if parts == 1:  # spelled out, because ranges take ten times as long
+            if parts == 1:  # inlined, because ranges take ten times as long
                 return self.write([0, nbytes, send, receive], nbytes, hash32, way)
             end = nbytes * parts
             begins, others = range(send, send + end, nbytes), range(receive, receive + end, nbytes)
@@ -43,14 +44,14 @@ class PacketCalls(PacketTemplate):
             return None
         begins, others = range(send, send + nbytes, longest), range(receive, receive + nbytes, longest)
         number = len(begins)
-        empty = [0] * (parts - number)  # shards behind the last element
+        empty = [0] * (parts - number)  # shards after the last element
         values = [0, *[longest] * number, *empty, *begins, *empty, *others, *empty]
         values[number] = nbytes - (number - 1) * longest
         return self.write(values, longest, hash32, way)
 
 
 class PacketBlocks(PacketTemplate):
-    """Calls of ``form`` whose blocks have any lengths and places, in one exchange."""
+    """Calls of a ``form`` with blocks of any lengths and places, in one exchange."""
 
     private_nbytes: int | None = None
     """See `BlocksTemplate`."""

@@ -1,7 +1,7 @@
-// Fences for threads that have no time for one: a fence takes microseconds, in which its warp
+// Fences for threads that have no time for a fence. A fence takes microseconds, in which its warp
 // stores nothing. So the worker threads, which move data, only say how many turns they have done.
-// The overseer warp of the block, which moves none, executes a fence for them. The workers look
-// some turns later whether the fence is over: as a rule it is.
+// The overseer warp of the block moves no data and executes a fence for them. The workers check
+// some turns later whether the fence is over. Usually it is.
 //
 //     worker                                   overseer
 //     ... = data                               while (load_acquire_in_block(done) < turns) {}
@@ -12,30 +12,29 @@
 //
 // The fence is cumulative. The overseer acquires `done`, so its fence covers the worker's stores
 // before the release of `done`. The worker acquires `fenced`, so its later stores come after the
-// fence. With a plain store or load of either word the fence could miss resets of slots, or the
-// worker's next packets could overtake it: see the top of packets.cu.
+// fence. With a plain access to `done`, the fence could miss resets of slots. With a plain access
+// to `fenced`, the worker's next packets could overtake the fence. See the top of packets.cu.
 //
-// fence_slots (memory_order.cuh) explains the scope of the fence. Neither wait needs a time limit:
-// a worker that does not come waits for its peers. That wait has a limit, and a worker that breaks
-// off says that it has left.
+// fence_slots (memory_order.cuh) explains the scope of the fence. Neither wait needs a time limit.
+// A late worker waits for its peers, and that wait has a limit. A worker that breaks off says that
+// it has left.
 #pragma once
 
 #include "memory_order.cuh"
 
 namespace mpicomm {
 
-// The words of one block that has a warp of overseers. They lie in the arena although only the
-// block uses them, because racecheck reports words of shared memory that order other accesses as
-// races.
+// The words of one block with a warp of overseers. Only the block uses them. Still they lie in the
+// arena, because racecheck reports words of shared memory that order other accesses as races.
 struct Fences {
   static constexpr u32 kMostWorkers = 736;
   static constexpr u32 kLeft = ~0u;
 
-  u32 done[kMostWorkers];  // the turns that each worker has done, as it last said
-  u32 fenced[kLanes];      // the turns that a fence of each overseer has followed; worker w has overseer w % kLanes
+  u32 done[kMostWorkers];  // the turns that each worker has done, by its last word
+  u32 fenced[kLanes];      // the turns before each overseer's last fence; worker w has overseer w % kLanes
 
   // Every thread calls this before a barrier of the block. Without it the threads would take the
-  // words that the last launch left here for turns of this launch.
+  // words of the previous launch for turns of this launch.
   MPICOMM_DEVICE void begin(u32 thread, u32 workers) {
     if (thread < workers) {
       done[thread] = 0;
@@ -44,7 +43,7 @@ struct Fences {
     }
   }
 
-  // A worker says that it has done so many turns, or that it has left (`kLeft`). Pairs with the
+  // A worker says that it has done `turns` turns, or that it has left (`kLeft`). Pairs with the
   // load in `serve`.
   MPICOMM_DEVICE void say(u32 worker, u32 turns) { store_release_in_block(&done[worker], turns); }
 
@@ -60,9 +59,9 @@ struct Fences {
   MPICOMM_DEVICE void serve(u32 overseer, u32 workers, u32 period, u32 last) {
     for (u32 turns = period; turns <= last; turns += period) {
       for (u32 worker = overseer; worker < workers; worker += kLanes) {
-        while (load_acquire_in_block(&done[worker]) < turns) pause();  // polls without a pause slow the workers down
+        while (load_acquire_in_block(&done[worker]) < turns) pause();  // because constant polls slow the workers down
       }
-      __syncwarp(kWarp);  // the lanes fence at once: lanes that came one by one would execute one fence after the other
+      __syncwarp(kWarp);  // the lanes fence at once; without this each lane would execute a separate fence
       fence_slots();
       store_release_in_block(&fenced[overseer], turns);
     }

@@ -1,10 +1,10 @@
-// The end of a reduction in packets.cu: what a rank does to a unit between its reduction and the
-// store of the result.
+// The end of a reduction in packets.cu: the work on a unit between its reduction and the store of
+// the result.
 //
-// An elementwise epilogue (epilogue.cuh) whose result has the type that is reduced comes before a
-// unit goes on to other ranks, so that one rank alone reads each operand. An epilogue that converts
-// (MPICOMM_RESULT) comes after that, because packets carry elements of one size: each rank applies
-// it to all units that it stores. Rows are normalised in rows.cuh.
+// An elementwise epilogue (epilogue.cuh) may keep the type of the reduction. A rank then applies it
+// before it sends a unit on to other ranks, so that only one rank reads each operand. Or an
+// epilogue converts (MPICOMM_RESULT). Then each rank applies it to all units that it stores,
+// because packets carry elements of one size. rows.cuh normalises rows.
 #pragma once
 
 #include "packet_protocols.cuh"
@@ -29,8 +29,8 @@ constexpr bool kConverts = false;
 // The host's copy is in epilogue.py; a test compares them.
 struct Finish {
   Operands operands;
-  const u8* reduced;  // where the whole result would lie before the epilogue: a place there stands for an index
-  u8* finished;       // where it goes
+  const u8* reduced;  // where the whole result would lie before the epilogue; an address there gives an index
+  u8* finished;       // where the result after the epilogue goes
 
   using Made = Run<Finished, kUnitNbytes / sizeof(Element)>;
 
@@ -48,7 +48,7 @@ struct Finish {
     return made;
   }
 
-  // Returns the unit of `place` as it goes on to other ranks.
+  // Returns the unit of `place` as this rank sends it on to other ranks.
   MPICOMM_DEVICE Packet sent_on(const Packet& unit, const u8* place) const {
 #if defined(MPICOMM_RESULT)
     return unit;
@@ -61,7 +61,7 @@ struct Finish {
 #endif
   }
 
-  // Stores the unit at offset `at` of an array of `nbytes`, as it went on.
+  // Stores the unit at offset `at` of an array of `nbytes`, as this rank has sent it on.
   MPICOMM_DEVICE void store(u8* array, u64 at, u64 nbytes, const Packet& unit) const {
     if constexpr (kConverts) {
       u8* const to = finished + index_of(array + at) * sizeof(Finished);

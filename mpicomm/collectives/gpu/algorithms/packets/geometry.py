@@ -1,4 +1,4 @@
-"""Geometry: the threads among which the packets of a message are spread. Pure functions, the same on all ranks."""
+"""Geometry: the threads that share the packets of a message. Pure functions, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Geometry(NamedTuple):
 def geometries_of(most_blocks: int, size: int, *, fan_out: bool) -> tuple[list[int], list[Geometry]]:
     """Return the most packets that geometries between ``size`` ranks move in one step, and these geometries.
 
-    The last geometry, which has no such number, is for all messages of more packets. As measured on H200s: one step if
-    that is possible, with as many blocks as there are, each as small as that allows.
+    The last geometry, which has no such number, is for all longer messages. The choice is measured on H200s: one step
+    if possible, with as many blocks as there are, each as small as one step allows.
     """
     most, units, geometries = most_workers(size, fan_out=fan_out, one_step=True), [0], list[Geometry]()
     for workers in (*(each for each in _WORKERS if each < most), most):
@@ -51,7 +51,7 @@ def geometries_of(most_blocks: int, size: int, *, fan_out: bool) -> tuple[list[i
 def geometry_within(inbox_nbytes: int, most_blocks: int, size: int) -> Geometry:
     """Return the geometry for messages of any length in inboxes of that size; the same on all ranks.
 
-    It has as many threads as leave an inbox the steps that it needs to be used again within a launch.
+    It has the most threads for which an inbox still holds `FEWEST_LAPS` steps, because a launch reuses slots.
     """
     room = inbox_nbytes // SLOT_NBYTES // (FEWEST_LAPS * most_blocks) // LANES * LANES
     return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False)))

@@ -16,24 +16,24 @@ namespace mpicomm {
 
 // The host's copies of these constants and of Packets are in arguments.py; a test compares them.
 constexpr u32 kRanks = MPICOMM_RANKS;
-constexpr u32 kOverseers = 32;   // threads of a block that move no data: the overseer warp
-constexpr u32 kStages = 2;       // inboxes from one source, of one parity
+constexpr u32 kOverseers = 32;   // the overseer warp: threads of a block that move no data
+constexpr u32 kStages = 2;       // inboxes for one source and parity
 constexpr u32 kSlotNbytes = 16;  // a packet
 constexpr u32 kFencesNbytes = sizeof(Fences);
 
 struct Packets {
   Team team;
   const u8* sends[kMaxRanks];  // the message to each rank; the message to this rank is copied
-  u8* receives[kMaxRanks];     // where the message from each rank goes; with fan-out the message of stage C
+  u8* receives[kMaxRanks];     // the place of the message from each rank; with fan-out of the message of stage C
   u64 send_nbytes[kMaxRanks];
   u64 receive_nbytes[kMaxRanks];
   const u8* own;  // this rank's contribution to the reduction, if it is one of the sources
-  u8* output;     // where the result goes; null where this rank only sends it on
+  u8* output;     // the place of the result; null if this rank only sends it on
   u64 output_nbytes;
   u32 steps;  // the steps of this rank; with fan-out the same on all ranks
   u32 laps;   // the steps that an inbox holds
   u32 sources;  // the sources of the reduction or relay, bit r for rank r
-  u32 targets;  // the targets of the fan-out, likewise
+  u32 targets;  // the targets of the fan-out, as bits
   u32 paced;    // the peers with messages longer than an inbox, of different lengths each way
   u32 unused;
   u8* inboxes[kMaxRanks];  // the inboxes of every rank, for the protocol of this kernel
@@ -58,15 +58,15 @@ constexpr bool kFanOut = false;
 #endif
 static_assert(!kRows || !kFanOut, "the squares of a row are added on one rank");
 
-// Whether there is one step only. A kernel for one step has no loop: fetching the code of the rest
-// would be a good part of the time of a short launch.
+// Whether there is only one step. A kernel for one step has no loop, because fetching the code of
+// the loop would take a large part of a short launch.
 #if defined(MPICOMM_ONE_STEP)
 constexpr bool kOneStep = true;
 #else
 constexpr bool kOneStep = false;
 #endif
 
-// Whether slots are used again within a launch.
+// Whether a launch reuses slots.
 #if defined(MPICOMM_LAPS)
 constexpr bool kLaps = true;
 static_assert(Protocol::kGivesBack && !kOneStep, "there are as many slots as steps");
@@ -74,15 +74,16 @@ static_assert(Protocol::kGivesBack && !kOneStep, "there are as many slots as ste
 constexpr bool kLaps = false;
 #endif
 
-// Whether slots are used again between two ranks of which one sends more than the other.
+// Whether a launch reuses slots between two ranks, and one of them sends more than the other.
 #if defined(MPICOMM_PACED)
 constexpr bool kPaced = true;
-static_assert(kLaps && !kFanOut, "else nobody waits for the word of a rank that sends nothing");
+static_assert(kLaps && !kFanOut, "else no rank waits for the word of a rank that sends nothing");
 #else
 constexpr bool kPaced = false;
 #endif
 
-// The most threads of a block for which there are registers; the workers are those that move data.
+// The most threads of a block for which there are registers. The workers are the threads that move
+// data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
 constexpr u32 kMostOfMore = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
 #if defined(MPICOMM_WEIGHT)
@@ -95,13 +96,13 @@ static_assert(kWorkers <= Fences::kMostWorkers && kOverseers == kLanes, "one ove
 
 #if defined(MPICOMM_DTYPE)
 constexpr bool kRelays = false;
-constexpr bool kReduces = true;  // whether the packets of all sources become one result
+constexpr bool kReduces = true;  // whether the packets of all sources give one result
 #else
 constexpr bool kRelays = kFanOut;
 constexpr bool kReduces = kRelays;
 #endif
 
-// Returns the unit of the only source, as it is.
+// Returns the unit of the only source, unchanged.
 MPICOMM_DEVICE Packet single(const Packet (&units)[kRanks], u32 sources) {
 #pragma unroll
   for (u32 rank = 0; rank < kRanks; ++rank) {
@@ -110,7 +111,7 @@ MPICOMM_DEVICE Packet single(const Packet (&units)[kRanks], u32 sources) {
   return {};
 }
 
-// Returns the one result of the units of all sources.
+// Returns the reduction of the units of all sources.
 MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
 #if defined(MPICOMM_DTYPE)
   if ((sources & (sources - 1)) != 0) return reduce_packets<kUnitNbytes>(units, sources);
@@ -118,8 +119,8 @@ MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
   return single(units, sources);
 }
 
-// The units that a thread sends in a turn, in registers. They are in order of the distance from
-// this rank, because a rank begins with the rank after it (team.cuh).
+// The units that a thread sends in a turn, in registers. Their order is the distance from this
+// rank, because a rank begins with the next rank (team.cuh).
 struct Outgoing {
   Packet units[kRanks];
 
@@ -138,11 +139,11 @@ struct Outgoing {
 MPICOMM_DEVICE_CALL u32 take_escape(const Team& team, u32 launch, u32 rank, u8* escape) {
   u32 code = 0;
   const auto absent = [&] {
-    code = load_volatile(escape);  // pairs with the store in store_escaped; the byte alone says everything
+    code = load_volatile(escape);  // pairs with the store in store_escaped; only the byte counts
     return code == 0 ? 1u << rank : 0u;
   };
   if (!await_ranks(team, launch, absent)) return 0;
-  // The escape is reset together with the slot, before the slot is free: a reset that arrives later
+  // This rank resets the escape together with the slot, before the slot is free. A later reset
   // could wipe out the next escape of the slot.
   store_volatile(escape, 0);
   return code;
@@ -183,8 +184,8 @@ struct Worker {
     return missing;
   }
 
-  // Whether the packets of all `ranks` have come, and none has an escape. This is the only check as
-  // long as all goes well.
+  // Whether the packets of all `ranks` have come, and none has an escape. In the common case this
+  // is the only check.
   MPICOMM_DEVICE static bool are_plain(const Pair (&packets)[kRanks], u32 ranks, Protocol::Flag flag) {
     bool plain = true;
 #pragma unroll
@@ -195,7 +196,7 @@ struct Worker {
   }
 
   // Takes one packet from each of `ranks`, after `look` has loaded their slots once, and resets the
-  // slots. False means that the kernel must leave.
+  // slots. Returns false if the kernel must leave.
   MPICOMM_DEVICE bool take(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
     const Protocol::Flag flag = Protocol::flag(count);
     if (!are_plain(packets, ranks, flag)) {
@@ -228,8 +229,8 @@ struct Worker {
     store_volatile(target, packet);
   }
 
-  // Sends the units that were loaded at offset `at`. The unit to this rank itself goes to its place
-  // in the output.
+  // Sends the units that `out` holds for offset `at`. The unit to this rank itself goes to its
+  // place in the output.
   MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place) const {
     const u32 rank = x.team.rank;
 #pragma unroll
@@ -242,9 +243,9 @@ struct Worker {
     }
   }
 
-  // Stores the units of the packets of `ranks` at their places in the output. A conversion may be
-  // long, and a kernel waits until the GPU has fetched its code: so one copy of that code serves
-  // all ranks.
+  // Stores the units of the packets of `ranks` at their places in the output. One copy of the code
+  // of a conversion serves all ranks. The code may be long, and a kernel waits until the GPU has
+  // fetched it.
   MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], u32 ranks, u64 at) const {
 #pragma unroll(kConverts ? 1 : kRanks)
     for (u32 rank = 0; rank < kRanks; ++rank) {
@@ -253,7 +254,7 @@ struct Worker {
     }
   }
 
-  // A choice instead of an index, because an index that is no constant would put the packets into
+  // A choice instead of an index, because a variable index would move the packets from registers to
   // memory.
   MPICOMM_DEVICE static Pair packet_of(const Pair (&packets)[kRanks], u32 rank) {
     Pair packet = packets[0];
@@ -264,7 +265,7 @@ struct Worker {
     return packet;
   }
 
-  // The other ranks whose message, of `nbytes[rank]`, has a unit at offset `at`.
+  // The peers with a unit at offset `at` in a message of `nbytes[rank]` bytes.
   MPICOMM_DEVICE u32 ranks_at(const u64 (&nbytes)[kMaxRanks], u64 at) const {
     u32 ranks = 0;
 #pragma unroll
@@ -274,15 +275,16 @@ struct Worker {
     return ranks;
   }
 
-  // The ranks whose unit at offset `at` this thread takes in stage B.
+  // The ranks from which this thread takes a unit at offset `at` in stage B.
   MPICOMM_DEVICE u32 senders_at(u64 at) const {
     if constexpr (kReduces) return at < x.output_nbytes ? x.sources & ~(1u << x.team.rank) : 0;
     return ranks_at(x.receive_nbytes, at);
   }
 
-  // Sends an empty packet to the ranks that send a unit at offset `at` and get none there. It says
-  // that the resets before the last fence have reached their slots. Pairs with the load in `run`
-  // (b_ranks). Without it these ranks would store over packets that this rank has yet to take.
+  // Sends an empty packet to the ranks that send a unit at offset `at` and get no unit there. The
+  // packet says that the resets before the last fence have reached their slots. Pairs with the load
+  // in `run` (b_ranks). Without it these ranks would overwrite packets that this rank has yet to
+  // take.
   MPICOMM_DEVICE void pace(u64 at, u64 place) const {
     const u32 ranks = x.paced & senders_at(at) & ~ranks_at(x.send_nbytes, at);
 #pragma unroll

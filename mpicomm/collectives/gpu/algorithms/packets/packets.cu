@@ -1,127 +1,114 @@
 // One exchange in packets of 16 bytes that show by themselves whether they have come
 // (packet_protocols.cuh). Every rank stores its messages straight into the inboxes of the other
-// ranks. A receiver loads each slot of its inboxes until the packet is there. No flag, no fence and
-// no barrier lies between the store of a packet and its use: that makes the kernel fast, from 8
-// bytes up.
+// ranks. A receiver loads each slot of its inboxes until the packet is there. The kernel is fast
+// from 8 bytes up, because no flag, fence or barrier lies between the store of a packet and its
+// use.
 //
-// Units. One packet carries one unit of a message. Unit u of all messages is the work of one worker
-// thread on each rank. That thread reads unit u of the user's memory before it writes there, so
-// input and output may be the same memory. rows.cuh says which units a thread has.
+// Units. One packet carries one unit of a message. On each rank, one worker thread handles unit u
+// of all messages. That thread reads unit u of the user's memory before it writes there, so input
+// and output may be the same memory. rows.cuh says which units a thread has.
 //
 // Stages. An inbox holds the packets of one source rank in one stage.
 //   A: a rank stores unit u of its message to rank p in the first inbox that p has for it.
 //   B: a rank takes unit u of all of its sources from its first inboxes, and reduces or places it.
-// With fan-out it also
-//      stores the result in the second inboxes of other ranks.
-//   C: these ranks take the results from their second inboxes: all ranks in a two-shot all-reduce,
-// the root alone in a
-//      two-shot reduce.
-// A relay is a fan-out without a reduction: each rank sends on what a single source has sent to it.
+//      With fan-out it also stores the result in the second inboxes of other ranks.
+//   C: these ranks take the results from their second inboxes. In a two-shot all-reduce all ranks
+//      do that, in a two-shot reduce only the root.
+// A relay is a fan-out without a reduction: each rank sends on the data that a single source has
+// sent to it.
 //
 // Steps and turns. With T worker threads, a step is up to T units, one for each thread. In turn k a
 // thread does A of step k, B of step k-1 and C of step k-2. The loads of all three are in flight at
 // once. In an inbox, thread n has slot n of each step, whether or not it has a unit in the step.
 //
-// Why a slot is free when a rank stores in it, from launch to launch: there are two sets of
-// inboxes, used in turns by the parity of the launch. A rank begins launch n only when all other
-// ranks have begun launch n-1 (`announce`). Hence they have finished launch n-2, whose packets lay
-// in the slots of launch n. With one set a fast rank would overwrite packets that a slow rank has
-// yet to read.
+// Why a slot is free when a rank stores in it, from launch to launch. There are two sets of
+// inboxes. The parity of the launch selects the set. A rank begins launch n only after all other
+// ranks have begun launch n-1 (`announce`). So they have finished launch n-2, which used the same
+// slots as launch n. With one set a fast rank would overwrite packets that a slow rank has yet to
+// read.
 //
-// Why a slot is free within a launch: a message may have more steps than the L steps that an inbox
-// holds ("laps", on the sentinel protocol alone). Then the packet of step k goes where the packet
-// of step k-L was, and the receiver has reset the slot in between. The reset needs a fence, or it
-// could arrive after the packet of step k and wipe it out.
+// Why a slot is free within a launch. A message may have more steps than the L steps that an inbox
+// holds ("laps", only on the sentinel protocol). Then the packet of step k goes where the packet
+// of step k-L was, and the receiver has reset the slot in between. The reset needs a fence.
+// Otherwise it could arrive after the packet of step k and wipe it out.
 //
 // A worker asks for a fence in turns P, 2*P and so on. S turns later, before turn F, it waits until
 // the fence is over (see fences.cuh). P+S is L-3. A worker that resets a slot asks for a fence at
-// most P turns later, and has waited for
-// it S turns after that. Hence:
+// most P turns later. S turns after that it has waited for the fence. Hence:
 //
 //     (*)  A reset of turn t has reached its slot before the same worker stores anything in turn
-// t+L-3 or later.
+//          t+L-3 or later.
 //
 // With rows P+S is L-4, and (*) holds for turn t+L-4.
 //
-// The sender learns that the slot is free from a packet that it takes, because the receiver stored
-// that packet so late:
+// A packet that the sender takes shows it that the slot is free, because the receiver stored that
+// packet late enough:
 //
 // - First inbox, with fan-out. The sender stores step k in turn k (A). The receiver reset the slot
-// in its turn k-L+1 (B
-//   of step k-L); by (*) the reset is there before the stores of its turn k-2. In that turn the
-// receiver stored step
-//   k-3 for stage C, and the sender took it at the end of its turn k-1.
-// - First inbox, without fan-out. The receiver stored step k-2 in its turn k-2 (A), after the reset
-// as above, and the
-//   sender took it at the end of its turn k-1 (B). The same holds with fan-out for two ranks that
-// fan out to a third
-//   rank alone: the shards of all ranks have equally many steps, or one more, so a rank that sends
-// step k also takes
-//   step k-2.
-// - First inbox, with rows. The thread may have no unit in step k-2, but then it has one in step
-// k-3 (rows.cuh). The
-//   receiver stored step k-3 in its turn k-3 (A). By (*) for rows, the reset as above is there
-// before the stores of that
-//   turn, and the sender took the packet at the end of its turn k-2 (B).
+//   in its turn k-L+1 (B of step k-L). By (*) the reset is there before the stores of its turn k-2.
+//   In that turn the receiver stored step k-3 for stage C. The sender took it at the end of its
+//   turn k-1.
+// - First inbox, without fan-out. The receiver stored step k-2 in its turn k-2 (A), after the same
+//   reset. The sender took it at the end of its turn k-1 (B). The same holds with fan-out for two
+//   ranks that fan out only to a third rank. The shards of all ranks have equally many steps, or
+//   one more, so a rank that sends step k also takes step k-2.
+// - First inbox, with rows. The thread may have no unit in step k-2, but then it has a unit in step
+//   k-3 (rows.cuh). The receiver stored step k-3 in its turn k-3 (A). By (*) for rows, the same
+//   reset is there before the stores of that turn. The sender took the packet at the end of its
+//   turn k-2 (B).
 // - Second inbox. The sender stores step k in turn k+1 (B). The receiver reset the slot in its turn
-// k-L+2 (C of step
-//   k-L); by (*) the reset is there before the stores of its turn k-1. The receiver stored step k
-// in its turn k (A),
-//   and the sender took it before it stored the result.
+//   k-L+2 (C of step k-L). By (*) the reset is there before the stores of its turn k-1. The
+//   receiver stored step k in its turn k (A). The sender took it before it stored the result.
 // - Second inbox, between two relays. The sender stores step k in turn k+1 (B). The receiver reset
-// the slot in its turn
-//   k-L+2 (C of step k-L); by (*) the reset is there before the stores of its turn k-1. In that
-// turn the receiver
-//   stored step k-2 for stage C, and the sender took it at the end of its turn k. The source of a
-// relay takes part in
-//   stage C, too. It needs no data, but the empty packets of the relays tell it how far they are.
-// - Paced. Without fan-out one of two ranks may have more to send than the other. Where the other
-// has no unit, it
-//   stores an empty packet in its turns F, and in no other turns; the first rank takes it like any
-// packet. Let F be the
-//   last of these turns up to k-2. Its packet takes the place of the packet of step k-2 above: F is
-// later than k-2-P,
-//   so the fence before turn F was asked for in turn F-S, which is k-L+2 or later, hence after the
-// reset in turn k-L+1.
+//   the slot in its turn k-L+2 (C of step k-L). By (*) the reset is there before the stores of its
+//   turn k-1. In that turn the receiver stored step k-2 for stage C. The sender took it at the end
+//   of its turn k. The source of a relay also takes part in stage C. It needs no data, but the
+//   empty packets of the relays show it how far they are.
+// - Paced. Without fan-out one of two ranks may have more to send than the other. If the other rank
+//   has no unit, it stores an empty packet in its turns F, and in no other turns. The first rank
+//   takes it like any packet. Let F be the last of these turns up to k-2. Its packet replaces the
+//   packet of step k-2 above. The worker asked for the fence before turn F in turn F-S. F is later
+//   than k-2-P, so F-S is k-L+2 or later, hence after the reset in turn k-L+1.
 //
-// Between a packet that a rank takes and its next store no fence is needed: the thread looks at
+// No fence is needed between a packet that a rank takes and its next store. The thread looks at
 // each packet until it has come, and only then goes on. The PTX memory model promises none of these
-// orders, because packets neither release nor acquire. fence_slots in memory_order.cuh says what
-// the code rests on instead, and which scope a fence has.
+// orders, because packets neither release nor acquire. fence_slots in memory_order.cuh explains the
+// hardware behaviour that this code relies on, and the scope of a fence.
 //
-// Why the kernel cannot deadlock: of all threads that wait, look at one in the earliest launch, and
-// there in the smallest turn. If it waits for a packet, another rank's thread stores that packet in
-// an earlier turn. If it waits for a fence, other workers of its block first come to the turn in
-// which the fence is asked for, which is earlier; and overseers first see the other ranks announce
-// this launch, which these do before they wait in it. If it waits at the end of a row for another
-// worker of its group, that worker waits for a packet or a fence of the same turn or an earlier
-// one, and either has taken it and comes or gives up and comes. So the thread goes on. That needs
-// all blocks of a launch to run at once: see team.cuh.
+// Why the kernel cannot deadlock. Of all threads that wait, look at a thread in the earliest
+// launch, and there in the smallest turn. If it waits for a packet, another rank's thread stores
+// that packet in an earlier turn. If it waits for a fence, two things come first. Other workers of
+// its block come to the turn in which they ask for the fence, which is an earlier turn. And
+// overseers see the other ranks announce this launch, which these do before they wait in it. It may
+// wait at the end of a row for another worker of its group. Then that worker waits for a packet or
+// a fence of the same or an earlier turn. It either takes that and comes, or gives up and comes. So
+// the thread goes on. That needs all blocks of a launch to run at once: see team.cuh.
 
 #include "packet_worker.cuh"
 
 namespace mpicomm {
 
-// S and P at the top of this file. S: the turns from the request for a fence to the wait for it. P:
-// the turns from one request to the next. They add up to L-3, L being `laps`, which is 6 or more;
-// with rows to L-4, and L is 7 or more. So S is at least one turn, which takes longer than a fence.
-// P is longer than S, so no turn both waits for a fence and asks for the next one.
+// S and P at the top of this file. S is the number of turns from the request for a fence to the
+// wait for it. P is the number of turns from one request to the next. L is `laps`. S+P is L-3, and
+// L is at least 6. With rows S+P is L-4, and L is at least 7. So S is at least one turn, which
+// takes longer than a fence. P is longer than S, so no turn both waits for a fence and asks for the
+// next fence.
 MPICOMM_DEVICE u32 sum_of_both(const Packets& x) { return x.laps - (kRows ? 4 : 3); }
 MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (sum_of_both(x) + 1) / 4; }
 MPICOMM_DEVICE u32 period_of(const Packets& x) { return sum_of_both(x) - slack_of(x); }
 
-// The overseers of block 0 compare the calls of the ranks, while the workers move data. That costs
-// no time, as long as the overseers are not the last to end and no worker waits for their fence.
-// `ours` and `theirs` hold the last launch.
+// The overseers of block 0 compare the calls of the ranks while the workers move data. That costs
+// no time if the overseers do not end last and no worker waits for their fence. `ours` and `theirs`
+// hold the previous launch.
 MPICOMM_DEVICE void oversee(
     const Packets& x, u32 launch, u32 peer, const Announcements& ours, const Announcements& theirs) {
   const Team& team = x.team;
-  // A rank that took nothing in the last launch did not learn then that another rank was in another
-  // call.
+  // A rank that took no packet in the previous launch could not notice then that a peer was in
+  // another call.
   if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
   if ((x.sources >> peer & 1) != 0 || x.receive_nbytes[peer] > 0 || (kPaced && (x.paced >> peer & 1) != 0)) {
-    // A packet does not say which call it belongs to. Its sender does, in the announcement that it
-    // made before. Pairs with the peer's store in `announce`.
+    // A packet does not say to which call it belongs. Its sender says that in an earlier
+    // announcement. Pairs with the peer's store in `announce`.
     u32 said = kAbsent;
     const auto absent = [&] {
       said = look_at(team, peer, launch);
@@ -137,11 +124,12 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
   const u64 number = static_cast<u64>(blockIdx.x) * workers + thread;
-  // The kernel ahead may still write the memory that this one reads.
+  // The previous kernel may still write memory that this kernel reads.
   wait_for_predecessor();
 
-  // The first loads of a launch. No load waits for another: the number of the launch, the first
-  // data and, in the overseer warp, how far the other ranks are and whether a rank has given up.
+  // The first loads of a launch. No load waits for another load. They load the number of the launch
+  // and the first data. In the overseer warp they load how far the peers are, and whether a rank
+  // has given up.
   const u64 count = launches_of(team)[blockIdx.x] + 1;
   const u32 launch = static_cast<u32>(count);
   const u32 overseer = thread - workers;  // huge for workers
@@ -151,7 +139,7 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     ours = load_said(team, overseer);
     theirs = load_announcements(team, overseer);
   }
-  // This load comes before the first use of a load above, because there the whole warp waits.
+  // This load comes before the first use of a load above, because the whole warp waits there.
   Health health;
   if (overseer == kRanks) health = load_health(team);
   Course course(finish_of(x), thread, workers);
@@ -164,23 +152,24 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
   bool ok = true;
   const auto is_behind = [&] { return static_cast<i32>(theirs.last_launch() - (launch - 1)) < 0; };
   if (has_peer && is_behind()) {
-    // The peer must have begun the launch before this one. Pairs with the peer's store in
-    // `announce`. Without the wait this rank would overwrite packets that the peer has yet to take.
-    // The load has returned before any thread of the block stores to the peer, because a condition
-    // and a barrier lie between.
+    // The peer must have begun the previous launch. Pairs with the peer's store in `announce`.
+    // Without the wait this rank would overwrite packets that the peer has yet to take. The load
+    // returns before any thread of the block stores to the peer, because a condition and a barrier
+    // lie in between.
     const auto absent = [&] {
       theirs = load_announcements(team, overseer);
       return is_behind() ? 1u << overseer : 0u;
     };
     ok = await_ranks(team, launch, absent);
   }
-  // A rank that has failed must store nothing to a peer: the peer could not tell it from the packet
-  // that it waits for.
+  // A rank that has failed must store nothing to a peer, because the peer could take that for the
+  // awaited packet.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
-  // All threads leave or none: no thread may wait at a barrier for a thread that has left. Behind
-  // this barrier all threads have read the number of the launch, so count_launch may advance it.
+  // Either all threads leave or none, because no thread may wait at a barrier for a thread that has
+  // left. After this barrier all threads have read the number of the launch, so count_launch may
+  // advance it.
   if (!__syncthreads_and(ok)) return;
   const u32 steps = kOneStep ? 1 : x.steps, turns = steps + 1 + kFanOut;
   if (thread >= workers) {
@@ -193,8 +182,8 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
   Rows rows(finish_of(x), sums, thread, workers);
   u64 b_at = 0, c_at = 0;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
-  u32 paces_at = period_of(x) + slack_of(x);  // the next turn before which a fence must be over
-  bool paced = false;                         // whether the last turn was such a turn
+  u32 paces_at = period_of(x) + slack_of(x);  // the next turn that needs a fence to be over first
+  bool paced = false;                         // whether the previous turn was such a turn
 
 #pragma unroll(kOneStep ? 3 : 1)
   for (u32 turn = 0; turn < turns; ++turn) {
@@ -208,18 +197,18 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
         fences.say(thread, turn);
       }
     }
-    // With laps more values last from turn to turn than there are registers, so these two are
-    // computed again. Without laps it is faster to keep them.
+    // With laps, more values last from turn to turn than there are registers. So the kernel
+    // computes these two values again. Without laps it is faster to keep them.
     if constexpr (kLaps) course.look_back(a_at, b_at, c_at);
     const u64 a_place = a_lap * threads + number;
     const u64 b_place = b_lap * threads + number;
     const u64 c_place = c_lap * threads + number;
-    // All loads of the turn come before the first use of one. The units that go out were loaded in
-    // the turn before.
+    // All loads of the turn come before the first use of any of them. The previous turn has loaded
+    // the units that go out.
     const bool reduces = kReduces && has_b && b_at < x.output_nbytes;
     const u32 b_senders = has_b ? worker.senders_at(b_at) : 0;
     u32 b_ranks = b_senders;
-    // Pairs with `pace` of the ranks to which this rank sends at b_at: until that packet has come
+    // Pairs with `pace` of the ranks to which this rank sends at b_at. Before that packet comes,
     // they may not have taken the packets in the slots where this rank stores next.
     if (kPaced && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
     const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
@@ -236,17 +225,17 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     const u64 next_at = course.after(a_at);
     if (!kOneStep) out.load(x, next_at);
     if (turn == 0) {
-      // Here these two do not hold up the first packets, and no packet of the peers can have come
-      // yet.
+      // These two calls come after the first packets, so they do not delay those. They delay no
+      // packet from a peer, because none can have come yet.
       let_successor_start();
       count_launch(team, count, thread, workers);
     }
 
     const bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_place);
     if (!kRows && !took) break;
-    // A worker that breaks off in a row waits for its group first, of which other workers may wait
-    // for a fence. Pairs with the load in `serve`, as below: without it the overseer would wait for
-    // this worker, and they for each other.
+    // A worker that breaks off in a row first waits for its group, and other workers of the group
+    // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
+    // overseer would wait for this worker, this worker for its group, and the group for the fence.
     if (kRows && kLaps && !took) fences.say(thread, fences.kLeft);
     if (reduces && took) {
       Packet units[kRanks];
@@ -277,8 +266,8 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     c_at = b_at, b_at = a_at, a_at = next_at;
     c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
   }
-  // Pairs with the load in `serve`. A worker that breaks off asks for no more fences, and its
-  // overseer would wait for it for ever.
+  // Pairs with the load in `serve`. A worker that breaks off asks for no more fences. Without this
+  // store its overseer would wait for it for ever.
   if constexpr (kLaps) fences.say(thread, fences.kLeft);
 }
 

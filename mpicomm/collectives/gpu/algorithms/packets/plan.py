@@ -1,7 +1,7 @@
-"""Packets: every rank stores packets into inboxes of its peers, and a packet says itself whether it has arrived.
+"""Packets: every rank stores packets into inboxes of its peers, and a packet itself shows whether it has arrived.
 
-`PacketOneShot` sends all data straight to the ranks that need it. `PacketTwoShot` sends a shard to each rank, which
-reduces or takes it and sends the result on, in the same kernel.
+`PacketOneShot` sends all data straight to the ranks that need it. `PacketTwoShot` sends a shard to each rank. In the
+same kernel that rank reduces or takes the shard and sends the result on.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PacketOneShot(Algorithm):
 
     def _limits(self, call: GpuCall, node: Node) -> ProtocolLimits:
         if _rows(call, node) is not None:
-            return ProtocolLimits(0, inf)  # the order in which squares are added is one of packets of 16 bytes
+            return ProtocolLimits(0, inf)  # the sum of squares has the order of packets of 16 bytes
         return one_shot_limits(call.operation, call.reduction, node)
 
 
@@ -112,18 +112,18 @@ class PacketTwoShot(Algorithm):
 
     def _fused(self, call: GpuCall) -> Fused | None:
         fused = fused_in(call)
-        return None if fused and fused.rows else fused  # several ranks may reduce parts of a row
+        return None if fused and fused.rows else fused  # several ranks may reduce parts of one row
 
 
 def fused_in(call: GpuCall) -> Fused | None:
-    """Return the epilogue of a call as a part of a kernel that reduces, None if the call has none."""
+    """Return the epilogue of a call as a part of a reducing kernel; None if the call has no epilogue."""
     if call.epilogue is None or call.buffers.output is None:
         return None
     return call.epilogue.epilogue.fused(call.buffers.output.pointer, call.epilogue.pointer)
 
 
 def _rows(call: GpuCall, node: Node) -> RowGeometry | None:
-    """Return how the kernel of one hop normalises the rows of a call, None if it does not."""
+    """Return how the kernel of one hop normalises the rows of a call; None if it does not."""
     fused = fused_in(call)
     return row_geometry(fused.rows, most_blocks_of(node), node.size) if fused and fused.rows else None
 

@@ -1,4 +1,4 @@
-"""Protocols: the kinds of packets, and the lengths of messages up to which each is the fastest."""
+"""Protocols: the kinds of packets, and the longest messages for which each kind is the fastest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def packet_protocol(nbytes: int, limits: ProtocolLimits) -> Protocol | None:
 def one_shot_limits(operation: Operation, reduction: Reduction | None, node: Node) -> ProtocolLimits:
     """Return the limits of calls in one exchange."""
     to_all = operation.traffic != "one-way"
-    # Where inboxes would be used again within a launch, chunks are faster for data that only goes one way.
+    # If a launch would reuse slots of inboxes, chunks are faster for data that only goes one way.
     return _limits(reduction, node, to_all=to_all, sentinel=inf if to_all else node.arena.layout.most_inbox_nbytes)
 
 
@@ -46,8 +46,8 @@ def _limits(reduction: Reduction | None, node: Node, *, to_all: bool, sentinel: 
 
 
 def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
-    """Return up to how many bytes LL packets are faster than sentinel packets, which take half the bytes on links."""
+    """Return the most bytes for which LL packets are faster than sentinel packets, which halve the traffic."""
     if reduces:
         return 16 << 10
-    # With to_all each rank sends to all and receives from all; else a rank mostly does either.
+    # With to_all each rank sends to all and receives from all; else a rank mostly does one of these.
     return (96 << 10 if to_all else 192 << 10) // (size - 1)

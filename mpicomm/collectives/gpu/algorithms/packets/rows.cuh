@@ -1,14 +1,14 @@
-// The way of a worker thread through the units, step by step. And rows, which packets.cu normalises
-// where it has reduced them (rms_norm.cuh).
+// The units of a worker thread, step by step. Also rows, which packets.cu normalises after it has
+// reduced them (rms_norm.cuh).
 //
-// As a rule unit k*T + n is the work of thread n in step k, of T worker threads. Rows are the work
-// of groups of kNormThreads workers: group g of all G groups of the grid owns rows g, g+G and so
-// on, and takes m steps for each. In step p of a row, thread t of its group has packet t +
-// p*kNormThreads of the row. It has none beyond the end of a row, which may come in the last of the
-// m steps, nor beyond the last row. All groups take equally many steps.
+// Usually, with T worker threads, thread n handles unit k*T + n in step k. Rows are the work of
+// groups of kNormThreads workers. Group g of all G groups of the grid owns rows g, g+G and so on,
+// and takes m steps for each row. In step p of a row, thread t of the group has packet t +
+// p*kNormThreads of the row. It has no packet after the end of a row, which may come within the
+// last of the m steps. It has none after the last row. All groups take the same number of steps.
 //
-// Hence a thread that has a unit in step k > 2 has one in step k-2 or in step k-3, because it has
-// one in all but every m-th of the steps before. packets.cu needs that.
+// Hence a thread that has a unit in step k > 2 also has a unit in step k-2 or in step k-3. Before
+// step k it can lack a unit only in every m-th step. packets.cu needs that.
 #pragma once
 
 #include "finish.cuh"
@@ -41,7 +41,7 @@ struct Course {
         thread(worker % kNormThreads),
         parts(static_cast<u32>((packets() + kNormThreads - 1) / kNormThreads)) {}
 
-  MPICOMM_DEVICE u64 packets() const { return norm.hidden / kElements; }  // of a row: the host sees to whole packets
+  MPICOMM_DEVICE u64 packets() const { return norm.hidden / kElements; }  // of a row; the host ensures whole packets
   MPICOMM_DEVICE u64 packet_of(u32 each) const { return static_cast<u64>(each) * kNormThreads + thread; }
 
   // The offset of this thread's unit in step `each` of this row.
@@ -54,17 +54,17 @@ struct Course {
     if (++part == parts) part = 0, row += groups;
     return at(part);
   }
-  MPICOMM_DEVICE static void look_back(u64, u64&, u64&) {}  // the steps before are not known from this one
+  MPICOMM_DEVICE static void look_back(u64, u64&, u64&) {}  // this step does not determine the earlier steps
 };
 
-// One thread's part in the ends of its rows, in stage B. `course` is behind that of stage A by a
+// One thread's part in the ends of its rows, in stage B. `course` lags the course of stage A by one
 // step.
 struct Rows {
   const Norm& norm;
   Sums& sums;
   Course course;
   u32 barrier;   // of the group
-  u32 turn = 0;  // which of the sums this row uses
+  u32 turn = 0;  // the index of the sum that this row uses
   State sum = 0;
   Elements h{};  // of the last unit
 
@@ -87,10 +87,10 @@ struct Rows {
     store_unit(norm.residual, width_of(norm.residual), at, nbytes(), __builtin_bit_cast(Packet, h));
   }
 
-  // Ends a step, and at the last one of a row normalises the row. `ok`: whether the thread has
-  // taken all it waited for. If not, it goes to the barrier of the row at once, because the other
-  // threads of its group wait for it there, and they leave together. Returns false if the thread
-  // must leave.
+  // Ends a step. The last step of a row normalises the row. `ok` is whether the thread has taken
+  // all awaited packets. If not, it goes to the barrier of the row at once. The other threads of
+  // its group wait for it there, and all of them leave together. Returns false if the thread must
+  // leave.
   MPICOMM_DEVICE bool end_step(bool ok) {
     const u32 last = course.parts - 1;
     if (course.part == last || !ok) {
@@ -100,7 +100,7 @@ struct Rows {
       for (u32 part = 0; part <= last; ++part) {
         const u64 at = course.at(part);
         if (at == kNoUnit) break;
-        // The loads see the stores of `add`, because both are of this thread.
+        // The loads see the stores of `add`, because this thread has made them.
         const Packet stored = part == last ? __builtin_bit_cast(Packet, h) : load_residual(at);
         const Elements elements = __builtin_bit_cast(Elements, stored);
         store_normal(norm, course.row, course.packet_of(part) * kElements, elements, kElements, root);

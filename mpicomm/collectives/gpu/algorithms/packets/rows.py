@@ -1,4 +1,4 @@
-"""Rows that the kernel that reduces them normalises: which rows, and the threads among which they are spread."""
+"""Rows that the reducing kernel also normalises: which rows, and the threads that share them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MOST_STEPS = 8  # of a row
 
 
 class RowGeometry(NamedTuple):
-    """The threads among which rows are spread, and the steps that they take: see rows.cuh."""
+    """The threads that share rows, and the steps that they take: see rows.cuh."""
 
     threads: Geometry
     steps: int
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all slots, also of those that get no packet because a row ends before its last step does."""
+        """The bytes of all slots. Some slots get no packet, because a row may end within its last step."""
         return self.steps * self.threads.threads * SLOT_NBYTES
 
 
@@ -31,10 +31,10 @@ def most_groups(size: int) -> int:
 
 
 def row_geometry(rows: Rows, most_blocks: int, size: int) -> RowGeometry | None:
-    """Return how the kernel that reduces normalises rows; None where a kernel behind does it. The same on all ranks.
+    """Return how the reducing kernel normalises rows; None if a later kernel does. The same on all ranks.
 
-    Rows begin and end with whole packets. A row has up to 8 steps, because one group of threads takes it, while the
-    threads of a plain reduction share a long row among all multiprocessors.
+    Rows begin and end with whole packets. A row has at most 8 steps, because only one group of threads takes it. In a
+    plain reduction the threads of all multiprocessors share a long row.
     """
     if rows.count == 0 or rows.nbytes % SLOT_NBYTES != 0 or rows.nbytes > _MOST_STEPS * _STEP_NBYTES:
         return None

@@ -1,4 +1,4 @@
-"""PacketTemplate: exchanges of one form as launches of packets.cu. A call fills in addresses, lengths and tags."""
+"""PacketTemplate: launches of packets.cu for exchanges of one form. A call fills in addresses, lengths and tags."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.span import Span
 
-# The fields of `PacketArguments` that a call fills in: the tags, which the messages and the steps follow; the inboxes.
+# A call fills in two ranges of `PacketArguments`: the tags with the messages and the steps after them; the inboxes.
 _AT_TAGS: int = PacketArguments.team.offset + Team.tags.offset
 _AT_INBOXES: int = PacketArguments.inboxes.offset
 _pack_pair = struct.Struct("<IQQQQ").pack
 
 
 Number = Callable[[Span | None], int]
-"""Returns the number of a place; of a new one the next number."""
+"""Returns the number of a place. A new place gets the next number."""
 Kernel = tuple[Protocol, Steps]
-"""A kernel among those of one template."""
+"""A kernel of one template."""
 
 
 class PacketTemplate:
     """Launches for exchanges of one form between the same ranks.
 
-    The form is ``exchange`` and, with ``fan_out``, the exchange after it, in which ranks send on the data that they
-    have reduced or received. `places` are the pieces of memory in them, each once. With ``alike`` all of them have the
-    same length in each call. ``reduction`` is (dtype, op) if any rank reduces. ``finish`` is applied to the result.
+    The form is ``exchange`` and, with ``fan_out``, the next exchange, in which ranks send on the data that they have
+    reduced or received. `places` are the pieces of memory in both exchanges, each once. With ``alike`` all places have
+    the same length in each call. ``reduction`` is (dtype, op) if any rank reduces. The kernel applies ``finish`` to the
+    result.
 
-    `write` writes one call into `arguments`. The next one overwrites it, so a caller launches the kernel in between.
+    `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
+    between.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class PacketTemplate:
             return numbers.setdefault(span, len(numbers))
 
         self._pairs = pairs = _pairs(exchange, rank, number)
-        # The numbers of pairs that a call makes, and for each peer the one that it gets.
+        # A call makes one tag for each different pair. `_tags` has the number of the tag for each peer.
         of_pair = [(bool(pair[0]), pair[1], bool(pair[2]), pair[3]) if alike else pair for pair in pairs]
         different = list(dict.fromkeys(of_pair))
         self._tagged = [] if self._fans else [pairs[of_pair.index(each)] for each in different]
@@ -99,14 +101,14 @@ class PacketTemplate:
         self._ends = _Ends.of(exchange, fan_out, rank, number, reduces=reduction is not None)
         self._reduces = exchange.reduction is not None
         self.places: tuple[Span | None, ...] = tuple(numbers)
-        """The pieces of memory of the form; the first one is no memory."""
+        """The pieces of memory of the form; the first is None, for no memory."""
 
     def bind(self, addresses: Sequence[int], lengths: Sequence[int], number: int) -> None:
-        """Let `write` take ``number`` values, in which the address and the length of each place have these indices."""
+        """Let `write` take ``number`` values. The address and the length of each place have these indices."""
         tags, ends = [number + tag for tag in self._tags], self._ends
 
         def picked(own: int, output: int) -> Callable[[list[int]], tuple[int, ...]]:
-            """Return what picks the fields from a list of the values and, behind them, the tags."""
+            """Return a function that picks the fields from a list of the values, followed by the tags."""
             messages = [*[addresses[place] for place in ends.addressed], *[lengths[place] for place in ends.measured]]
             fields = [*tags, *messages, addresses[own], addresses[output], lengths[output]]
             return itemgetter(*fields)
@@ -122,9 +124,9 @@ class PacketTemplate:
     def write(self, values: list[int], longest: int, tag: int, way: Way) -> Filled:
         """Write a call into `arguments`.
 
-        ``values`` are those of `bind`. Lengths are in bytes, and a place without bytes has address 0. ``longest`` is
-        the longest length. ``tag`` says the facts in which all ranks must agree. ``tag`` and ``way`` are the same on
-        all ranks.
+        `bind` defines the order of ``values``. Lengths are in bytes, and a place without bytes has address 0.
+        ``longest`` is the largest length. ``tag`` is made of the facts in which all ranks must agree. ``tag`` and
+        ``way`` are the same on all ranks.
         """
         protocol, inboxes, (blocks, workers), nbytes = way
         threads, unit_nbytes = blocks * workers, UNIT_NBYTES[protocol]
@@ -137,15 +139,15 @@ class PacketTemplate:
         if self._fans:
             tags = [tag]
         else:
-            # The tag of each pair of ranks says the bytes that go each way, too, and how these bytes are cut. MPI lets
-            # ranks pass different counts. A packet that is sent and not taken would stay in its slot, and a later call
-            # would take it for one of its own.
+            # MPI lets ranks pass different counts. So the tag of each pair of ranks also contains the bytes that go
+            # each way, and how these bytes are cut. A packet that no rank takes would stay in its slot, and a later
+            # call would take it as its own data.
             tags = [
                 crc32(_pack_pair(tag, values[low], low_cut, values[high], high_cut))
                 for low, low_cut, high, high_cut in self._ways
             ]
             if not self._rows:
-                # As many steps as the data between this rank and a peer takes, whatever the others send each other.
+                # The steps that the data between this rank and its peers takes, whatever the other ranks send.
                 steps = -(-longest // (unit_nbytes * threads)) or 1
                 if steps > laps:
                     paced = self._paced(values, unit_nbytes * threads * laps)
@@ -157,12 +159,12 @@ class PacketTemplate:
         if inboxes is not self._filled_inboxes:
             self._inboxes.pack_into(arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
-        # A kernel for more steps has more to do in each of them.
+        # A kernel for more steps has more work in each step.
         of_steps: Steps = "one" if steps == 1 else "few" if steps <= laps else "paced" if paced else "laps"
         return (protocol, of_steps), blocks, workers + OVERSEERS
 
     def launch(self, tag: int, way: Way) -> Launch:
-        """Return the launch of the exchange itself, whose spans say the addresses and the lengths of its places."""
+        """Return the launch of the exchange, with the addresses and the lengths of its spans."""
         itemsize = self._itemsize
         lengths = [0 if span is None else span.count * itemsize for span in self.places]
         addresses = [span.pointer if span is not None and span.count else 0 for span in self.places]
@@ -183,11 +185,11 @@ class PacketTemplate:
         )
 
     def longest_with_peers(self, values: list[int]) -> int:
-        """Return the most bytes that go one way between this rank and another one."""
+        """Return the most bytes that go one way between this rank and a peer."""
         return max(self._of_others(values))
 
     def _paced(self, values: list[int], inbox_nbytes: int) -> int:
-        """Return the peers, as bits, with messages longer than an inbox and of different lengths each way."""
+        """Return the peers, as bits, with a message longer than an inbox and different lengths each way."""
         paced = 0
         for peer, (low, high) in enumerate(self._both_ways):
             one, other = values[low], values[high]
@@ -197,9 +199,9 @@ class PacketTemplate:
 
 
 def _pairs(exchange: Exchange, rank: int, number: Number) -> list[tuple[int, int, int, int]]:
-    """Return for each peer the places of the data that goes up the ranks and down, each with how the data is cut.
+    """Return for each peer the places of the data from the lower rank and from the higher rank, each with its cut.
 
-    So both ranks of a pair make one tag of them.
+    So both ranks of a pair make the same tag of them.
     """
     mine, taken, pairs = exchange.reduction, list(exchange.receives), []
     if mine is not None:
@@ -213,12 +215,12 @@ def _pairs(exchange: Exchange, rank: int, number: Number) -> list[tuple[int, int
 
 
 class _Ends(NamedTuple):
-    """The places of messages and of the result of an exchange, and the ranks at the other end of them."""
+    """The places of messages and of the result of an exchange, and the ranks at their other end."""
 
     addressed: list[int]
-    """The places that go to each rank, then the places where data from each rank goes."""
+    """The places of the messages to each rank, then of the messages from each rank."""
     measured: list[int]
-    """The places whose lengths are those of these messages."""
+    """The places that have the lengths of these messages."""
     own: int
     output: int
     sources: int
@@ -244,5 +246,5 @@ class _Ends(NamedTuple):
             if span is not None:
                 return cls(places, places, 0, number(span), 1 << source, targets)
         # This rank is the source. It needs no data back, so its receives stay at address 0, where the kernel stores
-        # nothing. The relays' packets tell it how far they are.
+        # nothing. The relays' packets only show this rank how far they are.
         return cls(places, [*sent, *sent], 0, 0, 0, 0)

@@ -12,7 +12,7 @@ from mpicomm.kernels.variant import Variant
 # Constants and structures of sendrecv.cu; a test compares them.
 SENDRECV_THREADS = 256
 SENDRECV_BLOCKS = 2
-"""The blocks that a multiprocessor holds, at least."""
+"""The fewest blocks that a multiprocessor holds."""
 SENDRECV_SLOTS = 2
 SENDRECV_SLOT_NBYTES = 64 * 1024
 

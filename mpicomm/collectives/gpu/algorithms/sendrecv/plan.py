@@ -27,12 +27,12 @@ def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
 
 
 def sendrecv_request(layout: ChannelMemory) -> Request:
-    """Return the request for memory of that layout."""
+    """Return the request for memory with that layout."""
     return Request("messages in the order of streams", layout.nbytes - layout.slots, words_nbytes=layout.slots)
 
 
 class SendrecvPlanner:
-    """Turns messages into launches. Every kernel of this rank gets ``team``."""
+    """Makes launches of messages. Every kernel of this rank gets ``team``."""
 
     def __init__(self, team: Team, layout: ChannelMemory) -> None:
         self.layout = layout
@@ -61,7 +61,7 @@ class SendrecvPlanner:
     def _fill(self, side: SendrecvSide, message: Message) -> None:
         nbytes = message.span.count
         side.pointer, side.nbytes, side.peer = message.span.pointer, nbytes, message.peer
-        # A pure function of the bytes and the layout, because both sides must cut alike.
+        # The cut depends only on the bytes and the layout, because both ranks must cut alike.
         side.stride = stride_of(nbytes, min(self.layout.channels, -(-nbytes // CHANNEL_NBYTES)))
         side.blocks = -(-nbytes // side.stride)
         side.tag = _half(nbytes) << 16 | (0 if message.tag is None else _half(message.tag))

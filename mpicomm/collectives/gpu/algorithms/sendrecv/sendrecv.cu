@@ -1,22 +1,21 @@
-// Sends a message to one rank and receives a message from the same or another rank, at once: in
-// stream order, without the host. Ranks that exchange no messages with each other know nothing of
-// each other's messages.
+// Sends a message to one rank and receives a message from the same or another rank at the same
+// time. This happens in stream order, without the host. Only the two ranks of a message take part
+// in it.
 //
-// Channels. A message is cut into parts, one for each channel from its sender to its receiver, and
-// a part into chunks. A channel is a block of the sender and a block of the receiver, with
-// `kSendrecvSlots` slots: channel_words.cuh explains slots, epochs, flags and credit.
+// Channels. A message is cut into parts, one part for each channel from its sender to its receiver.
+// A part is cut into chunks. A channel is a block of the sender and a block of the receiver, with
+// `kSendrecvSlots` slots. channel_words.cuh explains slots, epochs, flags and credit.
 //
-// Matching. Messages from one rank to another are matched by their order, which is that of the two
-// ranks' streams. The tag of a flag is made of the length and of MPI's tag, so that ranks which
-// disagree on these notice.
+// Matching. Messages from one rank to another match by their order on the two ranks' streams. The
+// tag of a flag is made of the length and of MPI's tag, so ranks that disagree on these notice it.
 //
-// Why that cannot deadlock. Some blocks send and others receive, so the sending of a rank does not
-// wait for its receiving, however the other ranks depend on it. So a kernel ends once the ranks
-// that it talks to have begun their kernels, if all of its blocks run at once (team.cuh). The host
-// launches at most two blocks for each multiprocessor of the smallest device: one copies while the
-// other's release waits for its stores to arrive. A message that fits into the slots does not even
-// need its receiver. Ranks whose streams wait for each other in a circle, and each of which first
-// sends more than that, wait until time is up, as they would with MPI_Ssend.
+// Why that cannot deadlock. Some blocks send and other blocks receive, so a rank's sending never
+// waits for its receiving. So a kernel ends after its peers have begun their kernels, if all of its
+// blocks run at once (team.cuh). The host launches at most two blocks for each multiprocessor of
+// the smallest device. One block copies while the other's release waits for its stores to arrive. A
+// message that fits into the slots does not even need its receiver. The streams of several ranks
+// may wait for each other in a circle, if each rank first sends a message longer than the slots.
+// These ranks wait until time is up, as they would with MPI_Ssend.
 
 #include "bytes.cuh"
 #include "channel_words.cuh"
@@ -25,7 +24,7 @@ namespace mpicomm {
 
 // The host's copies of these constants and structures are in arguments.py; a test compares them.
 constexpr u32 kSendrecvThreads = 256;
-constexpr u32 kSendrecvBlocks = 2;  // that a multiprocessor holds
+constexpr u32 kSendrecvBlocks = 2;  // on a multiprocessor
 constexpr u32 kSendrecvSlots = 2;
 constexpr u64 kSendrecvSlotNbytes = 64 * 1024;
 
@@ -46,7 +45,7 @@ struct Sendrecv {
   Side sent;
   Side received;
   u8* memory[kMaxRanks];  // the memory of every rank for messages, as mapped on this rank; its counts come first
-  u64 credits;            // the offset in that memory, as of flags and slots
+  u64 credits;            // an offset in that memory, like flags and slots
   u64 flags;
   u64 slots;
   u32 channels;  // from one rank to another
@@ -62,8 +61,8 @@ struct Sendrecv {
   MPICOMM_DEVICE u64* flag(u32 owner, u32 sender, u32 channel, u32 epoch) const {
     return reinterpret_cast<u64*>(memory[owner] + flags + line(sender, channel) * kLineNbytes) + epoch % kSendrecvSlots;
   }
-  // The strides of slots depend on the memory alone. With strides of the message, chunks of two
-  // messages could overlap.
+  // The strides of slots depend only on the memory. With strides that depend on the message, chunks
+  // of two messages could overlap.
   MPICOMM_DEVICE u8* slot(u32 owner, u32 sender, u32 channel, u32 epoch) const {
     const u64 number = line(sender, channel) * kSendrecvSlots + epoch % kSendrecvSlots;
     return memory[owner] + slots + number * kSendrecvSlotNbytes;
@@ -78,12 +77,12 @@ MPICOMM_DEVICE void carry(const Sendrecv& x) {
   const u64 begin = channel * side.stride;
   const u64 nbytes = side.nbytes - begin < side.stride ? side.nbytes - begin : side.stride;
   const u32 chunks = static_cast<u32>((nbytes + kSendrecvSlotNbytes - 1) / kSendrecvSlotNbytes);
-  // The epoch of the channel's last chunk before this kernel. It needs no atomics, because one of
-  // these kernels of a communicator runs at a time. All threads have read it at the first barrier,
-  // before thread 0 writes it at the end.
+  // The epoch of the channel's last chunk before this kernel. It needs no atomics, because a
+  // communicator runs one of these kernels at a time. All threads have read it at the first
+  // barrier, before thread 0 writes it at the end.
   u32* const count = x.count(sends, peer, channel);
   const u32 last = *count;
-  // One thread, of a warp that waits for no word, looks whether a rank has given up before.
+  // One thread of a warp that waits for no word checks whether a rank has given up before.
   bool ok = thread != 32 || is_healthy(x.team, blockIdx.x, load_health(x.team));
 
   for (u32 chunk = 0; chunk < chunks; ++chunk) {
@@ -94,9 +93,9 @@ MPICOMM_DEVICE void carry(const Sendrecv& x) {
       const u64* const word = sends ? x.credit(rank, peer, channel) : x.flag(rank, peer, channel, epoch);
       ok = await_epoch(x.team, word, watch, side.tag, sends ? 0 : side.mask);
     }
-    // All threads leave or none: a thread that went on alone would wait at the next barrier for
-    // ever. The barrier also orders the accesses of the whole block to the slot after the acquire
-    // of thread 0.
+    // Either all threads leave or none, because a thread that stayed would wait at the next barrier
+    // for ever. The barrier also orders the accesses of the whole block to the slot after the
+    // acquire of thread 0.
     if (!__syncthreads_and(ok)) return;
 
     const u64 at = chunk * kSendrecvSlotNbytes;
@@ -110,13 +109,13 @@ MPICOMM_DEVICE void carry(const Sendrecv& x) {
     __syncthreads();
     // A flag: pairs with the load_acquire in await_epoch of the receiver, and publishes the chunk.
     // Credit: pairs with the load_acquire in await_epoch of the sender, and says that the block's
-    // loads of the slot are over. See channel_words.cuh for what a plain store would break.
+    // loads of the slot are over. channel_words.cuh says why a plain store would be wrong.
     if (thread == 0) {
       store_release(sends ? x.flag(peer, rank, channel, epoch) : x.credit(peer, rank, channel), word_of(epoch, side.tag));
     }
   }
-  // The next of these kernels reads the count. It starts when this one is over, on whichever stream
-  // the host puts it.
+  // The next kernel of this kind reads the count. It starts after this kernel is over, on any
+  // stream.
   if (thread == 0) *count = last + chunks;
 }
 

@@ -149,7 +149,7 @@ def require_agreement(
 ) -> None:
     lines = [f'#include "{name}"']
     lines += [f"static_assert(mpicomm::{constant} == {value});" for constant, value in constants.items()]
-    # NVRTC brings no header that defines offsetof; this is what its compiler makes of it.
+    # NVRTC brings no header that defines offsetof; its compiler turns offsetof into this expression.
     for cpp, structure in structures.items():
         lines.append(f"static_assert(sizeof({cpp}) == {ctypes.sizeof(structure)});")
         for field in structure._fields_:
@@ -170,6 +170,6 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
     workers = packets.most_workers(size, fan_out=fan_out, one_step=steps == "one")
     variant = packets.packet_kernel(("int32", "sum"), size, "sentinel", steps, fan_out=fan_out)
     source = tmp_path / "check.cu"
-    # Without the kernel of packets.cu, which takes the compiler long.
+    # Without the kernel of packets.cu, because the compiler takes long for it.
     source.write_text(f'#include "packet_worker.cuh"\nstatic_assert(mpicomm::kWorkers == {workers});')
     compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))

@@ -33,14 +33,14 @@ SUM = "sum"
 
 def run(programs: Sequence[Sequence[Action]], memory: Array, seed: int) -> None:
     cuda = FakeCuda(seed)
-    barriers = [0] * len(programs)  # to which each rank has come
+    barriers = [0] * len(programs)  # each rank has come to it
     for rank, program in enumerate(programs):
         enqueue(cuda, rank, program, memory, barriers)
     cuda.finish()
 
 
 def enqueue(cuda: FakeCuda, rank: int, program: Sequence[Action], memory: Array, barriers: list[int]) -> None:
-    """Enqueue what a rank does on its two streams, one of kernels and one of copies."""
+    """Enqueue a rank's work on its two streams, one of kernels and one of copies."""
     kernels, copies = 2 * rank, 2 * rank + 1
     event = cuda.eventCreateWithFlags(cuda.eventDisableTiming)
     number = 0
@@ -89,7 +89,7 @@ def landing_of(rank: int, size: int, parts: Parts, *, staged: bool) -> Landing:
 
 
 def require_balanced(programs: Sequence[Sequence[Action]]) -> None:
-    """All ranks meet as often, and what a capture of a stream has forked is joined."""
+    """All ranks meet equally often, and streams that a capture has forked are joined."""
     assert len({sum(isinstance(action, Barrier) for action in program) for program in programs}) == 1
     for program in programs:
         order = [action for action in program if isinstance(action, Fork | Join)]
@@ -119,7 +119,7 @@ def test_allreduce(size: int, count: int, number: int, in_place: bool, staged: b
             cut = Parts.equal(4 * patterns.split(send, size, 4)[0].count, number)
             contributions = staging(rank, size, CONTRIBUTIONS, cut)
             results = landing_of(rank, size, cut, staged=staged)
-            # Two calls, of which the second must not disturb the first.
+            # Two calls; the second must not disturb the first.
             programs.append([*allreduce(rank, scattered, gathered, cut, contributions, results)] * 2)
         require_balanced(programs)
         run(programs, memory, seed)
@@ -148,7 +148,7 @@ IN_OUTPUT = ("Allgather", "Alltoall")
 )
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_movements(operation: str, size: int, staged: bool, number: int) -> None:
-    """What only one rank receives, or an all-to-all in place whose input others may still read, is never symmetric."""
+    """The output of one rank is never symmetric, nor is an all-to-all in place: others may still read its input."""
     count, root = 2001, size - 1
     cut = Parts.equal(count * FLOAT32.itemsize, number)
     for seed in range(6):
@@ -220,7 +220,7 @@ def test_reduce(size: int, in_place: bool, number: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_reduce_scatter(size: int, in_place: bool, number: int) -> None:
-    """In place, the result comes to the front of block 0, and the rest is left alone."""
+    """In place, the result comes to the front of block 0, and the rest is unchanged."""
     count = 2001
     cut = Parts.equal(4 * count, number)
     for seed in range(6):
@@ -246,8 +246,8 @@ def test_reduce_scatter(size: int, in_place: bool, number: int) -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_allreduce_leaves_what_the_call_before_it_still_reads_in_staging_memory(size: int, number: int) -> None:
-    """A reduce-scatter ends with a reduction out of the staging memory that the next call's contributions go to."""
+def test_allreduce_keeps_staging_memory_that_the_call_before_still_reads(size: int, number: int) -> None:
+    """A reduce-scatter ends with a reduction out of staging memory. The next call's contributions go there, too."""
     count = 2004
     for seed in range(6):
         rng = np.random.default_rng([size, number, seed])
@@ -261,7 +261,7 @@ def test_allreduce_leaves_what_the_call_before_it_still_reads_in_staging_memory(
             (scattering,) = patterns.reduce_scatter(rank, size, FLOAT32, blocks, output, SUM)
             cut = Parts.equal(4 * count, number)
             first = movement(rank, scattering, cut, staging(rank, size, CONTRIBUTIONS, cut))
-            # Its input is not the output of the first call, because it must not matter which of them a rank reads.
+            # Its input is not the output of the first call, because ranks may read either.
             send, output = Span(base(rank, INPUT), count), Span(base(rank, OUTPUT) + 4 * count, count)
             scattered, gathered = patterns.allreduce(rank, size, FLOAT32, send, output, SUM, piece_nbytes=4 * count)
             shards = Parts.equal(4 * patterns.split(send, size, 4)[0].count, number)
@@ -338,6 +338,6 @@ def test_staging_memory_is_bounded(longest_nbytes: int, size: int, then: Then, s
         assert (parts.bounds[0], parts.bounds[-1]) == (0, longest_nbytes)
         assert ((then == "gather") + staged) * (size - 1) * parts.room_nbytes <= most
         if then == "nothing" and not staged:
-            assert parts.number == 1  # which the copies are fastest in
+            assert parts.number == 1  # the copies are fastest in it
         if reduces and longest_nbytes > 1024:
             assert parts.number > 1  # so that there is something to copy while one is reduced

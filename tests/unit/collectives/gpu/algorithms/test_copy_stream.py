@@ -26,9 +26,9 @@ def begin_capture(cuda: FakeCuda, stream: int) -> int:
 
 
 def enqueue(cuda: FakeCuda, copies: Any, stream: int, source: int) -> None:
-    """What plans with copies do: two forks with their joins, and a copy behind the first of these.
+    """The streams of plans with copies: two forks with their joins, and a copy after the first fork.
 
-    Kernels beside them show whether the copies follow what is ahead of the fork, and are over behind the join.
+    Kernels beside them show whether the copies follow the work before the fork, and are over after the join.
     """
     capture = cuda.captures.get(stream)
     cuda.copied.clear()
@@ -69,7 +69,7 @@ def test_streams_of_captures_that_are_over_are_used_again(cuda: FakeCuda, copies
     assert len(cuda.streams) == 3
 
 
-def test_a_stream_of_a_capture_that_failed_is_left_alone_until_that_ends(cuda: FakeCuda, copies: Any) -> None:
+def test_a_stream_of_a_failed_capture_is_not_used_until_the_capture_ends(cuda: FakeCuda, copies: Any) -> None:
     failed = begin_capture(cuda, 1)
     enqueue(cuda, copies, 1, 7)
     cuda.invalid.add(failed)

@@ -1,0 +1,128 @@
+"""Caches of plans on a device that carries nothing out, and arrays of libraries that are not there."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpicomm.collectives.call import Arguments
+from mpicomm.collectives.gpu.plan_cache import PlanCache
+from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.symmetric.registry import Mappings
+
+
+class Array:
+    """The attributes of CuPy's arrays that distinguish them."""
+
+    def __init__(self, pointer: int, shape: tuple[int, ...] = (4,), dtype: str = "f4", order: str = "C") -> None:
+        like = np.zeros(shape, dtype, order="F" if order == "F" else "C")
+        if order == "pieces":
+            like = np.zeros((*shape, 2), dtype)[..., 0]
+        self.data = SimpleNamespace(ptr=pointer, device_id=0)
+        self.shape, self.strides, self.size, self.dtype = like.shape, like.strides, like.size, like.dtype
+        self.itemsize = like.itemsize
+        self._c_contiguous = like.flags.c_contiguous
+
+
+class Tensor:
+    """The attributes of PyTorch's tensors that distinguish them."""
+
+    def __init__(
+        self, pointer: int | None, count: int = 4, dtype: str = "float32", step: int = 1, **says: bool
+    ) -> None:
+        self._pointer, self._step = pointer, step
+        self.is_cuda = not says.get("on_host", False)
+        self.shape, self.dtype = (count,), dtype
+        self._says = says
+        self.requires_grad = says.get("requires_grad", False)
+
+    def data_ptr(self) -> int:
+        if self._pointer is None:
+            raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+        return self._pointer
+
+    itemsize = 4
+
+    def get_device(self) -> int:
+        return 0
+
+    def numel(self) -> int:
+        return self.shape[0]
+
+    def stride(self) -> tuple[int, ...]:
+        return (self._step,)
+
+    def is_contiguous(self) -> bool:
+        return self._step == 1
+
+    def is_conj(self) -> bool:
+        return self._says.get("conj", False)
+
+    def is_neg(self) -> bool:
+        return self._says.get("neg", False)
+
+
+def arguments(send: Any, receive: Any, op: MPI.Op | None = MPI.SUM, **others: Any) -> Arguments:
+    return Arguments(send, receive, op, **others)
+
+
+class Known:
+    """The known calls of a device that carries nothing out."""
+
+    def __init__(self) -> None:
+        self.mappings = Mappings()
+        self.usable: Exception | None = None
+        self.enqueued: list[tuple[Any, Any, bool]] = []
+        self.met: list[bool] = []
+        """Whether the ranks met on the host before each of these."""
+        self.streams: list[Any] = []
+        backend = SimpleNamespace(stream=lambda stream, array: stream or array)
+        session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
+        self.runs = True  # the stream is not in a capture
+        engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: self.enqueued.copy)
+        self._calls = PlanCache(session, engine)
+
+    def _require_usable(self, what: str) -> None:
+        if self.usable is not None:
+            raise self.usable
+
+    def _enqueue(self, plan: Any, stream: Any, again: bool, meets: bool = False) -> bool:
+        self.enqueued.append((plan, stream, again))
+        self.met.append(meets)
+        return self.runs
+
+    def add(self, operation: str, given: Arguments, algorithm: str = "auto", *, by_output: bool = False) -> Any:
+        plan: Any = SimpleNamespace(text=operation, is_old=False)
+        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts, ())
+        self._calls.add(plan, call, by_output=by_output)
+        return plan
+
+    def find(self, operation: str, given: Arguments, algorithm: str = "auto", stream: Any = 7) -> Any:
+        """Return the plan that is enqueued, if any."""
+        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts, ())
+        found = self._calls.find(*call)
+        if found is None:
+            return None
+        assert self._calls.enqueue(found, stream, given.send, given.receive) == self.runs
+        plan, where, again = self.enqueued.pop()
+        self.streams.append(where)
+        assert again
+        return plan
+
+    def begin(self, operation: str, given: Arguments) -> Any:
+        """Begin a known call; return the function that says whether it is done."""
+        call = (OPERATIONS[operation], "auto", given.send, given.receive, given.op, given.root, given.counts, ())
+        found = self._calls.find(*call)
+        assert found is not None
+        return self._calls.begin(found, 7, given.send, given.receive)
+
+
+def install_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `Array` be CuPy's array and `Tensor` PyTorch's."""
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Array))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))

@@ -1,0 +1,102 @@
+"""How a known call is carried out: on which stream, what it waits for, and when it is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.errors import InvalidUsageError
+from tests.helpers.rigs.plan_caches import Array, Known, Tensor, arguments, install_libraries
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_libraries(monkeypatch)
+
+
+def test_a_known_call_is_on_the_current_stream_of_the_library_it_was_on() -> None:
+    known, send, receive, ignored = Known(), Array(16), Tensor(64), Array(128)
+    for given, expected in (
+        (arguments(send, receive), send),
+        (arguments(MPI.IN_PLACE, receive), receive),
+        (arguments(None, receive), receive),
+        (arguments(send, None), send),
+        (arguments([send, 4], receive), send),
+        (arguments(MPI.IN_PLACE, (receive, 4)), receive),
+        # A Scatter on a rank that is not the root.
+        (arguments(ignored, receive), receive),
+        (arguments([None, [1, 2], [0, 1], "f"], receive), receive),
+    ):
+        known.add("Reduce", given, by_output=expected is receive)
+        for stream, where in ((None, expected), (5, 5)):
+            known.find("Reduce", given, stream=stream)
+            assert known.streams.pop() is where
+
+
+def test_a_known_call_that_is_begun_says_when_it_is_done() -> None:
+    known, given = Known(), arguments(Array(16), Array(64))
+    plan = known.add("Allreduce", given)
+    assert known.begin("Allreduce", given)() == [(plan, 7, True)]  # the answer of the engine
+    known.runs = False
+    assert known.begin("Allreduce", given)() is True
+
+
+def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, given = Known(), arguments(Array(16), Array(64))
+    plan = known.add("Allreduce", given)
+    call = known._calls.find(OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None)
+    assert call is not None
+    said: list[Any] = []
+    marks = SimpleNamespace(
+        mark=lambda stream: ("behind", stream), take=lambda mark: ("beside", mark), give_back=said.append
+    )
+    backend: Any = known._calls._session.backend
+    backend.side_streams, backend.check = marks, lambda: said.append("check")
+    backend.synchronize = lambda stream: said.append(["waits for", stream, len(known.enqueued)])
+    for of_device, of_stream in ((False, False), (True, False), (True, True)):
+        backend.meets = lambda stream, array, several=of_device: several
+        backend.waits_beside = lambda stream, array, several=of_stream: several
+        known._calls.run(call, 7, given.send, given.receive)
+    side = "beside", ("behind", 7)
+    assert known.enqueued == [(plan, 7, True), (plan, 7, True), (plan, side, True)]
+    assert known.met == [False, True, True]
+    assert said == [["waits for", side, 3], side, "check"]
+    known._calls.begin(call, 7, given.send, given.receive)
+    assert known.enqueued[3:] == [(plan, 7, True)]  # a nonblocking call must not wait
+
+
+@pytest.mark.parametrize("by_address", [False, True])
+def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: bool) -> None:
+    """No library knows the stream of the caller's next work on that memory."""
+    known, given = Known(), arguments(Array(16), Array(64))
+    waited: list[Any] = []
+    backend: Any = known._calls._session.backend
+    backend.is_capturing, backend.synchronize = (lambda stream: stream == "captures"), waited.append
+    backend.meets = lambda stream, array: False
+    known._calls.engine.form_plan = lambda call, asked: None  # type: ignore[method-assign]
+    read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
+    plan: Any = SimpleNamespace(text="Allreduce", is_old=False)
+    call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None, ())
+    known._calls.add(plan, call, by_output=False, read=read)
+    found = known._calls.find(*call)
+    assert found is not None
+    backend.stream = lambda stream, array: stream or "current"
+    for carry_out in (known._calls.run, known._calls.enqueue):
+        for stream in (None, 7):
+            carry_out(found, stream, given.send, given.receive)
+    backend.stream = lambda stream, array: "captures"
+    known._calls.run(found, None, given.send, given.receive)
+    assert waited == ["current"] * 2 * by_address
+
+
+def test_a_known_call_is_refused_if_the_communicator_is_unusable() -> None:
+    known, given = Known(), arguments(Array(16), Array(64))
+    known.add("Allreduce", given)
+    known.usable = InvalidUsageError("Allreduce: the communicator was freed; create another")
+    with pytest.raises(InvalidUsageError, match="freed"):
+        known.find("Allreduce", given)
+    assert known.enqueued == []
