@@ -24,12 +24,12 @@ _ALLREDUCE = by_mpi("Allreduce")
 class NonblockingCollectives(MPI.Intracomm):
     """mpi4py's nonblocking collectives, on host arrays and on device arrays. All of them are *collective*.
 
-    Arguments, algorithms and errors are those of the blocking calls. The calls return a request:
+    They have the arguments, algorithms and errors of the blocking calls. They return a request:
 
     - On host arrays it is MPI's. If MPI lacks the type or the operation, or with ``algorithm=`` other than "auto" and
-      "mpi", the call blocks and returns a request that is complete.
+      "mpi", the call blocks and returns a complete request.
     - On device arrays the call enqueues the collective. ``Wait`` blocks until the device has finished it. The request
-      also works in ``MPI.Request.Waitall`` and its kin. Work that is enqueued on the same stream later needs no wait.
+      also works in ``MPI.Request.Waitall`` and the other calls on lists. Later work on the same stream needs no wait.
     """
 
     _collectives: Dispatcher

@@ -1,4 +1,4 @@
-"""The blocking calls of a Communicator on Python objects. They are MPI's, and shown to the doctor."""
+"""The blocking calls of a Communicator on Python objects. MPI carries them out, and the doctor sees them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ Op = Any
 
 
 class ObjectCalls(MPI.Intracomm):
-    """mpi4py's blocking calls on Python objects, which MPI carries out. `Probes` has those that receive."""
+    """mpi4py's blocking calls on Python objects, which MPI carries out. `Probes` has the calls that receive."""
 
     _row: memoryview
 
     def barrier(self) -> None:
-        """Block until all ranks have called it."""
+        """Block until all ranks have called it. Collective."""
         begin_mpis(self._row, _BARRIER)
         _barrier(self)
 
@@ -60,7 +60,7 @@ class ObjectCalls(MPI.Intracomm):
         return _gather(self, sendobj, root)
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Bring an object of the root's to each rank; see mpi4py."""
+        """Bring one of the root's objects to each rank; see mpi4py."""
         begin_mpis(self._row, _SCATTER)
         return _scatter(self, sendobj, root)
 
@@ -70,7 +70,7 @@ class ObjectCalls(MPI.Intracomm):
         return _allgather(self, sendobj)
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Bring an object of each rank's to each rank; see mpi4py."""
+        """Bring one object of each rank to each rank; see mpi4py."""
         begin_mpis(self._row, _ALLTOALL)
         return _alltoall(self, sendobj)
 
@@ -99,7 +99,7 @@ class ObjectCalls(MPI.Intracomm):
         _send(self, obj, dest, tag)
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object, and return when the receiver has matched it; see mpi4py."""
+        """Send an object; return when the receiver has matched the message; see mpi4py."""
         _ssend(self, obj, dest, tag)
 
     def sendrecv(
