@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.activity.layout import CALL, CALLS, by_mpi
-from mpicomm.activity.page import begin_mpis
+from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.epilogues import as_epilogue
@@ -109,7 +109,7 @@ class BlockingCollectives(MPI.Intracomm):
         This form does not block, except if an engine between peer domains blocks the host.
         """
         if stream is None:
-            begin_mpis(self._row, _BARRIER)
+            begin_by_mpi(self._row, _BARRIER)
             _barrier(self)
         else:
             self._collectives.barrier(stream)
@@ -151,7 +151,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
         if stream is None and algorithm == "auto" and self._plain["Allgather"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLGATHER)
+            begin_by_mpi(self._row, _ALLGATHER)
             try:
                 return _allgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -161,7 +161,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and self._plain["Allgatherv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLGATHERV)
+            begin_by_mpi(self._row, _ALLGATHERV)
             try:
                 return _allgatherv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -171,7 +171,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
         if stream is None and algorithm == "auto" and self._plain["Alltoall"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLTOALL)
+            begin_by_mpi(self._row, _ALLTOALL)
             try:
                 return _alltoall(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -181,7 +181,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and self._plain["Alltoallv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLTOALLV)
+            begin_by_mpi(self._row, _ALLTOALLV)
             try:
                 return _alltoallv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -195,7 +195,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the root's ``buf`` to every rank's ``buf``."""
         if stream is None and algorithm == "auto" and self._plain["Bcast"](None, buf):
-            begin_mpis(self._row, _BCAST)
+            begin_by_mpi(self._row, _BCAST)
             try:
                 return _bcast(self, buf, root)
             except REFUSALS as error:
@@ -209,7 +209,7 @@ class BlockingCollectives(MPI.Intracomm):
         change.
         """
         if stream is None and algorithm == "auto" and self._plain["Exscan"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _EXSCAN)
+            begin_by_mpi(self._row, _EXSCAN)
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -219,7 +219,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
         if stream is None and algorithm == "auto" and self._plain["Gather"](sendbuf, recvbuf):
-            begin_mpis(self._row, _GATHER)
+            begin_by_mpi(self._row, _GATHER)
             try:
                 return _gather(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -231,7 +231,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Gather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and self._plain["Gatherv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _GATHERV)
+            begin_by_mpi(self._row, _GATHERV)
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -250,7 +250,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
         if stream is None and algorithm == "auto" and self._plain["Reduce"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _REDUCE)
+            begin_by_mpi(self._row, _REDUCE)
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
             except REFUSALS as error:
@@ -278,7 +278,7 @@ class BlockingCollectives(MPI.Intracomm):
             and recvcounts is not None
             and self._plain["Reduce_scatter"](sendbuf, recvbuf, op)
         ):
-            begin_mpis(self._row, _REDUCE_SCATTER)
+            begin_by_mpi(self._row, _REDUCE_SCATTER)
             try:
                 return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
             except REFUSALS as error:
@@ -292,7 +292,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and self._plain["Reduce_scatter_block"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _REDUCE_SCATTER_BLOCK)
+            begin_by_mpi(self._row, _REDUCE_SCATTER_BLOCK)
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -304,7 +304,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and self._plain["Scan"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _SCAN)
+            begin_by_mpi(self._row, _SCAN)
             try:
                 return _scan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -316,7 +316,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and self._plain["Scatter"](sendbuf, recvbuf):
-            begin_mpis(self._row, _SCATTER)
+            begin_by_mpi(self._row, _SCATTER)
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -328,7 +328,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Scatter, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and self._plain["Scatterv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _SCATTERV)
+            begin_by_mpi(self._row, _SCATTERV)
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:

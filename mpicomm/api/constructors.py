@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from mpi4py import MPI
 
 from mpicomm.activity.layout import by_mpi
-from mpicomm.activity.page import begin_mpis
+from mpicomm.activity.page import begin_by_mpi
 from mpicomm.api.reorder import (
     Lists,
     edges_of_graph,
@@ -82,7 +82,7 @@ class Constructors(MPI.Intracomm):
         If this communicator is not set up yet, the call waits in MPI without a limit. After a missing rank the ranks
         cannot make this call again.
         """
-        begin_mpis(self._row, by_mpi("Create_group"))
+        begin_by_mpi(self._row, by_mpi("Create_group"))
         self._session.await_ranks("Create_group", self._ranks_of(group))
         return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)))
 
@@ -172,7 +172,7 @@ class Constructors(MPI.Intracomm):
 
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
         """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
-        begin_mpis(self._row, by_mpi(operation))
+        begin_by_mpi(self._row, by_mpi(operation))
         plain = MPI.Intracomm(self)
         roll_call(plain, operation, self._session.placement.here.timeout_s)
         return plain

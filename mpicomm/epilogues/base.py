@@ -75,7 +75,7 @@ class BoundEpilogue(ABC):
         """
 
     @abstractmethod
-    def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """Return the kernel that makes elements at ``output`` from elements at ``source``. The addresses may be equal.
 
         The kernel does nothing after the word at ``failed`` is set.

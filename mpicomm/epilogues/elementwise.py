@@ -164,7 +164,7 @@ class BoundElementwise(BoundEpilogue):
         options = epilogue_options(self._code, self.result.name if self.converts else None)
         return Fused(options, PacketEpilogue(self._operands, reduced, finished))
 
-    def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
         arguments = EpilogueArguments(source, output, failed, self._operands)
         nbytes = self._operands.count * max(self.dtype.itemsize, self.result.itemsize)

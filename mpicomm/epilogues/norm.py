@@ -90,7 +90,7 @@ class BoundNorm(BoundEpilogue):
         options = norm_options(self.result.name, self._weight.dtype.name)
         return Fused(options, self._norm(finished), Rows(self._rows, self._weight.total * self.dtype.itemsize))
 
-    def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
         assert self._weight.dtype is not None
         variant = norm_kernel(self.dtype.name, self.result.name, self._weight.dtype.name)
