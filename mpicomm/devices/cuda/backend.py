@@ -7,7 +7,6 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -24,10 +23,10 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
+from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
 from mpicomm.devices.cuda.message_steps import CudaMessageSteps
-from mpicomm.devices.cuda.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
 from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
 from mpicomm.devices.cuda.signal_kernels import SignalKernels
@@ -360,32 +359,7 @@ class CudaBackend:
 
     def link(self, device: bytes, kind: Kind) -> Link:
         """Return the link from this GPU to memory of the GPU with that UUID."""
-        if kind == "staged":
-            return Link("staged", gb_s=pcie_gb_s(self.info.uuid, device))
-        if device == self.info.uuid:
-            return Link("same device", access=True, native_atomics=True)
-        link = self._peer_link(device)
-        if link.path == "NVLink":
-            return replace(link, gb_s=nvlink_gb_s(self.info.uuid, device))
-        if link.path == "PCIe":
-            return replace(link, gb_s=pcie_gb_s(self.info.uuid, device))
-        return link
-
-    def _peer_link(self, device: bytes) -> Link:
-        peers = [other for other in self._devices if other.uuid == device]
-        if not peers:
-            return nvml_link(self.info.uuid, device)  # NVML also knows GPUs that this process does not see
-        attribute = driver.CUdevice_P2PAttribute
-        rank, access, atomics = (
-            call(driver.cuDeviceGetP2PAttribute, what, self._ordinal, peers[0].ordinal)
-            for what in (
-                attribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
-                attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
-                attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
-            )
-        )
-        # Between GPUs, NVLink carries atomics and PCIe does not.
-        return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
+        return link_to(self.info, device, kind, self._devices)
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of the fault page and of the tables of datatypes."""
