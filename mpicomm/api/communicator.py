@@ -202,7 +202,9 @@ class Communicator(
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._session.leave_by(error)
         self.Free()
 
     @property
@@ -326,7 +328,7 @@ class Communicator(
         Complete all requests and receive all messages before: `Free` drops messages that have not left yet. A second
         call does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees this rank's
         part, and does not wait for the others. It waits up to twice ``timeout_s`` for a rank that is in a collective
-        call which this rank has not made.
+        call which this rank has not made, and after an error that leaves the ``with`` block.
 
         Calls of a freed communicator raise `InvalidUsageError`, which is MPI's exception, too, where MPI refuses them.
         """
