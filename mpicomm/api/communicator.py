@@ -125,7 +125,8 @@ class Communicator(
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's, and set up."""
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
+            shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
+            raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
         session = Session.create(plain, device, handle, timeout_s)
         made: Any = cls._classes[plain.Get_topology()] if cls is Communicator else cls
