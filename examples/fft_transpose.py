@@ -1,9 +1,9 @@
 """A Fourier transform of an array that is spread over ranks: `mpirun -np 4 python examples/fft_transpose.py`.
 
 Each rank has a slab of the array: some planes of its first axis. It transforms the two other axes at once. For the
-first axis the ranks turn the array by one Alltoallw, after which each of them has that axis as a whole. Datatypes say
-where the blocks lie in the slabs, so the program packs nothing; on GPUs a kernel does it. The program makes a random
-field with it: it scales the frequencies of noise, transforms back, and compares with the same on one rank.
+first axis the ranks turn the array by one Alltoallw. After it each rank has that axis as a whole. Datatypes say where
+the blocks lie in the slabs, so the program packs nothing; on GPUs a kernel packs. The program makes a random field: it
+scales the frequencies of noise, and transforms back. It compares the field with the field of one rank.
 """
 
 import argparse
@@ -37,7 +37,7 @@ if comm.device != "cpu":
 
 
 def shares(length: int) -> list[slice]:
-    """Divide an axis among the ranks, evenly or almost."""
+    """Divide an axis among the ranks, as evenly as possible."""
     bounds = [rank * length // comm.size for rank in range(comm.size + 1)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
@@ -52,9 +52,9 @@ def block(whole: tuple[int, ...], axis: int, part: slice) -> MPI.Datatype:
 rows, columns = shares(shape[0]), shares(shape[1])
 own_rows, own_columns = rows[comm.rank], columns[comm.rank]
 slab = (own_rows.stop - own_rows.start, *shape[1:])  # before the turn: all columns of the own rows
-turned = (shape[0], own_columns.stop - own_columns.start, shape[2])  # behind it: all rows of the own columns
-of_slab = [block(slab, 1, part) for part in columns]  # for each rank its columns of the own rows
-of_turned = [block(turned, 0, part) for part in rows]  # and from each rank its rows of the own columns
+turned = (shape[0], own_columns.stop - own_columns.start, shape[2])  # after it: all rows of the own columns
+of_slab = [block(slab, 1, part) for part in columns]  # to each rank go its columns of the own rows
+of_turned = [block(turned, 0, part) for part in rows]  # and from each rank come its rows of the own columns
 counts, displacements = [1] * comm.size, [0] * comm.size
 Layout = tuple[tuple[int, ...], list[MPI.Datatype]]
 
@@ -67,7 +67,7 @@ def turn(values: Any, here: Layout, there: Layout) -> Any:
 
 
 def transform(values: Any) -> Any:
-    """Transform a slab of the array; return all rows of this rank's columns of the transform."""
+    """Transform a slab of the array. Return all rows of this rank's columns of the transform."""
     return xp.fft.fft(turn(xp.fft.fft2(values, axes=(1, 2)), (slab, of_slab), (turned, of_turned)), axis=0)
 
 

@@ -11,7 +11,7 @@ import mpicomm
 
 
 def leave(reason: str) -> None:
-    """Say on one rank why this example does not run here, and end all of them."""
+    """Tell on one rank why this example does not run here, and end all ranks."""
     if MPI.COMM_WORLD.rank == 0:
         print(f"this example needs CuPy and a GPU on every rank: {reason}; examples/stock_mpi4py.py runs without")
     sys.exit()

@@ -1,7 +1,7 @@
 """Heat flows over a plane, and each rank has a tile of it: `mpirun -np 4 python examples/halo_exchange.py`.
 
-In each step a rank receives the edges of the four tiles around its own. Datatypes say where the edges lie in the array,
-so one call moves all of them, and nothing is copied before or after it. On GPUs a hundred steps are one CUDA graph,
+In each step a rank receives the edges of the four tiles around its own tile. Datatypes say where the edges lie in the
+array, so one call moves all edges without a copy before or after it. On GPUs a hundred steps are one CUDA graph,
 because kernels carry the call out and the host has nothing to do between steps.
 """
 
@@ -23,11 +23,11 @@ else:
     xp, rows, columns = cupy, 1024, 1024
 
 dims = MPI.Compute_dims(comm.size, 2)
-grid: Any = comm.Create_cart(dims, periods=[True, True])  # what flows out at one side comes in at the other
+grid: Any = comm.Create_cart(dims, periods=[True, True])  # heat that flows out at one side comes in at the other
 
 
 def part(row: int, column: int, height: int, width: int) -> MPI.Datatype:
-    """Return the datatype of a part of a tile, which has a neighbour's cells all around it."""
+    """Return the datatype of a part of a tile. The tile has the cells of its neighbours all around it."""
     return MPI.DOUBLE.Create_subarray([rows + 2, columns + 2], [height, width], [row, column]).Commit()
 
 
@@ -41,7 +41,7 @@ counts, displacements = [1] * 4, [0] * 4
 
 
 def step(old: Any, new: Any) -> None:
-    """Compute the heat of one time step later."""
+    """Compute the heat one time step later."""
     grid.Neighbor_alltoallw([old, counts, displacements, sent], [old, counts, displacements, received])
     inner = new[1:-1, 1:-1]  # an eighth of each neighbour plus half of the cell itself, without temporary arrays
     xp.add(old[:-2, 1:-1], old[2:, 1:-1], out=inner)
@@ -68,7 +68,7 @@ heat[1:-1, 1:-1] = plane[own]
 
 
 def two_steps() -> None:
-    """Compute two time steps; the result is in `heat` again."""
+    """Compute two time steps. The result is in `heat` again."""
     step(heat, then)
     step(then, heat)
 
@@ -88,7 +88,7 @@ else:
 
 run()
 grid.check(stream)  # waits for the stream, and raises if a rank did not come
-assert (heat[1:-1, 1:-1] == alone(plane, 2 + steps)[own]).all(), "a rank alone computes other heat"
+assert (heat[1:-1, 1:-1] == alone(plane, 2 + steps)[own]).all(), "one rank computes other heat"
 
 runs = 20
 grid.Barrier()
@@ -98,7 +98,7 @@ for _ in range(runs):
 grid.check(stream)
 microseconds = (time.perf_counter() - start) / (runs * steps) * 1e6
 if comm.rank == 0:
-    print(f"{dims[0]} x {dims[1]} ranks: steps of {microseconds:.1f} us, the same heat as a rank alone computes")
+    print(f"{dims[0]} x {dims[1]} ranks: steps of {microseconds:.1f} us, the same heat as one rank computes")
 for datatype in (*sent, *received):
     datatype.Free()
 grid.Free()

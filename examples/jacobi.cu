@@ -1,7 +1,7 @@
 // A time step of jacobi.py. Each block computes some rows of the plate's tile.
 //
-// relax       computes alone: the program moves the edges between ranks
-// relax_all   also stores the edges in the memory of the ranks around, so that nothing is left to
+// relax       only computes: the program moves the edges between ranks
+// relax_all   also stores the edges in the memory of the neighbours, so that the host has nothing to
 // do between steps
 
 #include <mpicomm.cuh>
@@ -9,8 +9,8 @@
 using mpicomm::u32;
 using mpicomm::u64;
 
-// A plane is a tile of rows x columns cells, and the cells of other ranks around it. A rank has
-// two: each step reads one and writes the other.
+// A plane is a tile of rows x columns cells, and the cells of other ranks around it. A rank has two
+// planes, because each step reads one and writes the other.
 struct Plane {
   double* cells;
   u32 columns;
@@ -40,11 +40,12 @@ MPICOMM_KERNEL void relax(double* old_cells, double* new_cells, u32 rows, u32 co
 enum Side : u32 { kAbove, kBelow, kLeft, kRight };
 
 // `planes` and `flags` are the pointers of two symmetric arrays: the two planes, and a uint64 for
-// each side and block. `neighbours` are the ranks on the four sides, negative where the plate ends.
+// each side and block. `neighbours` are the ranks on the four sides, negative at the ends of the
+// plate.
 // `steps` counts the steps of each block on this rank. `failed` becomes 1 if a rank does not come
 // within `timeout_ns`.
 //
-// A block waits for blocks of earlier launches alone, so not all blocks of a launch need to run at
+// A block waits only for blocks of earlier launches, so not all blocks of a launch need to run at
 // once.
 MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, const int* neighbours, u64* steps,
                               u32 rows, u32 columns, u64 timeout_ns, u32* failed) {
@@ -54,13 +55,13 @@ MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, con
   const auto flag_of = [&](u32 owner, u32 side, u32 owners_block) {
     return mpicomm::part<u64>(flags, owner) + side * gridDim.x + owners_block;
   };
-  // Whether another rank has the cells next to this block's on a side.
+  // Whether another rank has the cells next to this block on a side.
   const auto is_edge = [&](u32 side) {
     return neighbours[side] >= 0 && (side != kAbove || number == 0) && (side != kBelow || number == last);
   };
 
-  // The flags say that the edges of the step before have come. They also say that the blocks around
-  // have read the edges of two steps ago, where this block is to store the next ones.
+  // The flags say that the edges of the step before have come. They also say that the neighbours'
+  // blocks have read the edges of two steps ago, which this block overwrites in this step.
   bool come = *failed == 0;
   for (u32 side = kAbove; side <= kRight; ++side) {
     if (is_edge(side)) come = mpicomm::wait(block, flag_of(rank, side, number), step - 1, timeout_ns) && come;
@@ -91,7 +92,7 @@ MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, con
   put_row(kBelow, rows, 0);
 
   // Each flag tells one block of a neighbour that its edge is there, and that this block has read
-  // the last one.
+  // the neighbour's last edge.
   if (is_edge(kAbove)) mpicomm::signal(block, flag_of(neighbours[kAbove], kBelow, last), step);
   if (is_edge(kBelow)) mpicomm::signal(block, flag_of(neighbours[kBelow], kAbove, 0), step);
   if (is_edge(kLeft)) mpicomm::signal(block, flag_of(neighbours[kLeft], kRight, number), step);

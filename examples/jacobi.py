@@ -1,13 +1,13 @@
 """Heat spreads over a plate, in four ways: `mpirun -np 4 python examples/jacobi.py --plot heat.png`.
 
-Each rank has a tile of the plate. In each time step it needs the edges of the tiles around its own, and gets them by
+Each rank has a tile of the plate. In each time step it needs the edges of the tiles around its tile, and gets them by
 
-1. one Neighbor_alltoallw, in which datatypes say where the edges lie,
+1. one Neighbor_alltoallw, with datatypes that say where the edges lie,
 2. four Sendrecv with the same datatypes,
-3. slices of the neighbours' memory, and signals that say when these may be read,
+3. slices of the neighbours' memory, and signals that say when a rank may read them,
 4. one kernel for all, which stores edges in the neighbours' memory while it computes: `relax_all` in jacobi.cu.
 
-All of them give the heat that one rank computes, bit for bit. On GPUs a hundred steps are one CUDA graph. On the host
+All ways give the heat that one rank computes, bit for bit. On GPUs a hundred steps are one CUDA graph. On the host
 NumPy computes, and the fourth way does not exist.
 """
 
@@ -25,7 +25,7 @@ from mpi4py import MPI
 import mpicomm
 
 Way = Callable[[Any, Any], None]
-"""Computes one step from a plane into the other one."""
+"""Computes one step from a plane into the other plane."""
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the heat, as in --plot heat.png")
@@ -35,7 +35,7 @@ if options.plot and not importlib.util.find_spec("matplotlib"):
 
 comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if comm.num_nodes > 1:
-    sys.exit("ranks read each other's memory on one node alone: start all ranks on one node")
+    sys.exit("ranks read each other's memory only on one node: start all ranks on one node")
 xp: Any = np
 rows, columns, steps, in_graph = 60, 90, 200, 0  # of a tile
 if comm.device != "cpu":
@@ -45,9 +45,9 @@ if comm.device != "cpu":
 
 dims = MPI.Compute_dims(comm.size, 2)
 grid: Any = comm.Create_cart(dims)
-(above, below), (left, right) = grid.Shift(0, 1), grid.Shift(1, 1)  # MPI.PROC_NULL where the plate ends
+(above, below), (left, right) = grid.Shift(0, 1), grid.Shift(1, 1)  # MPI.PROC_NULL at the ends of the plate
 
-# A tile, and around it the edges of other tiles; twice, because a step reads one plane and writes the other.
+# A tile, and around it the edges of other tiles. There are two planes, because a step reads one and writes the other.
 planes = grid.empty((2, rows + 2, columns + 2), "float64")
 first, second = planes.local
 
@@ -64,13 +64,14 @@ def relax(before: Any, after: Any) -> None:
 
 
 relax_tile = relax
-if xp is not np:  # one kernel, so that the ways differ in how they move edges alone
+if xp is not np:  # one kernel, so that the ways differ only in how they move edges
     source = Path(__file__).with_suffix(".cu").read_text()
     # Without -fmad=false a product and a sum could become one rounding, and the last bits would differ.
     compiler = ("-std=c++17", "-fmad=false", f"-I{mpicomm.include_dir()}")
     kernels = xp.RawModule(code=source, options=compiler)
     relax_kernel, relax_all = kernels.get_function("relax"), kernels.get_function("relax_all")
-    # A kernel that waits may keep its GPU from loading another one. Reading an attribute loads these two before.
+    # A kernel that waits may keep its GPU from loading another kernel. The read of an attribute loads both kernels
+    # before.
     assert relax_kernel.num_regs > 0 and relax_all.num_regs > 0
     blocks, threads, shape = (rows // 8,), (128,), (xp.uint32(rows), xp.uint32(columns))
 
@@ -102,7 +103,7 @@ def alltoallw(before: Any, after: Any) -> None:
 
 # The second way.
 ABOVE, BELOW, LEFT, RIGHT = range(4)
-in_stream_order = {} if xp is np else {"algorithm": "one_shot"}  # so that a CUDA graph can hold the messages
+in_stream_order = {} if xp is np else {"algorithm": "stream"}  # so that a CUDA graph can hold the messages
 
 
 def sendrecv(before: Any, after: Any) -> None:
@@ -117,7 +118,7 @@ def sendrecv(before: Any, after: Any) -> None:
     relax_tile(before, after)
 
 
-# The third way. For each side: where an edge belongs in this rank's planes, and where it lies in the neighbour's.
+# The third way. For each side: the place of an edge in this rank's planes, and its place in the neighbour's planes.
 inner = slice(1, -1)
 sides = [
     (above, np.s_[0, inner], np.s_[rows, inner]),
@@ -131,7 +132,7 @@ neighbours = [side for side in sides if side[0] != MPI.PROC_NULL]
 def slices(before: Any, after: Any) -> None:
     """Read the edges in the neighbours' memory."""
     # The signal says that this rank's cells in `before` are complete. It also says that this rank has read its
-    # neighbours' edges in `after`, which they may overwrite then.
+    # neighbours' edges in `after`, so that they may overwrite these edges.
     for peer, _, _ in neighbours:
         planes.signal(peer)
     for peer, here, there in neighbours:
@@ -142,7 +143,7 @@ def slices(before: Any, after: Any) -> None:
 
 ways: dict[str, Way] = {"Neighbor_alltoallw": alltoallw, "Sendrecv": sendrecv, "slices of peers' memory": slices}
 
-# The fourth way. The kernel counts its steps, and so knows which plane is which, also in a CUDA graph.
+# The fourth way. The kernel counts its steps, and so knows the plane of each step, also in a CUDA graph.
 OWN_KERNEL = "one kernel for all"
 if xp is not np:
     flags = grid.zeros((4, *blocks), "uint64")
@@ -152,7 +153,7 @@ if xp is not np:
     arguments = (*addresses, xp.uint32(grid.rank), around, counted, *shape, timeout_ns, failed)
     ways[OWN_KERNEL] = lambda before, after: relax_all(blocks, threads, arguments)
 
-# The whole plate with its rim: cold, with hot discs, and hot above.
+# The whole plate with its rim: cold, with hot discs, and hot at the top.
 plate = np.zeros((dims[0] * rows + 2, dims[1] * columns + 2))
 down, across = np.ogrid[: plate.shape[0], : plate.shape[1]]
 for height, width, radius in np.random.default_rng(5).random((12, 3)):
@@ -165,14 +166,14 @@ own = np.s_[row : row + rows + 2, column : column + columns + 2]
 begin = xp.array(plate[own])
 
 whole, other = xp.array(plate), xp.array(plate)
-for _ in range(steps // 2):  # on each rank alone
+for _ in range(steps // 2):  # each rank computes the whole plate
     relax(whole, other)
     relax(other, whole)
 
 
 def go_back() -> None:
     """Let all ranks set their planes to the beginning."""
-    grid.Barrier()  # no rank uses this rank's planes from here on
+    grid.Barrier()  # after it no rank uses this rank's planes
     first[...] = second[...] = begin
     if xp is not np:
         xp.cuda.Device().synchronize()
@@ -180,13 +181,13 @@ def go_back() -> None:
 
 
 def two_steps(way: Way) -> None:
-    """Compute two steps; the result is in the first plane again."""
+    """Compute two steps. The result is in the first plane again."""
     way(first, second)
     way(second, first)
 
 
 def microseconds(way: Way) -> float:
-    """Compute all steps from the beginning on; return the time of one."""
+    """Compute all steps from the beginning. Return the time of one step."""
     go_back()
     two_steps(way)  # sets up memory, and loads kernels
     grid.check()

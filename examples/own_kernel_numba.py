@@ -13,7 +13,7 @@ import mpicomm
 
 
 def leave(reason: str) -> None:
-    """Say on one rank why this example does not run here, and end all of them."""
+    """Tell on one rank why this example does not run here, and end all ranks."""
     if MPI.COMM_WORLD.rank == 0:
         print(f"this example needs Numba, CuPy and a GPU on every rank: {reason}")
     sys.exit()
@@ -26,7 +26,7 @@ try:
     from numba.extending import intrinsic
 
     cupy.cuda.runtime.getDeviceCount()
-    cuda.jit("void()")(lambda: None)  # Numba says at its first kernel whether it works with this NumPy
+    cuda.jit("void()")(lambda: None)  # Numba raises at its first kernel if it does not work with this NumPy
 except Exception as error:  # no package, no driver, no device: each raises another class
     leave(str(error).strip().split("\n")[0])
 
@@ -34,12 +34,12 @@ comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if comm.device == "cpu":
     leave("this rank has none")
 if comm.num_nodes > 1:
-    sys.exit("ranks reach each other's memory on one node alone: start all ranks on one node")
+    sys.exit("ranks reach each other's memory only on one node: start all ranks on one node")
 
 
 @intrinsic
 def load_float32(typing: Any, address: Any, index: Any) -> Any:
-    """Return number ``index`` of the float32 array at an address: Numba has arrays alone, and no pointers."""
+    """Return number ``index`` of the float32 array at an address, because Numba has arrays, but no pointers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
@@ -62,8 +62,8 @@ def add_up(sums: Any, pointers: Any) -> None:
 count, threads = 2**20 + 5, 256
 values, sums = comm.empty(count, "float32"), cupy.empty(count, cupy.float32)
 blocks = -(-count // threads)
-# A kernel that waits may keep its GPU from loading another kernel, and there is one in Barrier. So all ranks load this
-# kernel first; its sums are not used.
+# A kernel that waits may keep its GPU from loading another kernel, and Barrier has such a kernel. So all ranks load
+# this kernel first; its sums are not used.
 add_up[blocks, threads](sums, values.pointers)
 cuda.synchronize()
 comm.Barrier()
@@ -73,7 +73,7 @@ for call in range(10):
     values.local[...] = cupy.arange(count) % 1000 + call * comm.rank
     comm.Barrier(stream=stream)  # on the streams: all ranks have written their arrays
     add_up[blocks, threads](sums, values.pointers)
-    comm.Barrier(stream=stream)  # all ranks have read them
+    comm.Barrier(stream=stream)  # all ranks have read the arrays
     expected = cupy.arange(count) % 1000 * comm.size + call * comm.size * (comm.size - 1) // 2
     assert (sums == expected).all(), f"call {call}: another sum"
 comm.check()

@@ -12,7 +12,7 @@ import mpicomm
 
 
 def leave(reason: str) -> None:
-    """Say on one rank why this example does not run here, and end all of them."""
+    """Tell on one rank why this example does not run here, and end all ranks."""
     if MPI.COMM_WORLD.rank == 0:
         print(f"this example needs Triton, PyTorch, CuPy and a GPU on every rank: {reason}")
     sys.exit()
@@ -32,7 +32,7 @@ comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if comm.device == "cpu":
     leave("this rank has none")
 if comm.num_nodes > 1:
-    sys.exit("ranks reach each other's memory on one node alone: start all ranks on one node")
+    sys.exit("ranks reach each other's memory only on one node: start all ranks on one node")
 
 
 @triton.jit
@@ -51,8 +51,8 @@ values = comm.empty(count, "float32")
 mine, pointers = torch.from_dlpack(values), torch.from_dlpack(values.pointers)  # zero copy
 sums = torch.empty_like(mine)
 grid = (triton.cdiv(count, at_once),)
-# A kernel that waits may keep its GPU from loading another kernel, and there is one in Barrier. So all ranks load this
-# kernel first; its sums are not used.
+# A kernel that waits may keep its GPU from loading another kernel, and Barrier has such a kernel. So all ranks load
+# this kernel first; its sums are not used.
 add_up[grid](sums, pointers, count, comm.size, at_once=at_once)
 torch.cuda.synchronize()
 comm.Barrier()
@@ -62,7 +62,7 @@ for call in range(10):
     mine.copy_(torch.arange(count, device=mine.device) % 1000 + call * comm.rank)
     comm.Barrier(stream=stream)  # on the streams: all ranks have written their arrays
     add_up[grid](sums, pointers, count, comm.size, at_once=at_once)
-    comm.Barrier(stream=stream)  # all ranks have read them
+    comm.Barrier(stream=stream)  # all ranks have read the arrays
     expected = torch.arange(count, device=mine.device) % 1000 * comm.size + call * comm.size * (comm.size - 1) // 2
     assert (sums == expected).all(), f"call {call}: another sum"
 comm.check()

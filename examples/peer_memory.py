@@ -12,7 +12,7 @@ with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
 
     a = comm.zeros(8, "float32")  # collective: the same shape on every rank
     a.peer(following)[...] = comm.rank  # a kernel (or NumPy) writes straight into the next rank's memory
-    a.signal(following)  # publishes what this rank has written before
+    a.signal(following)  # publishes the earlier writes of this rank
     a.wait_signal(previous)
 
     assert (a.local == previous).all()

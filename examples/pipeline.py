@@ -1,9 +1,10 @@
-"""A network of which each rank has one layer: `mpirun -np 4 python examples/pipeline.py --plot pipeline.svg`.
+"""A network with one layer on each rank: `mpirun -np 4 python examples/pipeline.py --plot pipeline.svg`.
 
 A batch goes through the ranks in micro-batches, so that all ranks have work at the same time. Each rank puts its output
-into the memory of the next rank and signals; on the way back the derivatives go to the rank before. The pipeline is
-empty at the beginning, in the middle and at the end: that is its bubble, which becomes smaller with more micro-batches.
-`--plot` draws when each rank worked on which micro-batch. The gradients are compared with those of one rank alone.
+into the memory of the next rank and signals. On the way back the derivatives go to the previous rank. At the beginning,
+in the middle and at the end the pipeline is empty. This is its bubble, which becomes smaller with more micro-batches.
+`--plot` draws which micro-batch each rank worked on, and when. The program compares the gradients with the gradients of
+one rank.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def random(seed: int, *shape: int) -> Any:
 
 
 def layer_of(rank: int) -> Any:
-    """Return the weights of the layer that a rank has."""
+    """Return the weights of the layer of a rank."""
     return random(rank + 2, width, width) / width**0.5
 
 
@@ -64,12 +65,12 @@ def backward(weights: Any, values: Any, output: Any, slope: Any) -> tuple[Any, A
 
 inputs, targets = random(0, count, samples, width), random(1, count, samples, width)
 weights = layer_of(comm.rank)
-# A slot for each micro-batch. The backward pass needs the inputs again, so they stay where the rank before put them.
+# A slot for each micro-batch. The backward pass needs the inputs again, so they stay where the previous rank put them.
 arrived, returned = comm.empty((count, samples, width), "float32"), comm.empty((count, samples, width), "float32")
 
 
 def mark() -> Any:
-    """Return the present time; on a GPU an event, which has the time at which the stream comes here."""
+    """Return the present time. On a GPU it is an event, which gets the time at which the stream comes here."""
     if xp is np:
         return time.perf_counter()
     event = xp.cuda.Event()
@@ -78,7 +79,7 @@ def mark() -> Any:
 
 
 def run() -> tuple[Any, list[tuple[str, int, Any, Any]]]:
-    """Send all micro-batches forward and back; return this rank's gradient, and the begin and end of each step."""
+    """Send all micro-batches forward and back. Return this rank's gradient, and the begin and end of each step."""
     outputs: list[Any] = []
     gradient, steps = xp.zeros_like(weights), []
     for i in range(count):
@@ -105,7 +106,7 @@ def run() -> tuple[Any, list[tuple[str, int, Any, Any]]]:
 
 
 def run_alone() -> Any:
-    """Compute all layers on this rank; return the gradient of this rank's layer."""
+    """Compute all layers on this rank. Return the gradient of this rank's layer."""
     layers = [layer_of(rank) for rank in range(comm.size)]
     gradient = xp.zeros_like(weights)
     for i in reversed(range(count)):
@@ -143,7 +144,7 @@ if rows is not None:
     busy = sum(step[3] - step[2] for row in rows for step in row)
     idle, least = 1 - busy / (comm.size * (end - start)), (comm.size - 1) / (count + comm.size - 1)
     summary = f"{comm.size} ranks, {count} micro-batches: {1000 * (end - start):.1f} ms, {idle:.0%} of it idle"
-    print(f"{summary} ({least:.0%} where all steps take the same time)")
+    print(f"{summary} ({least:.0%} if all steps take the same time)")
     print(f"gradients of one rank differ by at most {error:.1e}; {TOLERANCE:.0e} is allowed")
     if options.plot:
         from matplotlib.figure import Figure

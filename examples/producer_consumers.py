@@ -1,11 +1,11 @@
 """One rank loads data, and the others train on it in place: `mpirun -np 4 python examples/producer_consumers.py`.
 
 Each consumer trains the same model with another learning rate. The producer writes the batches into a ring of slots in
-its memory, and the consumers compute with them there, through `peer(0)`: on GPUs their kernels read over NVLink or
-PCIe. So a batch is there once, and no rank sends, receives or copies it. Two things order the accesses:
+its memory. The consumers compute with them there, through `peer(0)`: on GPUs their kernels read over NVLink or PCIe. So
+there is only one copy of a batch, and no rank sends or receives it. Two things order the accesses:
 
-* signals, which are counted: the producer signals a full slot to each consumer, and each consumer signals it back when
-  it has read it. On GPUs both happen inside the streams, and no host waits.
+* signals, which are counted: the producer signals a full slot to each consumer, and each consumer signals back after it
+  has read the slot. On GPUs both happen inside the streams, and no host waits.
 * a shared event, for data that is written once: the samples with which consumers test their models at the end.
 """
 
@@ -54,12 +54,12 @@ def load(number: int) -> Any:
 
 
 def loss_of(weights: Any, batch: Any) -> tuple[Any, Any]:
-    """Return the mean squared error of a model, and its derivative. It reads the batch and copies nothing of it."""
+    """Return the mean squared error of a model, and its derivative. It reads the batch without a copy."""
     error = weights @ batch[:-1] - batch[-1]
     return (error * error).mean(), batch[:-1] @ error * (2 / SAMPLES)
 
 
-# Every rank has a ring, because a symmetric array has the same shape everywhere. Only the ring of the producer is used.
+# Every rank has a ring, because a symmetric array has the same shape everywhere. Only the producer's ring is used.
 ring = comm.empty((SLOTS, FEATURES + 1, SAMPLES), "float32")
 test = comm.empty((FEATURES + 1, SAMPLES), "float32")
 written = comm.shared_event()
@@ -70,14 +70,14 @@ def produce() -> None:
     for number in range(BATCHES):
         if number >= SLOTS:
             for consumer in consumers:
-                ring.wait_signal(consumer)  # it has read the batch that was in this slot
+                ring.wait_signal(consumer)  # the consumer has read the earlier batch in this slot
         ring.local[number % SLOTS] = load(number)
         for consumer in consumers:
             ring.signal(consumer)  # the slot is full
 
 
 def consume(rate: float) -> tuple[Any, Any]:
-    """Train a model on the batches in the ring of the producer; return the model and the loss of each batch."""
+    """Train a model on the batches in the ring of the producer. Return the model and the loss of each batch."""
     batches = ring.peer(PRODUCER)  # the memory itself, as a NumPy or CuPy array
     weights, losses = xp.zeros(FEATURES, "float32"), xp.empty(BATCHES, "float32")
     for number in range(BATCHES):
@@ -89,7 +89,7 @@ def consume(rate: float) -> tuple[Any, Any]:
 
 
 def consume_alone(rate: float) -> Any:
-    """Train on batches that this rank loads itself; return the loss of each batch."""
+    """Train on batches that this rank loads itself. Return the loss of each batch."""
     weights, losses = xp.zeros(FEATURES, "float32"), xp.empty(BATCHES, "float32")
     for number in range(BATCHES):
         losses[number], slope = loss_of(weights, load(number))
@@ -100,7 +100,7 @@ def consume_alone(rate: float) -> Any:
 if comm.rank == PRODUCER:
     test.local[...] = load(BATCHES)
     written.record()  # marks the copy above in the current stream
-comm.Barrier()  # the hosts know now that the producer has recorded the event; the copy may still be under way
+comm.Barrier()  # the hosts know that the producer has recorded the event; the copy may still be in progress
 
 rate, result, difference = 0.04 * 8 ** ((comm.rank - 1) / max(1, comm.size - 2)), None, 0.0  # from 0.04 to 0.32
 if comm.rank == PRODUCER:

@@ -1,5 +1,5 @@
 // Adds the numbers of all ranks in one kernel: the numbers of each rank travel around the ring, and
-// every rank adds all that pass. One block; see ring_sum.py.
+// every rank adds the numbers that pass. The kernel has one block; see ring_sum.py.
 
 #include <mpicomm.cuh>
 
@@ -14,9 +14,9 @@ extern "C" __global__ void ring_sum(float* sums, const float* values, u32 count,
   const float* passing = values;
   for (u32 i = threadIdx.x; i < count; i += blockDim.x) sums[i] = values[i];
   for (u32 step = 0; step + 1 < size; ++step) {
-    // Calls use two sets of inboxes in turn: this kernel stores where the call before the last one
-    // did. The next rank has read that set by now. It had begun the last call, because its numbers
-    // came around to this rank in it.
+    // Calls use two sets of inboxes in turn, so this kernel overwrites the inboxes of the call before
+    // the last one. The next rank has read them, because it had begun the last call: in that call its
+    // numbers came around to this rank.
     const u64 inbox = (call % 2 * size + step) * count;
     const u64 number = call * (size - 1) + step + 1;
     for (u32 i = threadIdx.x; i < count; i += blockDim.x) mpicomm::part<float>(inboxes, next)[inbox + i] = passing[i];

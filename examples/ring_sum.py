@@ -1,6 +1,6 @@
 """A kernel that exchanges data with the kernels of peers while it runs: `mpirun -np 4 python examples/ring_sum.py`.
 
-The kernel in ring_sum.cu stores into the next rank's memory, signals, and waits for the rank before.
+The kernel in ring_sum.cu stores into the next rank's memory, signals, and waits for the previous rank.
 """
 
 import sys
@@ -12,7 +12,7 @@ import mpicomm
 
 
 def leave(reason: str) -> None:
-    """Say on one rank why this example does not run here, and end all of them."""
+    """Tell on one rank why this example does not run here, and end all ranks."""
     if MPI.COMM_WORLD.rank == 0:
         print(f"this example needs CuPy and a GPU on every rank: {reason}; examples/peer_memory.py runs without")
     sys.exit()
@@ -29,7 +29,7 @@ comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if comm.device == "cpu":
     leave("this rank has none")
 if comm.num_nodes > 1:
-    sys.exit("ranks reach each other's memory on one node alone: start all ranks on one node")
+    sys.exit("ranks reach each other's memory only on one node: start all ranks on one node")
 
 count, calls, timeout_ns = 1000, 100, 10**10
 inboxes = comm.zeros((2, comm.size, count), "float32")
@@ -40,8 +40,8 @@ failed = cupy.zeros(1, cupy.uint32)
 source = Path(__file__).with_name("ring_sum.cu").read_text()
 options = ("-std=c++17", f"-I{mpicomm.include_dir()}")
 kernel = cupy.RawModule(code=source, options=options).get_function("ring_sum")
-# A kernel that waits may keep its GPU from loading another kernel, so all ranks load their kernels first. Reading an
-# attribute loads this one.
+# A kernel that waits may keep its GPU from loading another kernel, so all ranks load their kernels first. The read of
+# an attribute loads this kernel.
 assert kernel.num_regs > 0
 comm.Barrier()
 

@@ -1,4 +1,4 @@
-"""The largest eigenvalue of a matrix whose rows are spread over ranks: `mpirun -np 4 python examples/stock_mpi4py.py`.
+"""The largest eigenvalue of a matrix that is spread over ranks: `mpirun -np 4 python examples/stock_mpi4py.py`.
 
 This is a program for mpi4py and NumPy. Only the two marked lines are mpicomm's: the import and the communicator.
 """

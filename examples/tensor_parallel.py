@@ -1,7 +1,7 @@
-"""A network whose layers are spread over ranks, as DTensors: `mpirun -np 4 python examples/tensor_parallel.py`.
+"""A network with layers that are spread over ranks, as DTensors: `mpirun -np 4 python examples/tensor_parallel.py`.
 
-Each rank has some columns of the first layer and the same rows of the second. So a rank computes with its own parts
-alone, and one all-reduce adds the results. On a GPU the whole forward pass, all-reduce included, is one CUDA graph.
+Each rank has some columns of the first layer and the same rows of the second layer. So a rank computes with only its
+own parts, and one all-reduce adds the results. On a GPU the whole forward pass with the all-reduce is one CUDA graph.
 """
 
 import copy
@@ -20,7 +20,7 @@ except ImportError as error:
 
 import mpicomm.torch
 
-dist.init_process_group("mpicomm")  # MPI says rank, size and address
+dist.init_process_group("mpicomm")  # MPI gives rank, size and address
 comm = mpicomm.torch.communicator()
 device = torch.device("cpu" if comm.device == "cpu" else f"cuda:{comm.device}")
 batch, width, hidden = (64, 256, 1024) if device.type == "cpu" else (512, 4096, 16384)
@@ -39,7 +39,7 @@ inputs, outputs = torch.zeros(2, batch, width, device=device)
 
 def forward() -> None:
     """Compute `outputs` from `inputs`."""
-    outputs.copy_(spread(inputs))  # waits for the all-reduce, which a graph has to contain as a whole
+    outputs.copy_(spread(inputs))  # waits for the all-reduce, because a graph must contain the whole all-reduce
 
 
 def in_a_graph(call: Callable[[], None]) -> Callable[[], None]:
@@ -47,7 +47,7 @@ def in_a_graph(call: Callable[[], None]) -> Callable[[], None]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # the first calls set up memory and load kernels, which is not allowed in a capture
+        for _ in range(3):  # the first calls set up memory and load kernels, which a capture does not allow
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -70,7 +70,7 @@ with torch.no_grad():
         inputs.copy_(values)
         run()
         finish()
-        # Ranks add the parts of a sum in another order than one rank does, in float32.
+        # Several ranks add the parts of a sum in another order than one rank does, in float32.
         torch.testing.assert_close(outputs, whole(values), rtol=1e-4, atol=1e-4)
 
     runs = 20

@@ -1,9 +1,9 @@
-"""Data-parallel training in CuPy or NumPy alone: `mpirun -np 4 python examples/train_cupy.py --plot loss.svg`.
+"""Data-parallel training with only CuPy or NumPy: `mpirun -np 4 python examples/train_cupy.py --plot loss.svg`.
 
 Each rank computes the gradients of its share of every batch, from the last layer to the first. As soon as a layer has
-its gradient, Iallreduce begins to add it over all ranks, while this rank computes the gradient of the layer before. At
-the end each rank trains on whole batches alone, and compares the losses of all steps. It runs on GPUs with CuPy, and on
-the host with NumPy where there are none. train_torch.py does the same with PyTorch.
+its gradient, Iallreduce begins to add it over all ranks. Meanwhile this rank computes the gradient of the layer before.
+At the end each rank trains on whole batches without the others, and compares the losses of all steps. The program runs
+on GPUs with CuPy, and on the host with NumPy if there are no GPUs. train_torch.py does the same with PyTorch.
 """
 
 import argparse
@@ -28,7 +28,7 @@ except ImportError as error:
     sys.exit(f'this example needs scikit-learn ({error}): pip install -e ".[examples]"')
 
 TOLERANCE = 1e-4  # of a loss, because ranks add the samples of a batch in another order than one rank does, in float32
-TRAINED = 1440  # of the 1797 digits; the others show how well the network reads digits that it does not know
+TRAINED = 1440  # of the 1797 digits; the others show how well the network reads new digits
 BATCH = 240  # of all ranks together
 WIDTHS = (64, 512, 512, 10)  # the pixels of an image, two hidden layers, the ten digits
 
@@ -55,12 +55,12 @@ def add_over_ranks(gradient: Any) -> MPI.Request:
     """Begin to add the gradients of all ranks, in place."""
     if xp is np:
         return comm.Iallreduce(MPI.IN_PLACE, gradient)
-    beside.wait_event(xp.cuda.get_current_stream().record())  # which computes the gradient
+    beside.wait_event(xp.cuda.get_current_stream().record())  # the current stream computes the gradient
     return comm.Iallreduce(MPI.IN_PLACE, gradient, stream=beside)  # the current stream goes on with the next layer
 
 
 def forward(network: list[Any], images: Any) -> list[Any]:
-    """Return the inputs of all layers, and the output of the last one."""
+    """Return the inputs of all layers, and the output of the last layer."""
     values = [images]
     for layer in network:  # its last row is the bias
         values.append(values[-1] @ layer[:-1] + layer[-1])
@@ -80,7 +80,10 @@ def cross_entropy(output: Any, shown: Any) -> tuple[Any, Any]:
 
 
 def train(epochs: Any, data: tuple[Any, Any], *, alone: bool) -> tuple[list[Any], Any, float]:
-    """Train on the samples that ``epochs`` numbers; return network, loss of each step, and seconds of an epoch."""
+    """Train on the samples with the numbers in ``epochs``.
+
+    Return network, loss of each step, and seconds of an epoch.
+    """
     images, shown = data
     rng = np.random.default_rng(1)  # the same network on every rank
     shapes = [(inputs + 1, outputs) for inputs, outputs in pairwise(WIDTHS)]
@@ -102,7 +105,7 @@ def train(epochs: Any, data: tuple[Any, Any], *, alone: bool) -> tuple[list[Any]
                         slope = (slope @ network[i][:-1].T) * (values[i] > 0)
                 for i in reversed(range(len(network))):
                     if not alone:
-                        requests[i].Wait()  # the sums of the layers before may still be under way
+                        requests[i].Wait()  # the sums of the layers before may still be in progress
                     momenta[i] *= 0.9
                     momenta[i] += gradients[i]
                     network[i] -= 0.1 * momenta[i]
@@ -112,7 +115,7 @@ def train(epochs: Any, data: tuple[Any, Any], *, alone: bool) -> tuple[list[Any]
     return network, xp.stack(losses), statistics.median(end - start for start, end in pairwise(ends))
 
 
-# All ranks draw the same batches, and each takes its share of them.
+# All ranks draw the same batches, and each rank takes its share of them.
 images, shown = shuffle(*load_digits(return_X_y=True), random_state=3)
 data = images, shown = xp.asarray((images / 16).astype("float32")), xp.asarray(shown)
 order = np.random.default_rng(2)

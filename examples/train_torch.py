@@ -1,9 +1,9 @@
 """Data-parallel training of a network that reads digits: `mpirun -np 4 python examples/train_torch.py --mode ddp`.
 
 Each rank computes the gradients of its share of every batch, and all ranks take the mean of these gradients. `--mode`
-says who averages: `comm`, this program by one Allreduce; `ddp`, PyTorch's DistributedDataParallel; `fsdp`, PyTorch's
-fully_shard, which also leaves each rank only a part of the parameters. `--check` trains on one rank alone, too, and
-compares the losses of all steps. It runs on GPUs, and on the host where there are none.
+chooses who averages: `comm`, this program by one Allreduce; `ddp`, PyTorch's DistributedDataParallel; `fsdp`, PyTorch's
+fully_shard, which also leaves each rank only a part of the parameters. `--check` also trains on one rank, and compares
+the losses of all steps. The program runs on GPUs, or on the host if there are no GPUs.
 """
 
 import argparse
@@ -35,7 +35,7 @@ except ImportError as error:
     sys.exit(f'this example needs PyTorch and scikit-learn ({error}): pip install -e ".[torch,examples]"')
 
 TOLERANCE = 1e-4  # of a loss, because ranks add the samples of a batch in another order than one rank does, in float32
-TRAINED = 1440  # of the 1797 digits; the others show how well the network reads digits that it does not know
+TRAINED = 1440  # of the 1797 digits; the others show how well the network reads new digits
 BATCH = 240  # of all ranks together
 
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -54,7 +54,7 @@ def digits(device: torch.device) -> Data:
 
 
 def gradients_in_one_tensor(model: nn.Module) -> torch.Tensor:
-    """Return a tensor in which the gradients of all parameters lie from now on, so that one call averages them."""
+    """Return a tensor that holds the gradients of all parameters, so that one call averages them."""
     parameters = list(model.parameters())
     counts = [parameter.numel() for parameter in parameters]
     gradients = torch.zeros(sum(counts), device=parameters[0].device)
@@ -66,14 +66,17 @@ def gradients_in_one_tensor(model: nn.Module) -> torch.Tensor:
 def train(
     model: nn.Module, epochs: torch.Tensor, data: Data, average: Callable[[], None]
 ) -> tuple[torch.Tensor, float]:
-    """Train on the samples that ``epochs`` numbers; return the loss of each step, and the seconds of an epoch."""
+    """Train on the samples with the numbers in ``epochs``.
+
+    Return the loss of each step, and the seconds of an epoch.
+    """
     images, shown = data
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, ends = [], [time.perf_counter()]
     for epoch, batches in enumerate(epochs):
         with progress_line("epochs", epoch, len(epochs)):
             for batch in batches:
-                optimizer.zero_grad(set_to_none=False)  # it leaves the gradients where they are
+                optimizer.zero_grad(set_to_none=False)  # it leaves the gradients in the same memory
                 loss = nn.functional.cross_entropy(model(images[batch]), shown[batch])
                 loss.backward()
                 average()
@@ -98,11 +101,11 @@ def plot(path: Path, curves: dict[str, torch.Tensor]) -> None:
 
 
 def main() -> None:
-    """Train, and print on rank 0 what came of it."""
+    """Train, and print the results on rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=("comm", "ddp", "fsdp"), default="comm")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--check", action="store_true", help="compare with the losses of one rank alone")
+    parser.add_argument("--check", action="store_true", help="compare with the losses of one rank")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses, as in --plot loss.svg")
     options = parser.parse_args()
     if options.plot and not importlib.util.find_spec("matplotlib"):
@@ -111,7 +114,7 @@ def main() -> None:
     if options.mode == "comm":
         comm = mpicomm.Communicator(MPI.COMM_WORLD)
     else:
-        dist.init_process_group("mpicomm")  # MPI says rank, size and address
+        dist.init_process_group("mpicomm")  # MPI gives rank, size and address
         comm = mpicomm.torch.communicator()
     if BATCH % comm.size:
         sys.exit(f"{comm.size} ranks cannot share {BATCH} samples equally: start 2, 4 or 8 ranks, for example")
@@ -131,7 +134,7 @@ def main() -> None:
         if gradients is not None:  # DDP and FSDP average them in backward()
             comm.Allreduce(MPI.IN_PLACE, gradients, op=mpicomm.AVG)
 
-    # All ranks draw the same batches, and each takes its share of them.
+    # All ranks draw the same batches, and each rank takes its share of them.
     order = torch.Generator().manual_seed(2)
     epochs = torch.stack([torch.randperm(TRAINED, generator=order) for _ in range(options.epochs)])
     batches = epochs.view(options.epochs, -1, BATCH).to(device)

@@ -101,7 +101,7 @@ def shortcut(row: Operation, name: str) -> list[str]:
     )
     return [
         *plainly(row, name),
-        f"            begin_mpis(self._row, _{row.name.upper()})",
+        f"            begin_by_mpi(self._row, _{row.name.upper()})",
         "            try:",
         *done,
         "            except REFUSALS as error:",

@@ -198,7 +198,7 @@ class CommunicatorRow:
             self.words[layout.KEY] = 0
 
 
-def begin_mpis(words: memoryview, call: int) -> None:
+def begin_by_mpi(words: memoryview, call: int) -> None:
     """Say that this rank begins a collective call that MPI carries out; ``call`` is `layout.by_mpi` of its name."""
     words[layout.CALLS] += 1
     words[layout.CALL] = call

@@ -1,1 +1,1 @@
-"""The mpi4py face of the package: `Communicator`, and the methods it has by kind of call."""
+"""The mpi4py interface of the package: `Communicator`, and its methods by kind of call."""

@@ -11,7 +11,7 @@ _lock = threading.RLock()
 
 
 class AtFirstUse(Generic[Part]):
-    """An attribute that ``make`` makes for each object. The object then has it like any other attribute."""
+    """An attribute that ``make`` makes for each object. After that the object has it like any other attribute."""
 
     def __init__(self, make: Callable[[Any], Part]) -> None:
         self._make = make
@@ -27,7 +27,7 @@ class AtFirstUse(Generic[Part]):
         """Return the part of ``owner``. Python asks here only until the object has the attribute."""
         if owner is None:
             return self
-        with _lock:  # all threads need the same part, also if their first calls come at once
+        with _lock:  # all threads get the same part, even if their first calls come at once
             parts = vars(owner)
             if self._name not in parts:
                 parts[self._name] = self._make(owner)

@@ -8,14 +8,14 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.activity.layout import CALL, CALLS, by_mpi
-from mpicomm.activity.page import begin_mpis
+from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.epilogues import as_epilogue
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
 
-# MPI's methods, looked up once, because `super()` takes a tenth of the time of a small call.
+# These are MPI's own methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _allreduce = MPI.Intracomm.Allreduce
 _barrier = MPI.Intracomm.Barrier
 # The numbers by which the doctor names these calls.
@@ -27,87 +27,89 @@ class BlockingCollectives(MPI.Intracomm):
     """mpi4py's blocking collectives, on host arrays and on device arrays. All of them are *collective*.
 
     **Order.** A call on host arrays blocks. A call on device arrays is stream-ordered: it returns when it is enqueued
-    on ``stream``, by default the current stream of the library that the array comes from. Later work on that stream
-    finds the result. The buffers are in use until the stream has come that far. Calls that MPI carries out block, also
-    on device arrays: reductions of types and operations that only MPI has, and all calls with "mpi".
+    on ``stream``. Without ``stream`` it takes the current stream of the library that the array comes from. Later work
+    on that stream finds the result. The buffers are in use until the stream has come that far. Calls that MPI carries
+    out block, also on device arrays. These are all calls with "mpi", and reductions of types and operations that only
+    MPI has.
 
-    **Peer domains.** Kernels serve the ranks of a node, up to 8: these are a peer domain. Between peer domains of GPUs
-    an engine moves the data, which ``python -m mpicomm.info`` shows and MPICOMM_INTERNODE names: "nccl" is
-    stream-ordered; "mpi" (a CUDA-aware MPI) and "pinned" (MPI through pinned memory) block the host until the data of
-    all ranks has come, and raise `InvalidUsageError` in a capture.
+    **Peer domains.** Kernels serve up to 8 ranks of a node, a *peer domain*. More ranks are several peer domains.
+    Between peer domains of GPUs an engine moves the data. ``python -m mpicomm.info`` shows the engine, and
+    MPICOMM_INTERNODE names it. "nccl" is stream-ordered. "mpi" (a CUDA-aware MPI) and "pinned" (MPI through pinned
+    memory) block the host until the data of all ranks has come. They raise `InvalidUsageError` in a capture.
 
-    **Buffers.** All forms of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in elements. The
-    two buffers of a rank have the same element type and counts that fit each other. All ranks pass the same counts,
-    except in the calls whose names end in v. A buffer that only the root needs is ignored on other ranks. MPI takes the
-    addresses of derived datatypes and of ``MPI.BOTTOM`` in host memory unchecked, as in mpi4py.
+    **Buffers.** A buffer has any form of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in
+    elements. The two buffers of a rank have the same element type and counts that fit each other. All ranks pass the
+    same counts, except in the calls with names that end in v. If only the root needs a buffer, the call ignores it on
+    other ranks. MPI does not check the addresses of derived datatypes and of ``MPI.BOTTOM`` in host memory, as in
+    mpi4py.
 
-    **Memory.** A call with an array on the GPU is one on device arrays, on all ranks. A host array beside it goes
-    through pinned memory, with a warning: the call then blocks, in the nonblocking form its request does, and it raises
-    `InvalidUsageError` in a capture. In Gather, Gatherv, Reduce, Scatter and Scatterv the buffers that every rank
-    passes decide, and the root's other buffer lies anywhere. A buffer without elements at address 0, such as
-    ``MPI.memory.fromaddress(0, 0)``, or None in a list, lies nowhere and fits every other one. A rank that passes
-    nothing else, in a call whose counts may differ, waits until another rank of its node has come with memory, also in
-    a nonblocking call; it raises `CollectiveTimeoutError` where none comes.
+    **Memory.** A call with an array on the GPU is a call on device arrays, on all ranks. A host array beside the device
+    array goes through pinned memory, with a warning. Then the call blocks (the nonblocking form blocks in its request),
+    and raises `InvalidUsageError` in a capture. In Gather, Gatherv, Reduce, Scatter and Scatterv the buffers that every
+    rank passes decide, and the root's other buffer lies anywhere. A buffer without elements at address 0, such as
+    ``MPI.memory.fromaddress(0, 0)``, lies nowhere and fits every other buffer. None in a list does so, too. A rank may
+    have only such buffers for a call with counts that may differ. Then the call, also a nonblocking one, waits until
+    another rank of the node has come with memory. The rank raises `CollectiveTimeoutError` if no such rank comes.
 
-    **In place.** ``sendbuf=MPI.IN_PLACE`` means that the input is in ``recvbuf``, at the place that MPI prescribes. In
+    **In place.** ``sendbuf=MPI.IN_PLACE`` means that ``recvbuf`` holds the input, at the place that MPI prescribes. In
     Gather, Gatherv and Reduce only the root may pass it. In Scatter and Scatterv the root passes
-    ``recvbuf=MPI.IN_PLACE`` to keep its block where it is. A reduction whose two buffers are the same memory is in
-    place, too. Buffers must not overlap otherwise.
+    ``recvbuf=MPI.IN_PLACE`` to keep its block where it is. A reduction with the same memory as both buffers is also in
+    place. Buffers must not overlap otherwise.
 
     **Element types.** bool, integers of 8 to 64 bits, float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2,
-    complex64 and complex128, whether or not MPI has them. MPI carries out calls of all other types that it has, and of
+    complex64 and complex128, whether or not MPI has them. MPI carries out calls with its other types, and with
     operations that the user has created.
 
-    **Operations** are MPI's, `AVG`, and `Op`, which is an expression of the user.
+    **Operations** are MPI's operations, `AVG`, and `Op`, which is an expression of the user.
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
-    accumulated in float32 and rounded once. Each peer domain is reduced in the order of its ranks, then the
-    results of the domains in the order of the domains. Only "ring", and calls that MPI carries out, such as
-    those on small host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces: there a NaN
-    may be lost on some ranks and kept on others.
+    accumulated in float32 and rounded once. Each peer domain reduces in the order of its ranks. Then the results of the
+    domains are reduced in the order of the domains. Only "ring", and calls that MPI carries out, such as calls on small
+    host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN. If MPI reduces, some ranks may lose a NaN that other
+    ranks keep.
 
-    **Data that is only moved** is bytes: the buffers of one call, and those of two ranks, may have different types of
-    the same length in bytes.
+    **Movements.** Collectives that only move data move bytes. The buffers of one call, and the buffers of two ranks,
+    may have different types of the same length in bytes.
 
     **algorithm** is the same on all ranks:
 
     - "auto" takes the fastest, and reduces in rank order.
     - "one_shot": every rank sends straight to every rank. For every collective, above all for small messages.
     - "two_shot": each rank reduces a part, or sends a part on. For large Allreduce and Bcast, and Reduce on GPUs.
-    - "ring": each rank sends to the next rank alone. For large Allreduce; the order of the reduction follows the ring.
+    - "ring": each rank sends only to the next rank. For large Allreduce. The order of the reduction follows the ring.
     - "chain": each rank sends on the data that it receives. For large Bcast on GPUs, and Reduce on GPUs to the first or
-      last rank, but not of floats of 16 bits or fewer, nor with ``AVG``.
+      last rank, except floats of 16 bits or fewer and ``AVG``.
     - "copy_engine": copy engines move the data, for programs that need the multiprocessors at the same time. For
       Allgather, Allreduce, Alltoall, Bcast, Gather, Reduce, Reduce_scatter_block and Scatter on GPUs.
     - "mpi": MPI carries out the call, on pinned host copies of device arrays.
 
-    Between peer domains there are "auto", "one_shot" and "two_shot" (one network step or two), "copy_engine" (in each
-    domain) and "mpi".
+    Several peer domains have "auto", "one_shot" (one network step), "two_shot" (two network steps), "copy_engine" (in
+    each domain) and "mpi".
 
-    **Symmetric output.** If the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it lies
-    there on all ranks and at the same place. Large messages are then stored straight into it.
+    **Symmetric output.** The output of Allgather, Allreduce, Alltoall or Bcast may lie in a `SymmetricArray`. Then it
+    lies there on all ranks, at the same place. Large messages are then stored straight into it.
 
-    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them. The
-    error is an ``MPI.Exception``, BufferError or KeyError, too, where mpi4py raises that one.
-    `PeerError` on all ranks if the ranks call different things. `CollectiveTimeoutError` on the ranks that come, if a
-    rank does not come in time. On device arrays the next call or ``check()`` raises the last two. Waits inside MPI have
-    no limit.
+    **Errors.** Bad arguments raise `InvalidUsageError` (a ValueError) or TypeError, on the ranks that pass them. If
+    mpi4py raises ``MPI.Exception``, BufferError or KeyError for them, the error is also that exception. If the ranks
+    call different things, all ranks raise `PeerError`. If a rank does not come in time, the ranks that come raise
+    `CollectiveTimeoutError`. On device arrays the next call or ``check()`` raises these two errors. Waits inside MPI
+    have no limit.
     """
 
     _collectives: Dispatcher
     _row: memoryview
     """The doctor reads this rank's calls here, in the words of `layout`."""
     _plain: dict[str, PlainCheck]
-    """Which calls go to MPI at once: see `fast_path.at_once`."""
+    """The calls that go to MPI at once: see `fast_path.at_once`."""
 
     def Barrier(self, *, stream: Any = None) -> None:
-        """Block until all ranks have called it.
+        """Block until all ranks have called it. Collective.
 
         With ``stream``, a stream of this rank's GPU, hold that stream until the streams of all ranks have come here.
-        That does not block, but for an engine between peer domains that blocks the host.
+        This form does not block, except if an engine between peer domains blocks the host.
         """
         if stream is None:
-            begin_mpis(self._row, _BARRIER)
+            begin_by_mpi(self._row, _BARRIER)
             _barrier(self)
         else:
             self._collectives.barrier(stream)
@@ -125,10 +127,11 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
 
-        ``epilogue`` is applied to each element of the result before it is stored: an expression of v, the element, i,
-        its index, and ``operands`` by their names, which are numbers and arrays, as in
-        ``epilogue="v * scale + bias[i]", scale=0.5, bias=b``; or one of `mpicomm.epilogues`. See `Epilogue`. In
-        one_shot and two_shot on GPUs the kernel that reduces applies it; elsewhere a kernel behind, or NumPy.
+        ``epilogue`` is applied to each element of the result before it is stored. It is an expression, or one of
+        `mpicomm.epilogues`. In the expression v is the element and i its index. ``operands`` have their names there,
+        and are numbers or arrays: ``epilogue="v * scale + bias[i]", scale=0.5, bias=b``. See `Epilogue`. In "one_shot"
+        and "two_shot" on GPUs the kernel that reduces applies the epilogue. In other calls one more kernel follows and
+        applies it, or NumPy does on host arrays.
         """
         if epilogue is not None or operands:
             finish = as_epilogue(epilogue, operands)
@@ -148,7 +151,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
         if stream is None and algorithm == "auto" and self._plain["Allgather"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLGATHER)
+            begin_by_mpi(self._row, _ALLGATHER)
             try:
                 return _allgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -158,7 +161,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and self._plain["Allgatherv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLGATHERV)
+            begin_by_mpi(self._row, _ALLGATHERV)
             try:
                 return _allgatherv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -168,7 +171,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
         if stream is None and algorithm == "auto" and self._plain["Alltoall"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLTOALL)
+            begin_by_mpi(self._row, _ALLTOALL)
             try:
                 return _alltoall(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -178,7 +181,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and self._plain["Alltoallv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLTOALLV)
+            begin_by_mpi(self._row, _ALLTOALLV)
             try:
                 return _alltoallv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -192,7 +195,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the root's ``buf`` to every rank's ``buf``."""
         if stream is None and algorithm == "auto" and self._plain["Bcast"](None, buf):
-            begin_mpis(self._row, _BCAST)
+            begin_by_mpi(self._row, _BCAST)
             try:
                 return _bcast(self, buf, root)
             except REFUSALS as error:
@@ -206,7 +209,7 @@ class BlockingCollectives(MPI.Intracomm):
         change.
         """
         if stream is None and algorithm == "auto" and self._plain["Exscan"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _EXSCAN)
+            begin_by_mpi(self._row, _EXSCAN)
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -216,7 +219,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
         if stream is None and algorithm == "auto" and self._plain["Gather"](sendbuf, recvbuf):
-            begin_mpis(self._row, _GATHER)
+            begin_by_mpi(self._row, _GATHER)
             try:
                 return _gather(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -228,7 +231,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Gather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and self._plain["Gatherv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _GATHERV)
+            begin_by_mpi(self._row, _GATHERV)
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -247,7 +250,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
         if stream is None and algorithm == "auto" and self._plain["Reduce"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _REDUCE)
+            begin_by_mpi(self._row, _REDUCE)
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
             except REFUSALS as error:
@@ -275,7 +278,7 @@ class BlockingCollectives(MPI.Intracomm):
             and recvcounts is not None
             and self._plain["Reduce_scatter"](sendbuf, recvbuf, op)
         ):
-            begin_mpis(self._row, _REDUCE_SCATTER)
+            begin_by_mpi(self._row, _REDUCE_SCATTER)
             try:
                 return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
             except REFUSALS as error:
@@ -289,7 +292,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and self._plain["Reduce_scatter_block"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _REDUCE_SCATTER_BLOCK)
+            begin_by_mpi(self._row, _REDUCE_SCATTER_BLOCK)
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -301,7 +304,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and self._plain["Scan"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _SCAN)
+            begin_by_mpi(self._row, _SCAN)
             try:
                 return _scan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -313,7 +316,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and self._plain["Scatter"](sendbuf, recvbuf):
-            begin_mpis(self._row, _SCATTER)
+            begin_by_mpi(self._row, _SCATTER)
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -325,7 +328,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Scatter, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and self._plain["Scatterv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _SCATTERV)
+            begin_by_mpi(self._row, _SCATTERV)
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:

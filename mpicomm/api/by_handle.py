@@ -12,14 +12,14 @@ _known: weakref.WeakValueDictionary[int, MPI.Comm] = weakref.WeakValueDictionary
 
 
 def remember(comm: MPI.Intracomm) -> None:
-    """Let `communicator_of` find a Communicator as long as it exists. Local."""
+    """Let `communicator_of` find the Communicator as long as the Communicator exists. Local."""
     _known[_handle_of(comm)] = comm
 
 
 def communicator_of(plain: Any) -> Any:
-    """Return the Communicator with the handle of a communicator of mpi4py's; the argument itself for others. Local."""
+    """Return the Communicator with the handle of ``plain``, a communicator of mpi4py; without one, ``plain``. Local."""
     if plain == MPI.COMM_NULL:
         return plain
-    # MPI gives the handle of a communicator that was freed to another one, which then is not equal.
+    # MPI may give the handle of a freed communicator to another communicator. The two are not equal.
     found = _known.get(plain.handle)
     return plain if found is None or found != plain else found

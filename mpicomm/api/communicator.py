@@ -1,4 +1,4 @@
-"""Communicator: an mpi4py communicator whose ranks can open each other's memory."""
+"""Communicator: an mpi4py communicator with ranks that can open each other's memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def named(name: str) -> Any:
-    """Return the predefined communicator of that name in ``mpi4py.MPI``; pickled ones refer to this function."""
+    """Return the predefined communicator ``name`` of ``mpi4py.MPI``. Pickled communicators refer to this function."""
     return getattr(MPI, name)
 
 
@@ -70,12 +70,14 @@ class RankInfo:
     """The better handle kinds that do not work, each with the reason."""
     links: tuple[Link, ...]
     internode: str = ""
-    """The engine that moves data between peer domains: "mapped", "nccl", "mpi", "pinned", or "" if there is one."""
+    """The engine that moves data between peer domains: "mapped", "nccl", "mpi" or "pinned". One domain has ""."""
     internode_rejected: dict[str, str] = field(default_factory=dict)
     """The better engines that do not work, each with the reason."""
     memory: tuple[MemoryUse, ...] = ()
-    """The memory that the library has set up for this communicator on this rank, by purpose: symmetric arrays and
-    memory of calls, but no memory of the caller and no mapped memory of peers."""
+    """The memory that the library has set up for this communicator on this rank, by purpose.
+
+    It counts symmetric arrays and the memory of calls, but neither memory of the caller nor mapped memory of peers.
+    """
 
 
 class Communicator(
@@ -89,31 +91,34 @@ class Communicator(
     Constructors,
     HostStaging,
 ):
-    """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
+    """An ``MPI.Intracomm`` with ranks that can open each other's memory. The constructor is collective, like ``Dup``.
 
-    The communicator works on a duplicate of ``comm``, so its messages cannot mix with others, and `Free` frees the
+    The communicator works on a duplicate of ``comm``, so its messages cannot mix with other messages. `Free` frees the
     duplicate.
 
-    ``device`` is "auto", "cpu" or this rank's device ordinal. With "auto" the ranks of a node share the GPUs that they
-    see by local rank, and a rank keeps its GPU in later communicators; where some rank sees none, all use the cpu. A
-    GPU becomes the calling thread's current device. ``handle`` is how ranks open memory: "ipc", "fd", "fabric",
-    "staged", or "auto" for the best that works between all ranks of the node. After ``timeout_s`` seconds (30, or
-    MPICOMM_TIMEOUT) a missing rank is an error. ``handle`` and ``timeout_s`` are the same on all ranks.
+    ``device`` is "auto", "cpu" or the ordinal of this rank's GPU. With "auto" the ranks of a node share the visible
+    GPUs by local rank. A rank keeps its GPU in later communicators. If some rank sees no GPU, all ranks use the cpu. A
+    GPU becomes the current device of the calling thread.
 
-    Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device
-    cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
+    ``handle`` is how ranks open memory: "ipc", "fd", "fabric", "staged", or "auto". "auto" takes the best kind that
+    works between all ranks of the node. After ``timeout_s`` seconds (30, or MPICOMM_TIMEOUT) a missing rank is an
+    error. All ranks pass the same ``handle`` and ``timeout_s``.
 
-    It inherits all calls of an mpi4py communicator. Communicators made from this one (``Dup``, ``Split``,
-    ``Create_cart``, ...) are Communicators on the same devices, which set themselves up at their first use; those with
-    a topology have MPI's calls for it, too. Communicators with two groups are mpi4py's, and their calls on device
-    arrays go through pinned host memory. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` look at their buffers
-    after `install` alone: pass them host memory.
+    The constructor raises the same error on all ranks: `InvalidUsageError` for bad arguments, `BackendUnavailableError`
+    if the device cannot be used, `HandleError` if no handle kind works, `CollectiveTimeoutError` if a rank does not
+    come.
+
+    A Communicator inherits all calls of an mpi4py communicator. ``Dup``, ``Split``, ``Create_cart`` and the like return
+    Communicators on the same devices, which set themselves up at their first use. If they have a topology, they also
+    have MPI's calls for it. Intercommunicators are mpi4py's, and their calls on device arrays go through pinned host
+    memory. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` check their buffers only after `install`: pass them host
+    memory.
     """
 
     _session: Session
     _unfreed = False
     _name_in_mpi = ""
-    """The name of a communicator that MPI frees itself, in ``mpi4py.MPI``."""
+    """The name in ``mpi4py.MPI`` of a communicator that MPI frees itself."""
 
     def __new__(
         cls,
@@ -123,7 +128,7 @@ class Communicator(
         handle: str = "auto",
         timeout_s: float | None = None,
     ) -> Self:
-        """Duplicate ``comm`` twice, for the user's messages and for mpicomm's, and set up."""
+        """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
             raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
@@ -139,9 +144,10 @@ class Communicator(
 
     @classmethod
     def permanent(cls, comm: MPI.Intracomm, session: Session, name: str) -> Self:
-        """Return a Communicator with the MPI handle of ``comm``, ``name`` in ``mpi4py.MPI``, which MPI frees. Local.
+        """Return a Communicator with the MPI handle of ``comm``, which MPI frees. Local.
 
-        It equals ``comm`` and has the same attributes, because no duplicate is made for the user's messages.
+        ``name`` is its name in ``mpi4py.MPI``. The Communicator equals ``comm`` and has the same attributes, because it
+        makes no duplicate for the user's messages.
         """
         self = MPI.Intracomm.__new__(cls, comm)
         self._begin(session)
@@ -149,10 +155,10 @@ class Communicator(
         return self
 
     def __del__(self, is_finalized: Callable[[], bool] = MPI.Is_finalized) -> None:
-        """Warn (ResourceWarning) of a lost communicator: garbage collection cannot free it, because that is collective.
+        """Warn (ResourceWarning) of a lost communicator, because garbage collection cannot make the collective `Free`.
 
-        It does not warn of communicators that were made from another, nor at the end of the program, where MPI_Finalize
-        frees communicators.
+        It does not warn of a communicator that was made from another communicator. It does not warn at the end of the
+        program, because MPI_Finalize frees communicators.
         """
         if self._unfreed and not sys.is_finalizing() and not is_finalized() and self != MPI.COMM_NULL:
             warnings.warn(
@@ -221,7 +227,7 @@ class Communicator(
     def handle(self) -> str:  # type: ignore[override]
         """How the ranks of this node open memory: "ipc", "fd", "fabric", "staged", or "memfd" on the cpu.
 
-        It hides mpi4py's attribute of that name, MPI's handle of the communicator: ``MPI.Intracomm(comm).handle``.
+        It hides mpi4py's attribute of that name. ``MPI.Intracomm(comm).handle`` is MPI's handle of the communicator.
         """
         return self._placement.here.handle
 
@@ -241,52 +247,55 @@ class Communicator(
         return len(self._placement.nodes)
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike = float) -> SymmetricArray:
-        """Allocate an array of ``shape`` on every rank and open it to the others of the node. Collective, blocking.
+        """Allocate an array on every rank and open it to the other ranks of the node. Collective, blocking.
 
-        Contents are undefined. Shape and dtype are the same on all ranks; zero-size arrays are allowed. The array's
-        ``close()`` frees it, or `Free`.
+        The contents are undefined. All ranks pass the same ``shape``, the shape of one rank's array, and the same
+        ``dtype``. Arrays of size zero are allowed. The array's ``close()`` frees it, or `Free` of the communicator
+        does.
 
-        Raises, on every rank alike, `InvalidUsageError` for a bad or differing shape or dtype, `HandleError` where
-        memory cannot be allocated or opened, `CollectiveTimeoutError`.
+        Raises the same error on all ranks: `InvalidUsageError` for a bad shape or dtype, or if the ranks differ in
+        them; `HandleError` if memory cannot be allocated or opened; `CollectiveTimeoutError` if a rank does not come.
         """
         return create.empty(self._session.set_up("empty"), shape, dtype, zero=False)
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = float) -> SymmetricArray:
-        """Allocate as `empty` does, filled with zeros."""
+        """Allocate an array as `empty` does, and fill it with zeros. Collective, blocking."""
         return create.empty(self._session.set_up("zeros"), shape, dtype, zero=True)
 
     def register(self, array: Any) -> SymmetricArray:
-        """Open existing memory, one array per rank, to the others of the node. Collective, blocking.
+        """Open existing memory, one array per rank, to the other ranks of the node. Collective, blocking.
 
-        On a GPU, any C-contiguous CuPy, DLPack or ``__cuda_array_interface__`` array in memory of ``cudaMalloc`` (the
-        default pools of CuPy and PyTorch): the whole block of the pool becomes visible to the peers. On the host, an
-        array in a shared mapping (``multiprocessing.shared_memory``, a writable ``numpy.memmap``). The memory stays the
-        caller's and must outlive the `SymmetricArray`, which closes like an array of `empty`.
+        On a GPU ``array`` is a C-contiguous CuPy, DLPack or ``__cuda_array_interface__`` array in memory of
+        ``cudaMalloc``. The default pools of CuPy and PyTorch have such memory, and peers then see the whole block of
+        the pool. On the host ``array`` lies in a shared mapping: ``multiprocessing.shared_memory`` or a writable
+        ``numpy.memmap``. The memory stays the caller's, and must outlive the `SymmetricArray`. The `SymmetricArray`
+        closes like an array of `empty`.
 
-        Raises, on every rank alike, `InvalidUsageError` for memory that peers cannot open, with its kind and the way
-        out, and for shapes or dtypes that differ; `HandleError`, `CollectiveTimeoutError`.
+        Raises the same error on all ranks: `InvalidUsageError` for memory that peers cannot open, with its kind and the
+        way out, and for shapes or dtypes that differ; `HandleError` if memory cannot be opened;
+        `CollectiveTimeoutError` if a rank does not come.
         """
         return create.register(self._session.set_up("register"), array)
 
     def shared_event(self) -> SharedEvent:
         """Create an event per rank that all ranks of the node can wait for. Collective, blocking.
 
-        The event's ``close()`` releases it, or `Free`. Raises as `empty` does.
+        The event's ``close()`` releases it, or `Free` of the communicator does. Raises the errors of `empty`.
         """
         return create.shared_event(self._session.set_up("shared_event"))
 
     def check(self, stream: Any = None) -> None:
         """Wait for ``stream``, then raise the error of an earlier stream-ordered call, if any. Local, blocking.
 
-        Raises `CollectiveTimeoutError` naming the rank that did not come, `PeerError` where ranks called different
-        things. The communicator is unusable then.
+        Raises `CollectiveTimeoutError` with the number of the rank that did not come, and `PeerError` if ranks called
+        different things. The communicator is unusable after either error.
         """
         self._session.check(stream)
 
     def describe(self) -> RankInfo:
-        """Return where this rank is, how it reaches the others, and the memory that its calls have set up.
+        """Return where this rank is, how it reaches the other ranks, and the memory that its calls have set up.
 
-        Collective where it sets up, else local.
+        The first call that sets up the communicator is collective. Later calls are local.
         """
         session = self._session.set_up("describe")
         placement, here = session.placement, session.placement.here
@@ -311,11 +320,11 @@ class Communicator(
         )
 
     def stats(self) -> Statistics:
-        """Return the calls of this communicator on this rank so far: how many, their bytes and times. Local.
+        """Return the number, bytes and times of this rank's calls of this communicator so far. Local.
 
-        ``rows`` has an entry for each operation, size class and algorithm, ``slow_ways`` the slow ways that calls took,
-        and ``print(comm.stats())`` shows both as tables. Device times are those of calls that are over: `check` waits
-        for them. Raises `InvalidUsageError` where the program was started without MPICOMM_STATS and MPICOMM_TRACE.
+        ``rows`` has an entry for each operation, size class and algorithm. ``slow_ways`` has the slow ways that calls
+        took. ``print(comm.stats())`` shows both as tables. Device times are times of finished calls, and `check` waits
+        for calls. Raises `InvalidUsageError` if the program was started without MPICOMM_STATS and MPICOMM_TRACE.
         """
         channel = self._session.channel
         if channel is None:
@@ -326,46 +335,50 @@ class Communicator(
     def Free(self) -> None:
         """Free the communicator with all its arrays and events. Collective, blocking.
 
-        Complete all requests and receive all messages before: `Free` drops messages that have not left yet. A second
-        call does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees this rank's
-        part, and does not wait for the others. It waits up to twice ``timeout_s`` for a rank that is in a collective
-        call which this rank has not made, and after an error that leaves the ``with`` block.
+        Complete all requests and receive all messages before, because `Free` drops messages that have not left yet. A
+        second call does nothing. A call after MPI_Finalize or in a forked process does nothing either. After a timeout
+        `Free` frees this rank's part, and does not wait for the other ranks. `Free` waits up to twice ``timeout_s`` for
+        a rank that is in a collective call which this rank has not made, and after an error in the ``with`` block.
 
-        Calls of a freed communicator raise `InvalidUsageError`, which is MPI's exception, too, where MPI refuses them.
+        Calls of a freed communicator raise `InvalidUsageError`. The error is also MPI's exception if MPI refuses the
+        call.
         """
         if self._name_in_mpi or self._close():
             super().Free()
             mark_freed(self)
 
     def _free_within(self, limit_s: float) -> None:
-        """Free as `Free` does, but wait no longer than ``limit_s`` seconds for a rank. Collective, blocking."""
+        """Free as `Free` does, but wait at most ``limit_s`` seconds for a rank. Collective, blocking."""
         if self != MPI.COMM_NULL:
             self._session.hasten(limit_s)
             self.Free()
 
     def _check_at_once(self) -> None:
-        """Raise as `check` does, but wait for no stream; do nothing once the communicator is freed. Local."""
+        """Raise as `check` does, but wait for no stream. Do nothing on a freed communicator. Local."""
         if self != MPI.COMM_NULL:
             self._session.require_usable("check")
 
     def _prepare_thread(self) -> None:
-        """Let the calling thread, which mpicomm has started, work beside those of the user on this device. Local."""
+        """Prepare the calling thread, which mpicomm has started, for work on this device beside the user's threads.
+
+        Local.
+        """
         self._session.backend.prepare_thread()
 
     def free(self) -> None:
-        """Free as `Free` does, unless the communicator is freed or MPI's own: mpi4py's call for clean-up."""
+        """Free as `Free` does, for mpi4py's clean-up. Do nothing if the communicator is freed or MPI frees it."""
         if self != MPI.COMM_NULL and not self._name_in_mpi:
             self.Free()
 
     def Disconnect(self) -> None:
-        """Free as `Free` does, when MPI has completed pending communication."""
+        """Free as `Free` does, after MPI has completed pending communication. Collective, blocking."""
         if self._name_in_mpi or self._close():
             super().Disconnect()
             mark_freed(self)
 
     def _close(self) -> bool:
-        """Close the session; return whether MPI's own free, which is collective, may follow."""
-        self._unfreed = False  # although MPI keeps its part of a broken communicator, which it could free collectively
+        """Close the session. Return whether MPI's own free, which is collective, may follow."""
+        self._unfreed = False  # MPI keeps its part of a broken communicator, because only a collective call frees it
         if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
             return False
         self._session.close()
@@ -386,7 +399,7 @@ class GraphCommunicator(Communicator, NeighborCollectives, MPI.Graphcomm):
 
 
 class DistGraphCommunicator(Communicator, NeighborCollectives, MPI.Distgraphcomm):
-    """A Communicator of a graph of which each rank knows its neighbours, with the calls of ``MPI.Distgraphcomm``."""
+    """A Communicator of a graph, with the calls of ``MPI.Distgraphcomm``. Each rank knows only its own neighbours."""
 
 
 Communicator._classes = {

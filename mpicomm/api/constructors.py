@@ -1,4 +1,4 @@
-"""The calls of a Communicator that make communicators from it, with and without a topology."""
+"""The calls of a Communicator that make other communicators, with and without a topology."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from mpi4py import MPI
 
 from mpicomm.activity.layout import by_mpi
-from mpicomm.activity.page import begin_mpis
+from mpicomm.activity.page import begin_by_mpi
 from mpicomm.api.reorder import (
     Lists,
     edges_of_graph,
@@ -32,28 +32,28 @@ AnyComm = TypeVar("AnyComm", bound=MPI.Intracomm)
 
 
 class Constructors(MPI.Intracomm):
-    """mpi4py's calls that make communicators from one. All of them are *collective* and blocking, but for `Idup`.
+    """mpi4py's calls that make communicators from this one. All of them are *collective* and blocking, except `Idup`.
 
-    Where a rank does not come within ``timeout_s``, they raise `CollectiveTimeoutError` with its number, on all ranks
-    alike, and this communicator stays usable.
+    If a rank does not come within ``timeout_s``, they raise `CollectiveTimeoutError` with its number, on all ranks
+    alike. This communicator stays usable.
 
-    They return Communicators, with a topology where MPI gives them one. A duplicate keeps the topology, a part has
-    none. With ``reorder=True`` a process may have another rank in a communicator with a topology. On GPUs of one node
-    the ranks are ordered so that neighbours have the fastest links; elsewhere MPI decides.
+    They return Communicators, with a topology if MPI gives them one. A duplicate keeps the topology, a part has none.
+    With ``reorder=True`` a process may have another rank in a communicator with a topology. On GPUs of one node the new
+    order gives neighbours the fastest links. Otherwise MPI decides on the order.
     """
 
     _session: Session
     _row: memoryview
     _classes: ClassVar[dict[int, type[MPI.Intracomm]]] = {}
-    """The classes of the communicators that are made from one, by MPI's number of their topology."""
+    """The class of a communicator that is made from this one, by MPI's number of its topology."""
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
-        """Duplicate the communicator; the duplicate has its own memory."""
+        """Duplicate the communicator. The duplicate has its own memory."""
         made: Self = self._adopt_whole(self._when_all_are_here("Dup").Dup(info))
         return made
 
     def Dup_with_info(self, info: MPI.Info) -> Self:
-        """Duplicate the communicator with other hints."""
+        """Duplicate the communicator with the hints ``info``."""
         made: Self = self._adopt_whole(self._when_all_are_here("Dup_with_info").Dup_with_info(info))
         return made
 
@@ -63,31 +63,31 @@ class Constructors(MPI.Intracomm):
         return made
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
-        """Duplicate without blocking; the new communicator may be used when the request is complete."""
+        """Duplicate without blocking. The new communicator may be used when the request is complete."""
         comm, request = MPI.Intracomm(self).Idup(info)
         return self._adopt_whole(comm), request
 
     def Idup_with_info(self, info: MPI.Info) -> tuple[Self, MPI.Request]:
-        """Duplicate with other hints, without blocking."""
+        """Duplicate with the hints ``info``, without blocking."""
         comm, request = MPI.Intracomm(self).Idup_with_info(info)
         return self._adopt_whole(comm), request
 
     def Create(self, group: MPI.Group) -> MPI.Intracomm:
-        """Make a communicator of the ranks of ``group``; COMM_NULL on the others."""
+        """Make a communicator of the ranks of ``group``. The other ranks get COMM_NULL."""
         return self._adopt_part(_intracomm(self._when_all_are_here("Create").Create(group)))
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
-        """Make a communicator of the ranks of ``group``. Collective over those ranks alone.
+        """Make a communicator of the ranks of ``group``. Collective only over these ranks.
 
-        Before the first call that sets this communicator up it waits in MPI, without a limit. After a missing rank the
-        ranks can call this no more.
+        If this communicator is not set up yet, the call waits in MPI without a limit. After a missing rank the ranks
+        cannot make this call again.
         """
-        begin_mpis(self._row, by_mpi("Create_group"))
+        begin_by_mpi(self._row, by_mpi("Create_group"))
         self._session.await_ranks("Create_group", self._ranks_of(group))
         return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)))
 
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
-        """Make one communicator per color; COMM_NULL for ``MPI.UNDEFINED``."""
+        """Make one communicator per color. A rank with the color ``MPI.UNDEFINED`` gets COMM_NULL."""
         return self._adopt_part(_intracomm(self._when_all_are_here("Split").Split(color, key)))
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
@@ -97,7 +97,7 @@ class Constructors(MPI.Intracomm):
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> MPI.Cartcomm:
-        """Make a communicator of a Cartesian grid, a `CartCommunicator`; COMM_NULL on ranks beyond the grid."""
+        """Make a communicator of a Cartesian grid, a `CartCommunicator`. Ranks beyond the grid get COMM_NULL."""
         self._when_all_are_here("Create_cart")
         edges = partial(edges_of_grid, dims, periods, self.size)
         with self._linked_well("Create_cart", reorder, edges) as (plain, reorder):
@@ -107,7 +107,7 @@ class Constructors(MPI.Intracomm):
         """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
 
         Raises `InvalidUsageError` on every rank for lists that are no graph of its ranks. Collectives of neighbours
-        raise it where a rank is another one's neighbour more often than the other way round.
+        raise it if two ranks do not name each other equally often.
         """
         require_graph(self._when_all_are_here("Create_graph"), index, edges)
         with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, reorder):
@@ -122,10 +122,10 @@ class Constructors(MPI.Intracomm):
         info: MPI.Info = MPI.INFO_NULL,
         reorder: bool = False,
     ) -> MPI.Distgraphcomm:
-        """Make a communicator of a graph of which each rank passes its neighbours, a `DistGraphCommunicator`.
+        """Make a communicator of a graph, a `DistGraphCommunicator`. Each rank passes its own neighbours.
 
-        Raises `InvalidUsageError` on every rank where one rank names a neighbour that is neither a rank nor
-        MPI.PROC_NULL, or that does not name it.
+        Raises `InvalidUsageError` on every rank if a neighbour is neither a rank nor MPI.PROC_NULL, or if two
+        neighbours do not name each other.
         """
         require_matching(
             self._when_all_are_here("Create_dist_graph_adjacent"), sources, destinations, sourceweights, destweights
@@ -139,7 +139,7 @@ class Constructors(MPI.Intracomm):
             return edges_of_lists(everyone)
 
         with self._linked_well("Create_dist_graph_adjacent", reorder, edges) as (plain, reorder):
-            # The lists are those of a place in the graph: the rank that takes the place passes them on.
+            # The lists belong to a position in the graph. The rank that takes the position passes its lists on.
             passed = everyone[plain.rank] if everyone else lists
             return self._adopt_part(plain.Create_dist_graph_adjacent(*passed, info, reorder))
 
@@ -152,9 +152,9 @@ class Constructors(MPI.Intracomm):
         info: MPI.Info = MPI.INFO_NULL,
         reorder: bool = False,
     ) -> MPI.Distgraphcomm:
-        """Make a communicator of a graph of which each rank passes any edges, a `DistGraphCommunicator`.
+        """Make a communicator of a graph, a `DistGraphCommunicator`. Each rank passes any edges.
 
-        Raises `InvalidUsageError` on every rank where one rank passes lists that are no edges between ranks.
+        Raises `InvalidUsageError` on every rank if one rank passes lists that are no edges between ranks.
         """
         require_edges(self._when_all_are_here("Create_dist_graph"), sources, degrees, destinations, weights)
 
@@ -171,14 +171,14 @@ class Constructors(MPI.Intracomm):
         return linked_well(MPI.Intracomm(self), self._session, what, reorder, edges)
 
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
-        """Return MPI's communicator when all ranks have called ``operation``, because MPI waits without a limit."""
-        begin_mpis(self._row, by_mpi(operation))
+        """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
+        begin_by_mpi(self._row, by_mpi(operation))
         plain = MPI.Intracomm(self)
         roll_call(plain, operation, self._session.placement.here.timeout_s)
         return plain
 
     def _ranks_of(self, group: MPI.Group) -> list[int]:
-        """Return the ranks of ``group`` in this communicator; MPI refuses a group with others."""
+        """Return the ranks of ``group`` in this communicator. MPI refuses a group with other ranks."""
         mine = self.Get_group()
         ranks = [rank for rank in group.Translate_ranks(range(group.size), mine) if rank != MPI.UNDEFINED]
         mine.Free()
@@ -189,7 +189,7 @@ class Constructors(MPI.Intracomm):
         return self._adopt(comm, type(self), range(self.size))
 
     def _adopt_part(self, comm: AnyComm) -> AnyComm:
-        """Return a communicator of some ranks as a Communicator with the topology that MPI gave it; keep COMM_NULL."""
+        """Return ``comm``, which has some of the ranks, as a Communicator with its topology. Keep COMM_NULL."""
         if comm == MPI.COMM_NULL:
             return comm
         topology = comm.Get_topology()
@@ -198,10 +198,10 @@ class Constructors(MPI.Intracomm):
         return made
 
     def _adopt(self, comm: MPI.Intracomm, cls: Any, ranks: Sequence[int] | None = None) -> Any:
-        """Return a communicator that MPI made from this one as a ``cls``, which sets itself up at first use."""
+        """Return ``comm``, which MPI made from this communicator, as a ``cls``. It sets itself up at its first use."""
         if ranks is None:
             group, parent_group = comm.Get_group(), self.Get_group()
-            # MPICH's group of a grid may hold ranks beyond the grid, too.
+            # MPICH's group of a grid may also hold ranks beyond the grid.
             ranks = group.Translate_ranks(range(comm.size), parent_group)
             group.Free()
             parent_group.Free()

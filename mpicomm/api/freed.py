@@ -1,6 +1,6 @@
 """Communicators after `Free`: each of their calls raises an error that is both mpicomm's and MPI's.
 
-A freed communicator changes its class, because a test in each call would take time from small calls.
+A freed communicator changes its class, because a test in each call would slow down small calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mpicomm.errors import InvalidUsageError
 
 
 class FreedError(InvalidUsageError, MPI.Exception):
-    """The error for a call of a communicator that was freed; mpi4py raises ``MPI.Exception`` for it."""
+    """The error for a call of a freed communicator. It is also ``MPI.Exception``, because mpi4py raises that."""
 
     def __init__(self, call: str) -> None:
         InvalidUsageError.__init__(self, f"{call}: the communicator was freed; create another")
@@ -29,13 +29,13 @@ class FreedError(InvalidUsageError, MPI.Exception):
 
 
 _WORKING = frozenset(("Compare", "Disconnect", "Free", "free", "handle", "py2f", "toint"))
-"""The attributes that need no communicator."""
+"""The attributes that work on a freed communicator."""
 
 
 def mark_freed(comm: Any) -> None:
     """Let every call of ``comm``, which MPI has freed, raise `FreedError`. Local.
 
-    It does not ask MPI, because Open MPI ends the program at a call on a null communicator.
+    A freed class does not ask MPI, because Open MPI ends the program at a call on a null communicator.
     """
     cls: Any = type(comm)
     comm.__class__ = _freed_class(cls)

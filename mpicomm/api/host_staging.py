@@ -1,10 +1,10 @@
 """MPI's own calls on device arrays: they go through pinned host copies, because MPI gets no device pointer.
 
-The tables below name mpi4py's methods that take buffers, and those that make communicators or matched messages.
+The tables below name mpi4py's methods that take buffers, and the methods that make communicators or matched messages.
 
-`HostStaging` wraps the methods of a Communicator that nothing else implements. Intercommunicators, the communicators
-made from them, and matched messages are mpi4py's own objects: `wrap` turns them into objects of a subclass whose
-methods are wrapped likewise, and which have the GPU of the Communicator that they come from.
+`HostStaging` wraps the methods of a Communicator that the package does not implement. Intercommunicators, the
+communicators made from them, and matched messages are mpi4py's own objects. `wrap` turns each of them into an object of
+a subclass with wrapped methods. The object has the GPU of the Communicator that it comes from.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from mpicomm.mpi.partitioned import PartitionedRequest
 from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest, holding
 
 Places = tuple[tuple[int, str], ...]
-"""Where the buffers are among the arguments of a method: the position and the name of each."""
+"""The buffers among the arguments of a method: the position and the name of each."""
 
 Gpu = Callable[[str], GpuBackend]
-"""Returns this rank's GPU for an operation; raises `InvalidUsageError` for a communicator on the cpu."""
+"""A function that returns this rank's GPU for an operation.
+
+It raises `InvalidUsageError` for a communicator on the cpu.
+"""
 
 _BUF: Places = ((0, "buf"),)
 _SEND_AND_RECEIVE: Places = ((0, "sendbuf"), (1, "recvbuf"))
 _EXCHANGE = ((0, "sendbuf"), (3, "recvbuf"))
 _FLAG = ((0, "flag"),)
 
-# One table for all classes: a method has the same buffers in each class that has it.
+# One table serves all classes, because a method has the same buffers in each class that has it.
 BUFFERS: dict[str, Places] = {
     name: places
     for places, names in (
@@ -51,7 +54,7 @@ BUFFERS: dict[str, Places] = {
     for name in names.split()
 } | {name: _BUF if row.rooted == "bcast" else _SEND_AND_RECEIVE for row in OPERATIONS.values() for name in row.methods}
 
-# Methods that return a communicator or a message, also in a tuple.
+# These methods return a communicator or a message, or a tuple with one.
 MAKERS = frozenset((
     "Accept", "Clone", "Connect", "Create", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent",
     "Create_graph", "Create_group", "Create_intercomm", "Dup", "Dup_with_info", "Idup", "Idup_with_info", "Improbe",
@@ -64,20 +67,23 @@ _RECEIVE_INTO_BUF = frozenset((
     "Recv", "Irecv", "Recv_init", "Sendrecv_replace", "Isendrecv_replace", *BCAST.methods,
 ))  # fmt: skip
 _HOST_ALONE = frozenset(("Attach_buffer", "Iagree"))
-"""Methods whose memory MPI uses beyond the call: host copies cannot stand for it."""
+"""Methods with memory that MPI uses after the call, so that host copies cannot stand for it."""
 
 
 class Wrapped:
-    """Marks the subclasses of mpi4py's classes whose methods are wrapped."""
+    """The marker of the subclasses of mpi4py's classes with wrapped methods."""
 
     _gpu: Gpu
 
 
 def wrap(result: Any, gpu: Gpu) -> Any:
-    """Return a wrapped object in place of a communicator or message of mpi4py's, also in a tuple; else the same."""
+    """Return a wrapped object for a communicator or message of mpi4py, also in a tuple.
+
+    Return all other objects as they are.
+    """
     if isinstance(result, tuple):
         return tuple(wrap(each, gpu) for each in result)
-    if isinstance(result, Wrapped):  # also where Idup has not made it yet
+    if isinstance(result, Wrapped):  # also if MPI has not finished the duplicate of Idup
         result._gpu = gpu
         return result
     if not isinstance(result, (MPI.Comm, MPI.Message)) or isinstance(result, HostStaging) or result == MPI.COMM_NULL:
@@ -94,7 +100,7 @@ def _wrapped_class(cls: type) -> Callable[[Any], Any]:
 
 
 def wrapped_methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return the methods of the table that ``cls`` has, wrapped: which, depends on the version of MPI."""
+    """Return the wrapped methods of the table that ``cls`` has. The version of MPI decides which methods these are."""
     methods = {name: getattr(cls, name) for name in (*BUFFERS, *MAKERS) if hasattr(cls, name)}
     if issubclass(cls, MPI.Message):
         methods |= {name: _receiving_bytes(methods[name]) for name in BUFFERS if name in methods}
@@ -112,20 +118,20 @@ def _wrapped_call(cls: type, method: Callable[..., Any], buffers: Places) -> Cal
         for position, name in buffers:
             buffer = arguments[position] if position < len(arguments) else keywords.get(name)
             require_host_addresses(buffer, name)
-            # An int is MPI.BUFFER_AUTOMATIC, which Attach_buffer takes.
+            # An int is MPI.BUFFER_AUTOMATIC, an argument of Attach_buffer.
             if not isinstance(buffer, int) and is_on_device(buffer):
                 given = inspect.signature(method).bind(self, *arguments, **keywords).arguments
                 given.pop("self")
                 return _through_host(self, cls, method.__name__, given, [name for _, name in buffers])
         result = method(self, *arguments, **keywords)
-        # mpi4py keeps the buffers of some collectives alone; it keeps those of messages.
+        # mpi4py keeps the buffers of messages and of only some collectives, so the request keeps them for collectives.
         return holding(result, (arguments, keywords)) if collective and result is not None else result
 
     return call
 
 
 def _receiving_bytes(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of MPI.Message that also receives elements without a type of MPI, which travel as bytes."""
+    """Return a method of MPI.Message that also receives elements without a type of MPI. They travel as bytes."""
 
     @functools.wraps(method)
     def receive(self: MPI.Message, buf: Any, *rest: Any, **keywords: Any) -> Any:
@@ -143,10 +149,10 @@ def _wrapped_maker(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _through_host(called: Any, cls: type, operation: str, given: dict[str, Any], buffers: list[str]) -> Any:
-    """Carry out a method with device arrays among its arguments ``given`` on host copies of them."""
+    """Carry out a method on host copies of the device arrays among its arguments ``given``."""
     backend = called._gpu(operation)
     if operation in _HOST_ALONE:
-        raise InvalidUsageError(f"{operation} takes host arrays alone, because MPI keeps the memory: copy to the host")
+        raise InvalidUsageError(f"{operation} takes only host arrays, because MPI keeps the memory: copy to the host")
     announce(operation, "only MPI has the call")
     if operation in ("Psend_init", "Precv_init"):
         call = functools.partial(getattr(cls, operation), called)
@@ -163,7 +169,7 @@ def _through_host(called: Any, cls: type, operation: str, given: dict[str, Any],
 def on_host_copies(
     call: Callable[..., Any], operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend
 ) -> Any:
-    """Call ``call`` with the arguments ``given``, with host copies of the device arrays among them. Blocking."""
+    """Call ``call`` with the arguments ``given``, after host copies have replaced the device arrays. Blocking."""
     copies = _copies(operation, given, buffers, backend)
     result = call(**copies.arguments)
     copies.back()
@@ -171,13 +177,13 @@ def on_host_copies(
 
 
 class _Copies(HostCopies):
-    """The host copies of a call, and the arguments with which MPI carries it out."""
+    """The host copies of a call, and the arguments that MPI gets."""
 
     arguments: dict[str, Any]
 
 
 def _copies(operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend) -> _Copies:
-    """Copy the device arrays of a call to the host, in the order of their library's stream. Blocking."""
+    """Copy the device arrays of a call to the host, in the order of the current stream of their library. Blocking."""
     arrays = [array_of(given[name]) for name in buffers if is_on_device(given.get(name))]
     stream = backend.stream(None, arrays[0])
     if backend.is_capturing(stream):
@@ -198,10 +204,10 @@ def _copies(operation: str, given: dict[str, Any], buffers: Sequence[str], backe
 def _start(
     called: Any, cls: type, operation: str, given: dict[str, Any], buffers: list[str], backend: GpuBackend
 ) -> DeferredWork:
-    """Start MPI's nonblocking call on host copies; the work is done when the device arrays hold the result."""
+    """Start MPI's nonblocking call on host copies. The work is done when the device arrays hold the result."""
     copies = _copies(operation, given, buffers, backend)
     request: MPI.Request = getattr(cls, operation)(called, **copies.arguments)
-    # Only messages have a status. Open MPI writes into those of other calls whatever its memory holds.
+    # Only messages have a status, because Open MPI writes undefined memory into the status of other calls.
     status = MPI.Status() if "send" in operation or "recv" in operation else None
 
     def finish() -> None:
@@ -219,7 +225,7 @@ def _completer() -> Completer:
 
 
 class HostStaging(MPI.Intracomm):
-    """mpi4py's methods that nothing else of a Communicator implements, or that make communicators: wrapped."""
+    """mpi4py's wrapped methods: all that a Communicator does not implement, or that make communicators."""
 
     _gpu: Gpu
 

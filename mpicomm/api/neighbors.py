@@ -14,23 +14,24 @@ from mpicomm.ways.dispatch import Dispatcher
 class NeighborCollectives(MPI.Topocomm):
     """mpi4py's collectives of neighbours, on host arrays and on device arrays. All of them are *collective*.
 
-    **Blocks.** The send buffer has a block for each rank to which this rank sends, the receive buffer has one for each
-    rank from which it receives, in the order in which MPI names the neighbours. In the two gathering calls all
-    neighbours get the same block. A rank may be its own neighbour and may occur several times. The block of
-    ``MPI.PROC_NULL``, beyond the edge of a grid, is left as it is. Buffers are in no call in place.
+    **Blocks.** The send buffer has a block for each rank to which this rank sends. The receive buffer has a block for
+    each rank from which this rank receives. The blocks are in the order in which MPI names the neighbours. In the two
+    gathering calls all neighbours get the same block. A rank may be its own neighbour and may occur several times. The
+    block of ``MPI.PROC_NULL``, beyond the edge of a grid, stays as it is. No call is in place.
 
     **Order.** MPI carries out calls on host arrays. A call on device arrays is stream-ordered, and one exchange of
-    kernels serves all neighbours of the group, also in a CUDA graph. With
-    ``algorithm="mpi"`` MPI carries it out on pinned host copies; then it blocks, also in the nonblocking form.
-    ``Start`` of a persistent request on device arrays enqueues the call.
+    kernels serves all neighbours of the peer domain, also in a CUDA graph. With ``algorithm="mpi"`` MPI carries it out
+    on pinned host copies, and it blocks, also in the nonblocking form. ``Start`` of a persistent request on device
+    arrays enqueues the call.
 
-    A rank without neighbours calls, too, with empty buffers of the memory that the other ranks use, or of none: see
-    **Memory** of `BlockingCollectives`.
+    A rank without neighbours also calls. It passes empty buffers in the memory that the other ranks use, or buffers
+    that lie nowhere: see **Memory** of `BlockingCollectives`.
 
-    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them.
-    `PeerError` on all ranks where device arrays of two neighbours do not have the same number of bytes for each other,
-    and where ranks call different things. `CollectiveTimeoutError` on the ranks that come, if a rank does not come in
-    time. On device arrays the next call or ``check()`` raises the last two. Waits inside MPI have no limit.
+    **Errors.** Bad arguments raise `InvalidUsageError` (a ValueError) or TypeError, on the ranks that pass them. If two
+    neighbours have device arrays with different numbers of bytes for each other, all ranks raise `PeerError`. They also
+    raise it if ranks call different things. If a rank does not come in time, the ranks that come raise
+    `CollectiveTimeoutError`. On device arrays the next call or ``check()`` raises these two errors. Waits inside MPI
+    have no limit.
     """
 
     _collectives: Dispatcher

@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.activity.layout import by_mpi
-from mpicomm.activity.page import begin_mpis
+from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.epilogues import as_epilogue
@@ -24,12 +24,12 @@ _ALLREDUCE = by_mpi("Allreduce")
 class NonblockingCollectives(MPI.Intracomm):
     """mpi4py's nonblocking collectives, on host arrays and on device arrays. All of them are *collective*.
 
-    Arguments, algorithms and errors are those of the blocking calls. The calls return a request:
+    They have the arguments, algorithms and errors of the blocking calls. They return a request:
 
     - On host arrays it is MPI's. If MPI lacks the type or the operation, or with ``algorithm=`` other than "auto" and
-      "mpi", the call blocks and returns a request that is complete.
+      "mpi", the call blocks and returns a complete request.
     - On device arrays the call enqueues the collective. ``Wait`` blocks until the device has finished it. The request
-      also works in ``MPI.Request.Waitall`` and its kin. Work that is enqueued on the same stream later needs no wait.
+      also works in ``MPI.Request.Waitall`` and the other calls on lists. Later work on the same stream needs no wait.
     """
 
     _collectives: Dispatcher
@@ -50,7 +50,7 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Allreduce`; return its request."""
         finish = as_epilogue(epilogue, operands) if epilogue is not None or operands else None
         if finish is stream is None and algorithm == "auto" and self._plain["Iallreduce"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _ALLREDUCE)
+            begin_by_mpi(self._row, _ALLREDUCE)
             try:
                 return holding(_iallreduce(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
@@ -62,7 +62,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Iallgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Allgather`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iallgather"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLGATHER)
+            begin_by_mpi(self._row, _ALLGATHER)
             try:
                 return holding(_iallgather(self, sendbuf, recvbuf), (sendbuf, recvbuf))
             except REFUSALS as error:
@@ -72,7 +72,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Allgatherv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iallgatherv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLGATHERV)
+            begin_by_mpi(self._row, _ALLGATHERV)
             try:
                 return holding(_iallgatherv(self, sendbuf, recvbuf), (sendbuf, recvbuf))
             except REFUSALS as error:
@@ -82,7 +82,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoall`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ialltoall"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLTOALL)
+            begin_by_mpi(self._row, _ALLTOALL)
             try:
                 return holding(_ialltoall(self, sendbuf, recvbuf), (sendbuf, recvbuf))
             except REFUSALS as error:
@@ -92,7 +92,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoallv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ialltoallv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _ALLTOALLV)
+            begin_by_mpi(self._row, _ALLTOALLV)
             try:
                 return holding(_ialltoallv(self, sendbuf, recvbuf), (sendbuf, recvbuf))
             except REFUSALS as error:
@@ -106,7 +106,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Ibcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Bcast`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ibcast"](None, buf):
-            begin_mpis(self._row, _BCAST)
+            begin_by_mpi(self._row, _BCAST)
             try:
                 return holding(_ibcast(self, buf, root), (buf, root))
             except REFUSALS as error:
@@ -118,7 +118,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Exscan`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iexscan"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _EXSCAN)
+            begin_by_mpi(self._row, _EXSCAN)
             try:
                 return holding(_iexscan(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
@@ -130,7 +130,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Gather`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Igather"](sendbuf, recvbuf):
-            begin_mpis(self._row, _GATHER)
+            begin_by_mpi(self._row, _GATHER)
             try:
                 return holding(_igather(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
             except REFUSALS as error:
@@ -142,7 +142,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Gatherv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Igatherv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _GATHERV)
+            begin_by_mpi(self._row, _GATHERV)
             try:
                 return holding(_igatherv(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
             except REFUSALS as error:
@@ -161,7 +161,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Reduce`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ireduce"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _REDUCE)
+            begin_by_mpi(self._row, _REDUCE)
             try:
                 return holding(_ireduce(self, sendbuf, recvbuf, op, root), (sendbuf, recvbuf, op, root))
             except REFUSALS as error:
@@ -185,7 +185,7 @@ class NonblockingCollectives(MPI.Intracomm):
             and recvcounts is not None
             and self._plain["Ireduce_scatter"](sendbuf, recvbuf, op)
         ):
-            begin_mpis(self._row, _REDUCE_SCATTER)
+            begin_by_mpi(self._row, _REDUCE_SCATTER)
             try:
                 return holding(
                     _ireduce_scatter(self, sendbuf, recvbuf, recvcounts, op), (sendbuf, recvbuf, recvcounts, op)
@@ -201,7 +201,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Reduce_scatter_block`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ireduce_scatter_block"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _REDUCE_SCATTER_BLOCK)
+            begin_by_mpi(self._row, _REDUCE_SCATTER_BLOCK)
             try:
                 return holding(_ireduce_scatter_block(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
@@ -213,7 +213,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Scan`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iscan"](sendbuf, recvbuf, op):
-            begin_mpis(self._row, _SCAN)
+            begin_by_mpi(self._row, _SCAN)
             try:
                 return holding(_iscan(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
@@ -225,7 +225,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Scatter`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iscatter"](sendbuf, recvbuf):
-            begin_mpis(self._row, _SCATTER)
+            begin_by_mpi(self._row, _SCATTER)
             try:
                 return holding(_iscatter(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
             except REFUSALS as error:
@@ -237,7 +237,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Scatterv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iscatterv"](sendbuf, recvbuf):
-            begin_mpis(self._row, _SCATTERV)
+            begin_by_mpi(self._row, _SCATTERV)
             try:
                 return holding(_iscatterv(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
             except REFUSALS as error:

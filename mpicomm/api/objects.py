@@ -1,4 +1,4 @@
-"""The blocking calls of a Communicator on Python objects. They are MPI's, and shown to the doctor."""
+"""The blocking calls of a Communicator on Python objects. MPI carries them out, and the doctor sees them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.activity.layout import by_mpi
-from mpicomm.activity.page import begin_mpis
+from mpicomm.activity.page import begin_by_mpi
 from mpicomm.mpi.shown import sending, sendrecv_object
 
 _allgather = MPI.Intracomm.allgather
@@ -40,58 +40,58 @@ Op = Any
 
 
 class ObjectCalls(MPI.Intracomm):
-    """mpi4py's blocking calls on Python objects, which MPI carries out. `Probes` has those that receive."""
+    """mpi4py's blocking calls on Python objects, which MPI carries out. `Probes` has the calls that receive."""
 
     _row: memoryview
 
     def barrier(self) -> None:
-        """Block until all ranks have called it."""
-        begin_mpis(self._row, _BARRIER)
+        """Block until all ranks have called it. Collective."""
+        begin_by_mpi(self._row, _BARRIER)
         _barrier(self)
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """Bring the root's object to all ranks; see mpi4py."""
-        begin_mpis(self._row, _BCAST)
+        begin_by_mpi(self._row, _BCAST)
         return _bcast(self, obj, root)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Bring the objects of all ranks to the root; see mpi4py."""
-        begin_mpis(self._row, _GATHER)
+        begin_by_mpi(self._row, _GATHER)
         return _gather(self, sendobj, root)
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Bring an object of the root's to each rank; see mpi4py."""
-        begin_mpis(self._row, _SCATTER)
+        """Bring one of the root's objects to each rank; see mpi4py."""
+        begin_by_mpi(self._row, _SCATTER)
         return _scatter(self, sendobj, root)
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """Bring the objects of all ranks to all ranks; see mpi4py."""
-        begin_mpis(self._row, _ALLGATHER)
+        begin_by_mpi(self._row, _ALLGATHER)
         return _allgather(self, sendobj)
 
     def alltoall(self, sendobj: Sequence[Any]) -> list[Any]:
-        """Bring an object of each rank's to each rank; see mpi4py."""
-        begin_mpis(self._row, _ALLTOALL)
+        """Bring one object of each rank to each rank; see mpi4py."""
+        begin_by_mpi(self._row, _ALLTOALL)
         return _alltoall(self, sendobj)
 
     def reduce(self, sendobj: Any, op: Op = MPI.SUM, root: int = 0) -> Any:
         """Reduce the objects of all ranks to the root; see mpi4py."""
-        begin_mpis(self._row, _REDUCE)
+        begin_by_mpi(self._row, _REDUCE)
         return _reduce(self, sendobj, op, root)
 
     def allreduce(self, sendobj: Any, op: Op = MPI.SUM) -> Any:
         """Reduce the objects of all ranks to all ranks; see mpi4py."""
-        begin_mpis(self._row, _ALLREDUCE)
+        begin_by_mpi(self._row, _ALLREDUCE)
         return _allreduce(self, sendobj, op)
 
     def scan(self, sendobj: Any, op: Op = MPI.SUM) -> Any:
         """Reduce the objects of the ranks up to and including this one; see mpi4py."""
-        begin_mpis(self._row, _SCAN)
+        begin_by_mpi(self._row, _SCAN)
         return _scan(self, sendobj, op)
 
     def exscan(self, sendobj: Any, op: Op = MPI.SUM) -> Any:
         """Reduce the objects of the ranks before this one; see mpi4py."""
-        begin_mpis(self._row, _EXSCAN)
+        begin_by_mpi(self._row, _EXSCAN)
         return _exscan(self, sendobj, op)
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
@@ -99,7 +99,7 @@ class ObjectCalls(MPI.Intracomm):
         _send(self, obj, dest, tag)
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Send an object, and return when the receiver has matched it; see mpi4py."""
+        """Send an object; return when the receiver has matched the message; see mpi4py."""
         _ssend(self, obj, dest, tag)
 
     def sendrecv(

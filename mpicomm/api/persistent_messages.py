@@ -29,10 +29,10 @@ _issend = MPI.Intracomm.Issend
 class PersistentMessages(MPI.Intracomm):
     """mpi4py's persistent sends and receives on arrays of the host or of a GPU. Local.
 
-    On host arrays the request is MPI's, but for a receive that a description of a device array may reach. On device
-    arrays each ``Start`` does what the nonblocking call does. ``stream`` orders the copies, as in `PointToPoint`.
+    On host arrays the request is MPI's, except if a receive may get the rendezvous header of a device array. On device
+    arrays each ``Start`` does the work of the nonblocking call. ``stream`` orders the copies, as in `PointToPoint`.
 
-    Raises as the nonblocking calls do.
+    The calls raise the errors of the nonblocking calls.
     """
 
     _messages: Messages
@@ -65,7 +65,7 @@ class PersistentMessages(MPI.Intracomm):
             return _persistent(host_calls.call(_recv_init, self, buf, source, tag, writable=True))
 
         def begin() -> DeferredWork:
-            # Again, because the stream may capture a graph.
+            # The stream may capture a graph at this Start, so each Start reads the buffer again.
             _, end = read_end(messages, "Recv_init", buf, stream, source, receives=True)
             assert end is not None
             return messages.defer_receive(end, messages.posted(source, tag)).work
@@ -100,5 +100,5 @@ class PersistentMessages(MPI.Intracomm):
 
 
 def _persistent(request: MPI.Request) -> MPI.Prequest:
-    assert isinstance(request, MPI.Prequest)  # mpi4py's annotations say less of Ssend_init and its kin
+    assert isinstance(request, MPI.Prequest)  # mpi4py annotates Ssend_init and others less exactly
     return request

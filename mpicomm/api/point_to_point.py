@@ -18,7 +18,7 @@ from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
 
-# MPI's own, found once: `super()` takes a tenth of the time of a small call.
+# These are MPI's own methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _bsend = MPI.Intracomm.Bsend
 _ibsend = MPI.Intracomm.Ibsend
 _irecv = MPI.Intracomm.Irecv
@@ -31,43 +31,46 @@ _rsend = sending(MPI.Intracomm.Rsend)
 _ssend = sending(MPI.Intracomm.Ssend)
 _send = sending(MPI.Intracomm.Send)
 
-_ALGORITHMS = ("auto", "one_shot", "copy_engine")
+_ALGORITHMS = ("auto", "stream", "copy_engine")
 
 
 class PointToPoint(MPI.Intracomm):
     """mpi4py's point-to-point calls on arrays of the host or of a GPU, in any mixture. Local, as in MPI.
 
-    MPI matches all messages, by source and tag. Between GPUs of one node a message of a device array is described: MPI
-    carries a description of it, the sender's GPU copies the data into its outbox, and the receiver's GPU copies it from
-    there. Kernels pack and unpack derived datatypes. Messages are eager, which means that the data goes through pinned
-    host memory and MPI, if they go to another node, if the ranks do not open memory by IPC handles, and if the outbox
-    is full: it takes 1/64 of the GPU's memory at most, and a message leaves it when it is received.
+    MPI matches all messages, by source and tag. Between GPUs of one node a message of a device array is a *rendezvous*.
+    The sender's GPU copies the data into its outbox. MPI carries only a header, and the receiver's GPU copies the data
+    from there. Kernels pack and unpack derived datatypes. All other messages are *eager*: the data goes through pinned
+    host memory and MPI. A message is eager if it goes to another node, if the handle kind is not "ipc", or if the
+    outbox is full. The outbox takes at most 1/64 of the GPU's memory. A message leaves the outbox when it is received.
 
-    ``stream`` orders the copies of device arrays, as for collectives. Without it each buffer has the current stream of
-    the library that it comes from.
+    ``stream`` orders the copies of device arrays, as for collectives. Without ``stream`` each buffer has the current
+    stream of the library that it comes from.
 
-    `Send`, `Bsend` and `Rsend` return when MPI has taken the message, or its description, so they seldom wait for the
+    `Send`, `Bsend` and `Rsend` return when MPI has taken the message or its header, so they seldom wait for the
     receiver. `Ssend` returns when the message is matched. After a send, later work of the stream may overwrite the
-    array. `Recv` and `Sendrecv` return when a message is matched: then the data is there for later work of the stream,
-    and in a host array at once. A request is complete when the host and all streams may use the array.
+    array. `Recv` and `Sendrecv` return when a message is matched. Later work of the stream finds the data in a device
+    array. A host array holds the data at once. A request is complete when the host and all streams may use the array.
 
-    With ``algorithm="one_shot"`` kernels match the messages of `Send`, `Recv` and `Sendrecv`, in stream order, without
-    MPI: those from one rank to another by their order in the streams of the two ranks. Device arrays in a stream that
-    captures a CUDA graph go this way by themselves. Sender and receiver must both go this way. The calls return when
-    they are enqueued. The first one of a communicator sets up 16 MiB of memory for each rank of the node, and is
-    collective over all ranks. The two ranks name each other, the same length, and the same tag; the receiver may name
-    `MPI.ANY_TAG`. `Send` holds up its stream until the receiver has all but the last 16 MiB of the messages to it. So,
-    as with NCCL, the ranks must come to these calls, and to collectives, in orders that go together: two ranks that
-    both send first and then receive should use `Sendrecv`. With "copy_engine" MPI matches, and a capture is refused.
+    **In stream order.** With ``algorithm="stream"`` (alias "one_shot") kernels match the messages of `Send`, `Recv` and
+    `Sendrecv`, without MPI. They match the messages from one rank to another by their order in the streams of the two
+    ranks. Device arrays in a stream that captures a CUDA graph go this way without the argument. Sender and receiver
+    must both go this way. The calls return when they are enqueued. The first such call of a communicator sets up 16 MiB
+    of memory for each rank of the node, and is collective over all ranks.
 
-    Raises `InvalidUsageError` and TypeError for bad arguments, on the ranks that pass them. A receiver raises
-    `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a message that is longer than its buffer. Where a sender dies after
-    its message is matched, the receiver raises `CollectiveTimeoutError` with the sender's rank, in the wait for a
-    request, else in the next call, or ``check()``. Before the match MPI waits. Where two ranks name different lengths
-    or tags to kernels, the next call, or ``check()``, raises `PeerError`.
+    The two ranks name each other, the same length, and the same tag. The receiver may name `MPI.ANY_TAG`. `Send` holds
+    up its stream until the receiver has received all but the last 16 MiB of the messages to it. So the ranks must make
+    these calls, and collectives, in orders that go together, as with NCCL. If two ranks both send first and receive
+    later, let them use `Sendrecv`. With ``algorithm="copy_engine"`` MPI matches the message, and the call raises
+    `InvalidUsageError` in a capture.
 
-    On a communicator of GPUs a description may arrive in a host array, too. So there `Irecv` into a host array returns
-    a generalized request.
+    **Errors.** The calls raise `InvalidUsageError` and TypeError for bad arguments, on the ranks that pass them. A
+    receiver raises `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a message that is longer than its buffer. If a sender
+    dies after its message is matched, the receiver raises `CollectiveTimeoutError` with the sender's rank. The receiver
+    raises it in the wait for a request, in the next call, or in ``check()``. Before the match MPI waits without a
+    limit. If two ranks name different lengths or tags to kernels, the next call or ``check()`` raises `PeerError`.
+
+    On a communicator of GPUs a rendezvous header may also arrive for a host array. So there `Irecv` into a host array
+    returns a generalized request.
     """
 
     _messages: Messages
@@ -77,7 +80,7 @@ class PointToPoint(MPI.Intracomm):
         """Send ``buf``; see mpi4py."""
         if (
             type(buf) is ndarray
-            # The middle condition is the first half of is_host_view, whose call takes longer.
+            # The middle condition repeats the first half of is_host_view, because a call takes longer.
             and ((base := buf.base) is None or (type(base) is ndarray and base.base is None) or is_host_view(buf))
             and stream is None
             and algorithm == "auto"
@@ -86,7 +89,7 @@ class PointToPoint(MPI.Intracomm):
                 return _send(self, buf, dest, tag)
             except host_calls.REFUSALS:  # MPI has no type for the elements
                 return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
-        if algorithm != "auto" and self._is_one_shot("Send", algorithm):
+        if algorithm != "auto" and self._kernels_match("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         buf, sent = read_end(self._messages, "Send", buf, stream, dest)
         if sent is None:
@@ -100,7 +103,7 @@ class PointToPoint(MPI.Intracomm):
         return self._messages.send(_send, sent, dest, tag)
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
-        """Send ``buf``, and return when the receiver has matched it; see mpi4py."""
+        """Send ``buf``; return when the receiver has matched the message; see mpi4py."""
         self._blocking_send("Ssend", _ssend, buf, dest, tag, stream)
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
@@ -125,7 +128,7 @@ class PointToPoint(MPI.Intracomm):
         messages = self._messages
         if (
             type(buf) is ndarray
-            # The middle condition is the first half of is_host_view, whose call takes longer.
+            # The middle condition repeats the first half of is_host_view, because a call takes longer.
             and ((base := buf.base) is None or (type(base) is ndarray and base.base is None) or is_host_view(buf))
             and stream is None
             and algorithm == "auto"
@@ -136,7 +139,7 @@ class PointToPoint(MPI.Intracomm):
                 return recv(self, buf, source, tag, status)
             except host_calls.REFUSALS:
                 return recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
-        if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
+        if algorithm != "auto" and self._kernels_match("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         buf, received = read_end(messages, "Recv", buf, stream, source, receives=True)
         if received is None or received.stream is None:
@@ -175,7 +178,7 @@ class PointToPoint(MPI.Intracomm):
             except host_calls.REFUSALS:
                 sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, dest, recvbuf, source)
                 return sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
-        if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
+        if algorithm != "auto" and self._kernels_match("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
@@ -332,7 +335,7 @@ class PointToPoint(MPI.Intracomm):
             return send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
 
     def _sending(self, operation: str, buf: Any, stream: Any, dest: int) -> tuple[Any, Endpoint | None]:
-        """Return the buffer and the endpoint of a device array; None for host memory, which MPI sends."""
+        """Return the buffer, with the endpoint of a device array, or with None for host memory, which MPI sends."""
         if type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf)):
             return buf, None
         buf, sent = read_end(self._messages, operation, buf, stream, dest)
@@ -340,17 +343,19 @@ class PointToPoint(MPI.Intracomm):
             refuse_stream(operation, stream)
         return buf, sent
 
-    def _is_one_shot(self, operation: str, algorithm: str) -> bool:
-        """Return whether kernels match the message of a call with ``algorithm``; raise where it cannot have that."""
+    def _kernels_match(self, operation: str, algorithm: str) -> bool:
+        """Return whether ``algorithm`` lets kernels match the message. Raise if a call cannot have ``algorithm``."""
+        if algorithm == "one_shot":  # the alias
+            algorithm = "stream"
         if algorithm not in _ALGORITHMS:
             raise InvalidUsageError(f"{operation}: algorithm={algorithm!r}: use one of {', '.join(_ALGORITHMS)}")
         if not self._messages.on_gpu:
             raise _for_device_arrays(operation, algorithm)
-        return algorithm == "one_shot"
+        return algorithm == "stream"
 
 
 def _refuse_options(operation: str, stream: Any, algorithm: str, *buffers: Any) -> None:
-    """Raise for options of device arrays that are given with host arrays; a buffer that is None may be either."""
+    """Raise for options of device arrays that a caller passes with host arrays. A buffer that is None may be either."""
     refuse_stream(operation, stream)
     if algorithm != "auto" and not any(buf is None for buf in buffers):
         raise _for_device_arrays(operation, algorithm)

@@ -1,4 +1,4 @@
-"""The probes of a Communicator, and its receives of Python objects, which look for messages that probes have taken."""
+"""The probes of a Communicator, and its receives of Python objects, which find the messages that probes have taken."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from mpicomm.api.host_staging import HostStaging
 from mpicomm.messages.calls import Messages
 from mpicomm.mpi.shown import probe, receiving, recv_object
 
-_iprobe = MPI.Intracomm.Iprobe  # MPI's own, found once: `super()` takes half of the time of a probe
+_iprobe = MPI.Intracomm.Iprobe  # looked up once, because `super()` takes half of the time of a probe
 _improbe = MPI.Intracomm.improbe
 _mprobe = receiving(HostStaging.Mprobe, 0)
 _mprobe_object = receiving(MPI.Intracomm.mprobe, 0)
 
 
 class Probes(MPI.Intracomm):
-    """mpi4py's probes. Local; `Probe` and `Mprobe` block until a message is there.
+    """mpi4py's probes. Local. `Probe` and `Mprobe` block until a message is there.
 
-    On a communicator of GPUs MPI carries descriptions in place of long messages of GPU arrays. The probes fill statuses
-    with the length of the data all the same, and the message that ``Mprobe`` or ``Improbe`` returns is received into an
-    array of the host or of a GPU. To look into a description a probe takes it from MPI. Only the receives of this
-    communicator find it after that.
+    On a communicator of GPUs MPI carries rendezvous headers in place of long messages of GPU arrays. The probes still
+    fill statuses with the length of the data. An array of the host or of a GPU receives the message that ``Mprobe`` or
+    ``Improbe`` returns. A probe takes a header from MPI to read it. After that only the receives of this communicator
+    find the message.
     """
 
     _messages: Messages

@@ -1,4 +1,4 @@
-"""``reorder=True`` of communicators with a topology: neighbours get GPUs that are linked well."""
+"""The option ``reorder=True`` of communicators with a topology: neighbours get GPUs with fast links."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Weights = list[int] | None
 Lists = tuple[list[int], list[int], Weights, Weights]
 """The sources and destinations of one rank of a graph, and the weights of both."""
 Parts = tuple[list[int], list[int], list[int], Weights]
-"""Edges that one rank passes: their sources, the number of edges of each source, their destinations, their weights."""
+"""The edges that one rank passes: the sources, the number of edges of each source, the destinations, the weights."""
 
 
 @contextmanager
 def linked_well(
     comm: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
 ) -> Iterator[tuple[MPI.Intracomm, bool]]:
-    """Give a communicator of the same ranks for MPI to add a topology to, and ``reorder`` for MPI.
+    """Give MPI's call a communicator of the same ranks, and its argument ``reorder``. Collective, blocking.
 
-    Collective, blocking; ``what`` is the call. ``edges`` returns those of the topology, the same on all ranks. MPI
-    decides on the order where `costs_between` returns None.
+    ``what`` is the call. ``edges`` returns the edges of the topology, the same on all ranks. MPI decides on the order
+    if `costs_between` returns None.
     """
     costs = costs_between(comm, session, what) if reorder else None
     if costs is None:
@@ -47,10 +47,10 @@ def linked_well(
 
 
 def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list[float]] | None:
-    """Return the costs from each rank to each; None where the links are not known. Collective, blocking.
+    """Return the costs from each rank to each rank, or None if the links are not known. Collective, blocking.
 
-    None, too, where ranks share a GPU: there is no speed to gain, and programs exist that ask for another order and do
-    not expect to get one.
+    It also returns None if ranks share a GPU. There another order gains no speed, and some programs ask for another
+    order but do not expect to get it.
     """
     placement = session.placement
     if len(placement.nodes) > 1 or not isinstance(placement.here.device, int):
@@ -61,7 +61,7 @@ def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list
 
 
 def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, size: int) -> Edges:
-    """Return the edges between neighbours of a grid; none for a grid that MPI will refuse."""
+    """Return the edges between neighbours of a grid. A grid that MPI will refuse has none."""
     periodic = [bool(periods)] * len(dims) if periods is None or isinstance(periods, (bool, int)) else periods
     if min(dims, default=1) < 1 or math.prod(dims) > size or len(periodic) != len(dims):
         return {}
@@ -75,15 +75,15 @@ def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, si
 
 
 def edges_of_graph(index: Sequence[int], edges: Sequence[int]) -> Edges:
-    """Return the edges of a graph whose rank r has the neighbours up to ``edges[index[r]]``."""
+    """Return the edges of a graph. Rank r has the neighbours up to ``edges[index[r]]``."""
     spans = enumerate(itertools.pairwise(starts_of_graph(index, edges)))
     return Counter((rank, peer) for rank, (start, stop) in spans for peer in edges[start:stop])
 
 
 def starts_of_graph(index: Sequence[int], edges: Sequence[int]) -> list[int]:
-    """Return where the neighbours of each rank begin in ``edges``, and where those of the last rank end.
+    """Return where the neighbours of each rank begin in ``edges``, and where the neighbours of the last rank end.
 
-    mpi4py also takes an index that begins with a 0 for no rank.
+    mpi4py also takes an index with a leading 0, which stands for no rank.
     """
     return [*index] if len(index) and index[0] == 0 and index[-1] == len(edges) else [0, *index]
 
@@ -108,7 +108,7 @@ def edges_of_parts(parts: Sequence[Parts]) -> Edges:
 
 
 def listed(weights: Any) -> Weights:
-    """Return weights as all ranks understand them, because the values of MPI's constants differ between processes."""
+    """Return weights without MPI's constants, because their values differ between processes."""
     if weights is None or (isinstance(weights, int) and weights == MPI.UNWEIGHTED):
         return None
     return [] if isinstance(weights, int) else list(weights)

@@ -1,4 +1,4 @@
-"""The methods of mpi4py that `install` replaces: they do not know Communicators, nor device arrays."""
+"""The methods of mpi4py that `install` replaces, because they know neither Communicators nor device arrays."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LOCAL = (
     (MPI.Op, "Reduce_local"),
     *((MPI.Datatype, name) for name in ("Pack", "Unpack", "Pack_external", "Unpack_external")),
 )
-"""Methods that read and write buffers here and now, so that host copies can stand for them."""
+"""Methods that use buffers only during the call, so that host copies can stand for the buffers."""
 _attached: list[Any] = []
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is replaced: the module or the class, the name, and the replacement."""
+    """Yield each replacement: the module or the class, the name, and the new method."""
     yield MPI, "Attach_buffer", _attach_buffer
     yield MPI, "Detach_buffer", _detach_buffer
     yield MPI.Message, "Probe", classmethod(_matched_probe("Mprobe", MPI.Message.Probe))
@@ -86,7 +86,7 @@ def _create_intercomm(self: MPI.Intracomm, *arguments: Any, **keywords: Any) -> 
 
 
 def _on_copies(owner: type, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method``, which also takes device arrays: the method itself gets host copies of them."""
+    """Return ``method`` in a form that also takes device arrays. The method itself gets host copies of them."""
     signature, buffers = inspect.signature(method), _buffers_of(method)
 
     @functools.wraps(method)
@@ -94,7 +94,7 @@ def _on_copies(owner: type, method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             given = signature.bind(self, *arguments, **keywords).arguments
         except TypeError:
-            return method(self, *arguments, **keywords)  # which says why
+            return method(self, *arguments, **keywords)  # which raises mpi4py's error
         if not any(is_on_device(given[name]) for name in buffers):
             return method(self, *arguments, **keywords)
 
@@ -128,7 +128,7 @@ def _guarded(method: Callable[..., Any], name: str, buffers: Sequence[str]) -> C
         try:
             given = signature.bind_partial(*arguments, **keywords).arguments
         except TypeError:
-            return method(*arguments, **keywords)  # which says why
+            return method(*arguments, **keywords)  # which raises mpi4py's error
         for buffer in buffers:
             if is_on_device(given.get(buffer)):
                 raise InvalidUsageError(

@@ -1,7 +1,7 @@
-"""The checks of the arguments of which a communicator with a graph is made.
+"""The checks of the arguments that describe a graph to a call that makes a communicator.
 
-MPI ends the program, reads other memory or waits for ever where they are wrong. The functions are *collective*, and
-raise `InvalidUsageError` on every rank alike.
+If the arguments are wrong, MPI ends the program, reads other memory or waits for ever. The functions are *collective*,
+and raise `InvalidUsageError` on every rank alike.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _TAKES_NULL = "Open MPI" not in MPI.Get_library_version()
 
 
 def require_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> None:
-    """Raise where ``index`` and ``edges`` are no graph of ranks of ``comm``."""
+    """Raise if ``index`` and ``edges`` are no graph of ranks of ``comm``."""
 
     def check() -> None:
         ends, peers = _integers("index", index), _integers("edges", edges)
         starts = starts_of_graph(ends, peers)
         nodes = len(starts) - 1
         if nodes > comm.size:
-            raise InvalidUsageError(f"index has {nodes} ranks where the communicator has {comm.size}: pass up to these")
+            raise InvalidUsageError(f"index has {nodes} ranks, but the communicator has {comm.size}: pass up to these")
         for start, end in itertools.pairwise(starts):
             if end < start:
                 raise InvalidUsageError(
                     f"index={ends!r} goes down to {end}: pass the sums of the numbers of neighbours"
                 )
         if starts[-1] > len(peers):
-            raise InvalidUsageError(f"edges has {len(peers)} items where index says {starts[-1]}: pass all of them")
+            raise InvalidUsageError(f"edges has {len(peers)} items, but index says {starts[-1]}: pass all of them")
         _require_ranks("edges", peers, nodes)
 
     _raise_together(comm, "Create_graph", _fault(comm, check))
 
 
 def require_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: Any, weights: Any) -> None:
-    """Raise where the lists of a rank are no edges between ranks of ``comm``."""
+    """Raise if the lists of a rank are no edges between ranks of ``comm``."""
 
     def check() -> None:
         starts = _integers("sources", sources)
@@ -61,7 +61,7 @@ def require_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations:
 def require_matching(
     comm: MPI.Intracomm, sources: Any, destinations: Any, sourceweights: Any, destweights: Any
 ) -> None:
-    """Raise where a list of neighbours has no ranks of ``comm``, or where the lists of two ranks do not match."""
+    """Raise if a neighbour is no rank of ``comm``, or if the lists of two ranks do not match."""
     size, rank = comm.size, comm.rank
     sent, named, expected = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
 
@@ -89,7 +89,7 @@ def require_matching(
 
 
 def _fault(comm: MPI.Intracomm, check: Callable[[], None]) -> str:
-    """Return what ``check`` finds on this rank, "" for nothing. Local."""
+    """Return the fault that ``check`` finds on this rank, or "". Local."""
     try:
         check()
     except (InvalidUsageError, TypeError) as error:
@@ -98,7 +98,7 @@ def _fault(comm: MPI.Intracomm, check: Callable[[], None]) -> str:
 
 
 def _raise_together(comm: MPI.Intracomm, what: str, *faults: str) -> None:
-    """Raise the first fault that a rank has found, on all ranks; faults of the first kind come first. Collective."""
+    """Raise the first fault that a rank has found, on all ranks. Faults of the first kind come first. Collective."""
     for said in zip(*comm.allgather(faults), strict=True):
         for rank, fault in enumerate(said):
             if fault:

@@ -1,4 +1,4 @@
-"""Messages to and from ``MPI.PROC_NULL``, whose buffers MPI ignores, whatever they are."""
+"""Messages to and from ``MPI.PROC_NULL``: MPI ignores their buffers, also objects that are no buffers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def read_end(
     other: int = _NOBODY,
     beside: Endpoint | None = None,
 ) -> tuple[Any, Endpoint | None]:
-    """Read a buffer of a call; return the buffer and its endpoint, None for host memory. Local.
+    """Read a buffer of a call. Return the buffer with its endpoint, or with None for host memory. Local.
 
-    Where the peers are nobody, an object that is no buffer is None, which stands for no memory. ``beside`` is the other
-    buffer of the call. Raises as `Messages.sending` and `Messages.receiving`.
+    If all peers are MPI.PROC_NULL, an object that is no buffer becomes None, which stands for no memory. ``beside`` is
+    the other buffer of the call. Raises the errors of `Messages.sending` and `Messages.receiving`.
     """
     made = messages.memory.made
     plain = None if made is None else read_plain(operation, buf, stream, made.device, beside)

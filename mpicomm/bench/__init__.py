@@ -1,1 +1,1 @@
-"""``python -m mpicomm.bench``: times the collectives, checks what they return, and compares with other libraries."""
+"""``python -m mpicomm.bench``: times the collectives, checks their results, and compares with other libraries."""

@@ -98,7 +98,7 @@ def finish(
     results: Results,
     beside: list[Slowdown],
 ) -> int:
-    """Print the summary, write the files, close everything; return the exit status. Collective."""
+    """Print the summary, write the files, close everything. Return the exit status. Collective."""
     wrong = sum(count for name, count in results.wrong().items() if name in (OWN, ORDINARY))
     peers = {contender.name: contender.peer.version for contender in contenders.present if not contender.own}
     command_line.show(*(f"# {line}" for line in results.footer()), *(f"# {slowdown}" for slowdown in beside))

@@ -1,4 +1,4 @@
-"""How much slower a matrix product is while a collective runs on another stream of the same GPU."""
+"""The slowdown of a matrix product while a collective runs on another stream of the same GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mpicomm.bench.operations import Case
 _EDGE = 8192
 _PRODUCTS = 20
 _LAUNCH = 10  # calls of the collective in one graph
-_SPAN = 3  # the collective runs so many times as long as the products alone, which are slower beside it
+_SPAN = 3  # the collective runs this many times as long as the products without it, because it slows the products down
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """The time of a product, alone and beside the collective of a contender, on the slowest rank."""
+    """The time of a product, without and with the collective of a contender, on the slowest rank."""
 
     name: str
     nbytes: int
@@ -47,7 +47,7 @@ class Slowdown:
 
 
 def slowdowns(comm: Communicator, machine: Machine, contenders: Contenders, case: Case) -> list[Slowdown]:
-    """Time the product alone, and beside each contender's collective. Collective."""
+    """Time the product without a collective, and during each contender's collective. Collective."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -117,7 +117,7 @@ def _fastest(comm: Communicator, machine: Machine, contender: Contender, case: C
 
 
 def product(stream: Any, ordinal: int | str) -> Call:
-    """Return a matrix product on a GPU's ``stream``: of bfloat16 by PyTorch if installed, else of float16 by CuPy."""
+    """Return a product on a GPU's ``stream``: of bfloat16 by PyTorch if it is installed, else of float16 by CuPy."""
     if importlib.util.find_spec("torch"):
         import torch
 

@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class PeerFailureError(Exception):
-    """A peer failed on some rank; raised on all ranks."""
+    """The error of a peer that failed on some rank. All ranks raise it."""
 
 
 def together(comm: Communicator, step: Callable[[], T]) -> T:
-    """Take a step on all ranks; raises `PeerFailureError` on all ranks if it fails on one. Collective.
+    """Take a step on all ranks. If it fails on one rank, raise `PeerFailureError` on all ranks. Collective.
 
     This does not help ranks that wait, within the step, for a rank on which the step fails.
     """
@@ -35,7 +35,7 @@ def together(comm: Communicator, step: Callable[[], T]) -> T:
         result, failure = step(), None
     except UnsupportedError as error:
         failure = str(error)
-    except Exception as error:  # whatever another library raises
+    except Exception as error:  # another library may raise any class
         failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
     failures = comm.allgather(failure)
     rank = next((rank for rank, text in enumerate(failures) if text is not None), None)
@@ -57,7 +57,7 @@ class Contender:
 
     @property
     def own(self) -> bool:
-        """Whether it is mpicomm, whose failures end the run."""
+        """Whether it is mpicomm. Failures of mpicomm end the run."""
         return self.name in (OWN, ORDINARY)
 
     def buffers(self, case: Case, shift: int = 0) -> CaseBuffers:
@@ -67,7 +67,7 @@ class Contender:
 
 
 class Contenders:
-    """All contenders, mpicomm first; ``absent`` says why a peer is missing."""
+    """All contenders, mpicomm first. ``absent`` has the reason for each missing peer."""
 
     def __init__(self, comm: Communicator, machine: Machine, nbytes: int) -> None:
         self._comm = comm
@@ -77,7 +77,7 @@ class Contenders:
         self.absent: dict[str, str] = {}
 
     def open_own(self, kinds: Sequence[str], algorithm: str) -> None:
-        """Add mpicomm on symmetric arrays, on ordinary ones, or on both. Collective."""
+        """Add mpicomm on symmetric arrays, on ordinary arrays, or on both. Collective."""
         for kind in kinds:
             name = ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN
             peer = Mpicomm(self._comm, self._machine, symmetric=kind == "symmetric", algorithm=algorithm)
@@ -105,7 +105,7 @@ class Contenders:
         if self._machine.stream is None and name != "mpi":
             raise UnsupportedError("it is for arrays on GPUs")
         module = module_of(name)
-        # All ranks check before any of them waits for another rank.
+        # All ranks check before one of them waits for another rank.
         reasons = self._comm.allgather(module.missing())
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is not None:
@@ -116,13 +116,13 @@ class Contenders:
         first, second = peer.allocate(self._nbytes), peer.allocate(self._nbytes)
         with self._machine.current():
             for array in (first, second):
-                array.fill(0)  # because calls that vary read what no case has written, which may be slow numbers
+                array.fill(0)  # because calls that vary read bytes that no case has written, perhaps slow numbers
         self._machine.finish()
         return Contender(name, peer, first, second)
 
 
 def known_peers(text: str) -> list[str]:
-    """Split a list of peers from the command line; raises ValueError for an unknown peer."""
+    """Split a list of peers from the command line. Raises ValueError for an unknown peer."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in PEERS:

@@ -1,8 +1,8 @@
 """The content of the buffers: random data, which every rank can make for every other rank, and the expected results.
 
 The data of a rank repeats after a prime number of elements, far from every power of two. So blocks, chunks and shards
-in a wrong place do not match. NumPy computes one period of the result in rank order. Every element of an array of any
-size is compared with that period, on the device of the array.
+in a wrong place do not match. NumPy computes one period of the result in rank order. The check compares every element
+of an array of any size with that period, on the device of the array.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpicomm.bench.operations import Case, CaseBuffers
 
 _PERIOD = 1_000_003
 _POISON = 0xA5
-_SAMPLE = 4096  # elements to compare at each end of a block, if a result need not be exact
+_SAMPLE = 4096  # the elements to compare at each end of a block, if a result need not be exact
 _EPSILON = {1: 2.0**-2, 2: 2.0**-7, 4: 2.0**-22, 8: 2.0**-51}  # the coarsest float type of each size, one bit spared
 
 _UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
@@ -27,7 +27,7 @@ OPS = tuple(_UFUNCS)
 
 @dataclass(frozen=True)
 class ExpectedPart:
-    """A part of an output: ``count`` elements from ``start`` on equal those of a period from ``offset`` on."""
+    """A part of an output: ``count`` elements from ``start`` on equal elements of a period from ``offset`` on."""
 
     start: int
     count: int
@@ -36,7 +36,7 @@ class ExpectedPart:
 
 
 REDUCED = -1
-"""The number of the reduction's period; the period of a rank's data has the number of the rank."""
+"""The number of the reduction's period. The period of a rank's data has the number of the rank."""
 
 
 class Content:
@@ -49,13 +49,13 @@ class Content:
         self._word = np.dtype(f"uint{8 * dtype.itemsize}")
         data = [random_data(dtype, min(longest, _PERIOD), rank) for rank in range(size)]
         if reduces:
-            data.append(reduce_in_order(op, data))  # at the end, where REDUCED finds it
+            data.append(reduce_in_order(op, data))  # at the end, because REDUCED is -1
         self._host = data
         self._periods = [xp.asarray(period.view(self._word)) for period in data]
 
     @staticmethod
     def poison(array: Any) -> None:
-        """Fill bytes with what no data has."""
+        """Fill bytes with values that no data has."""
         array.fill(_POISON)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> None:
@@ -68,10 +68,10 @@ class Content:
                 words[start:stop] = data
 
     def count_wrong(self, case: Case, buffers: CaseBuffers, *, exact: bool) -> int:
-        """Return how many of the elements that a case received are wrong.
+        """Return the number of wrong elements that a case received.
 
-        All elements are compared, bit by bit. With ``exact=False`` only the ends of each block are, with a tolerance
-        for another order of additions.
+        It compares all elements, bit by bit. With ``exact=False`` it compares only the ends of each block, with a
+        tolerance for another order of additions.
         """
         pieces = expected(case)
         if buffers.receive is None or not pieces:
@@ -123,7 +123,7 @@ def random_data(dtype: np.dtype[Any], count: int, rank: int) -> npt.NDArray[Any]
 
 
 def reduce_in_order(op: str, data: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return the reduction in rank order; floats below 32 bits are accumulated in float32 and rounded once."""
+    """Return the reduction in rank order. Floats below 32 bits are accumulated in float32 and rounded once."""
     dtype = data[0].dtype
     wide = np.dtype(np.float32) if dtype.itemsize < 4 and dtype.kind not in "iu" else dtype
     with np.errstate(over="ignore"):
@@ -136,7 +136,7 @@ def reduce_in_order(op: str, data: Sequence[npt.NDArray[Any]]) -> npt.NDArray[An
 
 
 def expected(case: Case) -> list[ExpectedPart]:
-    """Return the pieces of the output of a case on this rank."""
+    """Return the parts of the output of a case on this rank."""
     rank, block = case.rank, case.block
     if case.operation.reduces:
         offset = rank * block if case.operation.sends_blocks else 0

@@ -1,4 +1,4 @@
-"""The processor of the arrays, host or GPU, and how calls are timed on it. All times are in seconds."""
+"""The processor of the arrays, host or GPU, and the timing of calls on it. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class CallTimes:
-    """How long a call took, and how long it held the caller; the second is None for calls of a graph."""
+    """The time of a call, and the time for which it held the caller. The second is None for calls of a graph."""
 
     complete: float
     issue: float | None = None
@@ -37,17 +37,17 @@ class Machine(Protocol):
         """Wait for all work that was enqueued."""
 
     def capture(self, call: Call, count: int) -> Any:
-        """Return a graph of ``count`` calls, None on a processor without graphs."""
+        """Return a graph of ``count`` calls, or None on a processor without graphs."""
 
     def launch(self, graph: Any) -> None:
         """Enqueue a graph that `capture` returned."""
 
     def time_graph(self, graph: Any) -> CallTimes:
-        """Time one launch of a graph that `capture` returned; return the share of one call."""
+        """Time one launch of a graph that `capture` returned. Return the share of one call."""
 
 
 def time_calls(machine: Machine, call: Call, count: int) -> CallTimes:
-    """Time ``count`` calls, each of which the host issues; return the share of one call."""
+    """Time ``count`` calls that the host issues one by one. Return the share of one call."""
     start = time.perf_counter()
     for _ in range(count):
         call()
@@ -64,7 +64,7 @@ class HostMachine:
     stream = None
 
     def current(self) -> AbstractContextManager[object]:
-        """Nothing to do."""
+        """Return an empty context, because the host has no streams."""
         return nullcontext()
 
     def empty(self, nbytes: int) -> Any:
@@ -72,22 +72,22 @@ class HostMachine:
         return np.empty(nbytes, np.uint8)
 
     def finish(self) -> None:
-        """Nothing to do."""
+        """Do nothing, because calls on the host block."""
 
     def capture(self, call: Call, count: int) -> Any:
-        """There are no graphs."""
+        """Return None, because the host has no graphs."""
         return None
 
     def launch(self, graph: Any) -> None:
-        """There are no graphs."""
+        """Do nothing, because the host has no graphs."""
 
     def time_graph(self, graph: Any) -> CallTimes:
-        """There are no graphs."""
+        """Raise NotImplementedError, because the host has no graphs."""
         raise NotImplementedError
 
 
 class GpuMachine:
-    """A GPU: calls go to one stream, which waits for no other, and CUDA events time them."""
+    """A GPU: calls go to one stream, which waits for no other stream, and CUDA events time them."""
 
     def __init__(self) -> None:
         import cupy
@@ -97,7 +97,7 @@ class GpuMachine:
         self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
 
     def current(self) -> AbstractContextManager[object]:
-        """Make the stream CuPy's current one."""
+        """Make the stream CuPy's current stream."""
         context: AbstractContextManager[object] = self.stream
         return context
 
@@ -110,13 +110,13 @@ class GpuMachine:
         self.stream.synchronize()
 
     def capture(self, call: Call, count: int) -> Any:
-        """Capture the calls into a CUDA graph, which remembers how many they are."""
+        """Capture the calls into a CUDA graph. Return it with their number."""
         self.stream.begin_capture()
         try:
             for _ in range(count):
                 call()
         except BaseException:
-            # A stream that is left capturing is of no use. Its own error adds nothing to the one that is raised.
+            # A stream that still captures is of no use. The error of `end_capture` adds nothing to the raised error.
             with suppress(RuntimeError):
                 self.stream.end_capture()
             raise

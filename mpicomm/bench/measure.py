@@ -1,6 +1,6 @@
 """Measures a case on all contenders: checks the result of each, then times them in turns, round by round.
 
-Where calls vary, a contender has a list of variations of the case, and makes the next one in each call.
+If calls vary, a contender has a list of variations of the case, and makes the next one in each call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpicomm.bench.operations import BARRIER, Case, CaseBuffers
 from mpicomm.bench.variation import ROOM_NBYTES, draw
 
 T = TypeVar("T")
-_CHECKED = 8  # variations in each check, because a call may go wrong only after one of another size
+_CHECKED = 8  # variations in each check, because a call may go wrong only after a call of another size
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Outcome:
 
     time_us: float
     issue_us: float | None
-    """How long a call held the caller; None for calls of a graph."""
+    """The time for which a call held the caller; None for calls of a graph."""
     wrong: int | None
-    """Wrong elements on all ranks; None where nothing was checked."""
+    """The wrong elements on all ranks; None without a check."""
     eager: str
-    """Why calls were issued one by one although graphs were asked for; empty otherwise."""
+    """Why calls were issued one by one although the user asked for graphs; else empty."""
     way: str
     """The name of the way, if the library has several."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How often a contender runs each case."""
+    """The number of times that a contender runs each case."""
 
     iterations: int
     warmups: int
@@ -51,12 +51,12 @@ class Effort:
 
     @property
     def checked_calls(self) -> int:
-        """How many calls of a contender are checked."""
+        """The number of checked calls of a contender."""
         return self.checks * (_CHECKED if self.vary else 1)
 
     @property
     def calls(self) -> int:
-        """How many calls a contender makes in all."""
+        """The number of all calls of a contender."""
         return self.checked_calls + self.warmups + self.iterations * self.rounds
 
 
@@ -70,15 +70,15 @@ class _Scene:
 
 @dataclass
 class _Runner:
-    """A way of a contender to carry the case out, ready to be timed."""
+    """A way of a contender to carry the case out, ready for timing."""
 
     contender: Contender
     way: str
     calls: list[Call]
-    """One for each scene."""
+    """One call for each scene."""
     scenes: list[_Scene]
     call: Call
-    """The call that is timed; where calls vary, each time the next one."""
+    """The timed call. If calls vary, it makes the next call each time."""
     wrong: int | None = None
     graph: Any = None
     eager: str = ""
@@ -86,7 +86,7 @@ class _Runner:
 
 
 class Measuring:
-    """Measures cases; all methods are collective."""
+    """Measures cases. All methods are collective."""
 
     def __init__(
         self, comm: Communicator, machine: Machine, content: Content, contenders: Contenders, effort: Effort
@@ -98,7 +98,7 @@ class Measuring:
         self._effort = effort
 
     def run(self, case: Case) -> tuple[dict[str, Outcome], dict[str, str]]:
-        """Measure a case; return the outcomes by contender, and the reasons of contenders without one."""
+        """Measure a case. Return the outcomes by contender, and the reasons of contenders without one."""
         runners: list[_Runner] = []
         silent: dict[str, str] = {}
 
@@ -135,7 +135,7 @@ class Measuring:
         return runners
 
     def _step(self, contender: Contender, step: Callable[[], T]) -> T:
-        """Take a step on all ranks, which then wait for each other. A failure of mpicomm itself ends the run."""
+        """Take a step on all ranks, and let them wait for each other. A failure of mpicomm itself ends the run."""
         if not contender.own:
             return together(self._comm, step)
         result = step()
@@ -157,7 +157,7 @@ class Measuring:
 
     def _check(self, runner: _Runner, scene: _Scene, call: Call) -> None:
         def write() -> None:
-            if self._effort.vary:  # a call that reads where the last one read must not find the same data
+            if self._effort.vary:  # a call that reads at the last call's addresses must not find the same data
                 with self._machine.current():
                     self._content.poison(runner.contender.first[: scene.case.nbytes + ROOM_NBYTES])
             self._write(scene)
@@ -193,7 +193,7 @@ class Measuring:
 
     def _time(self, runner: _Runner, case: Case) -> None:
         if case.operation.reduces:
-            # Fresh data, because sums in place grow with every call, and PyTorch's two-shot changes its input.
+            # The data is fresh, because sums in place grow with every call, and PyTorch's two-shot changes its input.
             self._step(runner.contender, lambda: self._write(_Scene(case, runner.contender.buffers(case))))
 
         def timed() -> CallTimes:
@@ -217,7 +217,7 @@ class Measuring:
             name = runner.contender.name
             if name in outcomes:
                 best = min(outcomes[name], outcome, key=lambda one: one.time_us)
-                # Wrong elements of any way count, whichever way is shown.
+                # The wrong elements of every way count, even if the table shows another way.
                 wrongs = [one.wrong for one in (outcomes[name], outcome) if one.wrong is not None]
                 outcome = Outcome(best.time_us, best.issue_us, max(wrongs, default=None), best.eager, best.way)
             outcomes[name] = outcome
@@ -225,7 +225,7 @@ class Measuring:
 
 
 def _in_turn(calls: Sequence[Call], start: int) -> Call:
-    """Return a call that makes the next one of ``calls`` each time; the first time number ``start``."""
+    """Return a call that makes the next call of ``calls`` each time, and begins with number ``start``."""
     if len(calls) == 1:
         return calls[0]
     turns = islice(cycle(calls), start, None)

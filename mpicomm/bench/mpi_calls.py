@@ -1,4 +1,4 @@
-"""The cases as calls of mpi4py's methods, which mpicomm has, too."""
+"""The cases as calls of methods that mpi4py and mpicomm both have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mpi_call(comm: MPI.Intracomm, case: Case, buffers: CaseBuffers, options: dic
     if collective is not None:
         return partial(getattr(comm, collective.name), *_arguments(collective, case, buffers), **options)
     if case.operation is SENDRECV:
-        # As bytes, because MPI carries messages of host arrays and does not know all types.
+        # The buffers go as bytes, because MPI carries messages of host arrays and does not know all types.
         to, source = case.following, case.previous
         return partial(comm.Sendrecv, buffers.send, to, recvbuf=buffers.receive, source=source, **options)
     return partial(comm.Barrier, **options)
@@ -43,7 +43,7 @@ def _arguments(collective: Collective, case: Case, buffers: CaseBuffers) -> list
 def _buffer(array: Any, case: Case, shape: Shape, layout: Callable[[], tuple[list[int], list[int]]]) -> Any:
     """Return bytes as a buffer of elements. A type that is not NumPy's own gives a buffer with the name of the type.
 
-    This buffer has no count, because a count would be that of one block where there is a block for each rank.
+    This buffer has no count, because in a buffer with a block for each rank a count is the count of one block.
     """
     if array is None:
         return None

@@ -1,7 +1,7 @@
-"""The operations that the bench measures: rows of the table of collectives, and nccl-tests' facts about each.
+"""The operations that the bench measures: rows of the table of collectives, with nccl-tests' facts about each.
 
-A *case* is one line of the bench's output, in place or out of place. Its size is that of the largest buffer of a rank:
-one block for each rank, except in reductions and the broadcast.
+A *case* is one line of the bench's output, in place or out of place. Its size is the size of the largest buffer of a
+rank: one block for each rank, except in reductions and the broadcast.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ class BenchOperation:
     """A collective, or one of the two calls that the table of collectives does not have."""
 
     name: str
-    """Its name on the command line, which is that of nccl-tests."""
+    """Its name on the command line, the same as in nccl-tests."""
     collective: Collective | None
     """Its row in the table; None for `SENDRECV` and `BARRIER`."""
     bus_factor: Callable[[int], float]
-    """Bus bandwidth divided by algorithm bandwidth, by the number of ranks: bus bandwidth compares with a link's."""
+    """Bus bandwidth divided by algorithm bandwidth, by the number of ranks.
+
+    Bus bandwidth is comparable to the bandwidth of a link.
+    """
     places: tuple[str, ...] = (OUT_OF_PLACE, IN_PLACE)
 
     @property
@@ -50,7 +53,7 @@ class BenchOperation:
 
     @property
     def rooted(self) -> str:
-        """`Collective.rooted`: which buffer only the root has, if any."""
+        """The buffer that only the root has, as `Collective.rooted` says, or ""."""
         return self.collective.rooted if self.collective else ""
 
     @property
@@ -65,7 +68,7 @@ class BenchOperation:
 
 
 SENDRECV = BenchOperation("sendrecv", None, _all_of_it, (OUT_OF_PLACE,))
-"""Every rank sends to the next rank, and receives from the previous one."""
+"""Every rank sends to the next rank, and receives from the previous rank."""
 BARRIER = BenchOperation("barrier", None, _all_of_it, (OUT_OF_PLACE,))
 
 OPERATIONS = {
@@ -100,7 +103,7 @@ class Case:
     rank: int
     size: int
     share: float = 1.0
-    """The mean size of the calls, divided by that of the case: below 1 where calls vary."""
+    """The mean size of the calls, divided by the size of the case. It is below 1 if calls vary."""
 
     @property
     def name(self) -> str:
@@ -113,14 +116,14 @@ class Case:
 
     @property
     def count(self) -> int:
-        """The elements of the largest buffer of a rank; 0 for a barrier, whatever data a library moves for it."""
+        """The elements of the largest buffer of a rank; 0 for a barrier, even if a library moves data for it."""
         if self.operation is BARRIER:
             return 0
         return self.block * _blocks(self.operation, self.size)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the largest buffer of a rank: the size from which bandwidths are computed."""
+        """The bytes of the largest buffer of a rank. Bandwidths use this size."""
         return self.count * self.dtype.itemsize
 
     @property
@@ -140,7 +143,10 @@ class Case:
 
     @property
     def shares_buffer(self) -> bool:
-        """Whether input and output of this rank are in one buffer; in place with a root, only the root's are."""
+        """Whether one buffer holds input and output of this rank.
+
+        In a rooted call in place only the root has such a buffer.
+        """
         return self.in_place and (self.at_root or not self.operation.rooted)
 
     @property
@@ -155,7 +161,7 @@ class Case:
 
     @property
     def sources(self) -> list[int]:
-        """The ranks whose data this rank receives, in the order in which that lies in the output."""
+        """The ranks that send data to this rank, in the order of their data in the output."""
         if self.operation is BARRIER or not self.has_output:
             return []
         if self.operation is SENDRECV:
@@ -165,7 +171,7 @@ class Case:
     def sent(self) -> tuple[list[int], list[int]]:
         """Return counts and displacements of this rank's data for each rank, in elements.
 
-        The blocks of a vector operation are uneven, and are as many elements together as even ones.
+        The blocks of a vector operation are uneven. Together they have as many elements as even blocks.
         """
         collective, everybody = self.operation.collective, range(self.size)
         if collective is None or collective.send == "one":
@@ -191,12 +197,15 @@ class Case:
         return self.share * self.nbytes / time_us * 1e-3
 
     def busbw_gb_s(self, time_us: float) -> float:
-        """Return the bytes that each link has to carry, divided by the time, in GB/s."""
+        """Return the bytes that each link must carry, divided by the time, in GB/s."""
         return self.algbw_gb_s(time_us) * self.operation.bus_factor(self.size)
 
 
 def blocks_of(operation: BenchOperation, sizes: Iterable[int], dtype: np.dtype[Any], ranks: int) -> list[int]:
-    """Return the elements of a block at each size of the largest buffer, without repetition; at least one each."""
+    """Return the elements of a block at each size of the largest buffer, without repetition.
+
+    A block has at least one.
+    """
     if operation is BARRIER:
         return [1]
     block_nbytes = dtype.itemsize * _blocks(operation, ranks)
@@ -210,9 +219,9 @@ def _blocks(operation: BenchOperation, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class CaseBuffers:
-    """Input and output of a case, as bytes; None where this rank has none.
+    """Input and output of a case, as bytes; None if this rank has none.
 
-    In place, one is part of the other. Where both are the same bytes, both are the same object.
+    In place, one is part of the other. If both have the same bytes, both are the same object.
     """
 
     send: Any
@@ -220,10 +229,10 @@ class CaseBuffers:
 
 
 def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> CaseBuffers:
-    """Return the buffers of a case in two arrays of bytes; in place, in the first array alone.
+    """Return the buffers of a case in two arrays of bytes. In place, both lie in the first array.
 
-    ``result_at_front``: whether an in-place reduce-scatter leaves its block at the front of the buffer, as MPI does, or
-    at its place among the blocks, as NCCL does.
+    With ``result_at_front`` an in-place reduce-scatter leaves its block at the front of the buffer, as MPI does.
+    Otherwise it leaves the block at its place among the blocks, as NCCL does.
     """
     operation = case.operation
     block, whole = case.block * case.dtype.itemsize, case.nbytes

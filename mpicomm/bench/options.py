@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.bench",
-        description="Time a collective, check what it returns, and compare with other libraries. Options are those of "
+        description="Time a collective, check its results, and compare with other libraries. Options are as in "
         "nccl-tests; on GPUs -n calls make a CUDA graph, which is timed -G times (-G 0 or --eager: call by call).",
     )
     count = arguments.count_from
@@ -67,20 +67,20 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--eager",
         action="store_true",
-        help="no graphs, on GPUs: issue is the time of a call to return, time that of -n calls one after the other "
-        "until all are done, divided by -n",
+        help="no graphs, on GPUs: issue is the time until a call returns, time is the time of -n calls one after the "
+        "other until all are done, divided by -n",
     )
     result.add_argument(
         "--vary",
         action="store_true",
-        help="each call has another size, above half of the one in the table up to it, and other addresses; no graphs",
+        help="each call has another size, above half of the size in the table up to it, and other addresses; no graphs",
     )
     result.add_argument("--algorithm", default="auto", metavar="NAME", help="of mpicomm's calls; default: auto")
     result.add_argument(
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
     )
     result.add_argument("--compare", type=_peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
-    result.add_argument("--beside", choices=("matmul",), help="time a matrix product beside the largest size")
+    result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
     result.add_argument("-J", "--json", type=arguments.output_file, metavar="FILE", help="write the results there")
     result.add_argument(
         "--plot",
@@ -118,7 +118,7 @@ def _add_model_arguments(result: argparse.ArgumentParser) -> None:
 
 
 def dtype_and_op(options: argparse.Namespace) -> np.dtype[Any]:
-    """Return the element type; raises `InvalidUsageError` if it, or the operation on it, is not supported."""
+    """Return the element type. Raises `InvalidUsageError` if it, or the operation on it, is not supported."""
     dtype = covered_dtype(options.datatype)
     if OPERATIONS[options.collective].reduces:
         check_legal(options.op, dtype)
@@ -126,7 +126,7 @@ def dtype_and_op(options: argparse.Namespace) -> np.dtype[Any]:
 
 
 def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
-    """Raise `InvalidUsageError`, on all ranks, for options that would fail after a long run or mean nothing here."""
+    """Raise `InvalidUsageError`, on all ranks, for options that would fail after a long run or have no effect here."""
     if comm.num_nodes > 1:
         raise InvalidUsageError(
             f"the bench is for ranks of one node; these {comm.size} are on {comm.num_nodes}: start them on one"
@@ -146,7 +146,7 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
 
 
 def require_model(options: argparse.Namespace) -> None:
-    """Raise `InvalidUsageError`, on all ranks, for options that --model lacks, or that mean nothing with it."""
+    """Raise `InvalidUsageError`, on all ranks, if --model lacks options, or for options that have no effect with it."""
     for option, value in (("--network", options.network), ("--from", options.sources)):
         if value is None:
             raise InvalidUsageError(f"--model needs {option}: python -m mpicomm.bench --help explains it")
@@ -158,7 +158,7 @@ def require_model(options: argparse.Namespace) -> None:
 
 
 def forbid_model_arguments(options: argparse.Namespace) -> None:
-    """Raise `InvalidUsageError`, on all ranks, for options that mean nothing without --model."""
+    """Raise `InvalidUsageError`, on all ranks, for options that have no effect without --model."""
     for option, value in (("--network", options.network), ("--from", options.sources), ("--against", options.against)):
         if value is not None:
             raise InvalidUsageError(f"{option} is for --model NODES: add that, or leave {option} out")

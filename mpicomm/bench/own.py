@@ -1,4 +1,4 @@
-"""mpicomm as the bench measures it: through its public calls, on symmetric or ordinary arrays."""
+"""mpicomm as a peer of the bench: its public calls, on symmetric or ordinary arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IN_RANK_ORDER = {algorithm.name for algorithm in ALGORITHMS if algorithm.in_ran
 
 
 class Mpicomm:
-    """A peer like the others; ``symmetric``: whether its arrays come from ``comm.empty``."""
+    """mpicomm as a peer. ``symmetric`` says whether its arrays come from ``comm.empty``."""
 
     version = mpicomm.__version__
     capturable = True
@@ -37,7 +37,7 @@ class Mpicomm:
             self._options["algorithm"] = algorithm
 
     def allocate(self, nbytes: int) -> Any:
-        """Return an array; symmetric ones live until the communicator is freed."""
+        """Return an array. A symmetric array lives until the communicator is freed."""
         return self._comm.empty(nbytes, np.uint8).local if self._symmetric else self._machine.empty(nbytes)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
@@ -45,4 +45,4 @@ class Mpicomm:
         return {"": mpi_call(self._comm, case, buffers, self._options)}
 
     def close(self) -> None:
-        """Do nothing: the communicator frees its memory."""
+        """Do nothing, because the communicator frees its memory."""

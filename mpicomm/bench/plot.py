@@ -12,7 +12,7 @@ _STYLES = {"out-of-place": "-", "in-place": "--", "predicted": "-"}
 
 
 def lines_of(results: Results) -> dict[tuple[str, str], list[tuple[Case, Outcome]]]:
-    """Return the points of each line, mpicomm's first, by contender and place."""
+    """Return the points of each line, mpicomm's line first, by contender and place."""
     found: dict[tuple[str, str], list[tuple[Case, Outcome]]] = {}
     for row in results.rows:
         for place, outcomes in row.outcomes.items():
@@ -22,7 +22,7 @@ def lines_of(results: Results) -> dict[tuple[str, str], list[tuple[Case, Outcome
 
 
 def draw(results: Results, path: Path, title: str) -> None:
-    """Draw into a file; its suffix names the format."""
+    """Draw into a file. Its suffix names the format."""
     import matplotlib
 
     matplotlib.use("Agg")  # needs no display

@@ -15,7 +15,7 @@ _NOISE = 0.03  # two runs on the same machine differ by as much
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One line of the table; outcomes by place and contender, and why a contender has none."""
+    """One line of the table: outcomes by place and contender, and the reason of each contender without one."""
 
     case: Case
     outcomes: Mapping[str, Mapping[str, Outcome]]
@@ -24,13 +24,13 @@ class ResultRow:
 
 @dataclass
 class Results:
-    """The rows; ``own`` is the name of mpicomm in them."""
+    """The rows. ``own`` is the name of mpicomm in them."""
 
     own: str
     rows: list[ResultRow] = field(default_factory=list)
 
     def wrong(self) -> dict[str, int]:
-        """Return the number of wrong elements of each contender that has any."""
+        """Return the number of wrong elements of each contender that has some."""
         total: dict[str, int] = {}
         for _, _, name, outcome in self._outcomes():
             total[name] = total.get(name, 0) + (outcome.wrong or 0)
@@ -49,7 +49,7 @@ class Results:
         }
 
     def slower(self) -> dict[str, list[tuple[int, str, float]]]:
-        """Return where a contender is faster than mpicomm by more than noise: size, place and the ratio."""
+        """Return the size, place and ratio of each row in which a contender beats mpicomm by more than noise."""
         found: dict[str, list[tuple[int, str, float]]] = {}
         for row, place, name, outcome in self._outcomes():
             ratio = outcome.time_us / row.outcomes[place][self.own].time_us

@@ -1,4 +1,4 @@
-"""The table, as nccl-tests prints it, with two more columns for each other library."""
+"""The table in nccl-tests' form, with two more columns for each other library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PEER_WIDTHS = (10, 7)
 
 
 class Table:
-    """The layout for these places and peers; with ``issue`` a column says how long a call holds the caller."""
+    """The layout for these places and peers. With ``issue`` a column has the time for which a call holds the caller."""
 
     def __init__(self, places: Sequence[str], peers: Sequence[str], *, issue: bool) -> None:
         self._places = places
@@ -44,7 +44,7 @@ class Table:
         ]
 
     def row(self, case: Case, outcomes: Mapping[str, Mapping[str, Outcome]], own: str) -> str:
-        """Return the line for outcomes by place and contender; the others are compared with ``own``."""
+        """Return the line for outcomes by place and contender. It compares the others with ``own``."""
         operation = case.operation
         op = case.op if operation.reduces else "none"
         root = ROOT if operation.rooted else -1
@@ -70,7 +70,7 @@ class Table:
 
 
 def _time(outcome: Outcome) -> str:
-    """Return a time, with a star if calls were issued one by one although graphs were asked for."""
+    """Return a time. A star marks calls that were issued one by one although the user asked for graphs."""
     return _number(outcome.time_us) + ("*" if outcome.eager else "")
 
 

@@ -1,7 +1,7 @@
-"""Variations of a case: calls of other sizes at other addresses, the same ones on all ranks.
+"""Variations of a case: calls of other sizes at other addresses, the same on all ranks.
 
-A program whose batches change and whose allocator places arrays anew makes such calls. Sizes stay within a factor of
-two, so that each call has the algorithm and the geometry of the case.
+Such calls come from a program with changing batches and an allocator that places arrays anew. Sizes stay within a
+factor of two, so that each call has the algorithm and the geometry of the case.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ _SEED = 48
 _STEP_NBYTES = 512  # PyTorch and CuPy place arrays of GPUs at multiples of it
 _PLACES = 64
 ROOM_NBYTES = _STEP_NBYTES * _PLACES
-"""How much longer than the largest case an array is that holds every variation."""
+"""The bytes that an array for all variations has in addition to the largest case."""
 
 
 @dataclass(frozen=True)
 class Variation:
-    """A call on blocks of ``block`` elements, whose buffers begin ``shift`` bytes into their arrays."""
+    """A call on blocks of ``block`` elements. Its buffers begin ``shift`` bytes into their arrays."""
 
     block: int
     shift: int
 
 
 def draw(largest: int, wanted: int) -> list[Variation]:
-    """Return ``wanted`` different variations of blocks of at most ``largest`` elements, or all that there are.
+    """Return ``wanted`` different variations of blocks of at most ``largest`` elements, or all that exist.
 
-    Blocks have more than half of ``largest``. Every rank draws the same ones.
+    Blocks have more than half of ``largest``. Every rank draws the same variations.
     """
     smallest = largest // 2 + 1
     possible = (largest - smallest + 1) * _PLACES

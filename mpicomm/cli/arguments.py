@@ -1,4 +1,4 @@
-"""Options of command lines and their types, sizes of a sweep, and JSON files. Imports no MPI."""
+"""Options of command lines and their types, the sizes of a sweep, and JSON files. Imports no MPI."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def required_sizes(options: argparse.Namespace) -> list[int]:
 
 
 def sizes(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return the sizes of a sweep, the largest included if the steps reach it."""
+    """Return the sizes of a sweep, with the largest one if the steps reach it."""
     found = []
     while smallest <= largest:
         found.append(smallest)
@@ -59,7 +59,7 @@ def sizes(smallest: int, largest: int, factor: int) -> list[int]:
 
 
 def parse_size(text: str) -> int:
-    """Read a size in bytes, as `nbytes_of` does; an argparse type."""
+    """Read a size in bytes, as `nbytes_of` does. An argparse type."""
     try:
         return nbytes_of(text)
     except ValueError as error:
@@ -78,7 +78,7 @@ def count_from(smallest: int) -> Callable[[str], int]:
 
 
 def output_file(text: str) -> Path:
-    """Return a path, after checking that a file can be written there, before a long run; an argparse type."""
+    """Return a path, after a check that a file can be written there, because the run may be long. An argparse type."""
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} exists and is no file: name another one")
@@ -101,13 +101,13 @@ def has_matplotlib() -> bool:
 
 
 def require_matplotlib(plot: Path | None, *, installed: bool) -> None:
-    """Raise `InvalidUsageError` where ``--plot`` is given and matplotlib is not ``installed``."""
+    """Raise `InvalidUsageError` if the user passes ``--plot`` and matplotlib is not ``installed``."""
     if plot and not installed:
         raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
 
 
 def output_file_or_stdout(text: str) -> Path | None:
-    """As `output_file`; None for "-", which is standard output."""
+    """As `output_file`. For "-", which is standard output, return None."""
     return None if text == "-" else output_file(text)
 
 

@@ -18,11 +18,11 @@ class JobLaunch:
 
 
 def launch_of(variables: Mapping[str, str]) -> JobLaunch:
-    """Return what a launcher says in these environment variables."""
+    """Return the launcher that these environment variables describe."""
     for family, size, rank, local_size in (
         ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("MPICH", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
-        # Those of the job step: a batch script has SLURM_NTASKS, too, and is one process.
+        # These are variables of the job step. A batch script, which is one process, also has SLURM_NTASKS.
         ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
     ):
         if variables.get(size, "").isdecimal():

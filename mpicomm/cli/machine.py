@@ -34,18 +34,18 @@ def run_record(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def format_uuid(device_uuid: bytes) -> str | None:
-    """Return a GPU's UUID as nvidia-smi writes it, ``None`` for host memory."""
+    """Return a GPU's UUID as nvidia-smi writes it, or None for host memory."""
     return f"GPU-{uuid.UUID(bytes=device_uuid)}" if any(device_uuid) else None
 
 
 def processor() -> str:
-    """Return the model name of this machine's processor and how many of its cores this process may use. Local."""
+    """Return the model name of this machine's processor and the number of cores that this process may use. Local."""
     match = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{match[1] if match else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software in use, if it is installed, and of MPI, if it is loaded. Local."""
+    """Return the versions of installed software, and of MPI if it is loaded. Local."""
     mpi = sys.modules.get("mpi4py.MPI")
     found: dict[str, str | None] = {
         "mpicomm": mpicomm.__version__,

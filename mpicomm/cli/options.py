@@ -1,4 +1,4 @@
-"""Code of command lines on ranks: a run that ends on all ranks together, options read once, output of one rank."""
+"""Command lines on ranks: a run that ends on all ranks together, options that one rank reads, output of one rank."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from mpicomm.cli.machine import format_uuid
 from mpicomm.errors import InvalidUsageError, MpicommError
 
 _TOGETHER_S = 0.5
-_FORWARD_S = 0.2  # an MPI launcher that is told to abort drops output that it has not forwarded yet
+_FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
 
-_device: int | str | None = None  # `_abort` names the device, and has no communicator at hand
+_device: int | str | None = None  # `_abort` names the device, but has no communicator
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run ``main`` on every rank and exit with the status it returns.
+    """Run ``main`` on every rank and exit with the status that it returns.
 
-    An error that all ranks raise together (a wrong argument, memory that cannot be shared) is printed once. A rank that
-    raises an error alone prints it with its traceback and ends the whole job, because the other ranks would wait for
-    ever.
+    If all ranks raise an error together (a wrong argument, memory that cannot be shared), rank 0 prints it once. If
+    only some ranks raise an error, each prints it with its traceback. It ends the whole job, because the other ranks
+    would wait for ever.
     """
     private = MPI.COMM_WORLD.Dup()
     try:
         status = main()
     except KeyboardInterrupt:
-        # The process dies of the signal, as a program without a handler does: it prints nothing, and the shell and
-        # mpiexec see the reason.
+        # The signal ends the process, as in a program without a handler. It prints nothing, and the shell and mpiexec
+        # see the reason.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         raise
@@ -69,7 +69,7 @@ def _all_arrive(comm: MPI.Intracomm) -> bool:
 
 def _abort() -> NoReturn:
     device = "no device yet" if _device is None else f"device {_device}"
-    # One write, because lines of ranks that fail at the same time must not mix.
+    # This is one write, because lines of ranks that fail at the same time must not mix.
     sys.stderr.write(
         f"mpicomm: rank {MPI.COMM_WORLD.rank} on {socket.gethostname()} ({device}) failed\n{traceback.format_exc()}"
     )
@@ -81,7 +81,7 @@ def _abort() -> NoReturn:
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line on rank 0 for all ranks, so that help and errors are printed once. Collective."""
+    """Parse the command line on rank 0 for all ranks, so that help and errors appear once. Collective."""
     outcome: Any = None
     if MPI.COMM_WORLD.rank == 0:
         try:
@@ -104,19 +104,19 @@ def open_communicator(device: str, handle: str) -> Communicator:
 
 
 def show(*lines: str) -> None:
-    """Print lines on rank 0 alone."""
+    """Print lines on rank 0."""
     if MPI.COMM_WORLD.rank == 0:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
 
 
 def require_plot(plot: Path | None) -> None:
-    """Raise `InvalidUsageError`, on all ranks, if rank 0 is asked to draw and has no matplotlib. Collective."""
+    """Raise `InvalidUsageError` on all ranks if the user passes ``--plot`` and rank 0 has no matplotlib. Collective."""
     require_matplotlib(plot, installed=MPI.COMM_WORLD.bcast(has_matplotlib()))
 
 
 def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
-    """Return the sizes that the options ask for, the largest included if the steps reach it.
+    """Return the sizes that the options ask for, with the largest one if the steps reach it.
 
     Sets ``options.maxbytes`` if the user named no largest size. Raises `InvalidUsageError` if there is no size.
     """
@@ -129,7 +129,7 @@ _LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.hydra", "orterun", "prterun", "srun"
 
 
 def _launcher_has_terminal() -> bool:
-    """Whether the program that started the ranks on this machine has a terminal for stderr. False if not on Linux."""
+    """Return whether the launcher of the ranks on this machine has a terminal for stderr. False if not on Linux."""
     pid = os.getppid()
     with suppress(OSError, ValueError):
         while pid > 1:
@@ -142,10 +142,10 @@ def _launcher_has_terminal() -> bool:
 
 
 def progress_line(description: str, completed: int, total: int) -> AbstractContextManager[object]:
-    """Show a line on the terminal of rank 0 or its launcher, if there is one, while the block runs."""
+    """Show a line on the terminal of rank 0 or its launcher, if there is a terminal, while the block runs."""
     if MPI.COMM_WORLD.rank != 0:
         return nullcontext()
-    # The stderr of a rank is a pipe to the launcher, which forwards the text. So the launcher's stderr has to be a
+    # The stderr of a rank is a pipe to the launcher, which forwards the text. So the launcher's stderr must be a
     # terminal.
     console = Console(stderr=True, force_terminal=_launcher_has_terminal() or None)
     if not console.is_terminal:
@@ -156,7 +156,7 @@ def progress_line(description: str, completed: int, total: int) -> AbstractConte
         MofNCompleteColumn(),
         console=console,
         transient=True,
-        auto_refresh=False,  # its thread would take time from the rank that is being measured
+        auto_refresh=False,  # its thread would take time from the measured rank
         redirect_stdout=False,
         redirect_stderr=False,
     )
@@ -165,5 +165,5 @@ def progress_line(description: str, completed: int, total: int) -> AbstractConte
 
 
 def rank_record(info: RankInfo) -> dict[str, Any]:
-    """Return the description of a rank and its links, for a JSON report."""
+    """Return the record of a rank and its links, for a JSON report."""
     return {**dataclasses.asdict(info), "device_uuid": format_uuid(info.device_uuid)}

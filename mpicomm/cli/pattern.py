@@ -1,4 +1,4 @@
-"""The bytes that a rank or a GPU writes into the memory of others, and the check of each of them."""
+"""The bytes that a rank or a GPU writes into the memory of others, and the check of each byte."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-_CHUNK_NBYTES = 1 << 20  # of the pattern at once: takes little memory, and fits into a CPU's cache
+_CHUNK_NBYTES = 1 << 20  # of the pattern at once: it takes little memory, and fits into a CPU's cache
 _WORD = np.dtype(np.uint32)
 
 
@@ -25,12 +25,12 @@ class Pattern:
         self._expected = xp.empty(_CHUNK_NBYTES, np.uint8)
 
     def write(self, target: Any, rank: int, iteration: int) -> None:
-        """Write the pattern into an array of bytes. The elementwise kernel (or NumPy loop) stores straight into it."""
+        """Write the pattern into an array of bytes. The kernel of the array module stores straight into it."""
         for start in range(0, target.size, _CHUNK_NBYTES):
             self._write_chunk(target[start : start + _CHUNK_NBYTES], start, rank, iteration)
 
     def count_wrong(self, array: Any, rank: int, iteration: int) -> int:
-        """Return how many bytes of an array differ from the pattern. All bytes are compared."""
+        """Return the number of bytes of an array that differ from the pattern. It compares all bytes."""
         wrong = 0
         for start in range(0, array.size, _CHUNK_NBYTES):
             chunk = array[start : start + _CHUNK_NBYTES]
@@ -49,5 +49,5 @@ class Pattern:
         xp.bitwise_xor(words, shifted, out=words)
         xp.multiply(words, _WORD.type(0x2C1B3C6D), out=words)
         xp.right_shift(words, _WORD.type(13), out=shifted)
-        # The last step works on bytes: the target needs no alignment, and a tail is no special case.
+        # The last step works on bytes, so the target needs no alignment, and a tail is no special case.
         xp.bitwise_xor(words.view(np.uint8)[: target.size], shifted.view(np.uint8)[: target.size], out=target)

@@ -1,4 +1,4 @@
-"""Where a measurement ran: the lines above a table, and the first fields of a JSON report."""
+"""The setting of a measurement: the lines above a table, and the first fields of a JSON report."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list
 
 
 def matrix(title: str, cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a rank by rank table."""
+    """Return the lines of a table with a row and a column for each rank."""
     width = max(len(cell) for row in cells for cell in row) + 2
     lines = [f"{title} (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(cells)))]
     return lines + [f"{rank:>4}" + "".join(f"{cell:>{width}}" for cell in row) for rank, row in enumerate(cells)]
 
 
 def matrices(links: Sequence[Sequence[Link]]) -> list[str]:
-    """Return the lines of the peer-to-peer matrix, and of CUDA's attributes of the links if there are any."""
+    """Return the lines of the matrix of paths, and of CUDA's attributes of the links if there are any."""
     lines = matrix("path", [[link.path for link in row] for row in links])
     if any(link.native_atomics is not None for row in links for link in row):
         cells = [

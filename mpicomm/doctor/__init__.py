@@ -1,1 +1,1 @@
-"""The doctor: facts of each rank, and checks that find in them what keeps ranks from working, and the fix."""
+"""The doctor: facts of each rank, and checks that find the causes why ranks do not work, and the fixes."""

@@ -1,4 +1,4 @@
-"""``python -m mpicomm.doctor``: finds what keeps ranks from working, and says the fix. Exit code 1 for a fault."""
+"""``python -m mpicomm.doctor``: finds why ranks do not work, and shows the fix. Exit code 1 for a fault."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from mpicomm.doctor.running import job_of, jobs_of_user
 from mpicomm.doctor.running_report import report, watch
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 
-# Modules that load MPI are imported in functions, when it is clear that it loads.
+# Functions import the modules that load MPI, after it is clear that MPI loads.
 
 _START_S = 60.0  # MPI may wait for ever for a rank that does not start
 _RUNNING = frozenset(("--pid", "--job"))
-_FORWARD_S = 1.0  # an MPI launcher drops output of a job that ends badly if it has not forwarded it yet
+_FORWARD_S = 1.0  # if a job ends badly, an MPI launcher drops output that it has not forwarded yet
 
 
 def main() -> NoReturn:
-    """Run the command line on this rank, and exit. Collective, but for options that look at a running job."""
+    """Run the command line on this rank, and exit. Collective, except with options that look at a running job."""
     if _RUNNING.intersection(argument.partition("=")[0] for argument in sys.argv[1:]):
         _look_at_running(_parser())
     facts = before_mpi.gather()
@@ -40,7 +40,8 @@ def main() -> NoReturn:
             said = [f"Before MPI starts on {facts.host}:", *lines(early)]
             sys.stderr.write("".join(f"{line}\n" for line in said))
             sys.stderr.flush()
-        # MPI may end the process, and then the launcher drops what it has not forwarded, also that of slower ranks.
+        # MPI may end the process. Then the launcher drops output that it has not forwarded, also output of slower
+        # ranks.
         time.sleep(_FORWARD_S)
     if facts.mpi_error:
         sys.exit(1)
@@ -51,7 +52,7 @@ def main() -> NoReturn:
 
 
 def _look_at_running(parser: argparse.ArgumentParser) -> NoReturn:
-    """Look at jobs that run on this machine, without MPI. Exit code 2 where there is none to look at."""
+    """Look at jobs that run on this machine, without MPI. Exit code 2 if there is no such job."""
     options = parser.parse_args()
     if options.json:
         parser.error("--json FILE: with --pid and --job it takes no file, and writes to standard output")
@@ -74,16 +75,16 @@ def _start_mpi() -> None:
 
     if MPI.Is_initialized():
         return
-    # As `import mpi4py.MPI` does in a program, so that the level of threads is that of programs.
+    # This is the level of threads that `import mpi4py.MPI` gives a program.
     level = os.environ.get("MPI4PY_RC_THREAD_LEVEL", mpi4py.rc.thread_level)
-    # It shows where MPI waits and ends the process, from a thread that does not need the interpreter.
+    # It shows the place of MPI's wait and ends the process, from a thread that does not need the interpreter.
     faulthandler.dump_traceback_later(_START_S, exit=True)
     MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}", MPI.THREAD_MULTIPLE))
     faulthandler.cancel_dump_traceback_later()
 
 
 def _examine_ranks(facts: RankFacts) -> int:
-    """Examine all ranks of the job, and report on one. Collective."""
+    """Examine all ranks of the job. One rank reports. Collective."""
     from mpi4py import MPI
 
     from mpicomm.cli import options as command_line
@@ -106,7 +107,7 @@ def _examine_ranks(facts: RankFacts) -> int:
 
 
 def _end_without(error: CollectiveTimeoutError) -> NoReturn:
-    """End the job where a rank does not answer: the first of the others names it."""
+    """End the job if a rank does not answer. The first of the other ranks names it."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -122,14 +123,14 @@ def _end_without(error: CollectiveTimeoutError) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.doctor",
-        description="Find what keeps ranks from working, and say the fix. Exit code 1 for a fault. "
+        description="Find why ranks do not work, and show the fix. Exit code 1 for a fault. "
         "python -m mpicomm.info shows devices, paths and versions.",
         allow_abbrev=False,
     )
     running = result.add_argument_group(
         "a job that hangs",
-        "Started without mpirun, these show what each rank on this machine does, and which rank the others wait for. "
-        "Exit code 1 where a rank waits for another one, 2 where there is no such job.",
+        "Started without mpirun, these options show the state of each rank on this machine, and the rank for which the "
+        "others wait. Exit code 1 if a rank waits for another rank, 2 if there is no such job.",
     )
     which = running.add_mutually_exclusive_group()
     which.add_argument("--pid", type=int, metavar="PID", help="the job of a rank, or of an mpirun")
@@ -139,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=2.0,
         metavar="S",
-        help="waits of so many seconds count for the exit code; default: 2",
+        help="waits of this many seconds count for the exit code; default: 2",
     )
     arguments.add_communicator_arguments(result)
     result.add_argument(

@@ -1,4 +1,4 @@
-"""Facts of this process that need no MPI, gathered before MPI starts, because MPI may end the process then."""
+"""Facts of this process that need no MPI. They come before MPI starts, because MPI may end the process then."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gather() -> RankFacts:
 
 
 def _load_mpi() -> tuple[str, str]:
-    """Load MPI's library, and return its description, or else the error."""
+    """Load MPI's library. Return its description and "", or "" and the error."""
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = True
     try:

@@ -1,4 +1,4 @@
-"""Facts that ranks find out together: who can read whose memory, and how a Communicator opens it."""
+"""Facts that ranks find out together: the ranks that can read each other's memory, and how a Communicator opens it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpicomm.doctor.facts import MemoryFacts, RankFacts
 from mpicomm.doctor.gpus import find_gpus
 from mpicomm.errors import InvalidUsageError, MpicommError
 
-_WORD = 0x6D706963  # what a rank lets the others read
+_WORD = 0x6D706963  # the other ranks read this word
 
 
 def gather(facts: RankFacts, timeout_s: float, device: str, handle: str) -> list[RankFacts]:
     """Return the facts of all ranks on all ranks. Collective.
 
-    A rank that does not come within ``timeout_s`` makes the others raise `CollectiveTimeoutError` with its number.
+    If a rank does not come within ``timeout_s``, the other ranks raise `CollectiveTimeoutError` with its number.
     """
     group = Group(private_copy(MPI.COMM_WORLD, "doctor: begin", timeout_s), range(MPI.COMM_WORLD.size), timeout_s)
     word = ctypes.c_uint32(_WORD)
@@ -66,7 +66,7 @@ class _Part(ctypes.Structure):
 
 
 def _read(pid: int, address: int) -> str:
-    """Read a word of another process as MPI does with large messages; return the error, "" where it worked."""
+    """Read a word of another process as MPI does for large messages. Return the error, or ""."""
     word = ctypes.c_uint32()
     here = _Part(ctypes.addressof(word), ctypes.sizeof(word))
     there = _Part(address, ctypes.sizeof(word))

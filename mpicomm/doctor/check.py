@@ -1,4 +1,4 @@
-"""Check: one thing that goes wrong between ranks, and functions that several checks call."""
+"""Check: a fault that may occur between ranks, and functions that several checks call."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from mpicomm.doctor.facts import RankFacts
 
 Job = Sequence[RankFacts]
-"""The facts of all ranks, in order. Before MPI has started: those of this rank alone."""
+"""The facts of all ranks, in order. Before MPI has started, only the facts of this rank."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A trouble between ranks. The document of troubles has a row for each check, with its symptom and its fix."""
+    """A fault that may occur between ranks. The document of troubles has a row with its symptom and its fix."""
 
     name: str
     title: str
-    """The fact that the check has found true where there is no fault."""
+    """The statement that is true without a fault."""
     symptom: str
     """The message or the behaviour that the user sees."""
     fix: str
@@ -25,11 +25,11 @@ class Check:
     find: Callable[[Job], list[str]]
     """Returns a sentence for each fault, with the ranks and values of this job."""
     before_mpi: bool = False
-    """Whether the fault may end the process when MPI starts, so that it has to be found before."""
+    """Whether the fault may end the process when MPI starts, so that the doctor must find it before."""
 
 
 def by_machine(job: Job) -> list[list[RankFacts]]:
-    """Return the ranks of each machine: one kernel, and one host name, by which MPI tells machines."""
+    """Return the ranks of each machine: one kernel, and one host name, because MPI tells machines by host names."""
     machines: dict[tuple[str, str], list[RankFacts]] = {}
     for one in job:
         machines.setdefault((one.boot_id, one.host), []).append(one)

@@ -1,4 +1,4 @@
-"""Facts: all that the doctor knows of one rank. Checks read nothing else, so tests can make facts by hand."""
+"""Facts: the doctor's knowledge of one rank. Checks read nothing else, so tests can make facts by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class VisibleGpu:
     uuid: str
     name: str
     unreachable: tuple[str, ...] = ()
-    """The UUIDs of visible GPUs whose memory this one cannot address, as the driver says."""
+    """The UUIDs of visible GPUs with memory that this GPU cannot address, as the driver says."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MemoryFacts:
     handle: str = ""
     rejected: dict[str, str] = field(default_factory=dict)
     error: str = ""
-    """Why there is no Communicator; "" where there is one."""
+    """Why there is no Communicator, or ""."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +41,29 @@ class RankFacts:
     """The release of Linux."""
     boot_id: str = ""
     namespaces: dict[str, str] = field(default_factory=dict)
-    """Of net, ipc, pid and user."""
+    """The namespaces net, ipc, pid and user."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables that checks read."""
     shm_device: int = 0
     """The number of the file system /dev/shm."""
     shm_free: int | None = None
-    """None where there is no /dev/shm."""
+    """The free bytes of /dev/shm; None without /dev/shm."""
     locked_limit: int | None = None
-    """How much memory this process may lock; None where there is no limit."""
+    """The memory that this process may lock; None without a limit."""
     infiniband: bool = False
     launch: JobLaunch = field(default_factory=JobLaunch)
     mpiexec: str = ""
-    """The path of the first mpiexec on the PATH; "" where there is none, and for a rank that a launcher has started."""
+    """The path of the first mpiexec on the PATH; "" without one, and for a rank that a launcher has started."""
     mpiexec_family: str = ""
     mpi: str = ""
     """MPI's own description of its library."""
     mpi_error: str = ""
-    """Why mpi4py cannot load MPI."""
+    """Why mpi4py cannot load MPI, or ""."""
     world_size: int | None = None
     """None until MPI has started."""
     threads_multiple: bool = True
     unreadable: tuple[int, ...] = ()
-    """Ranks of this machine whose memory process_vm_readv does not read."""
+    """Ranks of this machine with memory that process_vm_readv does not read."""
     unreadable_reason: str = ""
     driver: bool = False
     """Whether the kernel has an NVIDIA driver."""
@@ -84,12 +84,12 @@ class RankFacts:
 
     @property
     def mpi_family(self) -> str:
-        """The family of the loaded library: those of one family start each other's programs."""
+        """The family of the loaded library. MPIs of one family start each other's programs."""
         return family_of(self.mpi)
 
 
 def family_of(text: str) -> str:
-    """Return the family of an MPI by its description or by what its mpiexec says of itself; "" if unknown."""
+    """Return the family of an MPI by its description or by the output of its mpiexec, or "" if it is unknown."""
     if "Open MPI" in text or "prterun" in text or "OpenRTE" in text:
         return "Open MPI"
     if any(name in text for name in ("MPICH", "HYDRA", "Intel(R) MPI", "MVAPICH")):

@@ -24,7 +24,7 @@ def driver(job: Job) -> list[str]:
 
 
 def _cuda_of(cupy: str) -> int:
-    """Return the CUDA that a distribution of CuPy is for; 0 for one built from source."""
+    """Return the CUDA that a distribution of CuPy is for, or 0 for a build from source."""
     return int(cupy.removeprefix("cupy-cuda").removesuffix("x")) if cupy.startswith("cupy-cuda") else 0
 
 
@@ -65,9 +65,7 @@ def instances(job: Job) -> list[str]:
             if any(gpu.uuid == one.memory.uuid and " MIG " in gpu.name for gpu in one.gpus)
         }
         if len(users) > 1:
-            found.append(
-                f"{name_ranks(list(users.values()))} use different MIG instances, which reach no memory of others"
-            )
+            found.append(f"{name_ranks(list(users.values()))} use different MIG instances, which share no memory")
     return found
 
 
@@ -86,7 +84,7 @@ def access(job: Job) -> list[str]:
                 peers = [peer.rank for peer in machine if peer.memory.uuid in own.unreachable]
                 if own.uuid == one.memory.uuid and peers:
                     found.append(
-                        f"the GPU of rank {one.rank}, {own.name}, has no peer access to that of {name_ranks(peers)}"
+                        f"the GPU of rank {one.rank}, {own.name}, has no peer access to the GPU of {name_ranks(peers)}"
                     )
     return found
 
@@ -112,15 +110,15 @@ def pytorch(job: Job) -> list[str]:
         for setting in ("expandable_segments:True", "backend:cudaMallocAsync"):
             having_it = having(job, lambda one, n=name, s=setting: s in one.variables.get(n, "").replace(" ", ""))  # type: ignore[misc]
             if having_it:
-                found.append(f"{name} on {name_ranks(having_it)} has {setting}, whose memory CUDA IPC cannot export")
+                found.append(f"{name} on {name_ranks(having_it)} has {setting}: CUDA IPC cannot export such memory")
     return found
 
 
 CHECKS = (
     Check(
         "driver",
-        "no GPU is left unused for want of a driver or package",
-        "`using the cpu` where there are GPUs",
+        "no GPU is unused because a driver or package is missing",
+        "`using the cpu` on a machine with GPUs",
         '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install "mpicomm[cuda13]"` (or cuda12, as `nvidia-smi` '
         "shows); `docker run --gpus all ...`",
         driver,
@@ -141,7 +139,7 @@ CHECKS = (
     ),
     Check(
         "mig",
-        "no ranks are on MIG instances apart",
+        "no ranks are on different MIG instances",
         "handle `staged` on one card",
         "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
         instances,
@@ -155,9 +153,9 @@ CHECKS = (
     ),
     Check(
         "access",
-        "no GPU lacks access to those of its peers",
+        "each GPU has access to the GPUs of its peers",
         "handle `staged`, a path without peer access",
-        "`nvidia-smi topo -p2p r` says why; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
+        "`nvidia-smi topo -p2p r` shows the reason; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
         "`MPICOMM_HANDLE=staged`",
         access,
     ),

@@ -11,7 +11,10 @@ from mpicomm.errors import MpicommError
 
 
 def find_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
-    """Return the GPUs of this process, and why there are none. Local; starts the driver, but creates no context."""
+    """Return the GPUs of this process, and the reason if there are none.
+
+    Local. It starts the driver, but creates no context.
+    """
     try:
         devices = visible_devices()
         driver: Any = importlib.import_module("cuda.bindings.driver")

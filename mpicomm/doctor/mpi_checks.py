@@ -19,7 +19,7 @@ def launcher(job: Job) -> list[str]:
     """The program that started the ranks belongs to another MPI than the library."""
     one = job[0]
     if one.world_size is None:
-        # MPICH with PMIx can be started by Open MPI's mpiexec; any other ends the process.
+        # Open MPI's mpiexec can start MPICH with PMIx. It ends the process of any other MPICH.
         ends = one.launch.family == "Open MPI" and one.mpi_family == "MPICH" and "pmix" not in one.mpi.lower()
         if not ends:
             return []
@@ -32,7 +32,7 @@ def launcher(job: Job) -> list[str]:
 
 
 def mpiexec(job: Job) -> list[str]:
-    """The mpiexec that a shell finds belongs to another MPI; asked only where no launcher has started the rank."""
+    """The mpiexec that a shell finds belongs to another MPI. A rank that a launcher has started has no such fact."""
     return [
         f"{one.mpiexec} belongs to {one.mpiexec_family}, but mpi4py uses {one.mpi_name}"
         for one in job
@@ -41,7 +41,7 @@ def mpiexec(job: Job) -> list[str]:
 
 
 def threads(job: Job) -> list[str]:
-    """MPI allows one thread alone."""
+    """MPI allows only one thread."""
     found = having(job, lambda one: not one.threads_multiple)
     return [f"MPI on {name_ranks(found)} has started with less than MPI.THREAD_MULTIPLE"] if found else []
 
@@ -97,7 +97,7 @@ def process_memory(job: Job) -> list[str]:
 
 
 def locked(job: Job) -> list[str]:
-    """The limit of locked memory is in the way of network cards and of pinned memory."""
+    """The limit of locked memory is too low for network cards or pinned memory."""
     found = []
     for one in job:
         limit = one.locked_limit

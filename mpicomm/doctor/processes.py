@@ -22,18 +22,18 @@ class Process:
     parent: int
     command: str
     state: str = "S"
-    """The letter that the kernel has for the main thread: R for running, S for sleeping, T for stopped, ..."""
+    """The kernel's letter for the main thread: R for running, S for sleeping, T for stopped, ..."""
     cpu_s: float = 0.0
-    """The time of a core that the main thread has taken so far."""
+    """The processor time that the main thread has taken so far."""
     sleeps_in: str = ""
-    """The function of the kernel in which the main thread sleeps; "" where it does not, or where that is secret."""
+    """The kernel's function in which the main thread sleeps; "" if it does not sleep, or if the kernel hides it."""
 
 
 def process_of(pid: int) -> Process | None:
-    """Return a process; None where there is none, or where it has ended and only its exit code is left."""
+    """Return a process, or None if it does not exist, or has ended and only its exit code is left."""
     folder = _PROC / str(pid)
     try:
-        # The name is in brackets, and may have blanks and brackets itself.
+        # The name is in brackets, and may itself have blanks and brackets.
         facts = (folder / "task" / str(pid) / "stat").read_text().rpartition(")")[2].split()
         words = (folder / "cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -51,12 +51,12 @@ def pids() -> list[int]:
 
 
 def owner_of(pid: int) -> int:
-    """Return the user of a process. Raises `FileNotFoundError` where there is no such process."""
+    """Return the user of a process. Raises `FileNotFoundError` if there is no such process."""
     return (_PROC / str(pid)).stat().st_uid
 
 
 def own_number(pid: int) -> int:
-    """Return the number of a process in its own namespace, as it sees itself."""
+    """Return the number of a process in its own namespace, as the process sees it."""
     for line in (_PROC / str(pid) / "status").read_text().splitlines():
         if line.startswith("NSpid:"):
             return int(line.split()[-1])
@@ -64,10 +64,10 @@ def own_number(pid: int) -> int:
 
 
 def launched(pid: int) -> tuple[int, JobLaunch]:
-    """Return the process that has launched the rank to which a process belongs, 0 for none, and the rank's place.
+    """Return the process that has launched the rank of a process, 0 for none, and the rank's place.
 
-    The launcher is the first of its parents whose environment names no rank. It is the same for all ranks that one
-    mpiexec has started on this machine, whatever runs between.
+    The launcher is the first parent without a rank in its environment. It is the same for all ranks that one mpiexec
+    has started on this machine, even if other processes run between them.
     """
     mine = _launch(pid)
     if not mine.size:
@@ -81,7 +81,7 @@ def launched(pid: int) -> tuple[int, JobLaunch]:
 def _launch(pid: int) -> JobLaunch:
     try:
         content = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:  # of another user, as the daemons are that start ranks
+    except OSError:  # a process of another user, such as the daemons that start ranks
         return JobLaunch()
     pairs = (os.fsdecode(word).partition("=") for word in content.split(b"\0"))
     return launch_of({name: value for name, _, value in pairs})

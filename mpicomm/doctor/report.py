@@ -1,4 +1,4 @@
-"""Runs all checks and says what they found, to people and in JSON, and writes mpicomm/docs/troubles.md."""
+"""Runs all checks, reports their faults to people and in JSON, and writes mpicomm/docs/troubles.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHECKS: tuple[Check, ...] = (*mpi_checks.CHECKS, *gpu_checks.CHECKS)
 _HEAD = """\
 # Troubles
 
-For users whose program does not start, crashes, hangs, or finds no GPUs. The doctor writes this document.
+For users with a program that does not start, crashes, hangs, or finds no GPUs. The doctor writes this document.
 
 Start the doctor as you start the program:
 

@@ -1,4 +1,4 @@
-"""The jobs that run on this machine: the ranks whose activity the doctor may read, and which belong together."""
+"""The jobs that run on this machine: the ranks with activity that the doctor may read, grouped by job."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Rank:
     process: Process
     activity: Activity
     world: int
-    """The process that has launched its MPI.COMM_WORLD, or else a number of this rank alone."""
+    """The process that has launched its MPI.COMM_WORLD, or else a number of only this rank."""
     time_ns: int
     """The moment, by the monotonic clock."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks on this machine that communicate, and the processes beside them."""
+    """The ranks on this machine that communicate, and other processes of their launchers."""
 
     ranks: tuple[Rank, ...]
     unseen: dict[tuple[int, int], Process]
@@ -37,7 +37,7 @@ class Job:
 
 
 def look(numbers: Iterable[int]) -> list[Rank]:
-    """Return those of these processes that are ranks and may be read."""
+    """Return the processes in ``numbers`` that are ranks and that the doctor may read."""
     found = []
     for pid in numbers:
         with suppress(OSError, OtherVersionError):
@@ -48,7 +48,7 @@ def look(numbers: Iterable[int]) -> list[Rank]:
 
 
 def jobs_of_user() -> list[Job]:
-    """Return the jobs of this user. Raises `InvalidUsageError` where there is none."""
+    """Return the jobs of this user. Raises `InvalidUsageError` if there is none."""
     mine = _pids_of_user(os.geteuid())
     jobs = _jobs(look(mine), mine)
     if not jobs:
@@ -61,15 +61,15 @@ def jobs_of_user() -> list[Job]:
 def job_of(pid: int) -> Job:
     """Return the job of a process: of a rank, or of the mpiexec, or any other process, that has started ranks.
 
-    Raises `InvalidUsageError` where there is no such process, where it belongs to another user, and where it is, and
-    has started, no rank.
+    Raises `InvalidUsageError` if there is no such process, if it belongs to another user, or if it neither is nor has
+    started a rank.
     """
     try:
         owner = processes.owner_of(pid)
         rank = _rank(pid)
     except PermissionError:
         raise InvalidUsageError(
-            f"--pid {pid}: Linux lets {_user(os.geteuid())} not look into this process of {_user(owner)}: run the "
+            f"--pid {pid}: Linux does not let {_user(os.geteuid())} look into this process of {_user(owner)}: run the "
             "doctor as that user or as root, and in the same container"
         ) from None
     except OtherVersionError:
@@ -124,7 +124,7 @@ def _descendants(pid: int, ranks: Sequence[Rank]) -> set[int]:
 
 
 def _jobs(ranks: Sequence[Rank], numbers: Sequence[int]) -> list[Job]:
-    """Put ranks together that one launcher has started, or that have a communicator together."""
+    """Group the ranks that one launcher has started, or that share a communicator."""
     groups: list[tuple[set[int], list[Rank]]] = []
     for rank in ranks:
         marks = {rank.world, *(calls.key << 32 for calls in rank.activity.communicators)}

@@ -1,4 +1,4 @@
-"""Looks at running jobs, and says to people and in JSON which ranks wait for which."""
+"""Looks at running jobs, and reports to people and in JSON which ranks wait for which ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GLANCE_S = 0.3  # long enough to see whether a process is busy
 
 
 def watch(find: Callable[[], Sequence[Job]], longest_s: float) -> list[Look]:
-    """Look at jobs twice. Between the looks lie ``longest_s`` seconds where the age of a wait is not known else."""
+    """Look at jobs twice, ``longest_s`` seconds apart if the age of a wait is not known otherwise."""
     before = {rank.process.pid: rank for job in find() for rank in job.ranks}
     looks: list[Look] = []
     for pause_s in (min(_GLANCE_S, longest_s), longest_s):
@@ -27,7 +27,7 @@ def watch(find: Callable[[], Sequence[Job]], longest_s: float) -> list[Look]:
 
 
 def report(looks: Sequence[Look], longest_s: float, *, as_json: bool) -> int:
-    """Write what was seen to standard output; return 1 where somebody waits for longer than ``longest_s`` seconds."""
+    """Write the looks to standard output. Return 1 if a rank waits for longer than ``longest_s`` seconds, else 0."""
     waits = [wait for look in looks for wait in look.waits()]
     if as_json:
         jobs = [

@@ -1,4 +1,4 @@
-"""Who waits for whom in a running job: pure functions from the ranks at two moments to sentences."""
+"""The waits in a running job: pure functions from the ranks at two moments to sentences."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ _BUSY = 0.5  # the part of a core above which a process counts as busy
 
 @dataclass(frozen=True)
 class RankWait:
-    """A rank, or several, for which others wait."""
+    """A rank, or several ranks, for which other ranks wait."""
 
     text: str
     seconds: float
-    """For how long, at least."""
+    """The length of the wait, at least."""
     known: bool
-    """Whether ``seconds`` is the time since the wait began, else the time for which the doctor has looked."""
+    """Whether ``seconds`` is the time since the wait began.
+
+    Otherwise it is the time for which the doctor has looked.
+    """
     pids: tuple[int, ...]
-    """Those of the ranks that wait for no other rank themselves, as far as calls of mpicomm show."""
+    """The processes of the ranks that wait for no other rank themselves, as far as calls of mpicomm show."""
     is_first: bool
-    """Whether this is so of all of them, so that other waits may come from this one."""
+    """Whether all of the ranks wait for no other rank, so that other waits may come from this one."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What one rank does in one communicator."""
+    """The state of one rank in one communicator."""
 
     communicator: str
     rank: int
     pid: int
     call: str
     number: int
-    """How many such calls the rank has begun; 0 where they are not counted."""
+    """The number of such calls that the rank has begun; 0 if they are not counted."""
     seconds: float | None
-    """For how long, or how long ago the call began; None where that is not known."""
+    """The time since the call or the wait began; None if it is not known."""
     waits_for: str
     does: str
-    """What the process does, as the kernel says."""
+    """The state of the process, as the kernel says."""
     waits: bool
 
 
@@ -59,19 +62,19 @@ class Look:
                 self._communicators.setdefault(calls.key, {})[calls.rank] = rank, calls
 
     def waits(self) -> list[RankWait]:
-        """Return all waits: first those from which the others may come, and the longest first."""
+        """Return all waits. Waits that may cause the others come first, and among equals the longest."""
         found = [*self._for_steps(), *self._for_collectives(), *self._for_messages()]
         return sorted(found, key=lambda wait: (not wait.is_first, -wait.seconds))
 
     def lines(self) -> list[Line]:
-        """Return a line for each rank of each communicator in which something was called, those that wait first."""
+        """Return a line for each rank of each communicator with calls. Ranks that wait come first."""
         found = [line for rank in self._job.ranks if (line := self._step_line(rank)) is not None]
         for members in self._communicators.values():
             most = max(calls.made for _, calls in members.values())
             for rank, calls in members.values():
                 if calls.made or most or calls.receive or calls.send:
                     found.append(self._line(rank, calls, self._behind(members)))
-        # One communicator after the other, that with the trouble first.
+        # The lines of one communicator follow each other. A communicator with trouble comes first.
         troubled = {line.communicator for line in found if line.waits}
         return sorted(found, key=lambda line: (line.communicator not in troubled, line.communicator, line.rank))
 
@@ -132,7 +135,9 @@ class Look:
                     yield self._wait(text, self._watched(rank), False, [peer for peer, _ in peers])
 
     def _behind(self, members: Mapping[int, tuple[Rank, RankCalls]]) -> list[int]:
-        """Return the ranks of a communicator that have made fewer calls than another, and none since before."""
+        """Return the ranks that have made fewer calls of a communicator than another rank, and none since the first
+        look.
+        """
         most = max(calls.made for _, calls in members.values())
         return sorted(
             index
@@ -141,7 +146,7 @@ class Look:
         )
 
     def _differ(self, ahead: Sequence[tuple[Rank, RankCalls]]) -> bool:
-        """Return whether ranks have called different collectives, and have not gone on since before."""
+        """Return whether ranks have called different collectives, and have not gone on since the first look."""
         names = {calls.last.partition("(")[0] for _, calls in ahead if calls.last}
         return len(names) > 1 and all(
             (earlier := self._earlier(rank, calls)) is not None and earlier.made == calls.made for rank, calls in ahead
@@ -177,7 +182,7 @@ class Look:
         return _seconds(rank, self._before.get(rank.process.pid, rank).time_ns)
 
     def _absent(self, world: int, number: int) -> str:
-        """Return what is known of a rank of MPI.COMM_WORLD that has not come to a step."""
+        """Return the known facts of a rank of MPI.COMM_WORLD that has not come to a step."""
         rank = self._by_place.get((world, number))
         if rank is not None:
             return f"Rank {number} {self._does(rank)}"
@@ -200,7 +205,7 @@ class Look:
         return RankWait(text, seconds, known, (*idle, *unseen), len(idle) == len(late) and bool(idle or unseen))
 
     def _known_wait(self, rank: Rank) -> str:
-        """Return in which step or message a rank has been since before; "" if it is in none."""
+        """Return the step or message of a rank since the first look, or "" for none."""
         step = self._lasting_step(rank)
         if step is not None:
             return f"is in {step.text!r}"
@@ -222,7 +227,7 @@ class Look:
             part = (process.cpu_s - earlier.process.cpu_s) / ((rank.time_ns - earlier.time_ns) / 1e9)
             busy = busy or part >= _BUSY
         if busy:
-            return "computes or polls"  # MPI and CUDA poll where they wait
+            return "computes or polls"  # MPI and CUDA poll in their waits
         return "sleeps" + (f" ({process.sleeps_in})" if process.sleeps_in else "")
 
     def _step_line(self, rank: Rank) -> Line | None:

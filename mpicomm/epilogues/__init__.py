@@ -1,6 +1,6 @@
-"""Epilogues: what an all-reduce does to its result before it stores it.
+"""Epilogues: functions that an all-reduce applies to its result before it stores the result.
 
-``comm.Allreduce(x, y, epilogue=mpicomm.epilogues.rms_norm(residual, weight))``; an expression may be passed as it is.
+``comm.Allreduce(x, y, epilogue=mpicomm.epilogues.rms_norm(residual, weight))``. ``epilogue`` also takes an expression.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Elementwise", "Epilogue", "fp8", "rms_norm"]
 
 
 def fp8(scale: Any, dtype: str = "float8_e4m3fn") -> Epilogue:
-    """Return the epilogue that multiplies by ``scale`` and converts to 8 bits, with saturation; NaN stays NaN. Local.
+    """Return the epilogue that multiplies by ``scale`` and converts to 8 bits, with saturation. Local.
 
-    ``scale`` is a number, or an array of one element on the device of the result, which may change from replay to
-    replay of a CUDA graph. ``recvbuf`` has elements of ``dtype``: "float8_e4m3fn" or "float8_e5m2". A call with another
-    ``recvbuf`` raises `InvalidUsageError`.
+    NaN stays NaN. ``scale`` is a number, or an array of one element on the device of the result. The array may change
+    between replays of a CUDA graph. ``recvbuf`` has elements of ``dtype``: "float8_e4m3fn" or "float8_e5m2". A call
+    with another ``recvbuf`` raises `InvalidUsageError`.
     """
     return _ToEightBits(scale, dtype)
 
@@ -53,17 +53,18 @@ class _ToEightBits(Elementwise):
 def rms_norm(residual: Any, weight: Any, eps: float = 1e-6) -> Epilogue:
     """Return the epilogue that adds ``residual`` to the result and normalises its rows, as layers of a model do. Local.
 
-    The elements are floats, and a row has as many as ``weight``: h = result + residual; residual becomes h; recvbuf
-    becomes h / sqrt(mean of h * h over the row + eps) * weight. It is computed in float32, or float64 for float64, and
-    h is rounded to the type of ``sendbuf``, which residual has too. The three arrays share no memory, and residual none
-    with ``sendbuf``. In one_shot on GPUs the kernel that reduces computes it, for rows of up to 32 KiB that are whole
-    numbers of 16 bytes; else a kernel behind does, because several ranks may reduce parts of a row.
+    The elements are floats, and a row has as many elements as ``weight``. h = result + residual; residual becomes h;
+    recvbuf becomes h / sqrt(mean of h * h over the row + eps) * weight. The computation is in float32, or in float64
+    for float64. h is rounded to the type of ``sendbuf``, and residual also has this type. The three arrays share no
+    memory, and residual shares none with ``sendbuf``. In "one_shot" on GPUs the kernel that reduces computes it, for
+    rows of up to 32 KiB that are whole numbers of 16 bytes. In other calls on GPUs one more kernel follows and computes
+    it, because several ranks may reduce parts of a row.
     """
     return RmsNorm(residual, weight, eps)
 
 
 def as_epilogue(given: Any, operands: dict[str, Any]) -> Epilogue | None:
-    """Return the argument ``epilogue`` of a call, with the call's other keyword arguments; None where it has none."""
+    """Return the epilogue of a call from its argument ``epilogue`` and its other keywords; None without both."""
     if given is None and not operands:
         return None
     if given is None:

@@ -1,4 +1,4 @@
-"""Epilogue: what a call is to do to its result. BoundEpilogue: the same for the types and buffers of one call."""
+"""Epilogue: a function for the result of a call. BoundEpilogue: the same for the types and buffers of one call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpicomm.mpi.types import is_covered
 
 
 class KernelCall(NamedTuple):
-    """A launch of a kernel, but for its stream."""
+    """A launch of a kernel, without its stream."""
 
     variant: Variant
     arguments: ctypes.Structure
@@ -31,11 +31,11 @@ class KernelCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the result of which an epilogue needs all elements at once."""
+    """Rows of the result. An epilogue needs all elements of a row at once."""
 
     count: int
     nbytes: int
-    """Of one row, of elements that are reduced."""
+    """The bytes of one row, in elements of the reduction."""
 
 
 class Fused(NamedTuple):
@@ -45,22 +45,22 @@ class Fused(NamedTuple):
     """The compiler options that make it a part of the kernel."""
     arguments: ctypes.Structure
     rows: Rows | None = None
-    """The rows that one rank must reduce as a whole; None where it needs single elements alone."""
+    """The rows that one rank must reduce as a whole; None if the epilogue needs only single elements."""
 
 
 class BoundEpilogue(ABC):
     """An epilogue for the types and buffers of a call. Its methods are local."""
 
     writes: tuple[Operand, ...] = ()
-    """The arrays that it writes beside the result."""
+    """The other arrays that it writes, besides the result."""
 
     def __init__(self, text: str, dtype: np.dtype[Any], result: np.dtype[Any]) -> None:
         self.text = text
-        """It in words; ranks must agree in it."""
+        """The epilogue in words. Ranks must agree in it."""
         self.dtype = dtype
-        """The elements that are reduced."""
+        """The type of the reduced elements."""
         self.result = result
-        """The elements that are stored."""
+        """The type of the stored elements."""
 
     @property
     def converts(self) -> bool:
@@ -69,36 +69,39 @@ class BoundEpilogue(ABC):
 
     @abstractmethod
     def fused(self, reduced: int, finished: int) -> Fused:
-        """Return it as a part of a kernel that reduces: it makes elements at ``finished``.
+        """Return it as a part of a kernel that reduces. The kernel makes elements at ``finished``.
 
-        The kernel's exchange speaks of places from ``reduced`` on, where it stores nothing if the epilogue `converts`.
+        The kernel's exchange names addresses from ``reduced`` on. It stores nothing there if the epilogue `converts`.
         """
 
     @abstractmethod
-    def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
-        """Return the kernel that makes elements at ``output`` of those at ``source``; the two may be one address.
+    def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
+        """Return the kernel that makes elements at ``output`` from elements at ``source``. The addresses may be equal.
 
-        It does nothing once the word at ``failed`` is set.
+        The kernel does nothing after the word at ``failed`` is set.
         """
 
     @abstractmethod
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """Make elements of ``out`` of those of ``reduced``; the two may be the same memory."""
+        """Make elements of ``out`` from elements of ``reduced``. Both may be the same memory."""
 
 
 class Epilogue(ABC):
-    """One of `mpicomm.epilogues`: an all-reduce applies it to its result before it stores it."""
+    """One of `mpicomm.epilogues`. An all-reduce applies it to its result before it stores the result."""
 
     @abstractmethod
     def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
-        """Return a key that is equal for equal epilogues; None where an array cannot be recognised."""
+        """Return a key that is equal for equal epilogues, or None if an array cannot be recognised."""
 
     @abstractmethod
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
-        """Return it for a call whose elements of ``dtype`` become those of ``result``; raises `InvalidUsageError`."""
+        """Return it for a call that turns elements of ``dtype`` into elements of ``result``.
+
+        Raises `InvalidUsageError`.
+        """
 
     def read(self, name: str, array: Any, result: Operand, *, writable: bool = False) -> Operand:
-        """Return an array that it uses; raises `InvalidUsageError` and TypeError for others."""
+        """Return an array that it uses. Raises `InvalidUsageError` and TypeError for others."""
         try:
             operand = parse(array, writable=writable, name=name)
         except (TypeError, InvalidUsageError) as error:
@@ -112,7 +115,7 @@ class Epilogue(ABC):
         return operand
 
     def require_kind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> None:
-        """Raise `InvalidUsageError` unless numbers of ``dtype`` may become those of ``result``."""
+        """Raise `InvalidUsageError` unless numbers of ``dtype`` may become numbers of the type of ``result``."""
         assert result.dtype is not None
         kinds = [KINDS.index(kind) for each in (dtype, result.dtype) if (kind := kind_of(each.name)) is not None]
         if len(kinds) < 2 or kinds[1] < kinds[0]:

@@ -32,26 +32,27 @@ from mpicomm.mpi.types import is_narrow
 
 _VALUE, _INDEX = Variable("v", "v"), Variable("i", "i", "integer")
 _FLOAT32 = np.dtype(np.float32)
-_BLOCK = 1 << 16  # elements that NumPy computes at once, which stay in a core's cache
+_BLOCK = 1 << 16  # the elements that NumPy computes at once, so that they stay in a core's cache
 
 
 class Elementwise(Epilogue):
-    """An expression that is applied to each element of the result of an all-reduce, before it is stored.
+    """An expression that an all-reduce applies to each element of its result, before it stores the element.
 
-    ``Elementwise("v * scale + bias[i % 512]", scale=0.5, bias=b)``: ``v`` is the element as the call would store it
-    without an epilogue, ``i`` its index, and the other names are the keyword arguments, up to 8:
+    ``Elementwise("v * scale + bias[i % 512]", scale=0.5, bias=b)``: ``v`` is the element that the call would store
+    without an epilogue, and ``i`` is its index. The other names are the keyword arguments, up to 8:
 
     - numbers, which take the kind of the elements: a float needs elements of floats;
-    - arrays on the same device as the result, apart from it, whose elements take the type of the elements. Their index
-      is computed of i, integers and numbers with ``+ - * // %``, and has to be within the array for each i.
+    - arrays on the device of the result, outside its memory. Their elements take the type of the result's elements. The
+      expression computes their index from i, integers and numbers with ``+ - * // %``. The index must be within the
+      array for each i.
 
-    The rest of an expression is that of `Op`. It is computed in the element type, floats of 16 bits or fewer in
-    float32, and rounded to the type of ``recvbuf``. That may be another than the type of ``sendbuf``, of the same kind
-    or a later one: bool, integers, floats, complex numbers.
+    The rest of an expression is as in `Op`. The computation is in the element type, for floats of 16 bits or fewer in
+    float32. The result is rounded to the type of ``recvbuf``. This type may differ from the type of ``sendbuf``, but
+    has the same kind or a later kind: bool, integers, floats, complex numbers.
 
-    All ranks pass equal epilogues with equal operands, because the rank that reduces an element applies it. Local; the
-    caller keeps arrays unchanged until the call is done. Raises `InvalidUsageError` for an expression or operand that
-    is none of these, here or when a call tells the types.
+    All ranks pass equal epilogues with equal operands, because the rank that reduces an element applies it. The
+    constructor is local. The caller keeps arrays unchanged until the call is done. The constructor raises
+    `InvalidUsageError` for another expression or operand. A call raises it for types without the expression.
     """
 
     def __init__(self, expression: str, /, **operands: Any) -> None:
@@ -140,7 +141,7 @@ class Elementwise(Epilogue):
 
 
 class BoundElementwise(BoundEpilogue):
-    """An expression for the types and buffers of a call; ``numbers`` and ``arrays`` are its operands by name."""
+    """An expression for the types and buffers of a call. ``numbers`` and ``arrays`` are its operands by name."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class BoundElementwise(BoundEpilogue):
         options = epilogue_options(self._code, self.result.name if self.converts else None)
         return Fused(options, PacketEpilogue(self._operands, reduced, finished))
 
-    def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
         arguments = EpilogueArguments(source, output, failed, self._operands)
         nbytes = self._operands.count * max(self.dtype.itemsize, self.result.itemsize)
@@ -189,12 +190,12 @@ class BoundElementwise(BoundEpilogue):
                 values["i"] = np.arange(start, start + part.size, dtype=np.int64)
                 made = np.asarray(self._expression.evaluate(wide, values))
                 if is_narrow(self.result):
-                    made = made.astype(_FLOAT32)  # as kernels do it
+                    made = made.astype(_FLOAT32)  # as in kernels
                 np.copyto(out[start : start + _BLOCK], made, casting="unsafe")
 
 
 def number_of(operand: Any) -> int | float | None:
-    """Return an operand that is a number, None for an array; raises `InvalidUsageError` beyond 64 bits."""
+    """Return an operand that is a number, or None for an array. Raises `InvalidUsageError` beyond 64 bits."""
     if isinstance(operand, (np.integer, np.floating, np.bool_)):
         operand = operand.item()
     if isinstance(operand, int) and not -(2**63) <= operand < 2**63:

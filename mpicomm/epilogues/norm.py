@@ -19,7 +19,7 @@ from mpicomm.mpi.types import is_narrow
 _FLOAT32 = np.dtype(np.float32)
 _BLOCKS_OF_A_MULTIPROCESSOR = 8
 _PACKET_NBYTES = 16
-_BLOCK = 1 << 16  # elements that NumPy computes at once
+_BLOCK = 1 << 16  # the elements that NumPy computes at once
 
 
 class RmsNorm(Epilogue):
@@ -66,7 +66,7 @@ class RmsNorm(Epilogue):
 
 
 class BoundNorm(BoundEpilogue):
-    """The normalisation of a call whose result has the rows of ``weight``."""
+    """The normalisation of a call with a result that has the rows of ``weight``."""
 
     def __init__(
         self, dtype: np.dtype[Any], result: np.dtype[Any], residual: Operand, weight: Operand, eps: float
@@ -90,7 +90,7 @@ class BoundNorm(BoundEpilogue):
         options = norm_options(self.result.name, self._weight.dtype.name)
         return Fused(options, self._norm(finished), Rows(self._rows, self._weight.total * self.dtype.itemsize))
 
-    def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
         assert self._weight.dtype is not None
         variant = norm_kernel(self.dtype.name, self.result.name, self._weight.dtype.name)
@@ -98,7 +98,7 @@ class BoundNorm(BoundEpilogue):
         return KernelCall(variant, NormArguments(source, failed, self._norm(output)), blocks, NORM_THREADS)
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """See `BoundEpilogue`; it adds squares in the order of the kernel, so it has the kernel's bits."""
+        """See `BoundEpilogue`. It adds squares in the order of the kernel, so it has the kernel's bits."""
         wide = _FLOAT32 if is_narrow(self.dtype) else self.dtype
         weight = host_array(self._weight).astype(wide)
         shape = -1, weight.size
@@ -123,11 +123,11 @@ def _sums_of_squares(values: npt.NDArray[Any], per_packet: int) -> npt.NDArray[A
     rows, hidden = values.shape
     threads = NORM_THREADS
     while threads > 1 and (threads // 2) * per_packet >= hidden:
-        threads //= 2  # the others would add nothing
+        threads //= 2  # the other threads would add nothing
     steps = -(-hidden // (threads * per_packet))
     squares = np.zeros((rows, steps * threads * per_packet), values.dtype)
     squares[:, :hidden] = values * values
-    # Element [n, row, thread] is the n-th that a thread adds.
+    # Element [n, row, thread] is the n-th element that a thread adds.
     added = squares.reshape(rows, steps, threads, per_packet).transpose(1, 3, 0, 2).reshape(-1, rows, threads)
     sums: npt.NDArray[Any] = added[0]
     for each in added[1:]:

@@ -19,9 +19,9 @@ def is_index(node: ExpressionNode) -> bool:
 
 
 def bounds(node: ExpressionNode, values: Mapping[str, Range]) -> Range:
-    """Return bounds of an index, in which names have these values. All values between may occur, or fewer.
+    """Return bounds of an index. ``values`` has the range of each name; each value in a range may occur or not.
 
-    Raises OverflowError where a part of it may need more than 64 bits, because it would wrap there.
+    Raises OverflowError if a part of the index may need more than 64 bits, because it would wrap there.
     """
     low, high = _bounds(node, values)
     if low < -_LARGEST or high > _LARGEST:

@@ -1,4 +1,4 @@
-"""Expression: an expression of the user, read and checked. No part of its text goes to a compiler unread."""
+"""Expression: an expression of the user, read and checked. No part of its text goes to a compiler unchecked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from mpicomm.expressions.tree import (
 )
 
 LONGEST = 300
-"""The most letters of an expression: so no compiler meets more nested calls than it takes."""
+"""The most letters of an expression, so that a compiler meets no deeper nesting of calls than it takes."""
 MOST_EXPONENT = 64
 """The largest constant exponent that becomes multiplications."""
 _LARGEST = 2**64 - 1
@@ -55,14 +55,14 @@ class Expression:
     """An expression of numbers of one element type."""
 
     argument: str
-    """The argument that the user has passed it as, for errors."""
+    """The name of the user's argument, for errors."""
     text: str
-    """It in one form, however the user has set spaces and parentheses."""
+    """The expression in its normal form, which does not depend on the user's spaces and parentheses."""
     tree: ExpressionNode
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of variables and arrays that it uses, also in subscripts."""
+        """The names of its variables and arrays, also in subscripts."""
         nodes = [*self.tree.walk()]
         inside = [each for node in nodes if isinstance(node, Element) for each in node.index.walk()]
         arrays = {node.array.name for node in nodes if isinstance(node, Element)}
@@ -73,28 +73,28 @@ class Expression:
         return self.tree.cpp(state)
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """Return its value on NumPy arrays of ``dtype``; floating-point errors are the caller's to ignore."""
+        """Return its value on NumPy arrays of ``dtype``. The caller ignores floating-point errors."""
         return self.tree.evaluate(dtype, values)
 
     def undefined(self, dtype: str) -> str | None:
-        """Return why it is not defined on numbers of the dtype of this name, None if it is."""
+        """Return why it is not defined on numbers of the dtype with this name, or None if it is defined."""
         return _undefined(self.tree, dtype)
 
     def require_defined(self, dtype: str) -> None:
-        """Raise `InvalidUsageError` unless it is defined on numbers of the dtype of this name."""
+        """Raise `InvalidUsageError` unless it is defined on numbers of the dtype with this name."""
         reason = self.undefined(dtype)
         if reason is not None:
             raise InvalidUsageError(f"{self.argument}={shown(self.text)} is not defined for {dtype}: {reason}")
 
 
 def shown(text: Any) -> str:
-    """Return an expression as errors show it: with quotes, and cut where it is long."""
+    """Return an expression as errors show it: in quotes, and cut off if it is long."""
     return f"{text[:_MOST_SHOWN]!r}..." if isinstance(text, str) and len(text) > _MOST_SHOWN else repr(text)
 
 
 @lru_cache
 def _undefined(tree: ExpressionNode, dtype: str) -> str | None:
-    """Return why an expression is not defined on numbers of a dtype, None if it is."""
+    """Return why an expression is not defined on numbers of a dtype, or None if it is defined."""
     kind = kind_of(dtype)
     if kind is None:
         return "it is for numbers, and bool"
@@ -127,9 +127,9 @@ def parse(
     arrays: tuple[Array, ...] = (),
     indices: tuple[Variable, ...] = (),
 ) -> Expression:
-    """Return the expression of a text with the names of ``numbers``, of ``arrays``, and of ``indices`` in subscripts.
+    """Return the expression of a text with names of ``numbers`` and ``arrays``; subscripts use ``indices``. Local.
 
-    Local. Raises `InvalidUsageError` for anything but these names, literals, operators and `FUNCTIONS`; it names
+    Raises `InvalidUsageError` for anything but these names, literals, operators and `FUNCTIONS`. The error names
     ``argument`` and the part of the text.
     """
     if not isinstance(text, str):
@@ -145,7 +145,7 @@ def parse(
 
 
 class _Reader:
-    """Turns Python's tree into nodes; raises `InvalidUsageError`."""
+    """Turns Python's tree into nodes. Raises `InvalidUsageError`."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Reader:
         return InvalidUsageError(f"{self._argument}={shown(self._text)}: {reason}")
 
     def number(self, tree: ast.expr) -> ExpressionNode:
-        """Return a part as a number; a truth value is 1 or 0."""
+        """Return a part as a number. A truth value becomes 1 or 0."""
         node = self._node(tree)
         return node if node.gives == "number" else AsNumber(node)
 
@@ -270,7 +270,7 @@ class _Reader:
         return self._apply(function, *tree.args)
 
     def _joined(self, function: Function, operands: Sequence[ExpressionNode]) -> ExpressionNode:
-        """Return a function of two operands on several, from the left to the right."""
+        """Return a function of two operands, applied to several operands from the left to the right."""
         joined = operands[0]
         for operand in operands[1:]:
             joined = Apply(function, (joined, operand))
@@ -284,7 +284,7 @@ class _Reader:
 
 
 def _constant_exponent(tree: ast.expr) -> int | None:
-    """Return an exponent that is an integer literal, None for all others."""
+    """Return an exponent that is an integer literal, or None for all others."""
     sign = 1
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
         sign, tree = -1, tree.operand

@@ -1,7 +1,7 @@
-"""The functions and operators of expressions: of each its name in expressions.cuh, and the same function of NumPy.
+"""The functions and operators of expressions: for each its name in expressions.cuh, and the same function of NumPy.
 
-All operands and results of a function have the element type of the expression, but truth values: those of comparisons,
-``and``, ``or`` and ``not``.
+All operands and results of a function have the element type of the expression, except truth values, which comparisons,
+``and``, ``or`` and ``not`` give.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Kind = Literal["bool", "integer", "float", "complex"]
 Sort = Literal["number", "truth"]
 
 KINDS: tuple[Kind, ...] = ("bool", "integer", "float", "complex")
-"""All kinds of elements. Numbers of a kind become numbers of a later kind where an expression needs them."""
+"""All kinds of elements. Numbers of a kind become numbers of a later kind if an expression needs them."""
 _LETTERS: dict[str, Kind] = {"uint": "integer", "int": "integer", "bfloat": "float"}
 
 
 def kind_of(dtype: str) -> Kind | None:
-    """Return the kind of a dtype by its name, such as "float8_e5m2"; None for one of no numbers."""
+    """Return the kind of a dtype by its name, such as "float8_e5m2", or None for a dtype without numbers."""
     letters = dtype[: next((place for place, letter in enumerate(dtype) if not letter.islower()), len(dtype))]
     found = _LETTERS.get(letters, letters)
     return next((kind for kind in KINDS if kind == found), None)
@@ -50,7 +50,7 @@ class Function:
     """The kinds of elements for which it is defined."""
     gives: Sort = "number"
     instead: str = ""
-    """The way out where it is not defined."""
+    """The way out for kinds without it."""
 
 
 def power(base: Any, exponent: int) -> Any:
@@ -64,7 +64,7 @@ def power(base: Any, exponent: int) -> Any:
 
 
 def _larger(a: Any, b: Any) -> Any:
-    # Not np.maximum, because NumPy does not say which of 0.0 and -0.0 it returns.
+    # This is not np.maximum, because NumPy does not say whether that returns 0.0 or -0.0.
     return np.where((a > b) | (a != a), a, b)
 
 

@@ -27,16 +27,16 @@ class ExpressionNode(ABC):
 
     @property
     def below(self) -> tuple[ExpressionNode, ...]:
-        """The parts of which it consists."""
+        """The parts of the node."""
         return ()
 
     @abstractmethod
     def cpp(self, state: str) -> str:
-        """Return it in C++, without spaces; ``state`` is the type in which it computes."""
+        """Return it in C++, without spaces. ``state`` is the type of the computation."""
 
     @abstractmethod
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """Return its value: of ``dtype`` if that is a number."""
+        """Return its value. A number has the type ``dtype``."""
 
     def walk(self) -> Iterator[ExpressionNode]:
         """Yield it and all nodes below it."""
@@ -90,7 +90,7 @@ class Variable(ExpressionNode):
     code: str
     """The name's value in C++."""
     kind: Kind | None = None
-    """The kind of the value; None where it has the element type."""
+    """The kind of the value; None for the element type."""
 
     def cpp(self, state: str) -> str:
         """See `ExpressionNode`."""
@@ -130,7 +130,7 @@ class Element(ExpressionNode):
 
 @dataclass(frozen=True)
 class Apply(ExpressionNode):
-    """A function of other nodes, which give the sorts that it takes."""
+    """A function of other nodes. Each node gives the sort of value that the function takes."""
 
     function: Function
     arguments: tuple[ExpressionNode, ...]
@@ -156,7 +156,7 @@ class Apply(ExpressionNode):
 
 @dataclass(frozen=True)
 class Power(ExpressionNode):
-    """A node to the power of a constant, at least 1: multiplications, the same ones in C++ and NumPy."""
+    """A node to the power of a constant, at least 1: multiplications, in C++ the same as in NumPy."""
 
     base: ExpressionNode
     exponent: int
@@ -177,7 +177,7 @@ class Power(ExpressionNode):
 
 @dataclass(frozen=True)
 class AsTruth(ExpressionNode):
-    """Whether a number is not zero."""
+    """The truth value of a number: whether it is not zero."""
 
     number: ExpressionNode
 
@@ -202,7 +202,7 @@ class AsTruth(ExpressionNode):
 
 @dataclass(frozen=True)
 class AsNumber(ExpressionNode):
-    """1 or 0 for a truth value."""
+    """The number of a truth value: 1 or 0."""
 
     truth: ExpressionNode
 

@@ -49,24 +49,24 @@ def _nothing_before() -> bool:
 
 
 def _waits_beside(received: Endpoint) -> bool:
-    """Return whether a blocking receive waits for its sender beside its stream, and this thread with it."""
+    """Return whether a blocking receive waits for its sender on a side stream, and so blocks this thread."""
     device, stream = received.device, received.stream
     return device is not None and stream is not None and device.waits_beside(stream, array_of(received.spec))
 
 
 def _beside(device: MessageDevice, stream: int) -> SideStream:
-    """Return a side stream whose work follows the work that is on ``stream`` so far."""
+    """Return a side stream. Its work follows all earlier work of ``stream``."""
     return SideStream(device.side_streams, device.side_streams.mark(stream))
 
 
 class Messages:
-    """The messages of communicator ``comm``. ``gpu`` gives its device, locally; nothing here is collective.
+    """The messages of communicator ``comm``. ``gpu`` returns its device. All methods are local.
 
     A call reads its buffers once, with `sending` and `receiving`, and hands the endpoints to the other methods. MPI
-    gets host memory that stands for each endpoint, does all matching, and blocks as it always does.
+    gets host memory in place of each endpoint, matches all messages, and blocks as usual.
 
-    ``by_rendezvous`` says whether MPI carries a rendezvous header in place of a long message of a device array: the
-    ranks need memory of handle kind `ipc`. Then receives into host arrays look for headers, too.
+    ``by_rendezvous`` is true if the ranks open memory by IPC handles. Then long messages of device arrays have a
+    rendezvous header, and receives into host arrays must also look for headers.
     """
 
     def __init__(self, comm: MPI.Intracomm, placement: Placement, gpu: Callable[[str], MessageDevice]) -> None:
@@ -81,39 +81,42 @@ class Messages:
         self.unexpected = UnexpectedQueue(self, comm, secret)
         self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.by_rendezvous else here.handle)
         self.send = self._outgoing.send
-        # Staging memory that holds nothing any more: as many arrays as threads receive at once. The system provides no
-        # pages for the parts that no message has filled.
+        # The spare staging memory: as many arrays as threads receive at once. The system provides no pages for the
+        # parts that no message has filled.
         self._spare: list[list[Any]] = []
-        # It is not the completer of collectives. A receive into host memory blocks its thread until the sender's device
-        # has sent the data, and that may wait for a collective which this rank begins only after an earlier one is
+        # Collectives have another completer. A receive into host memory blocks its thread until the sender's device has
+        # sent the data. The sender may wait for a collective which this rank begins only after an earlier one is
         # complete.
         self._completer = Completer()
 
     def sending(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
-        """Read the buffer ``name`` of a send. Return None for host memory, which MPI sends alone."""
+        """Read the buffer ``name`` of a send. Return None for host memory, which only MPI sends."""
         operand = parse_on_device(buf, False, name)
         return None if operand is None else self._on_device(operation, buf, operand, stream)
 
     def receiving(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
-        """Read the buffer ``name`` of a receive. Return None for host memory into which MPI receives alone."""
+        """Read the buffer ``name`` of a receive. Return None for host memory that needs only MPI."""
         if self.by_rendezvous:
             return self._parse_receive(operation, buf, stream, name)
         operand = parse_on_device(buf, True, name)
         return None if operand is None else self._on_device(operation, buf, operand, stream)
 
     def posted(self, source: int, tag: int) -> Posted:
-        """Return the message that a receive of this source and tag receives."""
+        """Return the receive of this source and tag."""
         return Posted(self.unexpected, self._comm, source, tag)
 
     def posted_beside_send(self, source: int, tag: int) -> Posted:
-        """As `posted`, for a call that sends, too. Raises as MPI does for a bad source or tag, before it sends."""
+        """As `posted`, for a call that also sends.
+
+        Raises MPI's errors for a bad source or tag before the call sends.
+        """
         _iprobe(self._comm, source, tag)
         return self.posted(source, tag)
 
     def beside(self, operation: str, buf: Any, writable: bool, name: str) -> Endpoint:
-        """Read the host buffer ``name`` of a call whose other buffer is a device array. Raises as `parse` does.
+        """Read the host buffer ``name`` of a call that also has a device array. Raises the errors of `parse`.
 
-        MPI would raise such errors only when the other half of the call is on its way.
+        MPI would raise such errors only after the other half of the call has started.
         """
         return Endpoint(operation, host_calls.for_mpi(_parse(buf, writable, name)))
 
@@ -132,7 +135,10 @@ class Messages:
         return self._request(DeferredWork(pending.done, device.check), device)
 
     def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
-        """Receive into a NumPy array. The length of most messages shows that they are data: no endpoint is made."""
+        """Receive into a NumPy array.
+
+        The length of most messages shows that they are data, so they need no endpoint.
+        """
         status = MPI.Status() if status is None else status
         if self.by_rendezvous and buf.nbytes < HEADER_NBYTES:
             if not buf.flags.forc or not buf.flags.writeable:
@@ -143,7 +149,7 @@ class Messages:
             received, room = buf, buf
         try:
             incoming.recv_into(received, status)
-        except host_calls.REFUSALS:  # MPI has no type for the elements; it has not received by then
+        except host_calls.REFUSALS:  # MPI has no type for the elements, and has not received yet
             incoming.recv_into(host_calls.as_bytes(buf, True, "buf"), status)
         nbytes = status.Get_count(MPI.BYTE)
         if self.by_rendezvous and nbytes == HEADER_NBYTES:
@@ -157,7 +163,7 @@ class Messages:
             ctypes.memmove(_address(buf), _address(room), nbytes)
 
     def receive(self, received: Endpoint, incoming: Incoming, status: MPI.Status | None) -> None:
-        """Receive, into a device array in the order of its stream."""
+        """Receive. A device array has the message in the order of its stream."""
         if received.captured:
             raise refused_capture(received)
         status = MPI.Status() if status is None else status
@@ -173,7 +179,7 @@ class Messages:
             wait_for_copies(received)
 
     def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
-        """Start to receive. The request is complete when the message is in the buffer; it may be MPI's own."""
+        """Start to receive. The request, which may be MPI's own, is complete when the message is in the buffer."""
         if received.captured:
             raise refused_capture(received)
         buffer = self._receive_buffer(received)
@@ -191,10 +197,10 @@ class Messages:
         replace: bool = False,
         before: Callable[[], bool] = _nothing_before,
     ) -> DeferredRequest:
-        """Start to receive, as `start_receive` does; the request is never MPI's own.
+        """Start to receive, as `start_receive` does. The request is never MPI's own.
 
-        It is complete only after ``before`` has returned true, which says whether the rest of the call is done. With
-        ``replace`` the rest of the call sends the content of the buffer.
+        The request is complete only after ``before`` has returned true, which means that the rest of the call is done.
+        With ``replace`` the rest of the call sends the content of the buffer.
         """
         if received.captured:
             raise refused_capture(received)
@@ -213,9 +219,9 @@ class Messages:
         *,
         replace: bool = False,
     ) -> None:
-        """Send one buffer and receive into another, or with ``replace`` into the same one.
+        """Send one buffer and receive into another buffer, or with ``replace`` into the same buffer.
 
-        ``posted`` are the source and the tag of the received message. Raises as MPI does before it sends.
+        ``posted`` is the source and the tag of the received message. Raises MPI's errors for them before it sends.
         """
         if sent.captured or received.captured:
             raise refused_capture(sent)
@@ -226,8 +232,8 @@ class Messages:
         incoming = self.posted_beside_send(*posted)
         buffer = self._receive_buffer(received, replace=replace)
         device, stream = buffer.device, received.stream
-        # The copies of a received message do not wait for those of the sent one, which lies elsewhere. A message in one
-        # piece is copied in less time than a side stream costs.
+        # The copies of a received message do not wait for the copies of the sent message, which lies elsewhere. The
+        # copy of a message in one piece takes less time than a side stream costs.
         aside = is_cut(buffer.capacity) and not replace
         with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
             outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
@@ -253,14 +259,14 @@ class Messages:
         self, sent: Endpoint, dest: int, tag: int, received: Endpoint, posted: tuple[int, int], status: MPI.Status
     ) -> None:
         """As `exchange`, by one call of MPI."""
-        # Its copy is enqueued before MPI's call, which returns when both messages are matched: what this rank receives
-        # may depend on what it sends here.
+        # The copy of the sent message is enqueued before MPI's call, which returns when both messages are matched. The
+        # peer's message may depend on the message that this rank sends.
         buffer = self._outgoing.buffer(_isend, sent, dest, sent.stream)
         staged = self._staging(received.nbytes)
         try:
             sendrecv(self._comm, buffer.spec, dest, tag, staged, *posted, status)
         except Exception as error:
-            # MPI has refused the message, unless the other one was too long.
+            # MPI has refused to send the message, except if the received message was too long.
             refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
             if refused and buffer.withdraw is not None:
                 buffer.withdraw()
@@ -272,7 +278,7 @@ class Messages:
     def start_exchange(
         self, sent: Endpoint, dest: int, tag: int, received: Endpoint, incoming: Incoming, *, replace: bool = False
     ) -> DeferredRequest:
-        """Start to send one buffer and to receive into another, or with ``replace`` into the same one."""
+        """Start to send one buffer and to receive into another buffer, or with ``replace`` into the same buffer."""
         if received.captured:
             raise refused_capture(received)
         if sent.on_device:
@@ -295,7 +301,7 @@ class Messages:
         return self.defer_receive(received, message)
 
     def _parse_receive(self, operation: str, buf: Any, stream: Any, name: str) -> Endpoint:
-        """Read the buffer of a receive that may meet a description."""
+        """Read the buffer of a receive that may meet a rendezvous header."""
         operand = _parse(buf, True, name)
         if operand.on_device:
             return self._on_device(operation, buf, operand, stream)
@@ -303,7 +309,7 @@ class Messages:
 
     def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
         if not self.by_rendezvous:
-            require_host_addresses(buf, operand.name)  # MPI would get them
+            require_host_addresses(buf, operand.name)  # because MPI would get the addresses
         device = self._device(operation)
         require_here(f"{operation}: {operand.name}", operand.device, device.device)
         resolved = device.stream(stream, array_of(buf))
@@ -327,7 +333,7 @@ class Messages:
         return device
 
     def _staging(self, capacity: int) -> list[Any]:
-        """Return staging memory for a flat device array; `_arrived` takes it back."""
+        """Return staging memory for a flat device array. `_arrived` takes it back."""
         staged = self._spare.pop() if self._spare else None
         if staged is None or staged[0].size < capacity:
             staged = staging(max(capacity, _LEAST_SPARE_NBYTES))
@@ -335,7 +341,7 @@ class Messages:
         return staged
 
     def _arrived(self, received: Endpoint, staged: list[Any], status: MPI.Status) -> None:
-        """Bring a message that MPI has received to staging memory into a flat device array."""
+        """Bring a message that MPI has received into staging memory to a flat device array."""
         assert received.device is not None and received.stream is not None
         rendezvous = self.memory.made or self.memory.rendezvous(received.device)
         array = received.spec if received.operand is None else array_of(received.spec)
@@ -355,12 +361,12 @@ class Messages:
         return receive_buffer(received, self.memory.rendezvous(device), replace=replace)
 
     def _deliver(self, delivery: Delivery | None, buffer: ReceiveBuffer) -> None:
-        """Finish a blocking receive: into a device array in stream order, into host memory before this returns."""
+        """Finish a blocking receive: in stream order for a device array, before this returns for host memory."""
         if delivery is None:
             return
         device, stream = buffer.device, buffer.endpoint.stream
         if stream is None:
-            # Nothing of the user's has to come before copies into host memory, so they have a stream to themselves.
+            # No earlier work of the user must precede copies into host memory, so they have their own stream.
             with SideStream(device.side_streams) as copies:
                 delivery.enqueue(copies)
         elif _waits_beside(buffer.endpoint):

@@ -1,4 +1,4 @@
-"""SideStream, and the Protocol of a GPU by the name that the modules of messages have for it."""
+"""SideStream, and the protocol of a GPU under the name that the modules of messages use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MessageDevice", "SideStream", "SideStreams", "beside"]
 
 
 class SideStream:
-    """A ``with`` block that has a side stream to itself. Its work follows the mark ``after``, where given."""
+    """A ``with`` block that has a side stream to itself. If ``after`` is given, the work follows that mark."""
 
     __slots__ = ("_after", "_stream", "_streams")
 

@@ -1,4 +1,4 @@
-"""One buffer of a point-to-point call: read once, and for a device array with the stream of its copies."""
+"""One buffer of a point-to-point call, read once. A device array also has the stream of its copies."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.plain_arrays import plain_array
 
 
-# No dataclass, and its arguments are given by place, because each call on device arrays makes one.
+# This is no dataclass, and callers pass its arguments by position, because each call on device arrays makes one.
 class Endpoint:
-    """The buffer ``spec`` of a call of ``operation``. What it is decides the way of its message."""
+    """The buffer ``spec`` of a call of ``operation``. The kind of buffer decides the way of its message."""
 
     __slots__ = (
         "blocks",
@@ -50,20 +50,19 @@ class Endpoint:
         self.pointer = pointer
         """The address of the bytes of a flat buffer."""
         self.nbytes = nbytes
-        """The bytes of its elements; 0 where MPI alone knows."""
+        """The bytes of its elements; 0 if only MPI knows them."""
         self.stream = stream
         """The stream that orders the copies of a device array; None for host memory."""
         self.device = device
-        """The device of the communicator; None for host memory that MPI alone sends or receives."""
+        """The device of the communicator; None for host memory that only MPI sends or receives."""
         self.is_flat = is_flat
-        """Whether it is a device array whose bytes follow each other."""
+        """Whether it is a device array with bytes that follow each other."""
         self.operand = operand
         """The elements of the buffer; None if `read_plain` has read it, or if it is host memory that only MPI uses."""
         self.captured = captured
         """Whether the stream captures a CUDA graph."""
         self.blocks = blocks
-        """Whether a blocking call waits for its copies, because no library says on which stream the caller's later work
-        is."""
+        """Whether a blocking call waits for its copies, because the stream of the caller's later work is unknown."""
 
     @property
     def elements(self) -> Elements:
@@ -78,19 +77,19 @@ class Endpoint:
 
 
 def refused_capture(endpoint: Endpoint) -> InvalidUsageError:
-    """Return the error of a call whose stream captures a graph: MPI matches the message now, on the host."""
+    """Return the error of a call in a capture, because MPI matches the message now, on the host."""
     return InvalidUsageError(
-        f"{endpoint.operation} cannot be part of a CUDA graph, as MPI matches messages on the host: use Send, Recv or "
-        'Sendrecv with algorithm="auto", or call it outside the capture'
+        f"{endpoint.operation} cannot be part of a CUDA graph, because MPI matches messages on the host: use Send, "
+        'Recv or Sendrecv with algorithm="auto", or call it outside the capture'
     )
 
 
 def read_plain(
     operation: str, array: Any, stream: Any, device: MessageDevice, beside: Endpoint | None = None
 ) -> Endpoint | None:
-    """Read a contiguous array of CuPy or PyTorch on ``device`` with few calls of Python; return None for all others.
+    """Read a contiguous array of CuPy or PyTorch on ``device`` with few calls of Python; else return None. Local.
 
-    Local. None, too, where the stream captures a graph. Raises the error of an earlier call. ``beside`` is the other
+    It also returns None if the stream captures a graph. Raises the error of an earlier call. ``beside`` is the other
     buffer of the call.
     """
     plain = None if type(array) in _SPECIFICATIONS else plain_array(array)

@@ -1,4 +1,4 @@
-"""The messages in flight: those of an outbox whose receivers have not copied them yet, as far as this rank knows."""
+"""The messages in flight: messages in the outbox that, as far as this rank knows, the receivers have not copied yet."""
 
 from __future__ import annotations
 
@@ -14,52 +14,54 @@ from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
 
 MOST_IN_FLIGHT = 1024
 DONE = MOST_IN_FLIGHT * LINE_NBYTES
-"""The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
-reads them with one copy."""
-_FEW = 32  # messages: a look at the counts for fewer would cost each message too much
+"""The distance from a message's `ready` words to its `done` words.
+
+All `done` words lie together, because the host reads them with one copy.
+"""
+_FEW = 32  # messages: with fewer, a look at the counts would cost each message too much
 _FEW_NBYTES = 16 << 20
 
 
 class InFlight:
     """The messages in flight and their lines. The outbox calls it under its lock.
 
-    Each message has a line of words in a block that holds all lines: some `ready` words, which only the sender's stream
-    stores, and as many `done` words, which only the receiver's stream stores. The counts only grow: the next message
-    with the same line counts on from where the last one stopped. So nothing has to clear a line, which would need an
-    order with the stores of peers.
+    Each message has a line of words in a block that holds all lines. A line has some `ready` words, which only the
+    sender's stream stores, and as many `done` words, which only the receiver's stream stores. The counts only grow: the
+    next message of a line counts on from the last count. So no rank has to clear a line, which would need an order with
+    the stores of peers.
 
-    The host learns from a copy of the `done` words which messages are over. `add` begins a copy where the messages in
-    flight are worth it, so early that the copy is over when the outbox needs their places.
+    A copy of the `done` words tells the host which messages are over. `add` begins a copy if enough messages are in
+    flight, so early that the copy is over when the outbox needs their slots.
     """
 
     def __init__(self, device: MessageDevice) -> None:
         self._device = device
         self.outbox_nbytes = 0
         """The size of the outbox."""
-        self._lines = list(reversed(range(MOST_IN_FLIGHT)))  # free ones; the lowest go first
-        self._counts = [0] * MOST_IN_FLIGHT  # of the lines that no place has
-        self._used = 0  # no line from this one on was ever used
-        # The counts that the words of a line have when its last message is over; two views of one array.
+        self._lines = list(reversed(range(MOST_IN_FLIGHT)))  # the free lines; the lowest go first
+        self._counts = [0] * MOST_IN_FLIGHT  # of the lines that no slot has
+        self._used = 0  # no message has used this line or a later one
+        # The counts of the words of a line when its last message is over. The two names are views of one array.
         self._last = np.zeros((MOST_IN_FLIGHT, 1), np.uint64)
         self._last_of = self._last.data.cast("B").cast("Q")
         self._places: dict[int, OutboxSlot] = {}  # by line
         self._nbytes = 0
-        self._look_from = _FEW  # as many messages in flight are worth a look
-        self._look_from_nbytes = _FEW_NBYTES  # and so are messages of as many bytes
+        self._look_from = _FEW  # so many messages in flight are worth a look
+        self._look_from_nbytes = _FEW_NBYTES  # and so are messages of so many bytes
         self._words = 0  # the address of the `done` words
         # The copy of the `done` words, in pinned memory: a row for each line.
         self._done: npt.NDArray[np.uint64] = np.zeros((0, MESSAGE_WORDS), np.uint64)
         self._copy = 0  # its address
-        self._copied: Callable[[], bool] | None = None  # whether the copy that was begun is over
-        self._stream = 0  # of the copies
+        self._copied: Callable[[], bool] | None = None  # whether the begun copy is over
+        self._stream = 0  # the stream of the copies
 
     def set_up(self, lines: int) -> None:
-        """Take the address of all lines, whose words are 0."""
+        """Take the address of all lines. Their words are 0."""
         self._words = lines + DONE
         self._done = self._device.pinned(DONE).view(np.uint64).reshape(-1, MESSAGE_WORDS)
-        self._done[:] = 0  # so that a line which no copy has reached yet counts as not over
+        self._done[:] = 0  # so that a line which no copy has reached counts as not over
         self._copy = self._done.ctypes.data
-        self._stream = self._device.side_streams.take()  # which the device destroys with all others
+        self._stream = self._device.side_streams.take()  # the device destroys it with all side streams
 
     def __len__(self) -> int:
         return len(self._places)
@@ -76,12 +78,12 @@ class InFlight:
         return line, self._counts[line]
 
     def give_up_line(self, place: OutboxSlot) -> None:
-        """Free the line of a place whose message is over."""
+        """Free the line of a slot after its message is over."""
         self._lines.append(place.line)
         self._counts[place.line] = place.last
 
     def add(self, place: OutboxSlot) -> None:
-        """Add the message of a place; begin a look where that is worth it."""
+        """Add the message of a slot. Begin a look if it is worth it."""
         places, line = self._places, place.line
         places[line] = place
         place.last = self._last_of[line] = place.last + place.counts
@@ -90,20 +92,20 @@ class InFlight:
             self._begin_copy()
 
     def remove(self, place: OutboxSlot) -> None:
-        """Remove a message that is not sent, and whose words nobody has added to."""
+        """Remove a message that no rank sends. No rank has added to its words."""
         del self._places[place.line]
         place.last = self._last_of[place.line] = place.last - place.counts
         self._nbytes -= place.end - place.begin
 
     def over(self) -> list[OutboxSlot]:
-        """Return, once, the places whose messages are over by the look that was begun. It does not wait."""
+        """Return, once, the slots of messages that are over by the begun look. It does not wait."""
         return self._use_copy() if self._copied is not None and self._copied() else []
 
     def look(self) -> list[OutboxSlot]:
-        """As `over`, by a look that begins now. It waits for its copy, and for no work of the user."""
+        """As `over`, by a look that begins now. It waits for its copy, but not for work of the user."""
         found: list[OutboxSlot] = []
-        for _ in range(1 if self._copied is None else 2):  # the copy that was begun may be old
-            if not self._places:  # from the start, or since the old copy was used
+        for _ in range(1 if self._copied is None else 2):  # the begun copy may be old
+            if not self._places:  # at the start, or after the old copy
                 break
             if self._copied is None:
                 self._begin_copy()
@@ -112,7 +114,7 @@ class InFlight:
         return found
 
     def close(self) -> None:
-        """Wait for the copy that was begun, which reads the lines and writes into memory of the host."""
+        """Wait for the begun copy, because it reads the lines and writes into host memory."""
         self._await_copy()
         self._copied = None
         self._done = self._done[:0]
@@ -120,26 +122,26 @@ class InFlight:
 
     def _await_copy(self) -> None:
         while self._copied is not None and not self._copied():
-            time.sleep(0)  # lets other threads of the program run
+            time.sleep(0)  # other threads of the program can run
 
     def _begin_copy(self) -> None:
         """Begin to copy the `done` words to the host, on a stream that has no other work. It does not wait."""
-        # Pairs with the receivers' stores of `done` in message.cu: they come after the loads of the message. So work
-        # that is enqueued after the host has seen the copy may overwrite a message whose `done` is in it. A message
-        # whose `done` is not there yet keeps its place.
+        # Pairs with the receivers' stores of `done` in message.cu, which come after the loads of the message. So work
+        # that is enqueued after the host has seen the copy may overwrite a message if the copy has its `done`. A
+        # message without its `done` in the copy keeps its slot.
         self._device.copy(self._copy, self._words, self._used * LINE_NBYTES, self._stream)
         self._copied = self._device.completion(self._stream)
 
     def _use_copy(self) -> list[OutboxSlot]:
         self._copied = None
-        # A message that was sent after the copy was begun has a count that is not there. NumPy compares all lines at
-        # once, because a look at each place would take a message some tenths of a microsecond.
+        # A message that was sent after the copy was begun has a count that the copy lacks. NumPy compares all lines at
+        # once, because a look at each slot would cost a message some tenths of a microsecond.
         used, places = self._used, self._places
         differ = (self._done[:used] != self._last[:used]).any(axis=1)
         left = {line: places.pop(line) for line in differ.nonzero()[0].tolist() if line in places}
         self._places = left
         self._nbytes = sum(place.end - place.begin for place in left.values())
-        # So the looks together cost each message a bounded time, however many messages stay in flight.
+        # So all looks together cost each message a bounded time, even if many messages stay in flight.
         self._look_from = max(_FEW, 2 * len(left))
         self._look_from_nbytes = max(self.outbox_nbytes // 2, 2 * self._nbytes, _FEW_NBYTES)
         return list(places.values())

@@ -16,11 +16,11 @@ from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher, MessageCall
 
 End = tuple[Any, int, int]
-"""A buffer, the rank that it goes to or that fills it, and the tag; a plain tuple, because every message makes two."""
+"""A buffer, the rank that gets or fills it, and the tag. It is a plain tuple, because every message makes two."""
 
 _NO_SEND: End = (None, MPI.PROC_NULL, 0)
 _NO_RECEIVE: End = (None, MPI.PROC_NULL, MPI.ANY_TAG)
-# The names of each call's arguments, of the sent message and of the received one.
+# The names of each call's arguments, first of the sent message, then of the received message.
 _NAMES = {
     "Send": (("buf", "dest", "tag"), ("", "", "")),
     "Recv": (("", "", ""), ("buf", "source", "tag")),
@@ -29,7 +29,10 @@ _NAMES = {
 
 
 class InStreamOrder:
-    """The messages of one communicator that sendrecv.cu matches. ``collectives`` has the engine that launches it."""
+    """The messages of one communicator that sendrecv.cu matches.
+
+    ``collectives`` has the engine that launches the kernel.
+    """
 
     def __init__(self, collectives: Dispatcher, session: Session) -> None:
         self._collectives = collectives
@@ -38,10 +41,10 @@ class InStreamOrder:
     def exchange(
         self, operation: str, stream: Any, send: End = _NO_SEND, receive: End = _NO_RECEIVE, status: Any = None
     ) -> None:
-        """Enqueue a message to one rank and a message from another one. Stream-ordered.
+        """Enqueue a message to one rank and a message from another rank. Stream-ordered.
 
-        The first call of a communicator sets up memory and is collective over the node; the others are local. Fills
-        ``status`` with the length and the source that the caller names: the host does not see the message.
+        The first call of a communicator sets up memory and is collective over the node. Later calls are local. It fills
+        ``status`` with the length and the source that the caller names, because the host does not see the message.
         """
         (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
         call = MessageCall(operation, sendbuf, recvbuf, (dest, sendtag, source, recvtag))
@@ -73,7 +76,7 @@ def _read(operation: str, send: End, receive: End, session: Session) -> tuple[Me
 def _operand(
     operation: str, end: End, names: tuple[str, str, str], session: Session, *, receives: bool = False
 ) -> Operand | None:
-    """Parse and check one end of a call; return None for MPI.PROC_NULL."""
+    """Parse and check one end of a call. Return None for MPI.PROC_NULL."""
     buf, rank, tag = end
     name, rank_name, tag_name = names
     if rank == MPI.PROC_NULL:
@@ -87,7 +90,7 @@ def _operand(
     require_here(f"{operation}: {name}", operand.device, session.backend.device)
     if receives and rank == MPI.ANY_SOURCE:
         raise InvalidUsageError(
-            f"{operation}: {rank_name}=MPI.ANY_SOURCE needs the host to match messages: name the rank, or use "
+            f"{operation}: {rank_name}=MPI.ANY_SOURCE needs the host, which matches messages: name the rank, or use "
             'algorithm="auto" outside of CUDA graphs'
         )
     if tag < 0 and not (receives and tag == MPI.ANY_TAG):

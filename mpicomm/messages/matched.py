@@ -1,4 +1,4 @@
-"""Messages that `Mprobe` and `Improbe` return: matched by MPI, and not received yet."""
+"""Messages that `Mprobe` and `Improbe` return: MPI has matched them, and no call has received them yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpicomm.messages.self_messages import Content, match, start_unpickling
 
 
 class Matched(MPI.Message):
-    """A matched message of a communicator on GPUs. It is received into arrays of the host or of a GPU."""
+    """A matched message of a communicator on GPUs. An array of the host or of a GPU can receive it."""
 
     _receiver: Receiver
     source: int
@@ -21,17 +21,17 @@ class Matched(MPI.Message):
     _nbytes: int
     """The length of the data."""
     _carried_nbytes: int
-    """The length of the message that MPI has: less than the data where MPI has a description."""
+    """The length of the message that MPI has. For a rendezvous header this is less than the data."""
     _sent_again: MPI.Request | None
 
     @classmethod
     def of(cls, receiver: Receiver, message: MPI.Message, status: MPI.Status, secret: bytes | None) -> Matched:
-        """Wrap a message of MPI's; ``status`` is that of its probe."""
+        """Wrap a message of MPI's. ``status`` is the status of its probe."""
         source, tag, nbytes = status.source, status.tag, status.Get_count(MPI.BYTE)
         again = None
         if nbytes == HEADER_NBYTES and secret is not None:
-            # The length may be that of a description. MPI shows the content of a message only to a receive, so this
-            # receives the message, and sends it once more to this process, where it is matched again.
+            # The length may be the length of a rendezvous header. MPI shows the content of a message only to a receive.
+            # So this receives the message, sends it once more to this process, and matches it again.
             content = np.empty(HEADER_NBYTES, np.uint8)
             message.Recv([content, HEADER_NBYTES, MPI.PACKED])
             header = RendezvousHeader.unpack(content.tobytes(), secret)
@@ -43,23 +43,23 @@ class Matched(MPI.Message):
         self.source, self.tag = source, tag
         return self
 
-    def describe(self, status: MPI.Status | None) -> None:
+    def fill_status(self, status: MPI.Status | None) -> None:
         """Fill a status as a probe of this message does."""
         if status is not None:
             self.correct(status)
             status.Set_elements(MPI.BYTE, self._nbytes)
 
     def correct(self, status: MPI.Status) -> None:
-        """Let a status name the sender: MPI names this process where the message was sent once more."""
+        """Write the sender into a status, because MPI names this process if it has sent the message once more."""
         status.Set_source(self.source)
         status.Set_tag(self.tag)
 
     def Recv(self, buf: Any, status: MPI.Status | None = None) -> None:
-        """Receive the message; see mpi4py. Device arrays as in ``Communicator.Recv``."""
+        """Receive the message; see mpi4py. Device arrays are as in ``Communicator.Recv``."""
         self._receiver.receive_matched(self, buf, status)
 
     def Irecv(self, buf: Any) -> MPI.Request:
-        """Start to receive the message; see mpi4py. Device arrays as in ``Communicator.Irecv``."""
+        """Start to receive the message; see mpi4py. Device arrays are as in ``Communicator.Irecv``."""
         return self._receiver.start_receive_matched(self, buf)
 
     def recv(self, status: MPI.Status | None = None) -> Any:
@@ -71,12 +71,12 @@ class Matched(MPI.Message):
         return start_unpickling(self._content(MPI.Status()))
 
     def recv_into(self, spec: Any, status: MPI.Status) -> None:
-        """Receive as MPI's Recv does: data, or a description."""
+        """Receive as MPI's Recv does: data, or a rendezvous header."""
         super().Recv(spec, status)
         self.correct(status)
 
     def irecv_into(self, spec: Any) -> tuple[MPI.Request, Correct]:
-        """Start to receive as MPI's Irecv does; `correct` is for the status of the request."""
+        """Start to receive as MPI's Irecv does. `correct` is for the status of the request."""
         return super().Irecv(spec), self.correct
 
     def _content(self, status: MPI.Status) -> Content:

@@ -17,10 +17,10 @@ from mpicomm.waiting import wait_until
 
 
 class MessageMemory:
-    """This rank's outbox and the peers' blocks that it has opened. All methods are local.
+    """This rank's outbox and the blocks that it has opened in peers' outboxes. All methods are local.
 
-    It has no reference to the communicator: a symmetric array refers to its domain, and the domain to this memory, so
-    the communicator would live as long as any array of it.
+    It has no reference to the communicator. A symmetric array refers to its domain, and the domain to this memory. So
+    the reference would keep the communicator alive as long as any of its arrays.
     """
 
     def __init__(self, rank: int, timeout_s: float, secret: bytes | None, most_nbytes: int | None) -> None:
@@ -29,21 +29,21 @@ class MessageMemory:
         self._secret = secret
         self._most_nbytes = most_nbytes
         self.made: Rendezvous | None = None
-        """The rendezvous of the communicator, once a message has needed it."""
+        """The rendezvous of the communicator; None until a message needs it."""
 
     def rendezvous(self, device: MessageDevice) -> Rendezvous:
-        """Return the rendezvous of the communicator, whose device is ``device``."""
+        """Return the rendezvous of the communicator. ``device`` is the communicator's device."""
         if self.made is None:
             self.made = Rendezvous(device, self._rank, self._secret, self._most_nbytes)
             release_before_finalize(self)
         return self.made
 
     def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of the outbox; the peers' blocks that this rank has opened are the peers' memory."""
+        """Return the memory of the outbox. Blocks of peers that this rank has opened count as the peers' memory."""
         return () if self.made is None else (self.made.memory_use(),)
 
     def close_peers(self) -> None:
-        """Unmap the peers' outboxes; this rank's copies must be over. A second call does nothing."""
+        """Unmap the peers' outboxes. This rank's copies must be over. A second call does nothing."""
         if self.made is not None:
             self.made.close_peers()
 
@@ -54,18 +54,18 @@ class MessageMemory:
             rendezvous.close_own()
 
     def release(self) -> None:
-        """Before MPI_Finalize, wait until the receivers have copied all messages, and unmap the peers' outboxes.
+        """Wait until the receivers have copied all messages, and unmap the peers' outboxes, before MPI_Finalize.
 
-        MPI_Finalize, too, lets messages arrive that were sent before. The process may end after it, and its outbox ends
-        with the process.
+        MPI_Finalize also lets earlier messages arrive. The process may end after it, and its outbox ends with the
+        process.
         """
         rendezvous = self.made
         if rendezvous is None:
             return
-        with contextlib.suppress(MpicommError):  # after an error nothing that was sent can be expected to arrive
-            rendezvous.device.synchronize()  # this rank's copies out of outboxes: their senders wait for them
+        with contextlib.suppress(MpicommError):  # after an error no message is sure to arrive
+            rendezvous.device.synchronize()  # this rank's copies out of outboxes, because their senders wait for them
             rendezvous.device.check()
-            # The wait calls MPI, because MPI may not have sent a description yet.
+            # The wait calls MPI, because MPI may not have sent a header yet.
             if not wait_until(rendezvous.is_drained, self._timeout_s, MPI.Intracomm(MPI.COMM_SELF).Iprobe):
                 logger.warning("messages of GPU arrays were not received within %g s of the end", self._timeout_s)
             rendezvous.close_peers()

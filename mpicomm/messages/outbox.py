@@ -1,4 +1,4 @@
-"""The outbox: memory of this rank's device in which messages lie until their receivers have copied them."""
+"""The outbox: memory of this rank's device that holds messages until their receivers have copied them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mpicomm.messages.rendezvous_header import MOST_EXTENTS, Extent, is_for_kern
 
 FIRST_BLOCK_NBYTES = 32 << 20
 BLOCK_NBYTES = 2 << 20
-"""Blocks are multiples of this: whole allocations of the driver, so that a peer that opens one sees nothing else."""
+"""Blocks are multiples of this size: whole allocations of the driver, so that a peer maps no other memory with one."""
 PART = 64
-"""The outbox takes no more than this part of the device's memory."""
-_GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
-# The outbox grows to this number of places of one length before it waits for receivers. The larger number is for places
+"""The outbox takes at most the device's memory divided by this number."""
+_GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that small holes are few.
+# The outbox grows to this number of slots of one length before it waits for receivers. The larger number is for slots
 # that have at most these bytes together.
 _LARGE_PLACES, _SMALL_PLACES = 16, 64
 _SMALL_NBYTES = 128 << 20
-_PATIENCE_S = 2e-4  # about as long as it takes to allocate memory, and to open it on the other rank
+_PATIENCE_S = 2e-4  # about the time to allocate memory, and to open it on the other rank
 
 
 class OutboxFullError(Exception):
-    """The outbox has no room for a message; the text says why."""
+    """The error for an outbox without room for a message. The text gives the reason."""
 
 
 @dataclass
@@ -45,11 +45,11 @@ class Block:
 
 
 class Outbox:
-    """A range of bytes of which each message takes a part. It grows by blocks; a message may lie in several of them.
+    """A range of bytes, which grows by blocks. Each message takes a *slot*, which may lie in several blocks.
 
-    A place whose message is over stays for the next message of about its length, because programs repeat lengths. All
-    such *idle* places are given up where another message has no room. The outbox grows only where the messages in
-    flight leave no room, and waits for receivers only where it is full.
+    When a message is over, its slot stays for the next message of about its length, because programs repeat lengths.
+    The outbox gives up all such *idle* slots if another message has no room. It grows only if the messages in flight
+    leave no room, and waits for receivers only if it is full.
 
     All blocks together have at most ``most_nbytes``.
     """
@@ -66,32 +66,32 @@ class Outbox:
         self._words: Block | None = None
         self._blocks: list[Block] = []
         self._segments: dict[bytes, Segment] = {}
-        self._free: list[tuple[int, int]] = []  # sorted ranges, of which no two touch
+        self._free: list[tuple[int, int]] = []  # sorted ranges; no two ranges touch
         self._in_flight = InFlight(device)
         self._idle: defaultdict[int, list[OutboxSlot]] = defaultdict(list)  # by the bytes of their last message
 
     def reserve(self, nbytes: int, *, whole: bool = False) -> OutboxSlot:
-        """Give a message its place and its description: in one block if it is for kernels, or ``whole``.
+        """Return a slot with a header for a message. With ``whole``, or for kernels, the slot lies in one block.
 
-        Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated.
+        Raises `OutboxFullError`, or `HandleError` if memory cannot be allocated.
         """
         room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
         with self._lock:
             idle = self._idle.get(room)
             place = idle.pop() if idle else self._find_place(room, whole=whole or is_for_kernels(nbytes))
             if place.nbytes != nbytes:
-                place.describe(nbytes, self._secret)
+                place.set_message(nbytes, self._secret)
             self._in_flight.add(place)
             return place
 
     def put_back(self, place: OutboxSlot) -> None:
-        """Make the place of a message idle that this rank does not send, and for which nothing is enqueued."""
+        """Make a slot idle if this rank does not send its message and has enqueued nothing for it."""
         with self._lock:
             self._in_flight.remove(place)
             self._idle[place.end - place.begin].append(place)
 
     def find(self, packet: bytes) -> Segment | None:
-        """Return the block of this outbox with that packed handle, None for a block of a peer."""
+        """Return the block of this outbox with that packed handle, or None for a block of a peer."""
         return self._segments.get(packet)
 
     def is_drained(self) -> bool:
@@ -106,7 +106,7 @@ class Outbox:
             return MemoryUse("outbox", device_nbytes=sum(segment.nbytes for segment in self._segments.values()))
 
     def close(self) -> None:
-        """Free all blocks; every peer must have closed them. A second call does nothing."""
+        """Free all blocks, after every peer has closed them. A second call does nothing."""
         with self._lock:
             with contextlib.suppress(HandleError):  # a device that has failed copies no more
                 self._in_flight.close()
@@ -119,7 +119,7 @@ class Outbox:
 
     def _set_up_words(self) -> None:
         self._words = self._allocate(2 * DONE, 0)
-        # Before any description names the block: a count that is not 0 would let a receiver through.
+        # This precedes any header that names the block, because a count other than 0 would let a receiver through.
         self._device.zero(self._words.segment.pointer, 2 * DONE)
         self._in_flight.set_up(self._words.segment.pointer)
 
@@ -132,7 +132,7 @@ class Outbox:
         place = self._take_idle(room) or self._new_place(room, whole=whole) or self._look_for_place(room, whole=whole)
         if place is None:
             few_nbytes = max(_LARGE_PLACES * room, min(_SMALL_PLACES * room, _SMALL_NBYTES))
-            # A wait for so few places would be a wait for most messages.
+            # A wait for so few slots would be a wait for most messages.
             grows = self._in_flight.has_lines and self._total_nbytes + room <= min(few_nbytes, self._most_nbytes)
             place = None if grows else self._await_place(room, whole=whole)
         if place is None and self._in_flight.has_lines:
@@ -147,7 +147,7 @@ class Outbox:
         return idle.pop() if idle else None
 
     def _new_place(self, room: int, *, whole: bool) -> OutboxSlot | None:
-        """Return a new place; None where memory or lines are missing."""
+        """Return a new slot, or None if memory or lines are missing."""
         begin = self._take(room, whole=whole) if self._in_flight.has_lines else None
         if begin is None:
             return None
@@ -162,10 +162,10 @@ class Outbox:
         return OutboxSlot(begin, begin + room, extents, pointer, self._words.packet, line, ready, ready + DONE, last)
 
     def _look_for_place(self, room: int, *, whole: bool) -> OutboxSlot | None:
-        """Look which messages are over, and return a place that this leaves; None without one.
+        """Look which messages are over. Return a slot that this leaves, or None.
 
-        A look takes less time than to allocate memory, and to open it on the other rank. A message comes here only
-        where all memory that counts as free is used up: so the looks of many messages together take little time.
+        A look takes less time than an allocation that the other rank opens. A message comes here only if all memory
+        that counts as free is used up. So the looks of many messages together take little time.
         """
         self._make_idle(self._in_flight.look())
         place = self._take_idle(room)
@@ -191,7 +191,7 @@ class Outbox:
         return None
 
     def _start_in(self, begin: int, end: int, room: int) -> int | None:
-        """Find ``room`` bytes of one block in the free range from ``begin`` to ``end``; return None without them."""
+        """Find ``room`` bytes of one block in the free range from ``begin`` to ``end``. Return None without them."""
         parts = ((max(begin, block.begin), min(end, block.end)) for block in self._blocks)
         return next((start for start, stop in parts if stop - start >= room), None)
 
@@ -205,7 +205,10 @@ class Outbox:
         self._free.insert(index, (begin, end))
 
     def _grow(self, room: int, *, whole: bool) -> None:
-        """Allocate the bytes that are missing behind the last block; at least double the outbox: so blocks are few."""
+        """Allocate the bytes that are missing after the last block.
+
+        At least double the outbox, so that blocks are few.
+        """
         total = self._total_nbytes
         touches = not whole and self._free and self._free[-1][1] == total
         tail = total - self._free[-1][0] if touches else 0
@@ -242,10 +245,10 @@ class Outbox:
         )
 
     def _await_place(self, room: int, *, whole: bool) -> OutboxSlot | None:
-        """Wait for a place as long as the receivers take messages; return None where they take none.
+        """Wait for a slot as long as the receivers take messages. Return None if they take none.
 
-        A program that enqueues messages faster than its GPU copies them is held up here, because it would else fill all
-        of the memory.
+        This holds up a program that enqueues messages faster than its GPU copies them, because the program would fill
+        all of the memory.
         """
         until = time.monotonic() + _PATIENCE_S
         while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""The place of a message in the outbox."""
+"""The slot of a message in the outbox."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LINE_NBYTES = 8 * MESSAGE_WORDS
 _packed = MPI.PACKED
 
 
-# Compared by identity, and not frozen, because every message makes one or takes one that is idle.
+# Slots compare by identity, and are not frozen, because every message makes one or takes an idle one.
 @dataclass(slots=True, eq=False)
 class OutboxSlot:
-    """A range of the outbox, and its line of words. Its messages follow each other."""
+    """A range of the outbox, and its line of words. One message after the other uses it."""
 
     begin: int
     end: int
@@ -36,26 +36,26 @@ class OutboxSlot:
     done: int
     """The address of the `done` words of its line."""
     last: int
-    """The count that its words have when the message has been copied."""
+    """The count of its words when the message has been copied."""
     nbytes: int = 0
     """The bytes of the message."""
     message: list[Any] = field(default_factory=list)
-    """The packed description as MPI takes it."""
+    """The packed header, as MPI takes it."""
     counts: int = 1
-    """How much both ranks add to the words."""
+    """The number that both ranks add to the words."""
     copy_in: MessageCopy | None = None
-    """Copies messages here, by a kernel."""
+    """The kernel launch that copies messages into the slot."""
 
     @property
     def header(self) -> RendezvousHeader:
-        """The message."""
+        """The rendezvous header of the message."""
         *whole, last = self.extents
         rest = self.nbytes - sum(extent.nbytes for extent in whole)  # the range is longer by less than the last extent
         extents = (*whole, Extent(last.packet, last.offset, rest))
         return RendezvousHeader(self.nbytes, self.words, self.line * LINE_NBYTES, extents)
 
-    def describe(self, nbytes: int, secret: bytes) -> None:
-        """Let the place have a message of ``nbytes`` bytes."""
+    def set_message(self, nbytes: int, secret: bytes) -> None:
+        """Give the slot to a message of ``nbytes`` bytes."""
         self.nbytes = nbytes
         if len(self.extents) == 1 and nbytes <= rendezvous_header.KERNEL_NBYTES:  # with few calls of Python
             (extent,) = self.extents
@@ -64,5 +64,5 @@ class OutboxSlot:
         else:
             header = self.header
             packed, self.counts = header.pack(secret), header.counts
-        # Packed: this type matches every type that the receiver names.
+        # MPI.PACKED matches every type that the receiver names.
         self.message = [packed, HEADER_NBYTES, _packed]

@@ -1,4 +1,4 @@
-"""The sends of one communicator on GPUs. MPI gets a description of a device array, or a copy in host memory."""
+"""The sends of one communicator on GPUs. For a device array MPI gets a rendezvous header, or a copy in host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.host_copies import HostCopies, announce
 
 Send = Callable[..., Any]
-"""One of MPI's methods for sends: of a communicator, a buffer, a destination and a tag."""
+"""One of MPI's methods for sends, with a communicator, a buffer, a destination and a tag."""
 
 _BUFFERED = frozenset((MPI.Intracomm.Bsend, MPI.Intracomm.Ibsend))
 _NOTHING = np.empty(0, np.uint8)
@@ -35,10 +35,10 @@ class SendBuffer:
     spec: Any
     owner: Any = None
     withdraw: Callable[[], None] | None = None
-    """Gives back the place in the outbox of a message whose description MPI has not sent."""
+    """Gives back the slot of a message if MPI has not sent its header."""
 
     def hand_over(self, send: Callable[..., Any], comm: MPI.Intracomm, dest: int, tag: int) -> Any:
-        """Let MPI send it, and return MPI's result. Where MPI refuses it, the message leaves the outbox."""
+        """Let MPI send it, and return MPI's result. If MPI refuses it, the message leaves the outbox."""
         try:
             return send(comm, self.spec, dest, tag)
         except BaseException:
@@ -48,9 +48,9 @@ class SendBuffer:
 
 
 class Outgoing:
-    """Sends the messages of communicator ``comm``; ``near`` are the ranks whose memory this rank opens. Local.
+    """The sends of communicator ``comm``. ``near`` are the ranks that share memory with this rank. Local.
 
-    ``refused`` is the kind of handles where messages cannot be described, else empty.
+    ``refused`` is the kind of handles if messages cannot have headers, else empty.
     """
 
     def __init__(self, comm: MPI.Intracomm, near: Collection[int], memory: MessageMemory, refused: str) -> None:
@@ -70,7 +70,8 @@ class Outgoing:
         assert device is not None and stream is not None
         rendezvous = self._memory.made or self._memory.rendezvous(device)
         # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
-        # one. Until then this thread owes it to the stream, because nothing of another thread may come before it.
+        # copy. Until then this thread owes the copy to the stream, because no work of another thread may come before
+        # it.
         threads = device.threads(stream)
         threads.owe(rendezvous.fill, place, sent, stream)
         try:
@@ -89,7 +90,7 @@ class Outgoing:
             wait_for_copies(sent)
 
     def buffer(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
-        """Copy a device array, on ``stream``, to where MPI or the receiver finds it; leave host memory to MPI."""
+        """Copy a device array, on ``stream``, to memory that MPI or the receiver finds. Leave host memory to MPI."""
         place = self._place(send, sent, dest)
         if place is None or sent.device is None or stream is None:
             return self._eager(sent, dest, stream)
@@ -98,7 +99,7 @@ class Outgoing:
         return SendBuffer(place.message, sent, partial(rendezvous.withdraw, place, stream))
 
     def _place(self, send: Send, sent: Endpoint, dest: int) -> OutboxSlot | None:
-        """Return a place in the outbox for a message; None if MPI carries the data or the outbox has no room."""
+        """Return a slot in the outbox for a message, or None if MPI carries the data or the outbox has no room."""
         nbytes, device = sent.nbytes, sent.device
         if not nbytes or dest < 0 or device is None or sent.stream is None:
             return None
@@ -106,7 +107,7 @@ class Outgoing:
             announce("Send", "the ranks are on several nodes")
         elif self._refused:
             warn_once(f"memory is opened as {self._refused!r}, not by IPC handles")
-        # The user's buffer of a buffered send has room for the data, and may have none for a description.
+        # The user's buffer of a buffered send has room for the data, but perhaps not for a header.
         elif nbytes >= HEADER_NBYTES or send not in _BUFFERED:
             try:
                 return (self._memory.made or self._memory.rendezvous(device)).reserve(nbytes, whole=not sent.is_flat)
@@ -115,7 +116,7 @@ class Outgoing:
         return None
 
     def _eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
-        """Return the host memory from which MPI sends a message, for a device array a copy."""
+        """Return the host memory from which MPI sends a message. For a device array it is a copy."""
         if stream is None or sent.device is None:
             return SendBuffer(sent.spec)
         if dest < 0:  # MPI.PROC_NULL, or no rank, for which MPI raises
@@ -124,7 +125,7 @@ class Outgoing:
 
 
 def wait_for_copies(*endpoints: Endpoint) -> None:
-    """Wait for the copies of a blocking call where later work of its caller may be on any stream."""
+    """Wait for the copies of a blocking call if later work of its caller may be on any stream."""
     for endpoint in endpoints:
         if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
             endpoint.device.synchronize(endpoint.stream)
@@ -141,7 +142,7 @@ def _eager_copy(backend: Backend, sent: Endpoint, stream: int) -> SendBuffer:
 
 
 def _eager_derived(backend: Backend, sent: Endpoint, stream: int) -> SendBuffer:
-    """Copy the memory that a derived datatype describes to the host. Blocking."""
+    """Copy the memory of a derived datatype to the host. Blocking."""
     copies = HostCopies(backend, stream)
     host = copies.spec(sent.spec, writable=False, name="buf", operand=sent.operand)
     copies.ready()

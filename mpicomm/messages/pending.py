@@ -1,4 +1,4 @@
-"""Messages in flight: nonblocking sends and receives, which their requests ask whether they are done."""
+"""Nonblocking sends and receives in flight. Their requests ask them whether they are done."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer
 class PendingSend:
     """A send of a device array that MPI has begun. The object keeps the memory that MPI and the device still read.
 
-    ``copied`` says whether the device has copied the array. It is not called again after it has returned true.
+    ``copied`` returns whether the device has copied the array. It is not called again after it has returned true.
     """
 
     def __init__(self, buffer: SendBuffer, request: MPI.Request, copied: Callable[[], bool]) -> None:
         self._buffer = buffer
-        # Most descriptions leave at once. A later question to MPI may take long, because a thread that waits in MPI
-        # keeps the others out.
+        # Most headers leave at once. A later call of MPI may take long, because a thread that waits in MPI keeps other
+        # threads out.
         self._request = None if request.Test() else request
         self._copied = copied
 
@@ -36,8 +36,8 @@ class PendingSend:
 class PendingReceive:
     """A receive that MPI has begun. One thread at a time calls its methods.
 
-    ``mark`` lies in the user's stream: the copies into a device array follow it. ``before`` is asked before MPI is, and
-    the receive goes on when it has returned true. ``correct`` corrects the status that MPI fills.
+    ``mark`` lies in the user's stream, and the copies into a device array follow it. `done` asks ``before`` first, and
+    asks MPI only after ``before`` has returned true. ``correct`` corrects the status that MPI fills.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class PendingReceive:
             delivery = self._delivery
             if delivery is None:
                 return True
-            # A delivery that waits for its stream would wait for the user's work, too, and meanwhile this thread would
-            # complete no other request.
+            # A delivery that waits for its stream would also wait for the user's work, and this thread would complete
+            # no other request.
             if delivery.blocks and self._mark is not None and not self._buffer.device.side_streams.passed(self._mark):
                 return False
             self._delivered = self._enqueue(delivery)
@@ -87,7 +87,7 @@ class PendingReceive:
         return self._request is None
 
     def _enqueue(self, delivery: Delivery) -> Callable[[], bool]:
-        """Enqueue the copies on a side stream; return a function that says whether they are done.
+        """Enqueue the copies on a side stream. Return a function that says whether they are done.
 
         The copies may wait for the sender. On the user's stream they would hold up its later work, and other receives.
         """

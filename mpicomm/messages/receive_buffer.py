@@ -1,8 +1,8 @@
-"""What MPI gets for the buffer of a receive, and how the received message comes into the user's memory.
+"""The host memory that MPI gets for a receive, and the way of the message from there into the user's memory.
 
-MPI matches a receive before this rank knows whether data or a description arrives. So MPI gets host memory that holds
-either: the user's memory itself where it is long enough, or *staging memory*. Long staging memory costs nothing where a
-description arrives, because the system provides no pages for memory that is not written.
+MPI matches a receive before this rank knows whether data or a header arrives. So MPI gets host memory that can hold
+both: the user's memory if it is long enough, or *staging memory*. Long staging memory costs nothing if a header
+arrives, because the system provides no pages for memory that is not written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Delivery:
     """The rest of a receive after MPI's part: copies on a stream that bring the message into the user's memory."""
 
     enqueue: Callable[[int], None]
-    """Enqueues the copies. Those into host memory are over when it returns."""
+    """Enqueues the copies. Copies into host memory are over when it returns."""
     blocks: bool = False
     """Whether `enqueue` waits for all earlier work of its stream."""
 
@@ -50,19 +50,19 @@ class ReceiveBuffer(abc.ABC):
         self.device = rendezvous.device
         self._rendezvous = rendezvous
         self.spec = spec
-        """What MPI receives into."""
+        """The buffer argument of MPI's receive."""
         self.pointer = pointer
-        """The address of the memory that MPI receives into."""
+        """The address of the memory of ``spec``."""
 
     @property
     def goes_to_mpi(self) -> bool:
-        """Whether MPI alone completes the receive, because no description can arrive."""
-        return self.in_place and not self._rendezvous.describes
+        """Whether MPI completes the receive without this package, because no header can arrive."""
+        return self.in_place and not self._rendezvous.expects_headers
 
     def arrived(self, status: MPI.Status) -> Delivery | None:
-        """Look at what MPI has received, and correct its status; return the rest of the receive, None if there is none.
+        """Read the message that MPI has received, and correct its status. Return the rest of the receive, or None.
 
-        A call that sends the content of the buffer has sent it by then. The delivery raises `MPI.Exception` for a
+        If the call sends the content of the buffer, it has done so before. The delivery raises `MPI.Exception` for a
         message that is longer than the buffer.
         """
         nbytes = status.Get_count(MPI.BYTE)
@@ -79,11 +79,11 @@ class ReceiveBuffer(abc.ABC):
 
     @abc.abstractmethod
     def _deliver_eager(self, nbytes: int) -> Delivery | None:
-        """Deliver ``nbytes`` bytes of data that MPI has received; return None where they are in the user's memory."""
+        """Deliver ``nbytes`` bytes of data that MPI has received. Return None if they are in the user's memory."""
 
     @abc.abstractmethod
     def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
-        """Deliver the message whose description MPI has received."""
+        """Deliver the message with the header that MPI has received."""
 
     def _drop(self, header: RendezvousHeader, source: int) -> Delivery:
         def drop(stream: int) -> None:
@@ -96,7 +96,7 @@ class ReceiveBuffer(abc.ABC):
         """Copy a message out of its sender's outbox to host memory, and wait for that."""
         self._rendezvous.pull(header, pointer, source, stream)
         self.device.synchronize(stream)
-        self.device.check()  # raises where the sender did not fill its outbox in time
+        self.device.check()  # raises if the sender did not fill its outbox in time
 
 
 class HostReceive(ReceiveBuffer):
@@ -116,7 +116,7 @@ class HostReceive(ReceiveBuffer):
 
 
 class StagedReceive(ReceiveBuffer):
-    """A receive for which MPI gets staging memory; ``spec`` is of some that is there already."""
+    """A receive for which MPI gets staging memory. ``spec`` may be existing staging memory."""
 
     def __init__(
         self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, spec: list[Any] | None = None
@@ -139,7 +139,7 @@ class DeviceReceive(StagedReceive):
     def _deliver_eager(self, nbytes: int) -> Delivery | None:
         def copy(stream: int) -> None:
             self.device.copy(self.endpoint.pointer, self.pointer, nbytes, stream)
-            self.device.synchronize(stream)  # because the staging memory goes with this object
+            self.device.synchronize(stream)  # because the staging memory ends with this object
 
         return Delivery(copy, blocks=True) if nbytes else None
 
@@ -148,7 +148,7 @@ class DeviceReceive(StagedReceive):
 
 
 class StagedHostReceive(StagedReceive):
-    """A receive into a host array that is shorter than a description, or that the same call still sends."""
+    """A receive into a host array that is shorter than a header, or that the same call still sends."""
 
     def _deliver_eager(self, nbytes: int) -> None:
         ctypes.memmove(self._operand.pointer, self.pointer, nbytes)
@@ -160,7 +160,7 @@ class StagedHostReceive(StagedReceive):
 class DerivedReceive(StagedReceive):
     """A receive of elements of a derived datatype.
 
-    The message comes into the staging memory, packed, and MPI puts its elements where the datatype says.
+    The packed message comes into the staging memory, and MPI unpacks it into the user's memory.
     """
 
     def _deliver_eager(self, nbytes: int) -> Delivery | None:
@@ -182,7 +182,7 @@ class DerivedReceive(StagedReceive):
 class DerivedDeviceReceive(DerivedReceive):
     """A receive of elements of a derived datatype into device memory, which kernels unpack.
 
-    Where the outbox has no room for a message that needs it, MPI unpacks a host copy of the array.
+    If the outbox has no room for a message that needs it, MPI unpacks into a host copy of the array.
     """
 
     def __init__(self, endpoint: Endpoint, elements: Elements, rendezvous: Rendezvous) -> None:
@@ -198,7 +198,7 @@ class DerivedDeviceReceive(DerivedReceive):
                 self._rendezvous.unpack_part(nbytes, lambda place: copy(place, stream), self._elements, stream)
             except (OutboxFullError, HandleError):
                 self._unpack(nbytes, stream)
-            self.device.synchronize(stream)  # because the staging memory goes with this object
+            self.device.synchronize(stream)  # because the staging memory ends with this object
 
         return Delivery(unpack_part, blocks=True) if nbytes else None
 
@@ -221,9 +221,9 @@ class DerivedDeviceReceive(DerivedReceive):
 
 
 def staging(capacity: int) -> list[Any]:
-    """Return memory for a description, or for data that fills a buffer, as MPI takes it."""
+    """Return memory for a header, or for data that fills a buffer, as MPI takes it."""
     nbytes = max(capacity, HEADER_NBYTES)
-    # Packed: this type matches every type of the sender.
+    # MPI.PACKED matches every type of the sender.
     return [np.empty(nbytes, np.uint8), nbytes, MPI.PACKED]
 
 
@@ -236,11 +236,11 @@ def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool 
         return HostReceive(endpoint, 0, rendezvous)
     if operand.dtype is not None:
         capacity = operand.nbytes
-    elif operand.derived is not None and operand.packed_nbytes and rendezvous.describes:
+    elif operand.derived is not None and operand.packed_nbytes and rendezvous.expects_headers:
         return DerivedDeviceReceive(endpoint, operand.derived[0], rendezvous)
     elif operand.mpi_type is not None and operand.mpi_type != MPI.BYTE:
         return DerivedReceive(endpoint, operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF), rendezvous)
-    else:  # a host array whose element type MPI may know, and NumPy does not; MPI.BYTE stands for it in a specification
+    else:  # NumPy lacks the element type of a host array, and MPI may know it; MPI.BYTE stands for it in the endpoint
         capacity = read(operand.owner, True, operand.name).nbytes
     staged = replace or rendezvous.exceeds(capacity)
     return (StagedHostReceive if staged else HostReceive)(endpoint, capacity, rendezvous)

@@ -21,17 +21,17 @@ from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
 
 _MOST_KNOWN = 4096
-"""So many descriptions of peers are known."""
+"""The largest number of headers of peers that a rank keeps."""
 
 
 class Rendezvous:
     """The outbox of this rank, and the blocks of peers' outboxes that this rank has opened.
 
-    All methods are local, from any thread. Ranks set nothing up with each other: a description holds the handle of the
-    block in which its message lies; the receiver opens the block and keeps it open. A wait on the device that ran out
-    of time is raised by the device's `check`.
+    All methods are local, from any thread. Ranks set nothing up together. A header holds the handle of the block with
+    its message, and the receiver opens the block and keeps it open. If a wait on the device runs out of time, the
+    device's `check` raises the error.
 
-    The outbox has at most ``most_nbytes``. Without a ``secret`` no message is described, and `header` finds none.
+    The outbox has at most ``most_nbytes``. Without a ``secret`` no message has a header, and `header` finds none.
     """
 
     def __init__(self, device: MessageDevice, rank: int, secret: bytes | None, most_nbytes: int | None = None) -> None:
@@ -41,30 +41,30 @@ class Rendezvous:
         self._steps = device.message_steps()
         self._outbox = Outbox(device, secret or b"", most_nbytes)
         self.reserve = self._outbox.reserve
-        """Gives a message of this rank its place in the outbox; see `Outbox.reserve`."""
+        """Gives a message of this rank its slot in the outbox; see `Outbox.reserve`."""
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
-        # The copies of short messages of peers, and their bytes, by their packed descriptions.
+        # For each packed header of a short message of a peer: its copy out, and its bytes.
         self._known: dict[bytes, tuple[MessageCopy, int]] = {}
         self._closed = False
 
     @property
-    def describes(self) -> bool:
-        """Whether descriptions can arrive."""
+    def expects_headers(self) -> bool:
+        """Whether headers can arrive."""
         return self._secret is not None
 
     def exceeds(self, nbytes: int) -> bool:
-        """Return whether a description can arrive that exceeds a receive buffer of ``nbytes`` bytes."""
-        return self.describes and nbytes < HEADER_NBYTES
+        """Return whether a header can arrive that exceeds a receive buffer of ``nbytes`` bytes."""
+        return self.expects_headers and nbytes < HEADER_NBYTES
 
     def header(self, pointer: int) -> RendezvousHeader | None:
-        """Return the description that MPI has received to ``pointer``, None for data of the length of one."""
+        """Return the header that MPI has received at ``pointer``, or None for data of the same length."""
         if self._secret is None:
             return None
         return RendezvousHeader.unpack(ctypes.string_at(pointer, HEADER_NBYTES), self._secret)
 
     def fill(self, place: OutboxSlot, sent: Endpoint, stream: int) -> None:
-        """Enqueue the copy of a message into its place."""
+        """Enqueue the copy of a message into its slot."""
         if not sent.is_flat:
             elements = sent.elements
             self.device.pack(table_for(elements.layout), elements.address, place.pointer, stream, unpacks=False)
@@ -79,30 +79,31 @@ class Rendezvous:
             for extent, start, piece in place.header.pieces():
                 target = self._block(extent.packet, extent.nbytes, self._rank) + extent.offset + start
                 self.device.copy(target, sent.pointer + done, piece, stream)
-                # After each piece, so that the receiver copies it while the next piece goes into the outbox. Pairs with
-                # the wait in `pull`, which keeps the receiver from copying memory that is not written yet.
+                # The announcement follows each piece, so that the receiver copies the piece while the next one goes
+                # into the outbox. It pairs with the wait in `pull`, which keeps the receiver from reading memory that
+                # is not written yet.
                 self._steps.announce(stream, ready=place.ready, count=1)
                 done += piece
 
     def put_back(self, place: OutboxSlot) -> None:
-        """Release the place of a message that is not filled, and that this rank does not send."""
+        """Release the slot of a message that this rank has neither filled nor sent."""
         self._outbox.put_back(place)
 
     def withdraw(self, place: OutboxSlot, stream: int) -> None:
-        """Release the place of a message that this rank does not send, but has filled in the same stream."""
+        """Release the slot of a message that this rank does not send, but has filled in the same stream."""
         self._steps.release(stream, done=place.done, count=place.counts)
 
     def receive(self, header: RendezvousHeader, pointer: int, source: int, stream: int) -> None:
-        """Enqueue the copy of a message of rank ``source`` to device memory, and the release of its place."""
+        """Enqueue the copy of a message of rank ``source`` to device memory, and the release of its slot."""
         if is_for_kernels(header.nbytes):
             self._copy_out(header, source)(stream, pointer, header.nbytes)
         else:
             self.pull(header, pointer, source, stream)
 
     def receive_packed(self, packed: bytes, received: Endpoint, source: int) -> int:
-        """As `receive`, for what MPI has received: return the bytes of the message.
+        """As `receive`, for the packed header that MPI has received. Return the bytes of the message.
 
-        Return 0, and do nothing, for data, and for a message that is too long for kernels or for the buffer.
+        For data, and for a message that is too long for kernels or for the buffer, do nothing and return 0.
         """
         known = self._known.get(packed)
         if known is None:
@@ -111,7 +112,7 @@ class Rendezvous:
                 return 0
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
-            # The same description comes again for each message of this length in the same place.
+            # The same header comes again for each message of this length in the same slot.
             known = self._known[packed] = self._copy_out(header, source), header.nbytes
         copy, nbytes = known
         if nbytes > received.nbytes:
@@ -121,9 +122,9 @@ class Rendezvous:
         return nbytes
 
     def pull(self, header: RendezvousHeader, pointer: int, source: int, stream: int) -> None:
-        """As `receive`, by copy engines, which also reach memory of the host."""
+        """As `receive`, by copy engines, which also reach host memory."""
         ready, awaits, copied = self._line(header, source), 0, 0
-        # All blocks are opened before the first wait is enqueued, because opening one may wait for the device.
+        # The receiver opens all blocks before it enqueues the first wait, because opening one may wait for the device.
         parts = [
             (self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset + start, nbytes)
             for extent, start, nbytes in header.pieces()
@@ -133,40 +134,41 @@ class Rendezvous:
             self._wait(header, ready, awaits, source, stream)
             self.device.copy(pointer + copied, part, nbytes, stream)
             copied += nbytes
-        # Pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
+        # Pairs with the sender's read of the counts in Outbox. After it the sender reuses the slot.
         self._steps.release(stream, done=ready + DONE, count=awaits)
 
     def unpack(self, header: RendezvousHeader, elements: Elements, source: int, stream: int) -> None:
-        """As `receive`, for a message in one extent that fills ``elements``, to which a kernel unpacks it."""
+        """As `receive`, for a message in one extent that fills ``elements``. A kernel unpacks it."""
         ready, place, counts = self._line(header, source), self._whole(header, source), header.counts
         self._wait(header, ready, counts, source, stream)
         self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
-        # As in `pull`: the count must not be seen before the kernel has read the message.
+        # As in `pull`, the sender must not see the count before the kernel has read the message.
         self._steps.release(stream, done=ready + DONE, count=counts)
 
     def unpack_part(self, nbytes: int, fill: Callable[[int], None], elements: Elements, stream: int) -> None:
         """Unpack a message of ``nbytes`` bytes, which may be shorter than ``elements``, through this rank's outbox.
 
-        ``fill`` enqueues the copy of the message to an address. Raises as `reserve` does.
+        ``fill`` enqueues the copy of the message to an address. Raises the errors of `reserve`.
         """
         layout = elements.layout
         place = self.reserve(layout.nbytes, whole=True)
         try:
-            if nbytes < layout.nbytes:  # the other elements keep their values, because a kernel unpacks all
+            if nbytes < layout.nbytes:  # the kernel unpacks all elements: elements without data keep their values
                 self.device.pack(table_for(layout), elements.address, place.pointer, stream, unpacks=False)
             fill(place.pointer)
             self.device.pack(table_for(layout), elements.address, place.pointer, stream, unpacks=True)
         finally:
-            # The place is this rank's own, so that this rank counts for sender and receiver: after all use of the place
-            # in the same stream. Pairs with the read of the counts in Outbox; without it the place would be lost.
+            # This rank counts for sender and receiver, because the slot is its own. The counts follow all use of the
+            # slot in the same stream. They pair with the read of the counts in Outbox; without them the slot would be
+            # lost.
             self._steps.announce(stream, ready=place.ready, count=place.counts)
             self._steps.release(stream, done=place.done, count=place.counts)
 
     def drop(self, header: RendezvousHeader, source: int, stream: int) -> None:
-        """Release the place of a message that no rank copies, after all of it is in the outbox.
+        """Release the slot of a message that no rank copies, after the whole message is in the outbox.
 
-        Before that the sender's stream may still write there, and another stream, which does not wait for that one, may
-        write the next message to the same place.
+        Before that the sender's stream may still write there. Another stream, which does not wait for it, may write the
+        next message to the same slot.
         """
         ready, counts = self._line(header, source), header.counts
         self._wait(header, ready, counts, source, stream)
@@ -181,7 +183,7 @@ class Rendezvous:
         return self._outbox.memory_use()
 
     def close_peers(self) -> None:
-        """Unmap the peers' blocks; their copies must be over. A second call does nothing."""
+        """Unmap the peers' blocks. Copies out of them must be over. A second call does nothing."""
         with self._lock:
             self._closed = True
             self._known.clear()
@@ -196,7 +198,7 @@ class Rendezvous:
         (extent,) = header.extents
         ready = self._block(header.words, DONE + header.line + LINE_NBYTES, source) + header.line
         place = self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset
-        # It releases the place: pairs with the sender's read of the counts in Outbox, as in `pull`.
+        # The copy releases the slot. It pairs with the sender's read of the counts in Outbox, as in `pull`.
         return self._steps.copy_out(place, ready=ready, done=ready + DONE, peer=source)
 
     def _wait(self, header: RendezvousHeader, ready: int, count: int, source: int, stream: int) -> None:
@@ -211,7 +213,10 @@ class Rendezvous:
         return self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset
 
     def _block(self, packet: bytes, nbytes: int, source: int) -> int:
-        """Return the address of a block, at least ``nbytes`` long. Raises `HandleError` where that cannot be had."""
+        """Return the address of a block of at least ``nbytes`` bytes.
+
+        Raises `HandleError` if it cannot be opened or is shorter.
+        """
         # A process cannot open a handle that it has exported.
         segment = self._opened.get(packet) or self._outbox.find(packet)
         if segment is None:

@@ -1,4 +1,4 @@
-"""The queue of unexpected messages: those that probes have taken from MPI before a receive asked for them."""
+"""The queue of unexpected messages: probes have taken them from MPI before a receive asked for them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpicomm.mpi.shown import mprobe, probe, recv
 class UnexpectedQueue:
     """The messages that probes have taken from MPI, in order, on one communicator. Receives look here first.
 
-    A probe takes a message of the length of a description, because only a receive can look into it.
+    A probe takes a message of the length of a header, because only a receive can look into it.
 
-    The queue holds, with a message, all older messages of the same source: else a receive of any tag, which looks here
-    first, would let the message overtake them.
+    The queue also holds all older messages of the same source. Without them, a receive of any tag would find the newer
+    message here first, and that message would overtake them.
     """
 
     def __init__(self, receiver: Receiver, comm: MPI.Intracomm, secret: bytes | None) -> None:
@@ -29,14 +29,14 @@ class UnexpectedQueue:
         """The messages in order."""
 
     def take(self, source: int, tag: int) -> Matched | None:
-        """Remove and return the first message that matches; None where none does."""
+        """Remove and return the first message that matches, or return None."""
         found = self._find(source, tag)
         if found is not None:
             self.kept = [matched for matched in self.kept if matched is not found]
         return found
 
     def probe(self, source: int, tag: int, status: MPI.Status | None, *, wait: bool) -> bool:
-        """Probe as MPI's Probe and Iprobe do; the status has the length of the data, also of a described message."""
+        """Probe as MPI's Probe and Iprobe do. The status has the length of the data, also for a rendezvous."""
         found = self._find(source, tag)
         seen = MPI.Status() if status is None else status
         while found is None:
@@ -47,8 +47,8 @@ class UnexpectedQueue:
             if seen.Get_count(MPI.BYTE) != HEADER_NBYTES:
                 return True
             self._take_up_to(seen.source, seen.tag)
-            found = self._find(source, tag)  # None where another thread has received the message in the meantime
-        found.describe(status)
+            found = self._find(source, tag)  # None if another thread has received the message in the meantime
+        found.fill_status(status)
         return True
 
     def match(self, source: int, tag: int, status: MPI.Status | None, *, wait: bool) -> Matched | None:
@@ -61,7 +61,7 @@ class UnexpectedQueue:
             if message is None:
                 return None
             matched = Matched.of(self._receiver, message, seen, self._secret)
-        matched.describe(status)
+        matched.fill_status(status)
         return matched
 
     def _find(self, source: int, tag: int) -> Matched | None:
@@ -71,7 +71,7 @@ class UnexpectedQueue:
         return None
 
     def _take_up_to(self, source: int, tag: int) -> None:
-        """Take the messages of a source from MPI up to the first one with that tag."""
+        """Take the messages of a source from MPI, up to the first message with that tag."""
         seen = MPI.Status()
         while message := MPI.Intracomm.Improbe(self._comm, source, MPI.ANY_TAG, seen):
             self.kept.append(Matched.of(self._receiver, message, seen, self._secret))

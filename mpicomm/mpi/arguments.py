@@ -1,10 +1,10 @@
-"""Buffer arguments of MPI calls, in all the forms that mpi4py takes. They are read into an `Operand`.
+"""Buffer arguments of MPI calls, in all the forms that mpi4py takes. The functions read them into an `Operand`.
 
 The forms are ``buf``, ``[buf, count]``, ``[buf, type]``, ``[buf, count, type]`` and ``[buf, (count, displ), type]``.
 Vector calls also take ``[buf, counts]``, ``[buf, (counts, displs)]`` and ``[buf, counts, displs, type]``. Counts and
 displacements are in elements of the type. Two things differ from mpi4py. A count that goes beyond the end of the buffer
-is an error here. Errors that mpi4py raises as KeyError, BufferError or MPI.Exception are `InvalidUsageError`, too;
-OverflowError is `InvalidUsageError` alone.
+is an error here. If mpi4py raises KeyError, BufferError or MPI.Exception, the error is also `InvalidUsageError`; in
+place of OverflowError it is only `InvalidUsageError`.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from mpicomm.mpi.items import datatype_of, index_of, indices_of, is_sequence, it
 from mpicomm.mpi.span import Span
 
 
-# Not frozen, because every call makes some, and a frozen one takes a microsecond more to make.
+# The class is not frozen, because every call makes some, and a frozen object takes a microsecond more to make.
 @dataclass(slots=True, eq=False)
 class Operand:
-    """A buffer argument: its memory, the type of its elements, and their counts and places."""
+    """A buffer argument: its memory, the type of its elements, and the counts and displacements of its blocks."""
 
     name: str
     pointer: int
-    """Address of element 0, displacement applied; in vector forms the start of the buffer."""
+    """The address of element 0, with the displacement; in vector forms the start of the buffer."""
     dtype: np.dtype[Any] | None
-    """None where only MPI can handle the argument: a derived datatype, ``MPI.BOTTOM``, or a format of a buffer."""
+    """None if only MPI can handle the argument: a derived datatype, ``MPI.BOTTOM``, or a format of a buffer."""
     count: int
-    """Elements of one block; in vector forms of all blocks."""
+    """The elements of one block; in vector forms of all blocks."""
     total: int
-    """Elements of all blocks."""
+    """The elements of all blocks."""
     counts: tuple[int, ...] | None
-    """Elements of each block; None but in vector forms."""
+    """The elements of each block in vector forms; else None."""
     displs: tuple[int, ...] | None
-    """The start of each block, in elements from ``pointer``; None but in vector forms."""
+    """The start of each block in vector forms, in elements from ``pointer``; else None."""
     on_device: bool
     device: int | None
-    """Ordinal of the GPU; None on the host."""
+    """The ordinal of the GPU; None on the host."""
     owner: Any = field(repr=False)
     """The object that keeps the memory alive."""
     mpi_type: MPI.Datatype | None
     """The datatype that the caller named."""
     spec: Any = field(repr=False)
-    """The argument for MPI: as it was passed, or with the memory that was exported in place of the object."""
+    """The argument for MPI: as the caller passed it, or with the exported memory in place of the object."""
     by_address: bool = False
-    """Whether it is device memory of no library, so that no stream is known which later work is on."""
+    """Whether it is device memory of no known library, so that the stream of later work on it is unknown."""
     derived: tuple[Elements, ...] | None = None
-    """The elements of a derived datatype in device memory, of each block in vector forms; None for all others."""
+    """The elements of a derived datatype in device memory, of each block in vector forms; else None."""
     nowhere: bool = False
     """Whether it has no memory: see `ArrayMemory.nowhere`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements; 0 where ``dtype`` is None."""
+        """The bytes of all elements; 0 if ``dtype`` is None."""
         return 0 if self.dtype is None else self.total * self.dtype.itemsize
 
     @property
     def packed_nbytes(self) -> int:
-        """Bytes of all elements, of derived datatypes, too, that kernels pack; 0 where only MPI knows."""
+        """The bytes of all elements, also of derived datatypes that kernels pack; 0 if only MPI knows them."""
         return self.nbytes if self.derived is None else sum(block.layout.nbytes for block in self.derived)
 
     def reach(self, start: int) -> int:
@@ -84,14 +84,14 @@ class Operand:
         return self.pointer - start + end * self.dtype.itemsize
 
     def block(self, rank: int) -> Span:
-        """Return the block for or from ``rank``; ``dtype`` must not be None."""
+        """Return the block for or from ``rank``. ``dtype`` must not be None."""
         assert self.dtype is not None
         if self.counts is None or self.displs is None:
             return Span(self.pointer + rank * self.count * self.dtype.itemsize, self.count)
         return Span(self.pointer + self.displs[rank] * self.dtype.itemsize, self.counts[rank])
 
     def whole(self) -> Span:
-        """Return all elements; not for vector forms."""
+        """Return all elements. The operand must have no vector form."""
         assert self.counts is None
         return Span(self.pointer, self.total)
 
@@ -105,18 +105,18 @@ def parse(
     memory: ArrayMemory | None = None,
     peer: str = "rank",
 ) -> Operand:
-    """Read the argument ``name``; local.
+    """Read the argument ``name``. Local.
 
     ``blocks`` is the number of blocks for arguments with one block per rank, such as the receive buffer of an
-    allgather; ``peer`` says whose each block is, in errors. A count is the count of one block. Without a count the
-    elements are divided evenly. ``writable`` is for receive buffers. ``memory`` is the array's, if it was read before.
-    The caller handles ``MPI.IN_PLACE`` and None.
+    allgather. Errors say ``peer`` for the owner of a block. A count is the count of one block. Without a count the
+    blocks share the elements evenly. ``writable`` is for receive buffers. ``memory`` is the memory of the array, if the
+    caller has read it already. The caller handles ``MPI.IN_PLACE`` and None.
 
-    Raises `TypeError` for objects that are no buffers and for counts that are no integers, `InvalidUsageError` for
-    everything else.
+    Raises `TypeError` for objects that are no buffers and for counts that are no integers, `InvalidUsageError` for all
+    other faults.
     """
     number = 1 if blocks is None else blocks
-    parts = max(number, 1)  # a rank without neighbours has no blocks, whatever its buffer holds
+    parts = max(number, 1)  # a rank without neighbours has no blocks, even if its buffer has elements
     if not isinstance(spec, (list, tuple)):
         memory = memory or read(spec, writable, name)
         dtype = memory.dtype
@@ -163,11 +163,11 @@ def parse(
 def parse_vector(
     spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: ArrayMemory | None = None
 ) -> Operand:
-    """Read the argument ``name`` of a vector call, with one block for each of ``size`` ranks or other peers; local.
+    """Read the argument ``name`` of a vector call, with one block for each of ``size`` ranks or other peers. Local.
 
-    One integer as counts is the count of every block. Without counts the elements are divided evenly, and earlier ranks
-    get the elements that remain. One integer as displacements is the distance between two blocks. Without displacements
-    the blocks follow each other. Raises as `parse` does.
+    A single integer as counts is the count of every block. Without counts the blocks share the elements evenly, and the
+    first ranks get one more of the elements that remain. A single integer as displacements is the distance between two
+    blocks. Without displacements the blocks follow each other. Raises the errors of `parse`.
     """
     if spec is None:
         raise no_buffer(spec, name)  # in a list with a type, None is an empty buffer
@@ -205,9 +205,9 @@ def parse_vector(
 def parse_typed(
     spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: ArrayMemory | None = None
 ) -> Operand:
-    """Read the argument ``name`` of Alltoallw, with a datatype for each of ``size`` ranks or other peers; local.
+    """Read the argument ``name`` of Alltoallw, with a datatype for each of ``size`` ranks or other peers. Local.
 
-    Displacements are in bytes. MPI reads arguments in host memory itself. Raises as `parse` does.
+    Displacements are in bytes. MPI reads arguments in host memory itself. Raises the errors of `parse`.
     """
     if not isinstance(spec, (list, tuple)):
         raise TypeError(f"{name}: {spec!r}: pass a list, [buffer, counts, displacements, datatypes]")
@@ -240,7 +240,7 @@ def parse_typed(
 
 
 def _memory_of_bottom(spec: Any) -> ArrayMemory:
-    """Return the memory of an argument with MPI.BOTTOM, in which the addresses are those of a GPU or of the host."""
+    """Return the memory of an argument with MPI.BOTTOM. Its addresses are addresses of a GPU or of the host."""
     device = device_addressed(spec)
     return ArrayMemory(0, 0, None, device is not None, device, None, by_address=device is not None)
 
@@ -253,7 +253,7 @@ def _room_of(memory: ArrayMemory, name: str, *, bottom: bool) -> Capacity:
 def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
     """Return a buffer argument with another buffer, and with the type of its elements if it names none.
 
-    Raises `InvalidUsageError` where MPI has no type for them.
+    Raises `InvalidUsageError` if MPI has no type for the elements.
     """
     is_list = isinstance(spec, (list, tuple))
     # The last of three or four items is the type. The types of Alltoallw are a sequence, which may be empty.
@@ -263,7 +263,7 @@ def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
     if datatype is None:
         raise InvalidUsageError(f"elements of type {dtype} have no type in MPI")
     more = list(spec[1:]) if is_list else []
-    if more and more[-1] is None:  # it stands for the type, as in [array, (counts, displacements), None]
+    if more and more[-1] is None:  # it is the missing type, as in [array, (counts, displacements), None]
         more.pop()
     return [buffer, *more, datatype]
 
@@ -273,7 +273,7 @@ def _first(item: Any) -> Any:
 
 
 def _for_mpi(spec: Any, memory: ArrayMemory) -> Any:
-    """Return the argument that MPI gets. It names exported memory, because a second export would cost as much again."""
+    """Return the argument that MPI gets. It names exported memory, because a second export takes as long again."""
     if memory.exported is None or memory.on_device:
         return spec
     try:
@@ -317,10 +317,10 @@ class _Element:
         return self.mpi_type.Get_extent()[1]
 
     def require_extent(self, name: str) -> None:
-        """Raise for a derived datatype whose elements do not follow each other."""
+        """Raise for a derived datatype with elements that do not follow each other."""
         if self.extent <= 0:
             raise InvalidUsageError(
-                f"{name}: elements of a datatype whose extent is {self.extent} cannot be counted: pass a count and no "
+                f"{name}: elements of a datatype with the extent {self.extent} cannot be counted: pass a count and no "
                 "displacement"
             )
 
@@ -335,7 +335,7 @@ class _Element:
             )
 
     def require_room(self, count: int, start: int, end: int, entries: int, name: str) -> None:
-        """Raise unless the elements from ``start`` to ``end`` are in the buffer; MPI checks derived types itself."""
+        """Raise unless the elements from ``start`` to ``end`` are in the buffer. MPI checks derived types itself."""
         if count < 0:
             raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
         if count == 0 or self.bottom or (self.dtype is None and not self.absent):

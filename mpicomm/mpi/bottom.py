@@ -1,4 +1,4 @@
-"""MPI.BOTTOM: addresses are in the arguments beside it. MPI would crash at an address of device memory."""
+"""MPI.BOTTOM: the other arguments hold addresses. MPI would crash at an address of device memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpicomm.errors import InvalidUsageError
 
 
 def device_addressed(spec: Any) -> int | None:
-    """Return the ordinal of a GPU in whose memory the argument ``spec``, MPI.BOTTOM, names an address. Local.
+    """Return the ordinal of the GPU if ``spec`` names MPI.BOTTOM and an address in the memory of that GPU. Local.
 
-    Return None where it names addresses of the host alone, and for every other argument.
+    Return None if all addresses are on the host, and for every other argument.
     """
     found = _first_on_device(spec)
     return None if found is None else found[1]
@@ -27,29 +27,29 @@ def require_host_addresses(spec: Any, name: str) -> None:
     if found is not None:
         address, device = found
         raise InvalidUsageError(
-            f"{name}: MPI.BOTTOM beside address {address:#x}, which lies on GPU {device}, and only MPI can carry this "
-            "call out, which cannot access it: pass the array itself, and displacements from its start"
+            f"{name}: MPI.BOTTOM with address {address:#x}, which lies on GPU {device}: only MPI can carry this call "
+            "out, and it cannot access the address: pass the array itself, and displacements from its start"
         )
 
 
 def require_device_addresses(address: int, nbytes: int, device: int, name: str) -> None:
-    """Raise `InvalidUsageError` unless ``nbytes`` bytes from ``address`` on are memory of that GPU. Local."""
+    """Raise `InvalidUsageError` unless the ``nbytes`` bytes at ``address`` are memory of that GPU. Local."""
     place = memory_location.place_of(address)
     if place is None or place.managed or place.device != device:
         lies = "in host memory" if place is None or place.managed else f"on GPU {place.device}"
         raise InvalidUsageError(
-            f"{name}: MPI.BOTTOM beside address {address:#x}, which lies {lies}, and another address on GPU {device}: "
+            f"{name}: MPI.BOTTOM with address {address:#x}, which lies {lies}, and another address on GPU {device}: "
             "let all addresses lie in memory of one kind"
         )
     if nbytes > place.nbytes:
         raise InvalidUsageError(
             f"{name}: MPI.BOTTOM: {nbytes} bytes at address {address:#x} on GPU {device} go beyond their allocation, "
-            f"which ends {place.nbytes} bytes behind the address: pass other counts or datatypes"
+            f"which ends {place.nbytes} bytes after the address: pass other counts or datatypes"
         )
 
 
 def lies_together(address: int, nbytes: int) -> bool:
-    """Return whether ``nbytes`` bytes from ``address`` on lie in one allocation of a GPU. Local."""
+    """Return whether the ``nbytes`` bytes at ``address`` lie in one allocation of a GPU. Local."""
     place = memory_location.place_of(address)
     return place is not None and nbytes <= place.nbytes
 
@@ -86,7 +86,7 @@ def _flat(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _starts(datatype: MPI.Datatype) -> Iterator[int]:
-    """Yield where the memory of a datatype begins, and for a type made of several parts where each part begins."""
+    """Yield where the memory of a datatype begins. For a type of several parts, yield where each part begins."""
     yield datatype.Get_true_extent()[0]
     if datatype.combiner in (MPI.COMBINER_STRUCT, MPI.COMBINER_HINDEXED, MPI.COMBINER_HINDEXED_BLOCK):
         _, _, parameters = datatype.decode()

@@ -1,9 +1,9 @@
 """Memory of NumPy, CuPy and PyTorch arrays, of buffers, and of DLPack and CUDA arrays: its address and its elements.
 
-Where memory lies decides, not the class that offers it. Arrays of CuPy and PyTorch and DLPack objects say where they
-lie. For a buffer, a NumPy array around foreign memory and a CUDA array interface the driver is asked.
+The place of the memory decides, not the class of the object. Arrays of CuPy and PyTorch and DLPack objects say where
+they lie. For a buffer, a NumPy array around foreign memory and a CUDA array interface the functions ask the driver.
 
-No array library is imported here, because a program that passes a tensor has imported PyTorch.
+This module imports no array library, because a program that passes a tensor has imported PyTorch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mpicomm.mpi.faults import UnknownTypeError
 
 
 class BufferRefusedError(InvalidUsageError, BufferError):
-    """The error for an object whose memory cannot be used; mpi4py raises BufferError for most of them."""
+    """The error for an object with unusable memory. mpi4py raises BufferError for most such objects."""
 
 
 class UnknownElementsError(UnknownTypeError, BufferRefusedError):
     """The error for elements of a type that neither MPI nor mpicomm has."""
 
 
-# Not frozen, because every call makes some, and a frozen one takes a microsecond more to make.
+# The class is not frozen, because every call makes some, and a frozen object takes a microsecond more to make.
 @dataclass(slots=True, eq=False)
 class ArrayMemory:
     """Contiguous memory of an object."""
@@ -43,21 +43,24 @@ class ArrayMemory:
     pointer: int
     nbytes: int
     dtype: np.dtype[Any] | None
-    """None if the object does not name a type, or a type that NumPy does not have."""
+    """None if the object does not name a type, or names a type that NumPy does not have."""
     on_device: bool
     device: int | None
-    """Ordinal of the GPU; None on the host."""
+    """The ordinal of the GPU; None on the host."""
     owner: Any
     """The object that keeps the memory alive."""
     by_address: bool = False
-    """Whether only an address names the device memory. No library then says which stream the later work is on."""
+    """Whether only an address names the device memory. Then no library says which stream the later work is on."""
     room: int | None = None
-    """The bytes that counts may reach; None for `nbytes`. ``MPI.memory.fromaddress(pointer, nbytes)`` gives an address:
-    some programs say 0 bytes, others the bytes of the elements, which a datatype with gaps exceeds."""
+    """The bytes that counts may reach; None for `nbytes`.
+
+    ``MPI.memory.fromaddress(pointer, nbytes)`` gives an address. Some programs say 0 bytes, others the bytes of the
+    elements, and a datatype with gaps exceeds these bytes.
+    """
     exported: MPI.buffer | None = None
-    """The memory as the object has exported it through DLPack."""
+    """The memory that the object has exported through DLPack."""
     nowhere: bool = False
-    """Whether it is no memory: no bytes at address 0, of an object whose class does not say where memory lies."""
+    """Whether it is no memory: no bytes at address 0, of an object that does not say where its memory lies."""
 
 
 Reader = Callable[[Any, bool, str], ArrayMemory]
@@ -67,29 +70,29 @@ _readers: dict[type, Reader] = {}
 _get_address = MPI.Get_address  # a tenth of the time of numpy.ndarray.ctypes
 
 _UNKNOWN_NBYTES = 1 << 62
-"""The room of host memory that an address gives."""
+"""The capacity of host memory for which only an address is known."""
 
 _DLPACK_HOST = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 _DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
 def read(array: Any, writable: bool, name: str) -> ArrayMemory:
-    """Return the memory of ``array``, which is the argument ``name`` or part of it; local.
+    """Return the memory of ``array``, which is the argument ``name`` or part of it. Local.
 
-    Raises `TypeError` for an object that is no buffer, `InvalidUsageError` for memory that is not contiguous, for
-    read-only memory if ``writable``, and for memory neither on the host nor on a CUDA device.
+    Raises `TypeError` for an object that is no buffer. Raises `InvalidUsageError` for memory that is not contiguous,
+    for read-only memory if ``writable``, and for memory neither on the host nor on a CUDA device.
     """
     return _reader_of(type(array))(array, writable, name)
 
 
 _HOST_CLASSES = (bytes, bytearray, mmap.mmap, standard_array)
-"""Classes whose memory is always the host's."""
+"""Classes with memory that always lies on the host."""
 
 
 def is_host_view(a: ndarray[Any, Any]) -> bool:
     """Return whether a NumPy array that does not own its memory certainly lies in host memory. Local.
 
-    A small host call asks this only for arrays whose ``base`` is not None, because NumPy has allocated all others.
+    A small host call asks this only for arrays with a ``base``, because NumPy has allocated all others.
     """
     base = a.base
     if (type(base) is ndarray and base.base is None) or not memory_location.has_driver():
@@ -98,7 +101,7 @@ def is_host_view(a: ndarray[Any, Any]) -> bool:
 
 
 def _by_address(owner: Any, pointer: int) -> memory_location.GpuLocation | None:
-    """Return where memory at ``pointer`` lies if that is device memory which MPI would take for host memory."""
+    """Return the location of device memory at ``pointer`` that MPI would take for host memory, else None."""
     while isinstance(owner, (ndarray, memoryview)):
         owner = owner.base if isinstance(owner, ndarray) else owner.obj
     if owner is None or isinstance(owner, _HOST_CLASSES):
@@ -133,7 +136,7 @@ def _read_numpy(array: Any, writable: bool, name: str) -> ArrayMemory:
 
 
 def _host_or_by_address(buffer: Any, pointer: int, nbytes: int, dtype: np.dtype[Any] | None, owner: Any) -> ArrayMemory:
-    """Return the memory of an object of the buffer protocol; ``owner`` says what its memory may be."""
+    """Return the memory of an object of the buffer protocol. ``owner`` decides which memory it may be."""
     place = None if owner is None else _by_address(owner, pointer)
     room = None
     if pointer and isinstance(buffer, MPI.buffer) and buffer.obj is None:
@@ -156,7 +159,7 @@ def _read_torch(tensor: Any, writable: bool, name: str) -> ArrayMemory:
         raise InvalidUsageError(f"{name} is a tensor that requires a gradient: pass {name}.detach()")
     if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
         raise InvalidUsageError(
-            f"{name} is a conjugate or negative view, whose memory holds other numbers than the view: pass "
+            f"{name} is a conjugate or negative view, and its memory holds other numbers than the view: pass "
             f"{name}.resolve_conj().resolve_neg()"
         )
     device = tensor.get_device() if tensor.is_cuda else None
@@ -164,7 +167,7 @@ def _read_torch(tensor: Any, writable: bool, name: str) -> ArrayMemory:
         raise _elsewhere(tensor, str(tensor.device), name)
     try:
         pointer = tensor.data_ptr()
-    except RuntimeError as error:  # sparse tensors and others without one piece of memory
+    except RuntimeError as error:  # sparse tensors and others that are not in one piece
         raise InvalidUsageError(
             f"{name} is a tensor without plain memory ({tensor.layout}): pass a dense one ({error})"
         ) from error
@@ -176,7 +179,7 @@ def _read_torch(tensor: Any, writable: bool, name: str) -> ArrayMemory:
 
 
 def _read_other(array: Any, writable: bool, name: str) -> ArrayMemory:
-    if array is MPI.IN_PLACE or array is MPI.BOTTOM:  # both export an empty buffer, which is not what they mean
+    if array is MPI.IN_PLACE or array is MPI.BOTTOM:  # both export an empty buffer, but mean something else
         raise InvalidUsageError(f"{name}={array!r} alone has no meaning here: pass a buffer")
     view = _view_of(array)
     if view is not None:
@@ -189,7 +192,7 @@ def _read_other(array: Any, writable: bool, name: str) -> ArrayMemory:
 
 
 def _view_of(array: Any) -> memoryview | None:
-    # The exception goes with this frame. Kept, it would keep the caller's frame, and so the array, in a cycle.
+    # The exception goes with this frame. If it stayed, it would keep the caller's frame, and so the array, in a cycle.
     try:
         return memoryview(array)
     except (TypeError, BufferError, ValueError, RuntimeError):
@@ -201,12 +204,12 @@ def _has_dlpack(array: Any) -> bool:
 
 
 def is_host_export(array: Any) -> bool:
-    """Return whether ``array`` exports host memory through DLPack, which this call does not do. Local."""
+    """Return whether ``array`` exports host memory through DLPack. It does not export the memory. Local."""
     if _reader_of(type(array)) is not _read_other or not _has_dlpack(array):
         return False
     try:
         kind, _ = array.__dlpack_device__()
-    except Exception:  # `read` says why
+    except Exception:  # `read` raises the error
         return False
     return int(kind) in _DLPACK_HOST or (int(kind) in _DLPACK_GPU and not memory_location.has_driver())
 
@@ -217,11 +220,11 @@ def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Array
     if writable and view.readonly:
         raise _read_only(array, name)
     dtype = None
-    with contextlib.suppress(ValueError):  # MPI has no type for the format or byte order: the caller has to name one
+    with contextlib.suppress(ValueError):  # MPI has no type for the format or byte order, so the caller must name one
         dtype, _ = types.from_code(view.format.lstrip("@=<" if sys.byteorder == "little" else "@=>"))
     memory = _host_or_by_address(array, _get_address(array), view.nbytes, dtype, array)
     memory.nowhere = not memory.pointer and not memory.nbytes
-    if dtype is not None and view.format.startswith("="):  # as JAX's arrays; mpi4py does not know the sign
+    if dtype is not None and view.format.startswith("="):  # as in JAX's arrays; mpi4py does not know this character
         memory.dtype = np.dtype(f"{dtype.kind}{view.itemsize}")  # a long has 4 bytes there
         memory.exported = MPI.buffer.frombuffer(array, readonly=not writable)
     return memory
@@ -234,7 +237,7 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> ArrayMemory:
         raise _unreadable(array, "DLPack", name, error) from error
     if kind not in _DLPACK_HOST + _DLPACK_GPU:
         raise _elsewhere(array, f"a device of DLPack's type {kind}", name)
-    # mpi4py asks for no synchronisation, because stream= orders the call.
+    # mpi4py's export asks for no synchronisation, because stream= orders the call.
     try:
         buffer = _exported(array, writable, "DLPack", name)
     except BufferRefusedError as refusal:
@@ -242,7 +245,7 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> ArrayMemory:
             buffer = MPI.buffer.frombuffer(Unversioned(array), readonly=not writable)
         except Exception:
             raise refusal from refusal.__cause__
-    # As for a CUDA array interface: the driver knows better, and empty memory has no address to ask for.
+    # As for a CUDA array interface, the driver knows better. Empty memory has no address to ask for.
     on_device = kind in _DLPACK_GPU and memory_location.has_driver()
     if on_device and buffer.nbytes:
         on_device = memory_location.place_of(buffer.address) is not None
@@ -286,7 +289,7 @@ def _read_interface(array: Any, writable: bool, name: str) -> ArrayMemory:
     dtype = types.interface_dtype(interface["typestr"], array)
     pointer = buffer.address
     place = memory_location.place_of(pointer) if pointer else None
-    # Empty memory has no address to ask for, so the class decides: in a process with GPUs it is a device array.
+    # Empty memory has no address to ask for, so the class decides. In a process with GPUs it is a device array.
     on_device = place is not None or (not pointer and memory_location.has_driver())
     device = None if place is None else place.device
     return ArrayMemory(pointer, buffer.nbytes, dtype, on_device, device, array, exported=buffer)

@@ -8,8 +8,8 @@ from mpi4py import MPI
 def is_committed(datatype: MPI.Datatype) -> bool:
     """Return whether MPI takes a datatype for communication. Local.
 
-    It makes a request that it never starts. MPI need not look at the datatype of a message without elements, or to no
-    process, so this message has an element and goes to this process.
+    It makes a request that it never starts. MPI need not check the datatype of a message without elements or without a
+    receiver. So this message has an element and goes to this process.
     """
     own = MPI.Intracomm(MPI.COMM_SELF)
     handler = own.Get_errhandler()

@@ -1,4 +1,4 @@
-"""Elements of derived datatypes in device memory, which kernels pack and unpack; and the buffers of Alltoallw."""
+"""Elements of derived datatypes in device memory, which kernels pack and unpack, and the buffers of Alltoallw."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpicomm.mpi.regions import Region, rounds_of
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of a derived datatype: ``layout`` has all of them, from ``address`` on."""
+    """Elements of a derived datatype: ``layout`` is the layout of all of them, from ``address`` on."""
 
     address: int
     layout: DatatypeLayout
@@ -32,10 +32,10 @@ class Capacity:
     pointer: int
     nbytes: int
     device: int | None = None
-    """The GPU for MPI.BOTTOM, whose elements lie at any addresses of that GPU; else None."""
+    """The GPU for MPI.BOTTOM, because its elements lie at any addresses of that GPU; else None."""
 
     def require(self, address: int, count: int, block: DatatypeLayout) -> None:
-        """Raise `InvalidUsageError` where ``count`` elements at ``address``, laid out as ``block``, leave the room."""
+        """Raise `InvalidUsageError` if ``count`` elements at ``address``, laid out as ``block``, exceed the memory."""
         if self.device is not None:
             for region in block.regions:
                 self._require_on_device(address, region, self.device)
@@ -50,16 +50,16 @@ class Capacity:
     def _require_on_device(self, address: int, region: Region, device: int) -> None:
         begin, end = region.ends
         if region.loops and not lies_together(address + begin, end - begin):
-            for number in range(region.loops[0].rounds):  # each may lie in another allocation
+            for number in range(region.loops[0].rounds):  # each round may lie in another allocation
                 self._require_on_device(address, rounds_of(region, number, number + 1), device)
             return
         require_device_addresses(address + begin, end - begin, device, self.name)
 
 
 def elements_at(datatype: MPI.Datatype, room: Capacity, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:
-    """Return the elements of each block, which is a displacement in bytes and a count.
+    """Return the elements of each block. A block is a displacement in bytes and a count. Local.
 
-    Local. Raises `InvalidUsageError` for a datatype that is not committed, and for elements that leave the room.
+    Raises `InvalidUsageError` for a datatype that is not committed, and for elements that exceed the memory.
     """
     name = room.name
     known = known_of(datatype)
@@ -78,7 +78,7 @@ def elements_at(datatype: MPI.Datatype, room: Capacity, blocks: Sequence[tuple[i
 
 
 def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> list[MPI.Datatype]:
-    """Return the datatypes of an argument of Alltoallw; any datatype stands for DATATYPE_NULL without elements.
+    """Return the datatypes of an argument of Alltoallw, with MPI.BYTE for each DATATYPE_NULL without elements.
 
     Raises `InvalidUsageError` unless each ``peer`` has a datatype and a count of 0 or more.
     """

@@ -1,4 +1,4 @@
-"""What mpi4py does not read of a DLPack export: the type of its elements, and an old capsule from a new library."""
+"""The parts of DLPack that mpi4py does not read: the type of the elements, and capsules of the first version."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
 class Unversioned:
     """An object that exports ``array`` by the first version of DLPack.
 
-    mpi4py takes a capsule of that version only from an object that knows no other. JAX knows both and exports the
-    first.
+    mpi4py takes such a capsule only from an object that knows no later version. JAX knows both versions and exports the
+    first one.
     """
 
     def __init__(self, array: Any) -> None:
@@ -52,9 +52,9 @@ class _Tensor(ctypes.Structure):
 
 
 def exported_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
-    """Return the type of the elements that ``array`` exports; None for one that NumPy does not have. Local.
+    """Return the type of the elements that ``array`` exports, or None for a type that NumPy does not have. Local.
 
-    It exports the array once more, and lets the export go. ``kind`` is DLPack's type of the array's device.
+    It exports the array once more, and drops the export. ``kind`` is DLPack's number of the type of the array's device.
     """
     capsule = array.__dlpack__() if kind == _CPU else array.__dlpack__(stream=-1)  # without an order of streams
     tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))

@@ -1,4 +1,4 @@
-"""Errors that programs of mpi4py catch by its classes: each is `InvalidUsageError` and the class that mpi4py raises."""
+"""Errors that are `InvalidUsageError` and the class that mpi4py raises, because programs catch mpi4py's class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpicomm.errors import InvalidUsageError
 
 
 class RefusedByMpiError(InvalidUsageError, MPI.Exception):
-    """The error for an argument that MPI refuses, too; ``error_class`` is MPI's class of it, such as ``MPI.ERR_OP``.
+    """The error for an argument that MPI also refuses. ``error_class`` is MPI's class, such as ``MPI.ERR_OP``.
 
     So one fault has one class, whether mpicomm or MPI carries the call out.
     """
@@ -21,14 +21,14 @@ class RefusedByMpiError(InvalidUsageError, MPI.Exception):
         self._message = message
 
     def __str__(self) -> str:
-        return self._message  # MPI.Exception has MPI's words alone
+        return self._message  # MPI.Exception would show only MPI's words
 
     def __reduce__(self) -> Any:
         return RefusedByMpiError, (self._message, self.Get_error_class())
 
 
 class UnknownTypeError(InvalidUsageError, KeyError):
-    """The error for a text that names no datatype; mpi4py raises KeyError for it."""
+    """The error for a text that names no datatype. mpi4py raises KeyError for it."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError shows the text in quotes

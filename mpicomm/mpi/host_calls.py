@@ -1,6 +1,7 @@
-"""MPI's calls on host memory whose elements mpi4py may not know: bfloat16 and the floats of 8 bits go as bytes.
+"""MPI's calls on host memory with elements that mpi4py may not know: bfloat16 and the floats of 8 bits go as bytes.
 
-MPI is asked first, because mpi4py refuses such elements before it sends, and a look at every type would take longer.
+The functions ask MPI first, because mpi4py refuses such elements before it sends, and a look at every type would take
+longer.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ REFUSALS = (BufferError, KeyError)
 
 
 def for_mpi(operand: Operand) -> Any:
-    """Return the argument with which MPI moves an operand: as bytes if MPI has no type for its elements.
+    """Return an operand as the argument for a movement by MPI: as bytes if MPI has no type for its elements.
 
-    Device memory becomes a buffer by its address, which `HostCopies` takes.
+    Device memory becomes a buffer that names its address, which `HostCopies` takes.
     """
     dtype = operand.dtype
     if dtype is None or types.mpi_datatype(dtype) is not None:
@@ -47,13 +48,16 @@ def _bytes_of(operand: Operand, nbytes: int) -> Any:
 def as_bytes(spec: Any, writable: bool, name: str) -> Any:
     """Return the host argument ``name``, which MPI has refused, as bytes if MPI lacks its type; else as it is. Local.
 
-    Raises as `parse` does.
+    Raises the errors of `parse`.
     """
     return for_mpi(parse(spec, writable=writable, name=name))
 
 
 def both_as_bytes(sendbuf: Any, dest: int, recvbuf: Any, source: int) -> tuple[Any, Any]:
-    """As `as_bytes`, for a buffer to send and one to receive into. A buffer for nobody is None, as MPI ignores it."""
+    """As `as_bytes`, for a send buffer and a receive buffer.
+
+    A buffer for MPI.PROC_NULL becomes None, because MPI ignores it.
+    """
     sent = None if dest == MPI.PROC_NULL else as_bytes(sendbuf, False, "sendbuf")
     return sent, None if source == MPI.PROC_NULL else as_bytes(recvbuf, True, "recvbuf")
 
@@ -63,7 +67,7 @@ def call(
 ) -> Result:
     """Call MPI's ``method`` of ``called`` on a host buffer.
 
-    Raises as MPI does, and as `as_bytes` for a buffer that MPI refuses.
+    Raises MPI's errors, and the errors of `as_bytes` for a buffer that MPI refuses.
     """
     try:
         return method(called, buf, *rest)
@@ -82,7 +86,7 @@ def call_on_two(
     source: int,
     *rest: Any,
 ) -> Result:
-    """As `call`, for a buffer to send and one to receive into."""
+    """As `call`, for a send buffer and a receive buffer."""
     try:
         return method(comm, sendbuf, dest, sendtag, recvbuf, source, *rest)
     except REFUSALS:

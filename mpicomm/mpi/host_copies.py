@@ -36,8 +36,8 @@ class HostCopy:
 def host_copy(backend: Backend, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> HostCopy:
     """Return pinned memory for the device array of the argument ``name``. It has no content yet. Local.
 
-    With ``operand``, the argument as it was read, it has all elements, which may reach beyond the bytes of an address.
-    Raises `InvalidUsageError` where MPI has no type for the elements, and for an array of another GPU.
+    ``operand`` is the argument after `parse`. With it the memory holds all elements, which may reach beyond the bytes
+    of an address. Raises `InvalidUsageError` if MPI has no type for the elements, and for an array of another GPU.
     """
     memory = read(array_of(spec), writable, name)
     require_here(name, memory.device, backend.device)
@@ -63,9 +63,9 @@ class HostCopies:
         self._copies: list[HostCopy] = []
 
     def spec(self, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> Any:
-        """Return the argument ``name`` for MPI: ``spec`` itself, or one with a pinned copy of its device array.
+        """Return the argument ``name`` for MPI: ``spec`` itself, or an argument with a pinned copy of its device array.
 
-        The copy is stream-ordered: it holds the data after `ready`. ``operand`` as in `host_copy`.
+        The copy is stream-ordered: it holds the data after `ready`. See `host_copy` for ``operand``.
         """
         array = array_of(spec)
         if array is None or array is MPI.IN_PLACE:
@@ -81,22 +81,22 @@ class HostCopies:
         return copy.spec
 
     def again(self, stream: int) -> None:
-        """Make the copies once more, in the order of ``stream``; they hold the data after `ready`."""
+        """Make the copies once more, in the order of ``stream``. They hold the data after `ready`."""
         self._stream = stream
         for copy in self._copies:
             self._fill(copy)
 
     def _fill(self, copy: HostCopy) -> None:
-        # Receive buffers are copied too, because elements that MPI leaves alone, such as the gaps of a Gatherv, must
-        # come back as they were.
+        # The copy includes receive buffers, because elements that MPI does not write, such as the gaps of a Gatherv,
+        # must come back unchanged.
         self._backend.copy(copy.host.ctypes.data, copy.memory.pointer, copy.memory.nbytes, self._stream)
 
     def ready(self) -> None:
-        """Wait until the copies hold the data; blocking."""
+        """Wait until the copies hold the data. Blocking."""
         self._backend.synchronize(self._stream)
 
     def back(self) -> None:
-        """Copy the receive buffers to the device; blocking, because the pinned memory is released afterwards."""
+        """Copy the receive buffers to the device. Blocking, because the pinned memory is released afterwards."""
         for copy in self._copies:
             if copy.written:
                 self._backend.copy(copy.memory.pointer, copy.host.ctypes.data, copy.memory.nbytes, self._stream)
@@ -114,7 +114,7 @@ def announce(operation: str, reason: str) -> None:
 def through_host(
     backend: Backend, stream: int, call: Callable[..., Any], arguments: Sequence[tuple[Any, bool, str, Operand | None]]
 ) -> Any:
-    """Call ``call`` with host copies of ``arguments``: (argument, whether it is written, name, operand); blocking."""
+    """Call ``call`` with host copies of ``arguments``: (argument, whether it is written, name, operand). Blocking."""
     copies = HostCopies(backend, stream)
     specs = [
         copies.spec(spec, writable=writable, name=name, operand=operand) for spec, writable, name, operand in arguments
@@ -126,7 +126,7 @@ def through_host(
 
 
 def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:
-    """Return send and receive argument for a Reduce_scatter in place in host memory: a copy, and the memory itself.
+    """Return send and receive arguments for a Reduce_scatter in place in host memory: a copy, and the memory.
 
     A buffer of a derived datatype stays in place.
     """

@@ -15,7 +15,7 @@ from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
 
 
 def items(spec: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any, Any, Any]:
-    """Return the buffer, counts, displacements and datatype of a specification, None for each that is missing."""
+    """Return the buffer, counts, displacements and datatype of a specification, with None for each missing item."""
     if len(spec) == 2:
         buffer, second = spec
         if isinstance(second, (MPI.Datatype, str)):
@@ -34,14 +34,14 @@ def items(spec: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any, Any, 
 
 
 def pair(counts: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any]:
-    """Return counts and displacements that are one item. Raises `InvalidUsageError` for another number of them."""
+    """Return the counts and displacements of one item. Raises `InvalidUsageError` unless the item has two parts."""
     if len(counts) != 2:
         raise InvalidUsageError(f"{name}: {counts!r} has {len(counts)} items: pass (count, displacement)")
     return counts[0], counts[1]
 
 
 def datatype_of(datatype: Any, name: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
-    """Return NumPy's type and MPI's datatype for a datatype or its type code; None for the one that is missing."""
+    """Return NumPy's type and MPI's datatype for a datatype or its type code, with None for a missing one."""
     if isinstance(datatype, MPI.Datatype):
         if datatype == MPI.DATATYPE_NULL:
             raise RefusedByMpiError(
@@ -62,13 +62,13 @@ def is_sequence(value: Any) -> bool:
     """Return whether a value is more than one integer."""
     try:
         len(value)
-    except TypeError:  # a NumPy array without dimensions is one integer too
+    except TypeError:  # a NumPy array without dimensions is also one integer
         return False
     return True
 
 
 def index_of(value: Any, what: str, name: str) -> int:
-    """Return a value as an integer of 64 bits. Raises `TypeError` and `InvalidUsageError`."""
+    """Return a value as an integer of 64 bits. Raises `TypeError` or `InvalidUsageError` for other values."""
     try:
         index = operator.index(value)
     except TypeError:
@@ -79,8 +79,11 @@ def index_of(value: Any, what: str, name: str) -> int:
 
 
 def indices_of(values: Any, size: int, what: str, name: str, peer: str) -> tuple[int, ...]:
-    """Return values as integers, one for each peer. Raises as `index_of`, and `InvalidUsageError` for their number."""
-    # Items before the length, as in mpi4py, so that of two errors the same one is raised.
+    """Return values as integers, one for each peer.
+
+    Raises the errors of `index_of`, and `InvalidUsageError` for a wrong number.
+    """
+    # The check reads the items before the length, as mpi4py does, so that two faults raise the same error.
     indices = tuple(index_of(values[i], what, name) for i in range(len(values)))
     if len(indices) != size:
         raise InvalidUsageError(f"{name}: {len(indices)} {what} for {size} {peer}s: pass one for each {peer}")
@@ -88,7 +91,7 @@ def indices_of(values: Any, size: int, what: str, name: str, peer: str) -> tuple
 
 
 def uneven(entries: int, blocks: int, name: str, peer: str) -> InvalidUsageError:
-    """Return the error for elements that are no equal blocks."""
+    """Return the error for elements that do not make equal blocks."""
     return InvalidUsageError(
         f"{name}: {entries} elements are no multiple of {blocks}, one block for each {peer}: pass a count, or use the "
         "vector call (Allgatherv, Alltoallv, ...)"

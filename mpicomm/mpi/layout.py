@@ -16,20 +16,20 @@ from mpicomm.mpi.regions import Region, Regions, at_blocks, joined, packed_nbyte
 _MOST_REPEATS = 64
 
 
-# Compared by identity, because keys of known calls hold layouts, and a comparison of regions takes long.
+# Layouts compare by identity, because keys of known calls hold layouts, and a comparison of regions takes long.
 @dataclass(frozen=True, eq=False)
 class DatatypeLayout:
     """The regions of an element, and MPI's extent of the element."""
 
     regions: Regions
-    """In the order of packed memory. All their runs fill it, in the order in which MPI packs them."""
+    """The regions in the order of packed memory. Their runs fill it, in the order in which MPI packs them."""
     extent: int
     dtype: np.dtype[Any] | None
-    """The type of all basic elements; None where there are several types, or types that NumPy lacks."""
+    """The type of all basic elements; None for several types, or types that NumPy lacks."""
 
     @cached_property
     def nbytes(self) -> int:
-        """The packed bytes."""
+        """The bytes of the packed element."""
         return packed_nbytes(self.regions)
 
     @cached_property
@@ -39,7 +39,7 @@ class DatatypeLayout:
 
     @cached_property
     def end(self) -> int:
-        """The byte behind the last one that the element touches; 0 without bytes."""
+        """The byte after the last byte that the element touches; 0 without bytes."""
         return max((region.ends[1] for region in self.regions), default=0)
 
     def repeated(self, count: int) -> DatatypeLayout:
@@ -56,7 +56,7 @@ class DatatypeLayout:
 
     @cached_property
     def _repeats(self) -> dict[int, DatatypeLayout]:
-        """Layouts that `repeated` has made, because a program repeats its calls."""
+        """The layouts that `repeated` has made, because a program repeats its calls."""
         return {}
 
 
@@ -75,16 +75,18 @@ class Known:
     """The layout of a datatype, and whether MPI has said that the datatype is committed."""
 
     layout: DatatypeLayout | None
-    """None for DATATYPE_NULL alone: were it None for some types, a rank that names one would go another way than the
-    ranks that name the same elements by other types."""
+    """None only for DATATYPE_NULL.
+
+    If other types also had None, ranks that name the same elements by different types would take different ways.
+    """
     committed: bool
-    """False also where nobody has asked MPI."""
+    """False also if no call has asked MPI yet."""
 
 
 def known_of(datatype: MPI.Datatype) -> Known:
-    """Return what is known of a datatype. Local.
+    """Return the layout of a datatype, and whether it is committed. Local.
 
-    The layout is made once per datatype, and MPI drops all with the datatype.
+    It makes the layout once per datatype, and MPI drops the layout with the datatype.
     """
     if datatype.is_predefined:
         return Known(_decoded(datatype), True)
@@ -98,7 +100,7 @@ def known_of(datatype: MPI.Datatype) -> Known:
 
 
 def layout_of(datatype: MPI.Datatype) -> DatatypeLayout | None:
-    """Return the layout of a datatype; None where `known_of` knows none. Local."""
+    """Return the layout of a datatype; None if `known_of` has none. Local."""
     return known_of(datatype).layout
 
 
@@ -126,10 +128,10 @@ def _decoded(datatype: MPI.Datatype) -> DatatypeLayout | None:
     layouts = [layout_of(each) for each in bases]
     for each in bases:
         if each != MPI.DATATYPE_NULL and not each.is_predefined:
-            each.Free()  # MPI has made a handle for the question
+            each.Free()  # decode() has made this handle
     parts = [layout for layout in layouts if layout is not None]
     basic = {part.dtype for part in parts if part.regions}
-    # A DARRAY, or a type of an MPI that is newer than this table.
+    # `measured` handles a DARRAY, or a type of an MPI that is newer than this table.
     regions = measured.regions_of(datatype) if blocks is None else blocks(parts, parameters)
     return DatatypeLayout(regions, extent, basic.pop() if len(basic) == 1 else None)
 
@@ -202,4 +204,4 @@ _BLOCKS: dict[str, Callable[[Sequence[DatatypeLayout], dict[str, Any]], Regions]
     "STRUCT": _struct,
     "SUBARRAY": _subarray,
 }
-"""By MPI's combiner: the regions of a datatype made from others."""
+"""For each combiner of MPI, a function that returns the regions of a datatype made from others."""

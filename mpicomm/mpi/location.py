@@ -1,6 +1,6 @@
 """Where the buffers of a call lie: in device memory, which MPI must not see, or in host memory, which has no stream.
 
-Device memory is that of the communicator's GPU.
+Device memory is the memory of the communicator's GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _in_place = MPI.IN_PLACE
 def is_on_device(spec: Any) -> bool:
     """Return whether a buffer argument, an array or a specification with one, is a device array. Local.
 
-    An object that is no buffer is none: MPI refuses it, or ignores it beside ``MPI.PROC_NULL``.
+    An object that is no buffer is no device array: MPI refuses it, or ignores it beside ``MPI.PROC_NULL``.
     """
     array = array_of(spec)
     if array is _bottom:
@@ -36,9 +36,9 @@ def is_on_device(spec: Any) -> bool:
 
 
 def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
-    """Parse the argument ``name`` where it is a device array, and return None for host memory. Local.
+    """Parse the argument ``name`` if it is a device array, and return None for host memory. Local.
 
-    MPI understands arguments in host memory itself. Raises as `parse` does.
+    MPI reads arguments in host memory itself. Raises the errors of `parse`.
     """
     array = array_of(spec)
     if array is _bottom:
@@ -56,9 +56,9 @@ def _is_plainly_host(array: Any) -> bool:
 
 
 def require_here(what: str, device: int | None, here: int | str) -> None:
-    """Raise `InvalidUsageError` for an array on GPU ``device`` where the communicator is on GPU ``here``. Local.
+    """Raise `InvalidUsageError` for an array on GPU ``device`` if the communicator is on GPU ``here``. Local.
 
-    Kernels and copies of ``here`` may have no access to it, and its contents are in the order of a stream over there.
+    Kernels and copies of ``here`` may have no access to the array, and a stream of the other GPU orders its contents.
     """
     if device is not None and device != here:
         raise InvalidUsageError(
@@ -68,7 +68,7 @@ def require_here(what: str, device: int | None, here: int | str) -> None:
 
 
 def refuse_stream(operation: str, stream: Any) -> None:
-    """Raise `InvalidUsageError` for a stream that is given with host arrays."""
+    """Raise `InvalidUsageError` for a stream that the caller passes with host arrays."""
     if stream is not None:
         raise InvalidUsageError(
             f"{operation}: stream={stream!r} is for device arrays, and the buffers are host arrays: leave stream out"

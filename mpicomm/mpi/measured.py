@@ -1,4 +1,4 @@
-"""The regions of a datatype that has no rule here: MPI packs the number of each byte, and so shows where they lie."""
+"""The regions of a datatype without a rule: MPI packs the number of each byte, and so shows where the bytes lie."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _BYTE = (Region(0, (), 1),)
 def regions_of(datatype: MPI.Datatype) -> Regions:
     """Return the regions of one element, in the order in which MPI packs them. Local.
 
-    It takes as much memory of the host as the element spans, for a moment.
+    For a moment it takes as much host memory as the element spans.
     """
     if datatype.size == 0:
         return ()
     begin, nbytes = datatype.Get_true_extent()
-    # The type need not be committed, and its extent would say how many elements lie in the memory.
+    # The datatype need not be committed. mpi4py divides the memory by the extent to count the elements, so this copy
+    # has the extent of the memory, and packs one element.
     alone = datatype.Create_resized(begin, nbytes).Commit()
     try:
         places = np.full(datatype.size, begin, np.int64)
@@ -31,7 +32,7 @@ def regions_of(datatype: MPI.Datatype) -> Regions:
 
 
 def _digits(digit: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return one digit, to base 256, of each of the numbers from 0 on."""
+    """Return one digit, to base 256, of each of the numbers from 0 to ``nbytes - 1``."""
     return np.resize(np.repeat(np.arange(256, dtype=np.uint8), min(256**digit, nbytes)), nbytes)
 
 

@@ -1,4 +1,4 @@
-"""Reduction operations: their names, the element types for which each is defined, and the average, which MPI lacks."""
+"""Reduction operations: their names, the element types for which they are defined, and the average, which MPI lacks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpicomm.mpi.own_ops import Op
 
 
 class Average(MPI.Op):
-    """The type of `AVG`: an MPI.Op that MPI does not know, so MPI refuses it like ``MPI.OP_NULL``."""
+    """The type of `AVG`, an MPI.Op that MPI does not know, so MPI refuses it like ``MPI.OP_NULL``."""
 
     def __repr__(self) -> str:
         return "mpicomm.AVG"
 
     def __reduce__(self) -> str:
-        return "AVG"  # so that copies and unpickled ones are the same object
+        return "AVG"  # copies and unpickled objects are the same object
 
 
 AVG = Average()
@@ -32,7 +32,7 @@ _NAMES = {
 }
 
 _LOGICAL = ("land", "lor", "lxor")
-# The kinds of elements for which each operation is defined, as in the MPI standard.
+# The kinds of elements for which the MPI standard defines each operation.
 _LEGAL = {
     **dict.fromkeys(("sum", "prod"), ("integer", "float", "complex")),
     **dict.fromkeys(("max", "min"), ("integer", "float")),
@@ -44,13 +44,13 @@ _KINDS = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "compl
 _FORTRAN_INTEGERS = frozenset(
     getattr(MPI, name).handle for name in ("INTEGER", "INTEGER1", "INTEGER2", "INTEGER4", "INTEGER8", "INTEGER16")
 ) - {MPI.DATATYPE_NULL.handle}
-"""Types whose logical operations MPI does not define, because Fortran has LOGICAL for them."""
+"""Types for which MPI defines no logical operations, because Fortran has LOGICAL for them."""
 
 _checked: set[tuple[str, np.dtype[Any]]] = set()
 
 
 def op_name(op: MPI.Op) -> str | None:
-    """Return the name of an operation that the engines know; None for one that only MPI can carry out.
+    """Return the name of an operation that the engines know, or None for an operation that only MPI can carry out.
 
     The name is a word such as "sum", or the expression of an `Op`. Only MPI carries out MINLOC, MAXLOC, REPLACE, NO_OP
     and operations that ``MPI.Op.Create`` has made. Raises `TypeError` for an object that is no operation, and
@@ -70,9 +70,9 @@ def op_name(op: MPI.Op) -> str | None:
 
 
 def check_legal(name: str, dtype: np.dtype[Any], datatype: MPI.Datatype | None = None) -> None:
-    """Raise unless the operation ``name`` is defined for the element type; ``datatype`` is the caller's name of it.
+    """Raise unless the operation ``name`` is defined for the element type ``dtype``, the caller's ``datatype``.
 
-    MPI alone decides on characters. Raises `RefusedByMpiError`; for an expression `InvalidUsageError`.
+    MPI itself decides on characters. Raises `RefusedByMpiError`, but `InvalidUsageError` for an expression.
     """
     if datatype is not None and name in _LOGICAL and datatype.handle in _FORTRAN_INTEGERS:
         raise RefusedByMpiError(
@@ -101,7 +101,7 @@ def check_legal(name: str, dtype: np.dtype[Any], datatype: MPI.Datatype | None =
 def _kind(dtype: np.dtype[Any]) -> str | None:
     if dtype == types.BYTE:
         return "byte"
-    if dtype.isbuiltin == 2:  # a type that was added to NumPy; of those the engines know floats
+    if dtype.isbuiltin == 2:  # a type that a package has added to NumPy; the engines know only floats among these
         return "float" if types.is_covered(dtype) else None
     return _KINDS.get(dtype.kind)
 

@@ -9,7 +9,10 @@ from mpicomm.mpi.faults import RefusedByMpiError
 
 
 def overlaps(a: Operand, b: Operand) -> bool:
-    """Return whether two operands share memory; False for operands that only MPI can handle, because MPI checks."""
+    """Return whether two operands share memory.
+
+    It is False if only MPI can handle one of them, because MPI checks it.
+    """
     first, second = _extents(a), _extents(b)
     i = j = 0
     while i < len(first) and j < len(second):
@@ -23,7 +26,7 @@ def overlaps(a: Operand, b: Operand) -> bool:
 
 
 def require_separate(send: Operand, receive: Operand, *, reduction: bool = False) -> None:
-    """Raise `RefusedByMpiError` if the two share memory; in a reduction both may be exactly the same memory."""
+    """Raise `RefusedByMpiError` if the two share memory. In a reduction both may be exactly the same memory."""
     if not overlaps(send, receive):
         return
     if reduction and send.pointer == receive.pointer and send.total == receive.total and send.dtype == receive.dtype:

@@ -21,32 +21,33 @@ class Op(MPI.Op):
     """A reduction operation that an expression defines: ``Op("max(abs(a), abs(b))", name="absmax", commute=True)``.
 
     In the expression ``a`` is the reduction of the ranks before, and ``b`` the contribution of the next rank. NVRTC
-    compiles it into the kernels for arrays of GPUs; NumPy computes it on host arrays. It is an MPI.Op, so it goes
-    wherever an operation goes: Allreduce, Reduce, Reduce_scatter, Reduce_scatter_block, Scan and Exscan, blocking,
-    nonblocking and persistent; plain mpi4py calls it too.
+    compiles it into the kernels for arrays of GPUs. NumPy computes it on host arrays. It is an MPI.Op, so all
+    reductions take it: Allreduce, Reduce, Reduce_scatter, Reduce_scatter_block, Scan and Exscan, blocking, nonblocking
+    and persistent. Plain mpi4py can call it, too.
 
-    **Order.** A Communicator reduces in rank order, ``f(f(x0, x1), x2)``, with the same bits on all ranks. As in MPI
-    the operation has to be associative where MPI carries the call out, with ``algorithm="ring"``, and over several
-    peer domains, because each is reduced first. ``commute=True`` says that the order does not matter either: MPI
-    and the ring use that. Without it the ranks of each peer domain must follow each other, except in Scan and Exscan.
+    **Order.** A Communicator reduces in rank order, ``f(f(x0, x1), x2)``, with the same bits on all ranks. The
+    operation has to be associative, as in MPI, in three cases: if MPI carries the call out, with ``algorithm="ring"``,
+    and over several peer domains, because each domain reduces first. ``commute=True`` says that the order does not
+    matter either, and MPI and the ring use that. Without it the ranks of each peer domain must follow each other,
+    except in Scan and Exscan.
 
-    **Expressions** are Python's, of the names a and b and of numbers, computed in the element type:
+    **Expressions** are Python's, with the names a and b and with numbers, computed in the element type:
 
     - ``+ - *``, and ``** n`` with a constant n from 1 to 64, which multiplies: on integers, floats and complex numbers;
     - ``/``, ``** x`` for other exponents, ``ceil exp floor log sqrt tanh``: on floats;
-    - ``// %``, which round down as Python's do and give 0 where b is 0, ``<< >> ~``: on integers;
+    - ``// %``, which round down as in Python and give 0 if b is 0, ``<< >> ~``: on integers;
     - ``& | ^``: on integers and bool; ``conj``: on complex numbers; ``abs``: on integers and floats;
     - ``min max`` (NaN wins) and ``< <= > >=``: on bool, integers and floats; ``== !=``: on all;
-    - ``and or not``, ``x if c else y`` and ``where(c, x, y)``: on all. A number is true unless it is 0; the truth
-      values of comparisons, ``and``, ``or`` and ``not`` are 1 and 0 where a number is needed.
+    - ``and or not``, ``x if c else y`` and ``where(c, x, y)``: on all. A number is true unless it is 0. Comparisons,
+      ``and``, ``or`` and ``not`` give the numbers 1 and 0.
 
-    Integers wrap. Floats of 16 bits or fewer are computed in float32 and rounded once. The host has the bits of a GPU,
-    but for exp, log, tanh, ``** x`` and products of complex numbers, whose last bits may differ.
+    Integers wrap. Floats of 16 bits or fewer are computed in float32 and rounded once. The host gets the same bits as a
+    GPU, except for exp, log, tanh, ``** x`` and products of complex numbers. Their last bits may differ.
 
-    Equal arguments give the same object. MPI holds few of them (mpi4py: 32): `Free` gives one back. Making one is
-    *local*. Raises `InvalidUsageError` for anything else in the expression, and TypeError for arguments of other types.
-    A call raises it for element types on which
-    the expression is not defined, and `PeerError` on all ranks where ranks pass different expressions.
+    Equal arguments give the same object. MPI holds few operations (mpi4py: 32), and `Free` gives one back. The
+    constructor is *local*. It raises `InvalidUsageError` for anything else in the expression, and TypeError for
+    arguments of other types. A call raises `InvalidUsageError` for element types on which the expression is not
+    defined. If ranks pass different expressions, the call raises `PeerError` on all ranks.
     """
 
     _expression: Expression
@@ -74,7 +75,7 @@ class Op(MPI.Op):
 
     @property
     def expression(self) -> str:
-        """The expression, in one form, however it was written."""
+        """The expression in its normal form, the same for all ways to write it."""
         return self._expression.text
 
     @property
@@ -83,7 +84,7 @@ class Op(MPI.Op):
         return self._commute
 
     def Free(self) -> None:
-        """Give the operation back to MPI; local. It must not be used any more."""
+        """Give the operation back to MPI. Local. The program must not use it afterwards."""
         _made.pop((self._expression.text, self._name, self._commute), None)
         super().Free()
 
@@ -99,7 +100,7 @@ def _remake(expression: str, name: str, commute: bool) -> Op:
 
 
 def _reduce(expression: Expression, a: Any, b: Any, datatype: MPI.Datatype) -> None:
-    """Reduce ``a`` and ``b`` into ``b``, as MPI asks for it. An error here ends the program, as mpi4py says."""
+    """Reduce ``a`` and ``b`` into ``b``, as MPI's callback. An error here ends the program, as mpi4py says."""
     dtype = numpy_dtype(datatype)
     if dtype is None:
         raise InvalidUsageError(f"op={shown(expression.text)}: it is for plain element types, not for {datatype.name}")

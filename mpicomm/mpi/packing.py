@@ -26,12 +26,15 @@ class PackJob:
 
 @lru_cache(maxsize=256)
 def table_for(layout: DatatypeLayout) -> PackTable:
-    """Return the table of one element, whose memory and packed memory are arguments of the launch. Local."""
+    """Return the table of one element.
+
+    The launch gets the addresses of memory and packed memory as arguments. Local.
+    """
     return table_of([PackJob(0, layout, 0)])
 
 
 def table_of_blocks(displs: Sequence[int], nbytes: Sequence[int]) -> PackTable:
-    """Return the table of blocks of so many bytes at displacements, which are packed one after the other. Local."""
+    """Return the table of blocks with these displacements and bytes, which are packed one after the other. Local."""
     return table_of([PackJob(0, DatatypeLayout(at_blocks(run_of(1).regions, 1, displs, nbytes, 1), 0, None), 0)])
 
 
@@ -47,7 +50,8 @@ def table_of(jobs: Iterable[PackJob]) -> PackTable:
     for job, fields in structures:
         element_units = sum(map(_run_units, fields))
         end = units + fields[0].runs * element_units
-        # The kernel takes the last region that begins at or before a unit: all fields but the first begin at the end.
+        # The kernel takes the last region that begins at or before a unit. So all fields except the first begin at the
+        # end.
         begins = [units, *[end] * (len(fields) - 1)]
         entries += [_entry(*each, job, element_units, lists) for each in zip(fields, begins, strict=True)]
         units = end
@@ -55,7 +59,7 @@ def table_of(jobs: Iterable[PackJob]) -> PackTable:
 
 
 def _structures(parts: Iterable[Region]) -> Iterator[list[Region]]:
-    """Join regions that are the fields of an array of structures; all others stay alone."""
+    """Join regions that are the fields of an array of structures. Yield every other region in a list with one item."""
     fields: list[Region] = []
     for part in parts:
         if fields and not _is_next_field(fields, part):
@@ -67,7 +71,7 @@ def _structures(parts: Iterable[Region]) -> Iterator[list[Region]]:
 
 
 def _is_next_field(fields: Sequence[Region], part: Region) -> bool:
-    """Return whether the runs of a region follow those of ``fields``, in packed memory and in the same loops."""
+    """Return whether the runs of a region follow the runs of ``fields``, in packed memory and in the same loops."""
     last = fields[-1]
     follows = part.loops == last.loops and part.packed == last.packed + last.run_nbytes
     units = part.runs * sum(map(_run_units, [*fields, part]))
@@ -75,7 +79,7 @@ def _is_next_field(fields: Sequence[Region], part: Region) -> bool:
 
 
 class _Lists:
-    """The lists of a table, which lie from offset ``end`` on. Equal lists are one."""
+    """The lists of a table, from offset ``end`` on. Equal lists are stored once."""
 
     def __init__(self, end: int) -> None:
         self.places: dict[bytes, int] = {}

@@ -26,9 +26,9 @@ _COMPLETES_IN_THREADS = "Open MPI" not in MPI.Get_library_version()
 class PartitionedRequest(PersistentRequest):
     """A partitioned send or receive of a device array.
 
-    `Pready` returns when the partition is in host memory: later work of the stream may overwrite it. When `Parrived`
-    returns true, the partition is in the array for later work of the stream. With Open MPI only a thread that asks for
-    the request completes it.
+    `Pready` returns when the partition is in host memory, and later work of the stream may overwrite it. When
+    `Parrived` returns true, later work of the stream finds the partition in the array. With Open MPI only a thread that
+    asks for the request completes it.
     """
 
     _request: MPI.Prequest
@@ -41,7 +41,7 @@ class PartitionedRequest(PersistentRequest):
     def prepare(
         cls, operation: str, call: Any, arguments: dict[str, Any], backend: Backend, threads: Completer
     ) -> Self:
-        """Return the request of ``Psend_init`` or ``Precv_init``; ``call`` is MPI's, for the same arguments."""
+        """Return the request of ``Psend_init`` or ``Precv_init``. ``call`` is MPI's call with the same arguments."""
         receives = operation == "Precv_init"
         copy = host_copy(backend, arguments["buf"], writable=receives, name="buf")
         request: MPI.Prequest = call(**{**arguments, "buf": copy.spec})  # it raises for a bad number of partitions
@@ -50,7 +50,7 @@ class PartitionedRequest(PersistentRequest):
         def begin() -> DeferredWork:
             stream = copies.stream()
             if receives:
-                copies.move([0], stream, whole=True)  # MPI leaves the gaps of a datatype alone
+                copies.move([0], stream, whole=True)  # MPI does not write the gaps of a datatype
             self._taken = set()
             request.Start()
             status = MPI.Status()
@@ -69,7 +69,7 @@ class PartitionedRequest(PersistentRequest):
     def Pready(self, partition: int) -> None:
         """Send a partition, with the content that it has in the order of the stream. Local, blocking.
 
-        Raises `InvalidUsageError` for a partition that there is not.
+        Raises `InvalidUsageError` for a partition that does not exist.
         """
         self.Pready_list([partition])
 
@@ -100,7 +100,7 @@ class PartitionedRequest(PersistentRequest):
             self._request.Free()
 
     def _require_known(self, partitions: Iterable[int]) -> None:
-        for partition in partitions:  # Open MPI 5 ends the program at others
+        for partition in partitions:  # Open MPI 5 ends the program at a partition that does not exist
             if not 0 <= partition < self._copies.partitions:
                 raise InvalidUsageError(f"partition={partition} does not exist: use 0 to {self._copies.partitions - 1}")
 
@@ -120,7 +120,7 @@ class _PartitionCopies:
         self._on_host, self._on_device, self._nbytes = copy.host, copy.memory.pointer, copy.memory.nbytes
         operand = parse(spec, blocks=partitions, writable=copy.written, name="buf")
         self._start, self._step = 0, 0
-        if operand.dtype is not None:  # the partitions of a datatype with gaps are moved with all of the array
+        if operand.dtype is not None:  # a datatype with gaps has no partitions here: `move` copies all of the array
             self._start, self._step = operand.pointer - self._on_device, operand.count * operand.dtype.itemsize
 
     def stream(self) -> int:

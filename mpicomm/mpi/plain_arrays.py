@@ -12,15 +12,15 @@ from numpy import ndarray
 from mpicomm.devices.memory_location import place_of
 
 PlainArray = tuple[int, int, Hashable]
-"""The address of a contiguous array on a GPU, its elements, and their type and device.
+"""The address of a contiguous array on a GPU, the number of its elements, and their type and device.
 
-An argument that stands for no array has no elements, and in place of their type the name of its class. A tuple without
-names is made in a third of the time.
+An argument without an array has no elements, and in place of their type the name of its class. This is a plain tuple,
+because a tuple without names takes a third of the time to make.
 """
 PlainBlocks = tuple[int, int, Hashable, tuple[int, ...], "tuple[int, ...] | None"]
-"""A `PlainArray` with the counts and displacements of blocks, in elements; its kind says the datatype, too.
+"""A `PlainArray` with the counts and displacements of blocks, in elements. Its type item also holds the datatype.
 
-The displacements are None where each block begins behind the one before.
+The displacements are None if each block follows the block before.
 """
 
 
@@ -37,11 +37,11 @@ class ReadArray(tuple[Any, ...]):
 
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
-    """Return a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None; None for all others. Local.
+    """Read a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None. Return None for all others. Local.
 
-    A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. The values of
-    counts and displacements are not checked. A list with one count, or with a datatype alone, is a plain array of so
-    many elements. In lists with a datatype, an address of a GPU's memory may take the place of the array.
+    A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. The function does
+    not check the values of counts and displacements. A list with one count, or with only a datatype, is a plain array
+    of so many elements. In lists with a datatype, an address of a GPU's memory may take the place of the array.
     """
     read = _readers.get(type(argument)) or _find(type(argument))
     return read(argument) if read else None
@@ -52,7 +52,7 @@ def _itself(argument: Any) -> Any:
 
 
 def is_counted(plain: PlainArray | PlainBlocks) -> bool:
-    """Return whether a count says the elements of a plain array, or of one block where the buffer is cut in blocks."""
+    """Return whether a count gives the elements of a plain array, or of one block if the buffer has blocks."""
     return type(plain[2]) is tuple and len(plain[2]) == 3
 
 
@@ -62,7 +62,7 @@ def _nothing(argument: Any) -> PlainArray:
 
 def _cupy(array: Any) -> PlainArray | None:
     data = array.data
-    # `array.flags`, which is public, takes eight times as long.
+    # The public `array.flags` takes eight times as long.
     return (data.ptr, array.size, (array.dtype, data.device_id)) if array._c_contiguous else None
 
 
@@ -80,7 +80,7 @@ def plain_tensor(tensor: Any) -> PlainArray | None:
 
 
 def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
-    """Return the blocks of a list as `parse_vector` reads it; None where the forms differ in what they mean."""
+    """Return the blocks of a list as `parse_vector` reads it, or None if the call may read the form in another way."""
     if len(spec) == 4:
         array, counts, displs, datatype = spec
     elif len(spec) == 3:
@@ -101,7 +101,7 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
     else:
         read = None if isinstance(array, (list, tuple)) else plain_array(array)
     if read is None or type(read[2]) is str:
-        return None  # no array, or None, which is an empty buffer beside a datatype
+        return None  # no array, or None, which is an empty buffer in a list with a datatype
     if datatype is not None and type(array) is not MPI.buffer and not _is_of_size(datatype, array):
         return None
     if counts is None and displs is None:
@@ -120,7 +120,7 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:
-    """Return the elements of a datatype from an address on: as many as the buffer has, or its allocation from there."""
+    """Return the elements at an address: as many as the buffer has, or as its allocation has from there."""
     if type(datatype) is not MPI.Datatype or not datatype.is_predefined or datatype.extent != datatype.size:
         return None
     place = place_of(buffer.address)
@@ -132,7 +132,7 @@ def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainA
 
 
 def _is_of_size(datatype: Any, array: Any) -> bool:
-    """Return whether a datatype is a predefined one of the size of an array's elements."""
+    """Return whether a datatype is predefined and has the size of an array's elements."""
     return type(datatype) is MPI.Datatype and datatype.is_predefined and datatype.size == array.itemsize
 
 
@@ -157,7 +157,7 @@ _readers: dict[type, _Reader] = {
 
 
 def _find(cls: type) -> _Reader | None:
-    """Return the reader of a class, None where its objects are no plain arrays; those of subclasses may be none."""
+    """Return the reader of a class, or None if its objects are no plain arrays. Objects of subclasses may be none."""
     for library, name, read in (("cupy", "ndarray", _cupy), ("torch", "Tensor", plain_tensor)):
         if cls is getattr(sys.modules.get(library), name, None):
             return _readers.setdefault(cls, read)

@@ -1,6 +1,6 @@
-"""Regions of memory: runs of bytes that nested loops visit; how they repeat, and how neighbours join to fewer regions.
+"""Regions of memory: runs of bytes that nested loops visit, how they repeat, and how neighbours join to fewer regions.
 
-The functions take regions in the order of packed memory, which begins at byte 0 with them, and return them so.
+The functions take and return regions in the order of packed memory. The first region begins at byte 0 of packed memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _PLACE_NBYTES = 8
 
 
 class Loop(NamedTuple):
-    """A loop of two rounds or more. Each round lies ``stride`` bytes behind the round before, or at a listed place."""
+    """A loop of two rounds or more. Each round lies ``stride`` bytes after the round before, or at a listed place."""
 
     rounds: int
     stride: int
-    """The distance of two rounds in memory; 0 where the places are listed."""
+    """The distance of two rounds in memory; 0 for a loop with a list."""
     packed: int
     """The distance of two rounds in packed memory."""
     places: bytes = b""
@@ -43,12 +43,12 @@ class Region:
     """Runs of consecutive bytes at the places that nested loops visit. At most one of the loops has a list."""
 
     offset: int
-    """Bytes from the address of the buffer to the first run; it may be negative."""
+    """The bytes from the address of the buffer to the first run. The number may be negative."""
     loops: tuple[Loop, ...]
     """The outermost loop first."""
     run_nbytes: int
     packed: int = 0
-    """Bytes from the begin of packed memory to the first run."""
+    """The bytes from the begin of packed memory to the first run."""
 
     @property
     def runs(self) -> int:
@@ -62,7 +62,7 @@ class Region:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The first byte of all runs, and the byte behind the last one, from the address of the buffer on."""
+        """The first byte of all runs, and the byte after their last byte, from the address of the buffer on."""
         first = last = self.offset
         for loop in self.loops:
             reach = (loop.rounds - 1) * loop.stride
@@ -73,7 +73,7 @@ class Region:
         return first, last + self.run_nbytes
 
     def moved(self, offset: int, packed: int) -> Region:
-        """Return the region ``offset`` bytes farther on, and ``packed`` bytes farther on in packed memory."""
+        """Return the region, moved by ``offset`` bytes in memory and by ``packed`` bytes in packed memory."""
         return replace(self, offset=self.offset + offset, packed=self.packed + packed)
 
 
@@ -115,7 +115,7 @@ def repeated(regions: Regions, count: int, stride: int) -> Regions:
 
 
 def placed(regions: Regions, places: Places) -> Regions:
-    """Return copies of regions, one at each place, which is a displacement in bytes."""
+    """Return copies of regions, one at each place. A place is a displacement in bytes."""
     steps = np.diff(places)
     if (steps == steps[:1]).all():
         copies = repeated(regions, len(places), int(steps[0]) if len(steps) else 0)
@@ -137,7 +137,7 @@ def at_blocks(element: Regions, extent: int, displs: Sequence[int], counts: Sequ
         return ()
     begins = np.flatnonzero(np.append(True, places[1:] != (places + lengths * extent)[:-1]))
     places, lengths = places[begins], np.add.reduceat(lengths, begins)
-    # Blocks of different lengths are cut to blocks of one length, where that makes the shorter table.
+    # If it makes the table shorter, the loop cuts blocks of different lengths into blocks of one length.
     common = int(np.gcd.reduce(lengths))
     parts, changes = lengths // common, np.flatnonzero(np.diff(lengths)) + 1
     saved = ENTRY_NBYTES * len(element) * len(changes)
@@ -156,7 +156,7 @@ def at_blocks(element: Regions, extent: int, displs: Sequence[int], counts: Sequ
 
 
 def joined(regions: Iterable[Region]) -> Regions:
-    """Join neighbouring regions to runs, loops and lists, where they are that."""
+    """Join neighbouring regions to runs, loops and lists as far as possible."""
     runs: list[Region] = []
     for region in regions:
         if runs and _is_continued(runs[-1], region):
@@ -189,14 +189,14 @@ def _looped(region: Region, count: int, stride: int, packed: int) -> Region:
         return replace(region, run_nbytes=region.run_nbytes * count)
     if region.loops and not region.loops[0].places:
         outer = region.loops[0]
-        if (outer.rounds * outer.stride, outer.rounds * outer.packed) == (stride, packed):  # it goes on where it ends
+        if (outer.rounds * outer.stride, outer.rounds * outer.packed) == (stride, packed):  # each copy follows the last
             longer = outer._replace(rounds=outer.rounds * count)
             return replace(region, loops=(longer, *region.loops[1:]))
     return replace(region, loops=(Loop(count, stride, packed), *region.loops))
 
 
 def _listed(region: Region, places: Places, packed: int) -> Region | None:
-    """Return copies of a region at listed places as one region; None where it would have several lists."""
+    """Return copies of a region at listed places as one region, or None if it would have several lists."""
     loops = region.loops
     if any(loop.places for loop in loops):
         inner = loops[0]
@@ -228,7 +228,7 @@ def _alike(regions: Sequence[Region]) -> Iterable[list[Region]]:
 
 
 def _as_one(alike: Sequence[Region]) -> Sequence[Region]:
-    """Return regions that are alike as one region, where one region can have the list of their places."""
+    """Return regions that are alike as one region, if one region can have the list of their places."""
     places = np.array([region.offset for region in alike], np.int64) - alike[0].offset
     packed, steps = alike[1].packed - alike[0].packed, np.diff(places)
     if (steps == steps[0]).all():
@@ -238,7 +238,7 @@ def _as_one(alike: Sequence[Region]) -> Sequence[Region]:
 
 
 def _longer(last: Region, region: Region) -> Region | None:
-    """Return the region of two where the second goes on with the outermost loop of the first; else None."""
+    """Return both regions as one if the second continues the outermost loop of the first; else None."""
     if not last.loops or last.loops[0].places or last.run_nbytes != region.run_nbytes:
         return None
     outer, inner = last.loops[0], last.loops[1:]

@@ -1,8 +1,8 @@
 """mpi4py's calls on lists of requests, for lists that hold requests of this package.
 
-MPICH ends a program that gives such a call an open generalized request beside others. So MPI gets the list with null
-requests in the places of this package's requests, and of generalized requests of the program. Those are asked one by
-one. The calls keep their meaning for all other lists. They are replaced when this package makes its first request.
+MPICH ends a program that gives such a call an open generalized request beside other requests. So MPI gets the list with
+null requests in place of this package's requests, and of the program's generalized requests. The calls ask these
+requests one by one. They keep their meaning for all other lists. The first request of this package replaces the calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpicomm.mpi.replace import replace
 
 PAUSE_S = 50e-6
 SPIN_S = 200e-6
-"""For so long a wait polls without a pause: most device collectives take less."""
+"""A wait polls for this time without a pause, because most device collectives take less."""
 
 Requests = Sequence[MPI.Request]
 _NULL = MPI.REQUEST_NULL
@@ -29,10 +29,10 @@ _replaced = False
 
 
 class Driven:
-    """A request that the thread which asks for it drives. The classes of requests inherit from it."""
+    """A request that advances only in a thread that asks for it. The classes of requests inherit from it."""
 
     def is_active(self) -> bool:
-        """Return whether there is something to wait for: the request counts as null otherwise."""
+        """Return whether there is something to wait for. Otherwise the request counts as null."""
         raise NotImplementedError
 
     def advance(self) -> bool:
@@ -44,11 +44,11 @@ class Driven:
         raise NotImplementedError
 
     def wait(self, status: MPI.Status | None = None) -> None:
-        """As ``Wait``; there is no Python object to return."""
+        """As ``Wait``. There is no Python object to return."""
         self.Wait(status)  # type: ignore[attr-defined]
 
     def test(self, status: MPI.Status | None = None) -> tuple[bool, None]:
-        """As ``Test``; there is no Python object to return."""
+        """As ``Test``. There is no Python object to return."""
         return self.Test(status), None  # type: ignore[attr-defined]
 
     def Get_status(self, status: MPI.Status | None = None) -> bool:
@@ -70,7 +70,7 @@ _ASKED = (Driven, MPI.Grequest)
 
 
 def replace_list_calls() -> None:
-    """Let mpi4py's calls on lists of requests take those of this package from now on. Local."""
+    """Let mpi4py's calls on lists of requests take requests of this package. Local."""
     global _replaced
     if _replaced:
         return
@@ -80,7 +80,10 @@ def replace_list_calls() -> None:
 
 
 def pauses() -> Iterator[None]:
-    """Yield for ever, with a pause before each time but the first: short at first, because most work takes less."""
+    """Yield for ever, with a pause before each time except the first.
+
+    Early pauses are short, because most work takes less.
+    """
     until = time.perf_counter() + SPIN_S
     while True:
         yield
@@ -120,7 +123,7 @@ def _original(case: Callable[[str], str], name: str) -> Callable[..., Any]:
 
 
 def _knowing(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``original``, in whose place ``call`` takes lists with requests of this package."""
+    """Return a call that takes ``call`` for lists with requests of this package, and ``original`` for other lists."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -138,7 +141,7 @@ def _for_mpi(requests: Requests) -> list[MPI.Request]:
 
 
 def _asked(requests: Requests) -> list[tuple[int, Any]]:
-    """Return the active requests that are asked one by one, with their places."""
+    """Return the active requests that the call asks one by one, with their places."""
     return [
         (place, each)
         for place, each in enumerate(requests)
@@ -151,8 +154,8 @@ def _advance(request: Any) -> bool:
 
 
 def _are_complete(asked: Sequence[tuple[int, Any]], others: Requests) -> bool:
-    """Return whether all requests that are asked one by one are complete. If not, let MPI go on with the others."""
-    # Each is asked, because each goes on only where it is asked, and others may wait for what it does.
+    """Return whether all requests that are asked one by one are complete. If not, let MPI advance the others."""
+    # The loop asks each request, because each advances only when it is asked, and others may wait for its work.
     answers = [_advance(request) for _, request in asked]
     if all(answers):
         return True
@@ -162,7 +165,7 @@ def _are_complete(asked: Sequence[tuple[int, Any]], others: Requests) -> bool:
 
 
 def _finish(asked: Sequence[tuple[int, Any]], method: str, statuses: Sequence[MPI.Status] | None) -> None:
-    """Fill the statuses of requests that are complete. Raises the first error when all are finished."""
+    """Fill the statuses of requests that are complete. Raise the first error after all are finished."""
     errors: list[BaseException] = []
     for place, request in asked:
         try:
@@ -224,7 +227,7 @@ def _test_some(original: Callable[..., Any], method: str, requests: Requests, st
     if places is None and not asked:
         return found
     if not places and not sound and complete:
-        _finish(complete[:1], method, None)  # which raises; the calls before have told of all sound ones
+        _finish(complete[:1], method, None)  # which raises; earlier calls have returned all requests without an error
     done = {place: (seen[index], contents[index] if contents else None) for index, place in enumerate(places or ())}
     for place, request in sound:
         status = MPI.Status()
@@ -245,7 +248,7 @@ def _wait_some(test: Callable[..., Any], requests: Requests, statuses: Any = Non
 
 
 def _fill(statuses: Any, seen: Sequence[MPI.Status]) -> None:
-    """Fill the first statuses of the caller, whose list grows where it is too short, as in mpi4py."""
+    """Fill the first statuses of the caller's list, which grows if it is too short, as in mpi4py."""
     if statuses is None:
         return
     if isinstance(statuses, list):

@@ -1,4 +1,4 @@
-"""Requests for work that MPI does not know: of a device's stream, or a message on its way into a device."""
+"""Requests for work that MPI does not know: work of a device's stream, or a message on its way into a device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PAUSE_S = PAUSE_S
-_NEEDED_S = 5e-3  # for so long after it has completed work, a completer looks with the short pauses
+_NEEDED_S = 5e-3  # for this time after it has completed work, a completer looks with the short pauses
 _LONG_PAUSE_S = 1e-3  # its pauses later
-_LINGER_S = 0.05  # so long a completer without work lives: to start a thread takes longer than most collectives
+_LINGER_S = 0.05  # a completer lives so long without work, because the start of a thread takes longer
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
-# Looked up once, because a program waits for `super()` behind the device.
+# Looked up once, because `super()` adds its time to each wait after the device is done.
 _wait = MPI.Request.Wait
 _test = MPI.Request.Test
 
@@ -32,10 +32,11 @@ _test = MPI.Request.Test
 class DeferredWork:
     """Work that MPI does not know, and the generalized request that is completed with it.
 
-    The work is done when ``done`` has returned true and ``finish`` has run after it. Neither is called again then.
+    The work is done when ``done`` has returned true and ``finish`` has run after it. After that neither is called
+    again.
 
-    A message has a ``status``, which by then holds the result for the request's own status. `DeferredWork.cancel` calls
-    ``cancel``, never while ``done`` runs; ``done`` then returns true if the message is cancelled.
+    A message has a ``status``, which then holds the result for the request's status. `DeferredWork.cancel` calls
+    ``cancel``, never while ``done`` runs. If the message is cancelled, ``done`` returns true.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class DeferredWork:
         if status is None:  # a request without callbacks takes two thirds of the time
             self.request = MPI.Grequest.Start(None, None, None)
         else:
-            # The callback for cancelling is there because mpi4py never reports a request without one as cancelled. It
-            # does nothing, because MPI holds its lock while it calls back, and the thread that has the turn may wait
-            # for that lock: DeferredRequest.Cancel calls `cancel`.
+            # mpi4py never reports a request without a callback for cancelling as cancelled. This callback does nothing,
+            # because MPI holds its lock while it calls back, and the thread that has the turn may wait for that lock.
+            # DeferredRequest.Cancel calls `cancel`.
             self.request = MPI.Grequest.Start(self._say, None, lambda completed: None)
         self._error: BaseException | None = None
         self._raised_by_caller = False
@@ -61,11 +62,16 @@ class DeferredWork:
         self._finish = finish
         self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
         self.kept: Any = None
-        """The buffers, which live until the work is done although a caller may drop them, as in ``Ibcast(x + 1)``."""
+        """The buffers, which live until the work is done.
+
+        A caller may drop its own references, as in ``Ibcast(x + 1)``.
+        """
         self.over = False
         self.driven = False
-        """Whether a thread drives the work, so that the completer leaves it alone. A completer that misses a change may
-        complete the work, too."""
+        """Whether a thread drives the work, so that the completer skips it.
+
+        A completer that misses a change may also complete the work.
+        """
 
     def advance(self, until_s: float = 0.0) -> bool:
         """Return whether the work is done, and complete the request if it is. Look until the clock shows ``until_s``.
@@ -87,7 +93,7 @@ class DeferredWork:
                 elif time.perf_counter() >= until_s:
                     return False
                 else:
-                    os.sched_yield()  # to the rank that this one waits for, where ranks share cores
+                    os.sched_yield()  # to the rank that this rank waits for, if ranks share cores
         return True
 
     def test(self) -> bool:
@@ -99,8 +105,8 @@ class DeferredWork:
     def drive(self) -> None:
         """Wait for the work in this thread. A wait in MPI would keep the completer's thread out for milliseconds.
 
-        Most device collectives take less than `SPIN_S`. The pauses after that are shorter than those of `wait_until`,
-        which could make a collective of a millisecond late.
+        Most device collectives take less than `SPIN_S`. The later pauses are shorter than the pauses of `wait_until`,
+        which could delay a collective of a millisecond.
         """
         self.driven = True
         try:
@@ -112,12 +118,12 @@ class DeferredWork:
             self.driven = False  # after a Ctrl-C the program may wait in MPI
 
     def complete(self) -> None:
-        """Wait for the work now. The request raises its error later, as if a completer had completed it."""
+        """Wait for the work. The request raises its error later, as if a completer had completed it."""
         self.drive()
         self._raised_by_caller = False
 
     def cancel(self) -> None:
-        """Cancel a message that has not come yet, where that is possible."""
+        """Cancel a message that has not come yet, if that is possible."""
         with self._turn:
             if self._cancel is not None and not self.over:
                 self._cancel()
@@ -127,7 +133,7 @@ class DeferredWork:
         return self._error is not None
 
     def require_success(self) -> None:
-        """Raise the error of the work, which is done, if it has one."""
+        """Raise the error of the work, which is done, if it has an error."""
         if self._error is not None:
             raise self._error
 
@@ -139,7 +145,7 @@ class DeferredWork:
         status.Set_source(known.source)
         status.Set_tag(known.tag)
         if isinstance(self._error, MPI.Exception) and not self._raised_by_caller:
-            raise self._error  # mpi4py hands it to MPI, which raises it in the thread that waits there
+            raise self._error  # mpi4py hands it to MPI, which raises it in the waiting thread
 
 
 _MpiRequest = TypeVar("_MpiRequest", bound=MPI.Request)
@@ -148,7 +154,7 @@ _MpiRequest = TypeVar("_MpiRequest", bound=MPI.Request)
 def holding(request: _MpiRequest, held: object) -> _MpiRequest:
     """Return ``request``, which keeps ``held`` until its Wait or Test has completed it, or until it dies. Local.
 
-    mpi4py keeps the buffers of some calls alone, and a caller may drop them, as in ``Iallreduce(x + 1, y)``.
+    mpi4py keeps the buffers of only some calls, and a caller may drop them, as in ``Iallreduce(x + 1, y)``.
     """
     held_by: Any = (_HoldingPrequest if isinstance(request, MPI.Prequest) else _HoldingRequest)(request)
     held_by._held = held
@@ -179,9 +185,9 @@ class _HoldingPrequest(MPI.Prequest):
 
 
 class DeferredRequest(Driven, MPI.Grequest):
-    """An MPI request (a generalized one) for `DeferredWork`.
+    """An MPI request (a generalized request) for `DeferredWork`.
 
-    All waits and tests raise the error of the work, also ``MPI.Request.Waitall`` and its kin: see request_lists.py.
+    All waits and tests raise the error of the work, also ``MPI.Request.Waitall`` and the others in request_lists.py.
     """
 
     work: DeferredWork
@@ -222,22 +228,22 @@ class DeferredRequest(Driven, MPI.Grequest):
         return done
 
     def Cancel(self) -> None:
-        """Cancel a receive whose message has not come yet, as in mpi4py. It leaves other work as it is."""
+        """Cancel a receive if its message has not come yet, as in mpi4py. Other work is left unchanged."""
         super().Cancel()
         self.work.cancel()
 
 
 class Completer:
-    """Completes the work of one communicator, in a thread that lives while there is some.
+    """The thread that completes the work of one communicator. It lives as long as there is work.
 
-    The thread lets work go on that nobody asks for, such as a message on its way. It completes requests for waits
-    inside MPI, too, which do not notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with
-    less, `add` completes the work itself.
+    The thread advances work, such as a message on its way, without a call of the program. It also completes requests
+    for waits inside MPI, because MPI does not notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's
+    default. Without that, `add` completes the work itself.
 
-    The thread looks for work that is done, with pauses. Nothing wakes it, because a wake-up makes the thread that
-    starts a collective wait for the interpreter's lock, longer than the start itself takes. A look, too, keeps that
-    lock from other threads. So the pauses are short only while the thread has been of use: in a program whose `Wait`
-    drives all work they are long.
+    The thread polls for finished work, with pauses. No call wakes it. A wake-up would make the thread that starts a
+    collective wait for the interpreter's lock, longer than the start takes. Each poll also keeps that lock from other
+    threads. So the pauses are short only after the thread has completed work. If `Wait` drives all work of a program,
+    the pauses are long.
     """
 
     def __init__(self) -> None:
@@ -249,14 +255,14 @@ class Completer:
     def add(self, work: DeferredWork, prepare_thread: Callable[[], None]) -> DeferredWork:
         """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``prepare_thread``.
 
-        On a thread without a device any call of the CUDA runtime makes a context on the first GPU: half a GiB of memory
-        for each of the ranks whose GPU is another.
+        On a thread without a device any call of the CUDA runtime makes a context on the first GPU. For each rank with
+        another GPU this costs half a GiB of memory.
         """
         if not self._threaded:
             work.complete()
             return work
         self._pending.append(work)
-        # This look comes after the line above, and nowhere else is there a look without the lock: see `_may_end`.
+        # This test follows the append above, and it is the only test without the lock: see `_may_end`.
         if not self._running:
             with self._beginning_or_ending:
                 if not self._running:
@@ -285,12 +291,12 @@ class Completer:
                 return
 
     def _may_end(self) -> bool:
-        """Return whether the thread may end. If so, it counts as ended from here on."""
+        """Return whether the thread may end. If it may, it counts as ended at once."""
         with self._beginning_or_ending:
-            # This thread clears the flag, then looks for work; `add` adds work, then looks at the flag. In whichever
-            # order these four steps come, one side sees the other's first step: if this look misses some work, `add`
-            # has added it later, has yet to look at the flag, and starts a new thread. The lock keeps `add` from
-            # starting one while this thread, which has seen the work, has yet to set the flag again.
+            # This thread clears the flag, then looks for work. `add` adds work, then tests the flag. In each order of
+            # these four steps one side sees the other side's first step. If this thread misses some work, `add` has
+            # added it later, has yet to test the flag, and starts a new thread. The lock keeps `add` from starting a
+            # thread while this thread has seen the work and has yet to set the flag again.
             self._running = False
             self._running = bool(self._pending)
             return not self._running
@@ -299,7 +305,7 @@ class Completer:
 class PersistentRequest(Driven, MPI.Prequest):
     """A persistent collective on device arrays, or a persistent receive on a communicator of GPUs.
 
-    While it is active it has the MPI handle of the request that it has started. At other times its handle is
+    An active request has the MPI handle of the request that it has started. At other times its handle is
     ``MPI.REQUEST_NULL``.
     """
 
@@ -310,7 +316,7 @@ class PersistentRequest(Driven, MPI.Prequest):
 
     @classmethod
     def of(cls, begin: Callable[[], DeferredWork], release: Callable[[], object] | None = None) -> Self:
-        """Return a request that calls ``begin`` each time it is started, and ``release`` when it is freed."""
+        """Return a request that calls ``begin`` at each start, and ``release`` when it is freed."""
         replace_list_calls()
         self = cls()
         self._begin = begin
@@ -319,14 +325,14 @@ class PersistentRequest(Driven, MPI.Prequest):
         self._handle = _Handle.from_address(MPI._addressof(self))
         return self
 
-    # Between two starts it is no null request for the program, as in MPI, although its handle is.
+    # Between two starts the request is not null for the program, as in MPI, although its handle is null.
     def __eq__(self, other: object) -> bool:
         return self is other if self._is_inactive() else bool(super().__eq__(other))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]  # as mpi4py's requests
+    __hash__ = None  # type: ignore[assignment]  # as in mpi4py's requests
 
     def __bool__(self) -> bool:
         return self._is_inactive() or super().__bool__()
@@ -335,7 +341,7 @@ class PersistentRequest(Driven, MPI.Prequest):
         return self._begin is not None and self._handle.value == _NULL
 
     def is_active(self) -> bool:
-        """Return whether a call is started that no wait has taken yet."""
+        """Return whether a call is started and no wait has taken it yet."""
         return bool(self._handle.value != _NULL)
 
     def advance(self) -> bool:
@@ -353,11 +359,11 @@ class PersistentRequest(Driven, MPI.Prequest):
         if self._handle.value != _NULL:
             raise RefusedByMpiError("Start: this persistent request is active; call Wait first", MPI.ERR_REQUEST)
         self._started = started = self._begin()
-        # MPI's calls on lists of requests read the handle alone, and write MPI.REQUEST_NULL into it.
+        # MPI's calls on lists of requests read only the handle, and write MPI.REQUEST_NULL into it.
         self._handle.value = started.request.handle
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        """Block until the started call is done; return at once where none is started. Raises the error of the call."""
+        """Block until the started call is done. Return at once if none is started. Raises the error of the call."""
         if self._started is not None:
             self._started.drive()
         super().Wait(status)
@@ -365,7 +371,7 @@ class PersistentRequest(Driven, MPI.Prequest):
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the started call is done; true where none is started. Raises the error of the call."""
+        """Return whether the started call is done, or true if none is started. Raises the error of the call."""
         if self._started is not None:
             self._started.test()
         done = super().Test(status)
@@ -374,7 +380,7 @@ class PersistentRequest(Driven, MPI.Prequest):
         return done
 
     def Cancel(self) -> None:
-        """Cancel a started receive whose message has not come yet, as in mpi4py."""
+        """Cancel a started receive if its message has not come yet, as in mpi4py."""
         super().Cancel()
         if self._started is not None:
             self._started.cancel()

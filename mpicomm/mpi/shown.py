@@ -1,4 +1,4 @@
-"""MPI's blocking messages and probes of a Communicator, whose row shows the doctor for whom this rank waits."""
+"""MPI's blocking messages and probes of a Communicator. Its row shows the doctor the rank for which this rank waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _sendrecv = MPI.Intracomm.Sendrecv
 
 
 def sending(send: Callable[..., None]) -> Callable[..., None]:
-    """Return a blocking send of mpi4py's, of a communicator, a buffer or object, a destination and a tag."""
+    """Return a blocking send of mpi4py with four arguments: communicator, buffer or object, destination, and tag."""
 
     @functools.wraps(send)
     def shown(comm: Any, buf: Any, dest: int, tag: int = 0) -> None:
@@ -33,7 +33,10 @@ def sending(send: Callable[..., None]) -> Callable[..., None]:
 
 
 def receiving(receive: Callable[..., Result], source_at: int) -> Callable[..., Result]:
-    """Return a blocking receive or probe of mpi4py's, which has the source at that place and the tag behind it."""
+    """Return a blocking receive or probe of mpi4py.
+
+    The source is argument number ``source_at``, and the tag follows it.
+    """
 
     @functools.wraps(receive)
     def shown(comm: Any, *arguments: Any) -> Result:
@@ -49,7 +52,7 @@ def receiving(receive: Callable[..., Result], source_at: int) -> Callable[..., R
     return shown
 
 
-# The calls of small host arrays, without `*arguments`, which takes a tenth of the time of such a call.
+# The calls of small host arrays do without `*arguments`, which takes a tenth of the time of such a call.
 
 
 def recv(comm: Any, buf: Any, source: int, tag: int, status: MPI.Status | None) -> None:

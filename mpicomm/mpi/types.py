@@ -1,4 +1,4 @@
-"""Element types: their names in NumPy, MPI and the engines, and which of the three knows which type.
+"""Element types: their names in NumPy, MPI and the engines, and the types that each of the three knows.
 
 An element type is always a ``numpy.dtype``. ``V1``, NumPy's void of one byte, stands for ``MPI.BYTE``: bytes that can
 be moved and combined bit by bit, but are no numbers.
@@ -43,13 +43,13 @@ def is_narrow(dtype: np.dtype[Any]) -> bool:
 
 
 def is_plain(dtype: np.dtype[Any] | None) -> bool:
-    """Return whether a buffer of this type needs no datatype beside it, because the type itself names the elements."""
+    """Return whether a buffer of this type needs no datatype, because the type itself names the elements."""
     return dtype in _plain or (dtype is not None and _learn(dtype))
 
 
 def _learn(dtype: np.dtype[Any]) -> bool:
     """Return whether ``dtype`` is a type of ml_dtypes, and remember it. A program with such a dtype has the package."""
-    # The name alone is not enough, because a structured type may have the same name.
+    # The name is not enough, because a structured type may have the same name.
     known = dtype.isbuiltin == 2 and dtype.isnative and dtype.name in _NOT_NUMPYS
     if known:
         _covered.add(dtype)
@@ -58,11 +58,11 @@ def _learn(dtype: np.dtype[Any]) -> bool:
 
 
 def covered_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name in `COVERED`; raises `InvalidUsageError` if it needs ml_dtypes, which is missing."""
+    """Return the dtype of a name in `COVERED`. Raises `InvalidUsageError` if it needs ml_dtypes, which is missing."""
     if name not in _NOT_NUMPYS:
         return np.dtype(name)
     try:
-        # Not imported with this module, because few programs need it.
+        # The import is here, because few programs need the package.
         dtype: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
     except ImportError as error:
         raise InvalidUsageError(f"NumPy knows {name} only with the package ml_dtypes: pip install ml_dtypes") from error
@@ -75,7 +75,7 @@ _torch: dict[Any, np.dtype[Any] | None] = {}
 
 
 def torch_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Return a ``torch.dtype`` as a NumPy dtype, None if NumPy has none; raises as `covered_dtype`."""
+    """Return a ``torch.dtype`` as a NumPy dtype, or None if NumPy has none. Raises the errors of `covered_dtype`."""
     try:
         return _torch[dtype]
     except KeyError:
@@ -86,9 +86,9 @@ def torch_dtype(dtype: Any) -> np.dtype[Any] | None:
 
 
 def interface_dtype(typestr: str, array: Any) -> np.dtype[Any] | None:
-    """Return the type of a ``__cuda_array_interface__``, None for a type that NumPy does not know.
+    """Return the type of a ``__cuda_array_interface__``, or None for a type that NumPy does not know.
 
-    The ``typestr`` of a type of ml_dtypes ("<V2") only tells its size, so the ``dtype`` of the array decides.
+    The ``typestr`` of a type of ml_dtypes ("<V2") gives only its size, so the ``dtype`` of the array decides.
     """
     own = getattr(array, "dtype", None)
     if isinstance(own, np.dtype) and own.str == typestr and is_plain(own):
@@ -99,13 +99,13 @@ def interface_dtype(typestr: str, array: Any) -> np.dtype[Any] | None:
         return None
 
 
-_from_mpi: dict[int, np.dtype[Any] | None] = {}  # by handle; predefined types only, because MPI reuses other handles
-# mpi4py takes them for integers, but MPI's reductions do not. MPICH has only the first two.
+_from_mpi: dict[int, np.dtype[Any] | None] = {}  # by handle; only predefined types, because MPI reuses other handles
+# mpi4py takes these types for integers, but MPI's reductions do not. MPICH has only the first two.
 _NO_NUMBERS = (MPI.PACKED, MPI.LOGICAL, MPI.LOGICAL1, MPI.LOGICAL2, MPI.LOGICAL4, MPI.LOGICAL8, MPI.LOGICAL16)
 
 
 def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
-    """Return the dtype of a predefined MPI datatype or of a duplicate of one, None for all others.
+    """Return the dtype of a predefined MPI datatype or of a duplicate of it, or None for all others.
 
     Only MPI handles derived types, the pairs of MINLOC and MAXLOC, ``MPI.PACKED`` and Fortran's logicals.
     """
@@ -143,7 +143,7 @@ _to_mpi: dict[np.dtype[Any], MPI.Datatype | None] = {BYTE: MPI.BYTE}
 
 
 def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
-    """Return the predefined MPI datatype of an element type, None if this MPI has none (bfloat16, often float16)."""
+    """Return the predefined MPI datatype of an element type, or None if MPI has none (bfloat16, often float16)."""
     try:
         return _to_mpi[dtype]
     except KeyError:
@@ -151,8 +151,8 @@ def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
 
 
 def _find_mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
-    # Not for types that were added to NumPy: the char of bfloat16 is "E", which some MPI libraries take for a complex
-    # number of two halves.
+    # Types that a package has added to NumPy have none. The char of bfloat16 is "E", which some MPI libraries take for
+    # a complex number of two halves.
     if dtype.isbuiltin == 2 or not is_plain(dtype):
         return None
     try:
@@ -164,7 +164,7 @@ def _find_mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
 def from_code(code: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
     """Return the dtype and the MPI datatype of one of mpi4py's typecodes or of a name in `COVERED`.
 
-    The dtype is None if no plain NumPy type fits, the datatype is None if MPI lacks the type. Raises `ValueError` for
+    The dtype is None if no plain NumPy type fits. The datatype is None if MPI lacks the type. Raises `ValueError` for
     an unknown code.
     """
     try:

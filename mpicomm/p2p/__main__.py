@@ -1,4 +1,4 @@
-"""``python -m mpicomm.p2p``: how fast memory of other GPUs, or of other ranks, is written and read."""
+"""``python -m mpicomm.p2p``: the speed of writes and reads of other GPUs' memory, or of other ranks' memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.p2p.options import NBYTES_ON_GPUS, forbid_rank_arguments, parser
 from mpicomm.p2p.report import NOTES, Report
 
-# Modules that load MPI, CuPy or matplotlib are imported in functions, where they are needed.
+# Functions import the modules that load MPI, CuPy or matplotlib, if they need them.
 
 
 def main() -> NoReturn:
-    """Run the command line: on all ranks of a job, or in this process alone, without MPI."""
+    """Run the command line on all ranks of a job, or in only this process, without MPI."""
     if launch_of(os.environ).size > 1:
         from mpicomm.cli import options as command_line
         from mpicomm.p2p import between_ranks

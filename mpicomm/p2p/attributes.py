@@ -18,9 +18,9 @@ _ATTRIBUTES = (
 
 
 def attribute_matrices(size: int) -> list[Matrix]:
-    """Return the matrices of the attributes, peer access first. Local; raises `HandleError`.
+    """Return the matrices of the attributes, peer access first. Local. Raises `HandleError`.
 
-    A row is the GPU that accesses, a column the GPU whose memory is accessed.
+    A row is the GPU that accesses, a column is the GPU that has the memory.
     """
     driver: Any = importlib.import_module("cuda.bindings.driver")
 

@@ -62,7 +62,7 @@ class BetweenRanks:
         return self._time_us(way, moves, _SMALL_NBYTES, _SMALL_COPIES) / _SMALL_COPIES
 
     def _time_us(self, way: str, moves: dict[int, int], nbytes: int, copies: int) -> float:
-        """Return the median of the slowest rank's times; ``moves`` has the ranks that move bytes, and their peers."""
+        """Return the median of the slowest rank's times. ``moves`` has the ranks that move bytes, and their peers."""
         nbytes = min(nbytes, self._nbytes)
         rank, memory, mover = self._comm.rank, self._memory, self._mover
         sources = moves if mover.ways[way] == GET else {peer: own for own, peer in moves.items()}
@@ -115,7 +115,7 @@ def _moves(direction: str, source: int, target: int) -> dict[int, int]:
 
 
 def link_matrices(ranks: list[RankInfo]) -> list[Matrix]:
-    """Return the matrices of the links between ranks: the path, and what CUDA says of GPUs."""
+    """Return the matrices of the links between ranks: the path, and CUDA's attributes of GPUs."""
     fields = ("path", "access", "performance_rank", "native_atomics")
     titles = ("path to memory", "peer access", "performance rank (0 is the fastest)", "native atomics")
     matrices = [

@@ -1,4 +1,4 @@
-"""A GPU of this process: a stream whose work is timed, and the kernels of p2p.cu."""
+"""A GPU of this process: a stream for timed work, and the kernels of p2p.cu."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.p2p.kernels import CHASE, COPY, COPY_THREADS, HOLD, RALLY, Chase, Copying, Holding, Rally
 
-_HOLD_NS = 500_000_000  # far longer than the host takes to enqueue
-_BLOCKS = 4  # on each multiprocessor, which makes as many threads as it holds
+_HOLD_NS = 500_000_000  # far longer than the host takes to enqueue the work
+_BLOCKS = 4  # on each multiprocessor, so that it has as many threads as it holds
 _ROUNDS = 1000
 _LOADS = 1000
 _BUDGET_NS = 100_000_000  # ranks that share a GPU take turns, some milliseconds each
@@ -24,14 +24,14 @@ _LIMIT_NS = 5_000_000_000
 
 
 class Gpu:
-    """All methods are local. Those with ``stream`` are stream-ordered, others block."""
+    """A GPU. All methods are local. Methods with ``stream`` are stream-ordered, others block."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self._context = PrimaryContext(info)  # as long as the process
         with self.current():
             self.stream = self.new_stream()
-            # All are loaded before one can spin: loading may wait for the whole device.
+            # All kernels are loaded before one can spin, because a load may wait for the whole device.
             kernels = kernels_of(info)
             self._hold, self._copy, self._rally, self._chase = map(kernels.load, (HOLD, COPY, RALLY, CHASE))
             self.start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
@@ -41,11 +41,11 @@ class Gpu:
         self._result = pinned(2, np.uint64)
 
     def current(self) -> AbstractContextManager[None]:
-        """Return a ``with`` block in which this GPU is the current one."""
+        """Return a ``with`` block in which this GPU is the current GPU."""
         return self._context.current()
 
     def new_stream(self) -> Any:
-        """Return a CuPy stream of this GPU, which waits for no other."""
+        """Return a CuPy stream of this GPU that waits for no other stream."""
         with self.current():
             return cupy.cuda.Stream(non_blocking=True)
 
@@ -55,9 +55,9 @@ class Gpu:
             cupy.cuda.Device().synchronize()
 
     def time_us(self, enqueue: Callable[[], object], meet: Callable[[], object] = lambda: None) -> float:
-        """Return how long the work takes that ``enqueue`` gives to `stream`.
+        """Return the time of the work that ``enqueue`` gives to `stream`.
 
-        The work starts when all of it is enqueued and ``meet`` has returned. `start` is recorded before ``enqueue``.
+        The work starts after all of it is enqueued and ``meet`` has returned. `start` is recorded before ``enqueue``.
         """
         with self.current():
             self._released[0] = 0
@@ -83,7 +83,7 @@ class Gpu:
             )
 
     def serve(self, stream: Any, mine: int, theirs: int) -> None:
-        """Start the rally of words with a kernel that `answer` has launched or launches; see `rally_us`."""
+        """Start the rally of words with a kernel that `answer` launches, before or after; see `rally_us`."""
         self._result[:] = 0
         self._play(stream, Rally(mine, theirs, self._result.ctypes.data, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 1))
 
@@ -92,15 +92,15 @@ class Gpu:
         self._play(stream, Rally(mine, theirs, 0, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 0))
 
     def rally_us(self) -> float | None:
-        """Return how long a stored word took to be seen at the other side, when the stream of `serve` is done.
+        """Return the time from a store of a word until the other side sees it. The stream of `serve` must be done.
 
-        None where the two kernels did not run at the same time.
+        Return None if the two kernels did not run at the same time.
         """
         elapsed_ns, rounds = map(int, self._result)
         return elapsed_ns / rounds / 2e3 if rounds else None
 
     def load_us(self, word: int) -> float:
-        """Return how long this GPU takes to load a word, which is 0."""
+        """Return the time in which this GPU loads a word. The word is 0."""
         with self.current():
             self._chase.launch_structure(
                 self.stream.ptr, Chase(word, self._result.ctypes.data, _LOADS), blocks=1, threads=1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Cell = float | int | bool | str | None
-"""None where there is nothing to measure, or the driver says nothing."""
+"""None if there is nothing to measure, or if the driver gives no value."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ _ROUNDS = 1000
 _WORDS = LINE_NBYTES // 8  # from one line to the next
 
 PUT, GET = "put", "get"
-"""A put moves this rank's data into the window of a peer, a get data of a peer into this rank's window."""
+"""A put moves this rank's data into the window of a peer. A get moves data of a peer into this rank's window."""
 
 
 class Memory:
@@ -30,21 +30,21 @@ class Memory:
 
 
 class Mover(Protocol):
-    """One rank's way to move bytes. All methods but those with a peer's part in it are local."""
+    """One rank's way to move bytes. Methods are local, except that `word_us` and ``meet`` need the peer."""
 
     pattern: Pattern
     ways: Mapping[str, str]
     """Names of ways, each with `PUT` or `GET`."""
     small_ways: tuple[str, ...]
-    """The ways in which small moves are timed."""
+    """The ways for which small moves are timed."""
     latency: str
-    """The name of the way in which single words go."""
+    """The name of the way of single words."""
 
     def time_us(self, way: str, peer: int, nbytes: int, count: int, meet: Meet) -> float:
-        """Return how long ``count`` moves take, one after the other, which start when ``meet`` returns."""
+        """Return the time of ``count`` moves, one after the other. They start when ``meet`` returns."""
 
     def word_us(self, source: int, target: int, meet: Meet) -> float | None:
-        """Return on ``source`` how long a word takes to ``target``. Both call it; ``meet`` is their barrier."""
+        """Return, on ``source``, the time of a word to ``target``. Both ranks call it. ``meet`` is their barrier."""
 
 
 class HostMover:
@@ -72,7 +72,7 @@ class HostMover:
         return (time.perf_counter() - start) * 1e6
 
     def word_us(self, source: int, target: int, meet: Meet) -> float | None:
-        """As `Mover.word_us`: a signal, and one back."""
+        """As `Mover.word_us`: a signal, and a signal back."""
         words: SymmetricArray = self._memory.words
         own = source == target
         meet()
@@ -125,7 +125,7 @@ class GpuMover:
         return gpu.time_us(lambda: [step() for _ in range(count)], meet)
 
     def word_us(self, source: int, target: int, meet: Meet) -> float | None:
-        """As `Mover.word_us`: a word of each rank, which a kernel of the other one stores."""
+        """As `Mover.word_us`: a word of each rank, which a kernel of the other rank stores."""
         words, gpu = self._memory.words, self._gpu
         words.local[:] = 0
         gpu.synchronize()
@@ -139,7 +139,7 @@ class GpuMover:
         return gpu.rally_us() if self._rank == source else None
 
     def load_us(self, peer: int) -> float:
-        """Return how long a kernel takes to load a word of a peer. Local."""
+        """Return the time in which a kernel loads a word of a peer. Local."""
         return self._gpu.load_us(self._memory.words.peer(peer)[2 * _WORDS :].data.ptr)
 
 

@@ -33,7 +33,7 @@ WITH, WITHOUT = "peer access", "through host memory"
 
 @dataclass(frozen=True)
 class CopyRounds:
-    """How much is measured: copies of ``nbytes``, ``copies`` in each of the timed rounds."""
+    """The effort of a measurement: copies of ``nbytes``, ``copies`` in each of the timed rounds."""
 
     nbytes: int
     copies: int
@@ -41,7 +41,7 @@ class CopyRounds:
 
 
 class OneProcess:
-    """Measures all pairs of GPUs. ``wrong`` counts the bytes that arrived wrong so far."""
+    """Measures all pairs of GPUs. ``wrong`` counts the wrong bytes so far."""
 
     def __init__(self, devices: Sequence[DeviceInfo], options: argparse.Namespace) -> None:
         self._effort = CopyRounds(options.bytes, options.iters, options.rounds)
@@ -52,7 +52,7 @@ class OneProcess:
         self.wrong = 0
 
     def rings(self) -> Iterator[RingResult]:
-        """Let every GPU write its data into the next one's memory, in each way, and check each byte."""
+        """Let every GPU write its data into the next GPU's memory, in each way, and check each byte."""
         ends = self._ends
         neighbours = list(zip(ends, [*ends[1:], ends[0]], strict=True))
         missing = [(a.ordinal, b.ordinal) for a, b in neighbours if not self._reachable(a.ordinal, b.ordinal)]
@@ -62,7 +62,7 @@ class OneProcess:
                 continue
             with peer_access(neighbours) if access == WITH else nullcontext():
                 for way in ways:
-                    # The slots in host memory are for two transfers at once, so these go one after the other.
+                    # The slots in host memory hold two transfers at once, so these transfers go one after the other.
                     together = way is not self._through_host
                     transfers = [Transfer(a, b, self._effort.nbytes) for a, b in neighbours]
                     groups = [transfers] if together else [[transfer] for transfer in transfers]
@@ -116,7 +116,7 @@ class OneProcess:
         return self._measure(COPY_ENGINES, [transfer], _SMALL_COPIES)[0] / _SMALL_COPIES
 
     def _measure(self, way: CopyWay, transfers: Sequence[Transfer], copies: int) -> tuple[float, int]:
-        """Return the median time of a round in microseconds, and how many bytes are wrong then."""
+        """Return the median time of a round in microseconds, and the number of wrong bytes after it."""
         for transfer in transfers:
             transfer.target.poison()
         way.time_us(transfers, 1)  # warms up

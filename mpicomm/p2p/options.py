@@ -15,8 +15,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.p2p",
         description="Measure bandwidth and latency between each two GPUs of this machine, by copy engines and by "
-        "kernels, with peer access and through host memory, and check every byte. Started by mpirun with several "
-        "ranks: between each two ranks, through the memory that they open for each other, on the host, too.",
+        "kernels, with peer access and through host memory, and check every byte. If mpirun starts several ranks, "
+        "measure between each two ranks, on GPUs or on the host, through the memory that they open for each other.",
     )
     count = arguments.count_from
     result.add_argument(
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="copies in a round; default: 10")
     result.add_argument("-r", "--rounds", type=count(1), default=5, metavar="N", help="median of N; default: 5")
-    result.add_argument("--json", type=arguments.output_file, metavar="FILE", help="write the results there, too")
+    result.add_argument("--json", type=arguments.output_file, metavar="FILE", help="also write the results there")
     result.add_argument("--plot", type=arguments.plot_file, metavar="FILE", help="draw heat maps: FILE.png or FILE.svg")
     ranks = result.add_argument_group("between ranks")
     arguments.add_communicator_arguments(ranks)

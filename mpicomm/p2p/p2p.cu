@@ -26,35 +26,35 @@ struct Copying {
 struct Rally {
   const u32* mine;  // the other kernel stores here
   u32* theirs;      // this kernel stores here
-  u64* result;      // nanoseconds and rounds; the kernel that serves stores them, and two zeros if no answer comes
-  u64 budget_ns;    // about so long the rounds may take in all
-  u64 limit_ns;     // so long a kernel waits for the other one
+  u64* result;      // nanoseconds and rounds, stored by the kernel that serves; two zeros if no answer comes
+  u64 budget_ns;    // the time that all rounds may take, about
+  u64 limit_ns;     // the time that a kernel waits for the other one
   u32 rounds;
   u32 serves;
 };
 
-// Loads of which each has to wait for the one before.
+// Loads in a chain: each load waits for the one before.
 struct Chase {
   const u64* word;  // 0
   u64* result;      // nanoseconds and loads
   u32 loads;
 };
 
-// Returns the first value of a word that is not `before`; returns `before` when time is up.
+// Returns the first value of a word that is not `before`, or `before` when time is up.
 //
-// The accesses are relaxed, because the word itself is all that the two kernels tell each other.
+// The accesses are relaxed, because the two kernels exchange no other data than the word itself.
 MPICOMM_DEVICE u32 next_value(const u32* word, u32 before, u64 limit_ns) {
   const u64 begin = clock_ns();
   for (u32 polls = 1;; ++polls) {
     const u32 value = load_relaxed(word);
-    // The look at the clock takes longer than a poll, so most polls do without.
+    // A read of the clock takes longer than a poll, so most polls do without it.
     if (value != before || (polls % 1024 == 0 && clock_ns() - begin > limit_ns)) return value;
   }
 }
 
 MPICOMM_DEVICE void serve(const Rally& x) {
   u64 begin = 0, now = 0;
-  u32 round = 0;  // round 0 is not timed: in it the kernels meet
+  u32 round = 0;  // round 0 is not timed, because the kernels meet in it
   for (;; ++round) {
     store_relaxed(x.theirs, round + 1);
     if (next_value(x.mine, round, x.limit_ns) == round) {
@@ -63,11 +63,11 @@ MPICOMM_DEVICE void serve(const Rally& x) {
       break;
     }
     if (round == 0) begin = clock_ns();
-    // A look at the clock in each round would add to its time.
+    // A read of the clock in each round would add to its time.
     if (round == x.rounds || round % 32 == 31) now = clock_ns();
     if (round == x.rounds || (round % 32 == 31 && now - begin > x.budget_ns)) break;
   }
-  // Also after a failure: the other kernel leaves as soon as it comes.
+  // This store follows a failure, too, so that a late kernel ends as soon as it comes.
   store_relaxed(x.theirs, kOver);
   x.result[0] = now - begin;
   x.result[1] = round;
@@ -84,8 +84,8 @@ MPICOMM_DEVICE void answer(const Rally& x) {
 
 }  // namespace mpicomm
 
-// Holds its stream until the host has enqueued all work behind it, so that the work takes no time
-// of the host's.
+// Holds its stream until the host has enqueued all later work. So the timed work contains
+// no time of the host.
 MPICOMM_KERNEL void mpicomm_p2p_hold(const __grid_constant__ mpicomm::Holding x) {
   const mpicomm::u64 begin = mpicomm::clock_ns();
   while (mpicomm::load_volatile(x.released) == 0 && mpicomm::clock_ns() - begin < x.limit_ns) mpicomm::pause();
@@ -110,7 +110,7 @@ MPICOMM_KERNEL void mpicomm_p2p_rally(const __grid_constant__ mpicomm::Rally x) 
 MPICOMM_KERNEL void mpicomm_p2p_chase(const __grid_constant__ mpicomm::Chase x) {
   const mpicomm::u64* at = x.word + mpicomm::load_volatile(x.word);  // the first load may have to fetch a translation
   const mpicomm::u64 begin = mpicomm::clock_ns();
-  // Each load says where the next one is: at the same place, which the compiler cannot know.
+  // Each load gives the address of the next load: the same address, which the compiler cannot know.
   for (mpicomm::u32 load = 0; load < x.loads; ++load) at += mpicomm::load_volatile(at);
   x.result[0] = mpicomm::clock_ns() - begin + (at - x.word);
   x.result[1] = x.loads;

@@ -1,4 +1,4 @@
-"""The GPUs of this process in pairs: peer access between them, and the ways by which bytes go from one to another."""
+"""The GPUs of this process in pairs: peer access between them, and the ways of bytes from one to the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpicomm.p2p.gpu import Gpu, pinned
 _POISON = 0xA5
 _SLOTS = 4
 _SLOT_NBYTES = 8 << 20
-_WORDS = LINE_NBYTES // 4  # from one line to the next, as words of two kernels never share one
+_WORDS = LINE_NBYTES // 4  # from one line to the next, because words of two kernels must not share a line
 
 
 class End:
@@ -38,7 +38,7 @@ class End:
             self._words = cupy.zeros(3 * _WORDS, np.uint32)
             self.gpu.pattern.write(self.data, self.ordinal, 0)
         self.zero = self._words[2 * _WORDS :].data.ptr
-        # Of transfers number 0 and 1: two to write, two to read.
+        # Transfers number 0 and 1 have two streams to write and two streams to read.
         self.streams = [self.gpu.stream, *(self.gpu.new_stream() for _ in range(3))]
         self.gpu.synchronize()
 
@@ -49,12 +49,12 @@ class End:
         self.gpu.synchronize()
 
     def count_wrong(self, source: End, nbytes: int) -> int:
-        """Return how many of the first bytes of the window are not those of ``source``."""
+        """Return how many of the first bytes of the window differ from the data of ``source``."""
         with self.gpu.current():
             return self.gpu.pattern.count_wrong(self.window[:nbytes], source.ordinal, 0)
 
     def cleared_word(self, line: int) -> int:
-        """Return the address of a word of this GPU, 0 or 1, after setting it to 0."""
+        """Set both words of this GPU to 0, and return the address of the word number ``line``, 0 or 1."""
         with self.gpu.current():
             self._words[: 2 * _WORDS] = 0
         self.gpu.synchronize()
@@ -64,31 +64,31 @@ class End:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The first ``nbytes`` of the data of ``source`` go into the window of ``target``."""
+    """The first ``nbytes`` of the data of ``source``, on their way into the window of ``target``."""
 
     source: End
     target: End
     nbytes: int
     number: int = 0
-    """0 or 1: two transfers at once that the same GPU works for have different numbers."""
+    """0 or 1. Two transfers at once that the same GPU carries out have different numbers."""
 
 
 @dataclass(frozen=True)
 class CopyWay:
-    """How bytes go from one GPU to another."""
+    """A way of bytes from one GPU to another."""
 
     name: str
     by_target: bool
-    """Whether the target works, so that it loads, or else the source."""
+    """Whether the target's GPU does the work, which means that it loads. Otherwise the source's GPU does."""
     copy: Callable[[Transfer, Any], None]
-    """Enqueues the transfer on a stream of the GPU that works."""
+    """Enqueues the transfer on a stream of the GPU that does the work."""
 
     def worker(self, transfer: Transfer) -> End:
-        """Return the end whose GPU works."""
+        """Return the end with the GPU that does the work."""
         return transfer.target if self.by_target else transfer.source
 
     def time_us(self, transfers: Sequence[Transfer], count: int) -> float:
-        """Return how long it takes to carry out all transfers ``count`` times, side by side."""
+        """Return the time in which all transfers are carried out ``count`` times, side by side."""
         lead = self.worker(transfers[0]).gpu
 
         def enqueue() -> None:
@@ -131,7 +131,7 @@ class ThroughHost:
         self._words = pinned(2 * _WORDS, np.uint32)
 
     def copy(self, transfer: Transfer, stream: Any) -> None:
-        """Enqueue a transfer whose end the stream of the source waits for."""
+        """Enqueue a transfer. The stream of the source waits for its end."""
         source, target = transfer.source, transfer.target
         reader = target.streams[2 + transfer.number]
         read: list[Any] = []
@@ -139,7 +139,7 @@ class ThroughHost:
             slot = self._slots[transfer.number, len(read) % _SLOTS].ctypes.data
             nbytes = min(_SLOT_NBYTES, transfer.nbytes - start)
             if len(read) >= _SLOTS:
-                stream.wait_event(read[-_SLOTS])  # the target has taken the chunk that is in the slot
+                stream.wait_event(read[-_SLOTS])  # the target has read the earlier chunk in this slot
             source.gpu.copy(stream, slot, source.data.data.ptr + start, nbytes)
             reader.wait_event(_mark(source, stream))
             target.gpu.copy(reader, target.window.data.ptr + start, slot, nbytes)
@@ -147,7 +147,7 @@ class ThroughHost:
         stream.wait_event(read[-1])
 
     def cleared_words(self) -> tuple[int, int]:
-        """Return the addresses of two words of the host that are 0."""
+        """Set two words of the host to 0, and return their addresses."""
         self._words[:] = 0
         return self._words.ctypes.data, self._words[_WORDS:].ctypes.data
 
@@ -158,9 +158,9 @@ LOADS = CopyWay("kernels that load", True, lambda transfer, stream: store_or_loa
 
 
 def store_us(host: ThroughHost | None, source: End, target: End) -> float | None:
-    """Return how long a word that a kernel of the source stores takes until a kernel of the target sees it.
+    """Return the time from a store of a word by a kernel of the source until a kernel of the target sees it.
 
-    Words lie on the GPU whose kernel looks at them, or else in memory of the host. None where the kernels did not meet.
+    A word lies on the GPU with the kernel that polls it, or in host memory. Return None if the kernels did not meet.
     """
     mine, theirs = host.cleared_words() if host else (source.cleared_word(0), target.cleared_word(1))
     target.gpu.answer(target.streams[1], theirs, mine)
@@ -171,7 +171,7 @@ def store_us(host: ThroughHost | None, source: End, target: End) -> float | None
 
 
 def load_us(source: End, target: End) -> float:
-    """Return how long a kernel of the target takes to load a word of the source."""
+    """Return the time in which a kernel of the target loads a word of the source."""
     return target.gpu.load_us(source.zero)
 
 
@@ -202,6 +202,6 @@ def _enable(own: int, peer: int) -> None:
 
 
 def _mark(end: End, stream: Any) -> Any:
-    """Return an event behind the work that a stream of this end has been given so far."""
+    """Return an event after the work that a stream of this end has got so far."""
     with end.gpu.current():
         return stream.record(cupy.cuda.Event(disable_timing=True))

@@ -1,4 +1,4 @@
-"""The plot: a heat map for each matrix that was measured."""
+"""The plot: a heat map for each matrix with measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_TEXTS = 8  # more numbers in a row would overlap
 
 
 def draw(matrices: Sequence[Matrix], end: str, path: Path, title: str) -> None:
-    """Draw into a file; its suffix names the format."""
+    """Draw into a file. Its suffix names the format."""
     import matplotlib
 
     matplotlib.use("Agg")  # needs no display

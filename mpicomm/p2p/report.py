@@ -14,16 +14,16 @@ from mpicomm.p2p.matrix import Cell, Matrix
 
 NOTES = (
     "Bandwidth counts each byte once; within one memory it is read and written there.",
-    "Latency of copies: the time of each of many in a row. Of a store: half of the time in which a word goes to the",
-    "target and back. Of a load: the time of each of many that wait for each other.",
+    "Latency of copies: the mean time of many in a row. Of a store: half of the time in which a word goes to the",
+    "target and back. Of a load: the mean time of many loads that wait for each other.",
     "-: there is nothing to measure, no peer access, or the two kernels did not run at the same time.",
 )
-_FILE_WIDTH = 1000  # wide enough to fold no cell where no terminal sets the width
+_FILE_WIDTH = 1000  # wide enough to fold no cell, if no terminal sets the width
 
 
 @dataclass(frozen=True)
 class RingResult:
-    """A ring in one way, in which each GPU sends to the next; or only ``way``, why there is none."""
+    """A ring in one way, in which each GPU sends to the next GPU. Without a ring ``way`` is the reason."""
 
     way: str
     gb_s: float | None = None
@@ -33,7 +33,7 @@ class RingResult:
 
 @dataclass
 class Report:
-    """What was measured so far. ``end`` is "GPU" or "rank". Only the process with ``shows`` prints."""
+    """The measurements so far. ``end`` is "GPU" or "rank". Only the process with ``shows`` prints."""
 
     end: str
     shows: bool = True
@@ -55,7 +55,7 @@ class Report:
         """Keep a matrix, and print it at once, because the next one may take some time."""
         self.matrices.append(matrix)
         if self.shows:
-            # Not the table's own title, which is folded to the width of the table.
+            # This is not the title of `Table`, because `Table` folds its title to its width.
             self._console.print(f"{matrix.title} ({matrix.unit})" if matrix.unit else matrix.title)
             self._console.print(table_of(matrix, self.end))
 
@@ -82,7 +82,7 @@ class Report:
 
 def table_of(matrix: Matrix, end: str) -> Table:
     """Return the table of a matrix, without its title."""
-    # An attribute says how a GPU accesses another one; a measurement, how long data takes from one to another.
+    # An attribute says how a GPU accesses another GPU. A measurement says how fast data goes from one to the other.
     corner = f"from {end} \\ to {end}" if matrix.unit else f"{end} \\ peer"
     table = Table()
     table.add_column(corner)

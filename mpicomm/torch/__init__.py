@@ -1,7 +1,8 @@
 """mpicomm.torch: the backend ``mpicomm`` of ``torch.distributed``.
 
-``torch.distributed.init_process_group("mpicomm")`` under mpirun takes rank and size from MPI. Its groups carry tensors
-of the host and of GPUs over memory that the ranks have opened for each other. It and the bench alone import PyTorch.
+Under mpirun ``torch.distributed.init_process_group("mpicomm")`` takes rank and size from MPI. Its groups carry tensors
+of the host and of GPUs over memory that the ranks have opened for each other. Only this room and the bench import
+PyTorch.
 """
 
 from mpicomm.torch.gradients import AllreduceState, allreduce_hook

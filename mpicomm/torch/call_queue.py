@@ -1,4 +1,4 @@
-"""CallQueue: the order of the calls of one group, and the thread of those on tensors of the host."""
+"""CallQueue: the order of the calls of one group, and the thread of its calls on tensors of the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class QueuePosition:
-    """The place of a callback of ``works`` among the calls of a queue."""
+    """The position of a callback of ``works`` among the calls of a queue."""
 
     number = 0
     """See `HostWork.number`."""
@@ -30,49 +30,49 @@ class QueuePosition:
         self._works = works
 
     def end(self) -> None:
-        """Call the callbacks of the works, which are carried out. Does nothing where this is done."""
+        """Call the callbacks of the works, which are carried out. A second call does nothing."""
         for work in self._works:
             work.end()
 
 
 class CallQueue:
-    """Keeps the calls of a group in the order in which the program makes them, and carries out those on the host.
+    """Keeps the calls of a group in the order in which the program makes them, and carries out calls on host tensors.
 
-    A thread carries out the asynchronous ones, so that the program computes meanwhile, and so that ranks may begin
-    calls of two groups in different orders. A blocking call runs in the caller's thread, after the calls before it.
-    A call on tensors of a GPU, which does not wait for its kernels, takes its turn by a ``with`` block.
+    A thread carries out asynchronous calls, so that the program computes meanwhile, and so that ranks may begin calls
+    of two groups in different orders. A blocking call runs in the caller's thread, after the calls before it. A call on
+    tensors of a GPU does not wait for its kernels. A ``with`` block is its turn.
 
-    The calls of a future's callback come after those that the program had begun when it added the callback, and before
-    later ones: see `callbacks`. There a callback makes its calls if the future is complete, so the order is the same on
-    all ranks.
+    A future's callback may make calls. They come after the calls that the program had begun when it added the callback,
+    and before later calls: see `callbacks`. If the future is complete, a callback makes its calls at the same position,
+    so the order is the same on all ranks.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()  # of `_waiting`, `_begun`, `_queue` and `_thread`
-        self._waiting = 0  # calls and places that the thread has not ended
-        self._begun = 0  # how many calls and places the thread has got
+        self._waiting = 0  # the calls and positions that the thread has not ended
+        self._begun = 0  # the number of calls and positions that the thread has got
         self.futures: dict[int, Sequence[HostWork]] = {}
-        """The works behind each future that is not complete, by the future's `id`."""
+        """The works of each future that is not complete, by the future's `id`."""
         self._queue: SimpleQueue[HostWork | QueuePosition | None] | None = None
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
-        # Held during a call, because the engine of a group carries out one call at a time.
+        # A call holds it, because the engine of a group carries out one call at a time.
         self._turn = threading.Lock()
         # Only the thread uses the attributes below.
         self._take: Callable[[], HostWork | QueuePosition | None] = lambda: (
             None
-        )  # takes the next, also when `_queue` is closed
-        self._carried_out = 0  # the number of the last call or place that the thread has come to
+        )  # takes the next item, also after `_queue` is closed
+        self._carried_out = 0  # the number of the last call or position that the thread has come to
         self._unended: deque[HostWork | QueuePosition] = (
             deque()
-        )  # what it has carried out, and whose callbacks it is to call
-        self._place = 0  # of the callback that it calls now
+        )  # it has carried these out, and has yet to call their callbacks
+        self._place = 0  # the position of the running callback
 
     def run(
         self, call: Callable[[], None], outputs: Tensors, name: str, *, begin: bool, limit: timedelta | None = None
     ) -> Work:
-        """Carry out a call, or begin it; its errors are raised here, or by the work, as `translated`. Local.
+        """Carry out a call, or begin it. This method or the work raises its errors, `translated`. Local.
 
         Each wait for the call ends after ``limit``, and the call goes on.
         """
@@ -85,7 +85,7 @@ class CallQueue:
         return ended(outputs)
 
     def call(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
-        """Carry out ``call(*arguments)`` in its turn in the calling thread; its errors are raised `translated`."""
+        """Carry out ``call(*arguments)`` in its turn in the calling thread. Raises its errors `translated`."""
         self.__enter__()
         try:
             return call(*arguments)
@@ -95,9 +95,9 @@ class CallQueue:
             self._turn.release()
 
     def __enter__(self) -> None:
-        """Wait until all calls before are over: the ``with`` block is the turn of a call of the calling thread."""
-        # The look comes after the turn is taken: a call that another thread begins later waits for the turn. While the
-        # thread of the queue calls callbacks, their call is still among `_waiting`.
+        """Wait until all earlier calls are over. The ``with`` block is the turn of a call of the calling thread."""
+        # The test follows the taking of the turn, because a call that another thread begins later waits for the turn.
+        # While the thread of the queue calls callbacks, `_waiting` still counts their call.
         if self._turn.acquire(blocking=False):
             if not self._waiting:
                 return
@@ -106,16 +106,16 @@ class CallQueue:
             self.hurry(self._place)
         else:
             self._begin(HostWork(self, lambda: None, (), "turn")).wait()
-        self._turn.acquire()  # in a callback the call comes before all that is in the queue now
+        self._turn.acquire()  # the call of a callback comes before all calls in the queue
 
     def __exit__(self, *exception: object) -> None:
         self._turn.release()
 
     @contextmanager
     def last_turn(self, limit_s: float) -> Iterator[bool]:
-        """Close the queue; the ``with`` block is the turn behind all its calls, also those of the callers' threads.
+        """Close the queue. The ``with`` block is the turn after all calls, also in callers' threads. Local.
 
-        It gets False, and no turn, where these calls have not ended within ``limit_s`` seconds. Local.
+        If these calls have not ended within ``limit_s`` seconds, the block gets False, and no turn.
         """
         ends_s = time.monotonic() + limit_s
         ended = self.close(limit_s) and self._turn.acquire(timeout=max(0.0, ends_s - time.monotonic()))
@@ -126,9 +126,9 @@ class CallQueue:
                 self._turn.release()
 
     def close(self, limit_s: float) -> bool:
-        """End the thread after the calls that it has; return whether it has ended within ``limit_s`` seconds. Local.
+        """End the thread after the calls that it has. Return whether it has ended within ``limit_s`` seconds. Local.
 
-        In a callback the thread cannot wait for its end, and carries out the calls at once.
+        In a callback the thread cannot wait for its end, so it carries out the calls at once.
         """
         with self._lock:
             queue, self._queue = self._queue, None
@@ -143,7 +143,7 @@ class CallQueue:
         return thread is None or not thread.is_alive()
 
     def hurry(self, number: int) -> None:
-        """Carry out the calls up to ``number`` at once where the thread calls this from a callback. Local.
+        """Carry out the calls up to ``number`` at once if the thread of the queue calls this from a callback. Local.
 
         Until the callback returns, the thread does not come to the calls in its queue.
         """
@@ -154,12 +154,12 @@ class CallQueue:
             assert work is not None
             self._carry_out(work)
             if isinstance(work, QueuePosition):
-                work.end()  # callbacks with an earlier place than `number`
+                work.end()  # callbacks with an earlier position than `number`
 
     def place(self, future: torch.futures.Future[Any]) -> int | None:
-        """Return the place of a callback that is added to ``future`` now; None where no callback can wait. Local."""
+        """Return the position of a callback that is added to ``future`` now, or None if no callback can wait. Local."""
         if threading.get_ident() == self._thread_id:
-            return self._place  # that of the callback that adds it
+            return self._place  # the position of the callback that adds it
         with self._lock:
             if self._waiting and self._queue is not None and id(future) in self.futures:
                 self._enqueue(QueuePosition(self.futures[id(future)]), self._queue)
@@ -170,7 +170,7 @@ class CallQueue:
         return threading.get_ident() == self._thread_id
 
     def call_at(self, place: int, callback: Callable[[Any], T], future: torch.futures.Future[Any]) -> T:
-        """Call ``callback``, whose calls come at ``place``. The thread of the queue calls this. Local."""
+        """Call ``callback`` with ``place`` as the position of its calls. The thread of the queue calls this. Local."""
         before, self._place = self._place, place
         try:
             return callback(future)
@@ -179,7 +179,7 @@ class CallQueue:
 
     def _begin(self, work: HostWork) -> HostWork:
         if threading.get_ident() == self._thread_id:
-            # A callback of a call may wait for the work, so that the thread would never come to it in the queue.
+            # A callback may wait for the work of its call, so the thread would never come to the call in the queue.
             with self:
                 work.carry_out()
             work.end()
@@ -187,7 +187,8 @@ class CallQueue:
         with self._lock:
             if self._queue is None:
                 self._queue = SimpleQueue()
-                # A daemon, because a call of a rank that never comes would keep the interpreter from its end.
+                # The thread is a daemon, because a call of a rank that never comes would keep the interpreter from its
+                # end.
                 self._thread = threading.Thread(target=self._work, args=[self._queue], name=self._name, daemon=True)
                 self._thread.start()
                 self._thread_id = self._thread.ident
@@ -206,13 +207,13 @@ class CallQueue:
             if not self._unended:
                 taken = queue.get()
                 if taken is None:
-                    self._thread_id = None  # another thread may get the number now
+                    self._thread_id = None  # the system may give the number to another thread
                     return
                 self._carry_out(taken)
                 del taken
             work = self._unended.popleft()
-            # Callbacks make their calls before a call of the program may come: else two ranks could carry these out in
-            # different orders.
+            # Callbacks make their calls before a call of the program may come. Otherwise two ranks could carry these
+            # calls out in different orders.
             work.end()
             with self._lock:
                 self._waiting -= 1

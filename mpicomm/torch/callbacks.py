@@ -1,4 +1,4 @@
-"""Callbacks of futures make their calls at the place where the program has added them."""
+"""Callbacks of futures: they make their calls at the position where the program has added them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _Callback = Callable[[Any], Any]
 
 
 def install_places() -> None:
-    """Let ``then`` and ``add_done_callback`` of all futures give each callback its place among calls. Local.
+    """Let ``then`` and ``add_done_callback`` of all futures give each callback its position among calls. Local.
 
-    A callback runs in the program's thread if the future is complete when the program adds it, and else in the thread
-    of a `CallQueue`. Its calls have to come at the same place, because the future is complete on some ranks alone.
-    PyTorch makes the futures that ``then`` returns, in a class without subclasses, so this replaces methods of that
-    class.
+    If the future is complete when the program adds a callback, the callback runs in the program's thread, else in the
+    thread of a `CallQueue`. Its calls must come at the same position in both cases, because the future may be complete
+    on only some ranks. PyTorch makes the futures that ``then`` returns, in a class without subclasses, so this replaces
+    methods of that class.
     """
     future: Any = torch._C.Future
     future.then = _with_place(future.then)

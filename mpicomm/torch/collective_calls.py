@@ -26,15 +26,15 @@ class CollectiveCalls(c10d.ProcessGroup):
     def _run(
         self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()
     ) -> Work | None:
-        """Carry out or begin ``call(*given)``, as ``opts`` say; it writes ``outputs`` and reads ``inputs``.
+        """Carry out or begin ``call(*given)``, as ``opts`` say. It writes ``outputs`` and reads ``inputs``.
 
-        There is a work, unless the options say that the call is not asynchronous: functions of PyTorch say so.
+        It returns no work if the options say that the call is not asynchronous, which functions of PyTorch say.
         """
 
     def _run_each(
         self, name: str, opts: Any, call: Call, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
     ) -> Work | None:
-        """As `_run`, for several calls in one."""
+        """As `_run`, for several calls as one."""
 
         def calls() -> None:
             for given in each:
@@ -85,7 +85,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         return self._run("all_gather_into_tensor", opts, call, (output, given), [output], [given])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
-        """Do what `torch.distributed.all_gather_into_tensor` does, for several tensors."""
+        """Do the same as `torch.distributed.all_gather_into_tensor`, for several tensors."""
         call, each = self.collectives.all_gather, zip(outputs, inputs, strict=True)
         return self._run_each("all_gather_into_tensor_coalesced", opts, call, each, outputs, inputs)
 
@@ -121,7 +121,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         return self._run("reduce_scatter_tensor", opts, call, (output, given, opts.reduceOp), [output], [given])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
-        """Do what `torch.distributed.reduce_scatter_tensor` does, for several tensors."""
+        """Do the same as `torch.distributed.reduce_scatter_tensor`, for several tensors."""
         opts = opts or c10d.ReduceScatterOptions()
         call = self.collectives.reduce_scatter
         each = ((output, given, opts.reduceOp) for output, given in zip(outputs, inputs, strict=True))

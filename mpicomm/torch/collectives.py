@@ -1,4 +1,4 @@
-"""The collectives of ``torch.distributed`` as those of a Communicator."""
+"""The collectives of ``torch.distributed`` as collectives of a Communicator."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from mpicomm.torch.tensors import (
 class TensorCollectives:
     """The collectives of one group on tensors. All of them are *collective*.
 
-    On tensors of the host a call blocks until its output is there. On tensors of a GPU it is enqueued on PyTorch's
-    current stream. The host's calls go through mapped memory at every size, because MPI's waits have no limit.
+    A call on tensors of the host blocks until its output is there. A call on tensors of a GPU is enqueued on PyTorch's
+    current stream. Calls on host tensors go through mapped memory at every size, because MPI's waits have no limit.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -93,7 +93,7 @@ class TensorCollectives:
         put_back(receive, output)
 
     def all_gather_list(self, outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
-        """Put each rank's ``given`` tensor into the output of that number; sizes may differ."""
+        """Put each rank's ``given`` tensor into the output with the rank's number. Sizes may differ."""
         pieces = self._pieces(outputs, "tensor_list")
         send = flat(given, "tensor", ordered=True)
         self._require_size(send, pieces.counts[self._rank], f"tensor_list[{self._rank}]", "tensor")
@@ -105,7 +105,7 @@ class TensorCollectives:
         pieces.scatter()
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, given: torch.Tensor, root: int) -> None:
-        """Put each rank's ``given`` tensor into the root's output of that number; sizes may differ."""
+        """Put each rank's ``given`` tensor into the root's output with the rank's number. Sizes may differ."""
         send = flat(given, "tensor", ordered=True)
         if outputs is None:
             self._comm.Gatherv(movable(send), None, root, algorithm=self._way("Gatherv", send))
@@ -129,7 +129,7 @@ class TensorCollectives:
             put_back(receive, output)
 
     def scatter(self, output: torch.Tensor, given: Sequence[torch.Tensor] | None, root: int) -> None:
-        """Put the root's given tensor of this rank's number into ``output``; sizes may differ."""
+        """Put the root's given tensor with this rank's number into ``output``. Sizes may differ."""
         receive, send = flat(output, "tensor", ordered=True), None
         if given is not None:
             pieces = self._pieces(given, "scatter_list")
@@ -163,7 +163,7 @@ class TensorCollectives:
         put_back(receive, output)
 
     def reduce_scatter_list(self, output: torch.Tensor, given: Sequence[torch.Tensor], op: Any) -> None:
-        """Reduce the given tensors over all ranks, and put the one of this rank's number into ``output``."""
+        """Reduce the given tensors over all ranks, and put the tensor with this rank's number into ``output``."""
         pieces = self._pieces(given, "input_list")
         receive = flat(output, "output", ordered=True)
         reduction = reduction_of(op, receive, "output")
@@ -200,14 +200,14 @@ class TensorCollectives:
         put_back(receive, output)
 
     def all_to_all_list(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-        """Send each given tensor to the rank of its number, and receive the outputs likewise."""
+        """Send each given tensor to the rank with its number, and receive the outputs in the same way."""
         received, sent = self._pieces(outputs, "output_tensor_list"), self._pieces(given, "input_tensor_list")
         self._require_type(received.memory, sent.memory, "output_tensor_list", "input_tensor_list")
         self._alltoallv(received.memory, received.counts, sent.gather(), sent.counts, "{}_tensor_list")
         received.scatter()
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here. It is for groups of the host."""
+        """Wait until all ranks have come here. It serves groups on the host."""
         self.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.distributed.ReduceOp.SUM)
 
     def _alltoallv(
@@ -218,7 +218,7 @@ class TensorCollectives:
         send_counts: list[int],
         argument: str,
     ) -> None:
-        """Exchange parts; ``argument`` names the two arguments that say the counts, with {} for input and output."""
+        """Exchange parts. ``argument`` names the two arguments with the counts; {} stands for input and output."""
         rank = self._rank
         if receive_counts[rank] != send_counts[rank]:
             raise SplitSizesError(
@@ -276,7 +276,7 @@ class TensorCollectives:
 
 
 def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:
-    """Return ``memory`` as mpi4py takes it for blocks of these numbers of elements, one after the other."""
+    """Return ``memory`` in mpi4py's form for blocks of these numbers of elements, one after the other."""
     moved = movable(memory)
     if moved.dtype != memory.dtype:
         counts = [count * memory.element_size() for count in counts]

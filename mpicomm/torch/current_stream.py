@@ -1,4 +1,4 @@
-"""PyTorch's current stream. `torch.cuda` has the same functions, which take three to ten times as long."""
+"""PyTorch's current stream. The same functions of `torch.cuda` take three to ten times as long."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 class CurrentStream(AbstractContextManager[None]):
-    """A ``with`` block in which ``stream`` is the current stream of its GPU, which is the current device.
+    """A ``with`` block in which ``stream`` is the current stream of its GPU, and its GPU is the current device.
 
-    One thread at a time uses it.
+    Only one thread at a time may use it.
     """
 
     __slots__ = ("_before", "_device", "_gpu", "_stream")

@@ -9,15 +9,15 @@ WAITS = CollectiveTimeoutError, PeerError
 
 
 class GroupTimeoutError(CollectiveTimeoutError, RuntimeError):
-    """Ranks of the group did not come in time."""
+    """The error if ranks of the group did not come in time."""
 
 
 class GroupPeerError(PeerError, RuntimeError):
-    """A rank of the group failed or called something else."""
+    """The error if a rank of the group failed or called something else."""
 
 
 def translated(error: BaseException, name: str) -> BaseException:
-    """Return an error of the call ``name``: of a wait for other ranks as one of the classes above. Local."""
+    """Return an error of the call ``name``. The error of a wait for other ranks becomes a class above. Local."""
     expected: BaseException
     if isinstance(error, CollectiveTimeoutError):
         expected = GroupTimeoutError(f"{name}: the timeout is over: {error}", ranks=error.ranks)

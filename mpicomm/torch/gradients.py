@@ -1,4 +1,4 @@
-"""The communication hook for PyTorch's DistributedDataParallel, which reads the annotations of the hook as objects."""
+"""The communication hook for DistributedDataParallel. PyTorch reads its annotations, so they must be objects."""
 
 from functools import wraps
 
@@ -14,9 +14,10 @@ from mpicomm.torch.process_group import ProcessGroup
 class AllreduceState:
     """The state of `allreduce_hook`: the group that averages, and the type of the elements that travel.
 
-    ``group`` is a group of the backend ``mpicomm``, by default that of all ranks. Without ``wire_dtype`` gradients
-    travel in their type. With ``torch.bfloat16`` or ``torch.float16`` gradients of float32 travel in half of the bytes;
-    kernels add in float32 and round once. Local; raises `InvalidUsageError` for other types and groups.
+    ``group`` is a group of the backend ``mpicomm``, by default the group of all ranks. Without ``wire_dtype`` gradients
+    travel in their type. With ``torch.bfloat16`` or ``torch.float16`` gradients of float32 travel in half of the bytes.
+    Kernels add in float32 and round once. The constructor is local, and raises `InvalidUsageError` for other types and
+    groups.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, wire_dtype: torch.dtype | None = None) -> None:
@@ -29,7 +30,7 @@ class AllreduceState:
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
         gradients, all_reduce = bucket.buffer(), self.group.collectives.all_reduce
-        # Behind the last bucket the backward pass is over, so a call beside its stream would have nothing to overlap.
+        # After the last bucket the backward pass is over, so a call on a side stream would overlap with no other work.
         beside = not bucket.is_last()
         if self.wire_dtype is None or gradients.dtype == self.wire_dtype:
             return self.group.future("average", all_reduce, (gradients, dist.ReduceOp.AVG), gradients, beside=beside)
@@ -43,7 +44,7 @@ class AllreduceState:
         return self.group.future("average", average_wire, (), gradients, [converted], beside=beside)
 
     def _copy_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
-        """Return memory for the gradients of a bucket as they travel; on GPUs collective for a new size."""
+        """Return the memory in which the gradients of a bucket travel. On GPUs it is collective for a new size."""
         converted = self._converted.get(index)
         if converted is None or converted.numel() != gradients.numel():  # the first backward pass has other buckets
             converted = self._converted[index] = self.group.allocate_tensor(
@@ -57,8 +58,8 @@ def allreduce_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of a bucket over all ranks: ``model.register_comm_hook(state, allreduce_hook)``.
 
-    *Collective*; it returns a future. The kernels divide after the sum, so there is no pass over the gradients before
-    it, and no overflow of float16 within the sum. ``state`` is an `AllreduceState`, or a group for
+    *Collective*. It returns a future. The kernels divide after the sum, so no earlier pass over the gradients is
+    needed, and float16 does not overflow within the sum. ``state`` is an `AllreduceState`, or a group for
     ``AllreduceState(group)``.
     """
     if not isinstance(state, AllreduceState):
@@ -69,7 +70,7 @@ def allreduce_hook(
 def install_fp16_hook() -> None:
     """Let DDP's built-in hook ``FP16_COMPRESS`` be `allreduce_hook` for groups of mpicomm. Local.
 
-    PyTorch's own, in C++, refuses the value of a future that Python has made.
+    PyTorch's own hook, in C++, refuses the value of a future that Python has made.
     """
     register_builtin = DistributedDataParallel._register_builtin_comm_hook
 

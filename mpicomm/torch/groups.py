@@ -1,4 +1,4 @@
-"""Process groups and their Communicators: which ranks a group has, on which device, and for how long."""
+"""Process groups and their Communicators: the ranks, the device and the life of a group."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _STEP = "init_process_group"
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     """Return the Communicator of a group of the backend ``mpicomm``, by default of all ranks. Local.
 
-    The group keeps it: `torch.distributed.destroy_process_group` frees it. Its collectives take no turn among the calls
-    of the group: wait for the group's works first, and call them in one thread. Raises `InvalidUsageError` for a group
-    of another backend.
+    The group keeps it, and `torch.distributed.destroy_process_group` frees it. Its collectives take no turn among the
+    calls of the group. So wait for the group's works first, and call the collectives in one thread. Raises
+    `InvalidUsageError` for a group of another backend.
     """
     return group_of(group).communicator
 
 
 def group_of(group: dist.ProcessGroup | None) -> ProcessGroup:
-    """Return ``group``, by default that of all ranks; raise `InvalidUsageError` if it is not mpicomm's. Local."""
+    """Return ``group``, by default the group of all ranks. Raise `InvalidUsageError` for other backends. Local."""
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, ProcessGroup):
         raise InvalidUsageError(
@@ -40,10 +40,10 @@ def group_of(group: dist.ProcessGroup | None) -> ProcessGroup:
 
 
 def create(given: Any, options: Any) -> ProcessGroup:
-    """Return a group for ``torch.distributed``, which describes it in ``given``. Collective over its ranks.
+    """Return a group for ``torch.distributed``, which describes the group in ``given``. Collective over its ranks.
 
-    Raises `InvalidUsageError` where PyTorch has other ranks than ``MPI.COMM_WORLD``, `GroupTimeoutError` where a rank
-    does not come, and the errors of `Communicator`, on all ranks alike.
+    Raises the same error on all ranks: `InvalidUsageError` if PyTorch has other ranks than ``MPI.COMM_WORLD``,
+    `GroupTimeoutError` if a rank does not come, and the errors of `Communicator`.
     """
     if options is not None:
         raise InvalidUsageError(f"pg_options={options!r}: the backend mpicomm has no options")
@@ -55,7 +55,7 @@ def create(given: Any, options: Any) -> ProcessGroup:
     else:
         if not ranks:
             plain = private_copy(MPI.COMM_WORLD, _STEP, timeout_s)
-        else:  # a group beside those of another backend
+        else:  # the group of all ranks has another backend
             _require_ranks(dist.get_rank(), dist.get_world_size())
             plain = members_of(MPI.COMM_WORLD, ranks, name, given.store, timeout_s)
         comm = _agreed(plain, given.group_rank, given.group_size, timeout_s)
@@ -77,7 +77,7 @@ def _require_ranks(rank: int, size: int) -> None:
 
 
 def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Communicator:
-    """Return a Communicator of the ranks of ``plain`` in the order of PyTorch. Collective; it frees ``plain``."""
+    """Return a Communicator of the ranks of ``plain`` in PyTorch's order, and free ``plain``. Collective."""
     group = Group(plain, range(plain.size), timeout_s)
 
     def describe() -> tuple[int, str, int | None]:
@@ -91,15 +91,15 @@ def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Com
         return rank, node_key(), torch.cuda.current_device() if torch.cuda.is_available() else None
 
     try:
-        described = group.exchange(_STEP, describe)
-        ranks = [each[0] for each in described]
+        members = group.exchange(_STEP, describe)
+        ranks = [each[0] for each in members]
         if sorted(ranks) != list(range(size)):
             raise InvalidUsageError(f"the ranks of MPI have the ranks {ranks} in torch.distributed: pass each once")
         # A launcher of PyTorch inside an MPI job may number the ranks in another order.
         ordered = plain.Split(0, rank)
         assert isinstance(ordered, MPI.Intracomm)
         try:
-            return Communicator(ordered, device=_device(described, plain.rank), timeout_s=timeout_s)
+            return Communicator(ordered, device=_device(members, plain.rank), timeout_s=timeout_s)
         finally:
             ordered.Free()
     finally:
@@ -107,10 +107,13 @@ def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Com
             plain.Free()
 
 
-def _device(described: Sequence[tuple[int, str, int | None]], index: int) -> int | str:
-    """Return the device of a rank: its current one where the ranks of each node have chosen different ones. Local."""
-    chosen = [(node, device) for _, node, device in described]
-    current = described[index][2]
+def _device(members: Sequence[tuple[int, str, int | None]], index: int) -> int | str:
+    """Return the device of a rank: its current device if all ranks of each node have chosen different devices.
+
+    Local.
+    """
+    chosen = [(node, device) for _, node, device in members]
+    current = members[index][2]
     if current is None or any(device is None for _, device in chosen):
         return "cpu"
     return current if len(set(chosen)) == len(chosen) else "auto"

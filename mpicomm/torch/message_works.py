@@ -1,4 +1,4 @@
-"""Works of messages, which MPI carries while a thread calls it."""
+"""Works of messages, which MPI carries while a thread calls MPI."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpicomm.torch.failures import translated
 from mpicomm.torch.works import FOREVER, PendingWork, too_late
 from mpicomm.waiting import wait_until
 
-_PAUSE_S = 1e-3  # between two looks at messages: most come meanwhile, and the program waits for them itself
+_PAUSE_S = 1e-3  # between two looks at messages: most come meanwhile, and the program itself waits for them
 _IDLE_PAUSE_S = 1e-2  # between two looks for messages: to wake the thread takes the program longer than to post one
-_LINGER_S = 1.0  # after so long without a message the next one wakes the thread
+_LINGER_S = 1.0  # after this time without a message the thread sleeps until the next message wakes it
 _starting = threading.Lock()
 
 
 class MessageWork(PendingWork):
-    """Messages that are sent or received."""
+    """A message that is sent or received."""
 
     _over = False
 
@@ -46,7 +46,7 @@ class MessageWork(PendingWork):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, or after the group's timeout."""
+        """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, or after the group's timeout."""
         limit_s = timeout.total_seconds() or self._timeout_s
         if not wait_until(self.is_completed, limit_s):
             raise too_late(self._name, timedelta(seconds=limit_s))
@@ -71,7 +71,7 @@ class MessageWork(PendingWork):
             failure: BaseException | None = None
             try:
                 self.wait()
-            except Exception as error:  # also where the limit of the future alone is over, and the message may come
+            except Exception as error:  # also if only the limit of the future is over, and the message may still come
                 failure = error
             self._settle_with(ended, failure)
 
@@ -81,7 +81,7 @@ class MessageWork(PendingWork):
 class MessageProgress:
     """Moves messages of the host, in a thread, while the program waits outside MPI, as in a store.
 
-    MPI moves a message only inside its calls. Requests for memory of GPUs have a `Completer`, which does as much.
+    MPI moves a message only inside its calls. Requests for memory of GPUs have a `Completer`, which does the same.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,8 @@ class MessageProgress:
         if self._thread is None:
             with _starting:
                 if self._thread is None:
-                    # A daemon, because a message that never comes would keep the interpreter from its end.
+                    # The thread is a daemon, because a message that never comes would keep the interpreter from its
+                    # end.
                     self._thread = threading.Thread(target=self._run, name="mpicomm messages", daemon=True)
                     self._thread.start()
 

@@ -1,4 +1,4 @@
-"""``torch.distributed.monitored_barrier``: a barrier that says which ranks are missing, and leaves the group usable."""
+"""``torch.distributed.monitored_barrier``: a barrier that names the missing ranks, and leaves the group usable."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NOTHING = timedelta(milliseconds=1)  # a store does not wait for less
 def wait_for_all(
     store: c10d.Store, rank: int, size: int, timeout_s: float, *, name_all: bool, step: str = "monitoredBarrier"
 ) -> None:
-    """Wait until all ranks have come to ``step``; raise `GroupTimeoutError`. Collective, with a store for it alone.
+    """Wait until all ranks have come to ``step``. Raise `GroupTimeoutError`. Collective, with its own store.
 
-    Rank 0 names the first rank that is missing, or all with ``name_all``. The others get its error, and so does a rank
-    that comes late. The errors begin as gloo's do, because programs look for these words.
+    Rank 0 names the first missing rank, or all with ``name_all``. The other ranks get its error, and a late rank gets
+    it, too. The errors begin like gloo's, because programs look for these words.
     """
     if rank == 0:
         agreed_error, missing = _roll_call(store, size, timeout_s, name_all=name_all, step=step)
@@ -30,7 +30,7 @@ def wait_for_all(
     store.set(str(rank), "")
     came = f"Rank {rank} successfully reached {step}"
     came += ", but received errors while waiting for send/recv from rank 0"
-    # Rank 0 may come as late as `timeout_s` after this rank. It writes the agreed error at most `timeout_s` after that.
+    # Rank 0 may come up to `timeout_s` after this rank. It writes the agreed error at most `timeout_s` later.
     if not _comes(store, "agreed_error", 2 * timeout_s):
         raise GroupTimeoutError(f"{came}: it did not come within {2 * timeout_s:g} s", ranks=[0])
     agreed_error, missing = json.loads(store.get("agreed_error"))
@@ -45,7 +45,7 @@ def forget(store: c10d.Store, size: int) -> None:
 
 
 def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool, step: str) -> tuple[str, list[int]]:
-    """Return why ``step`` has failed, "" where all ranks have come; and the ranks that are missing."""
+    """Return why ``step`` has failed, or "" if all ranks have come, and the missing ranks."""
     if timeout_s <= 0:
         return f"Rank 0 timed out in {step} after {timeout_s:g} s", []
     end = time.monotonic() + timeout_s

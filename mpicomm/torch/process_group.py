@@ -31,7 +31,7 @@ from mpicomm.torch.works import FOREVER, JoinedWork, Tensors, Work, ended
 T = TypeVar("T")
 
 _FREE_S = 30.0
-"""So long a group that is destroyed waits for its other ranks, because they may have ended without destroying it."""
+"""A destroyed group waits this long for its other ranks, because they may have ended without destroying it."""
 
 
 class _Coalesced(threading.local):
@@ -41,16 +41,15 @@ class _Coalesced(threading.local):
 
 
 class ProcessGroup(CollectiveCalls):
-    """The group of ``comm`` for ``torch.distributed``, which calls these methods. Programs call its functions.
+    """The group of ``comm`` for ``torch.distributed``, which calls these methods. Programs call PyTorch.
 
-    The methods of collectives are *collective*. On tensors of the host a blocking call returns when it is done, and a
-    thread carries out an asynchronous one. On tensors of a GPU a call is enqueued on the current stream, and an
-    asynchronous one on a stream of the group, after the work of the current stream. Where the options of a call name a
-    timeout, the host waits for the call, but no longer than this timeout. The call itself ends with the timeout of the
-    group.
+    The methods of collectives are *collective*. A blocking call on host tensors returns when it is done, and a thread
+    carries out an asynchronous call. A call on tensors of a GPU is enqueued on the current stream. An asynchronous call
+    is enqueued on a stream of the group, after the work of the current stream. If the options of a call name a timeout,
+    the host waits for the call, but no longer than this timeout. The call itself ends with the timeout of the group.
 
-    It is a subclass of PyTorch's process group, not of its `Backend`, because PyTorch hides the works of a `Backend` in
-    Python behind works that never are completed.
+    It is a subclass of PyTorch's process group, not of its `Backend`. PyTorch would hide the works of a `Backend` in
+    Python in works that never complete.
     """
 
     supports_coalescing = False
@@ -94,13 +93,13 @@ class ProcessGroup(CollectiveCalls):
         comm = self.communicator
         store = _store_of_barrier(self._store, self._monitored)
         wait_for_all(store, comm.rank, comm.size, timeout_s, name_all=wait_all_ranks)
-        if comm.rank == 0:  # now all ranks have left the barrier before
+        if comm.rank == 0:  # all ranks have left the barrier before this one
             forget(_store_of_barrier(self._store, self._monitored - 1), comm.size)
 
     # Messages
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """See `torch.distributed.isend`; MPI matches messages by rank and tag. Does not block.
+        """See `torch.distributed.isend`. MPI matches messages by rank and tag. Does not block.
 
         In a capture the kernels of the two ranks match messages by their order.
         """
@@ -155,7 +154,7 @@ class ProcessGroup(CollectiveCalls):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The kinds of device whose tensors the group takes."""
+        """The kinds of device that the group's tensors may be on."""
         kinds = ("cpu",) if self.communicator.device == "cpu" else ("cpu", "cuda")
         return [torch.device(kind) for kind in kinds]
 
@@ -164,11 +163,11 @@ class ProcessGroup(CollectiveCalls):
         return self
 
     def supports_tensor_alloc(self, device: Any) -> bool:
-        """Return whether `allocate_tensor` has memory that collectives fill faster: on this rank's GPU."""
+        """Return whether `allocate_tensor` has memory that collectives fill faster, which is on this rank's GPU."""
         return torch.device(device).type == "cuda" and self._streams is not None
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of ``size`` elements, on a GPU in symmetric memory: see `SymmetricPool.allocate`."""
+        """Return a tensor of ``size`` elements. On a GPU it lies in symmetric memory: see `SymmetricPool.allocate`."""
         if self._streams is None or torch.device(device).type != "cuda":
             return torch.empty(size, dtype=dtype, device=device)
         with self._queue:
@@ -181,13 +180,13 @@ class ProcessGroup(CollectiveCalls):
                 f"device_id={device} is not the device {self.communicator.device} of this rank: call "
                 f"torch.cuda.set_device({device.index}) on every rank before init_process_group"
             )
-        self.bound_device_id = device  # without which `torch.distributed.split_group` refuses the group
+        self.bound_device_id = device  # `torch.distributed.split_group` refuses a group without it
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: ranks that are in no part of a group have no share in making the part."""
+        """Do nothing, because ranks outside all parts of a group take no part in making the parts."""
 
     def split_group(self, ranks: Sequence[int], timeout: timedelta | None = None, **given: Any) -> ProcessGroup | None:
-        """See `torch.distributed.split_group`. Collective over ``ranks`` of this group; None on others."""
+        """See `torch.distributed.split_group`. Collective over ``ranks`` of this group. Other ranks get None."""
         if self.communicator.rank not in ranks:
             return None
         name = given["group_name"]
@@ -209,16 +208,16 @@ class ProcessGroup(CollectiveCalls):
         return self._sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Refuse a new timeout, because kernels and messages of the group know the one that it was made with."""
+        """Refuse a new timeout, because kernels and messages of the group know the timeout of its creation."""
         raise InvalidUsageError(
             f"timeout={timeout}: a group keeps its timeout; make another with new_group(timeout=...)"
         )
 
     def shutdown(self) -> None:
-        """Free the group, which `torch.distributed.destroy_process_group` calls.
+        """Free the group. `torch.distributed.destroy_process_group` calls this. Collective, blocking.
 
-        Collective, blocking. After 30 s, or the timeout of the group, it frees this rank's part alone. Where a call has
-        not ended by then, it frees nothing.
+        After 30 s, or the timeout of the group, it frees only this rank's part. If a call has not ended by then, it
+        frees nothing.
         """
         if not self._open:
             return
@@ -227,7 +226,7 @@ class ProcessGroup(CollectiveCalls):
                 pass
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
-        # Freed under a call, the memory would be gone that the call uses, and both would wait for the same messages.
+        # A free during a call would take away the memory that the call uses, and both would wait for the same messages.
         with self._queue.last_turn(limit_s) as ended:
             if not ended:
                 logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
@@ -238,21 +237,22 @@ class ProcessGroup(CollectiveCalls):
                 logger.warning("a process group is not freed on all ranks: %s", error)
 
     def abort(self) -> None:
-        """Refuse further calls. Local; calls that are under way end with the timeout of the group.
+        """Refuse further calls. Local. Calls in progress end with the timeout of the group.
 
         The memory of the group is freed with the process, because the other ranks may still use it.
         """
         self._open = False
         self._queue.close(0)
-        self.communicator._unfreed = False  # else Python warns that the program has left it
+        self.communicator._unfreed = False  # else Python warns that the program has not freed it
 
     def future(
         self, name: str, call: Call, given: Given, output: torch.Tensor, inputs: Tensors = (), *, beside: bool
     ) -> torch.futures.Future[Any]:
-        """Begin ``call(*given)``: collectives and operations on tensors; return a future of ``output``. Collective.
+        """Begin ``call(*given)``: collectives and operations on tensors. Return a future of ``output``. Collective.
 
-        On a GPU the future is complete: the streams of those who take its value wait for the call. The call is enqueued
-        on the stream of the group, after the work of the current stream; without ``beside`` on the current stream.
+        On a GPU the future is complete, and a stream that takes its value waits for the call. With ``beside`` the call
+        is enqueued on the stream of the group, after the work of the current stream. Without it the call is enqueued on
+        the current stream.
         """
         self._require_open(name)
         self._sequence += 1
@@ -311,10 +311,10 @@ class ProcessGroup(CollectiveCalls):
     def _message(
         self, name: str, other: str, tensors: Tensors, rank: int, tag: int, begin: Callable[..., Any], call: Call
     ) -> Work:
-        """Begin a message to or from the ``other`` rank; in a capture enqueue it by ``call``."""
+        """Begin a message to or from the ``other`` rank. In a capture ``call`` enqueues it."""
         self._require_open(name)
         (tensor,) = tensors
-        # Autograd may make the tensor require a gradient while a message comes into it.
+        # Autograd may make the tensor require a gradient while it receives a message.
         memory = movable(flat(tensor.detach(), "tensor"))
         if memory.is_cuda and self._streams is not None and self._streams.capture():
             self._queue.call(name, call, memory, rank, tag)
@@ -344,6 +344,6 @@ def _store_of_barrier(store: c10d.Store, number: int) -> c10d.Store:
 
 
 def _limit(opts: Any) -> timedelta | None:
-    """Return the timeout of a single call, None where it has none."""
+    """Return the timeout of a single call, or None if it has none."""
     timeout = getattr(opts, "timeout", FOREVER)
     return timeout if timeout > FOREVER else None

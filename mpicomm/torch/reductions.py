@@ -1,4 +1,4 @@
-"""The reductions of ``torch.distributed`` as mpicomm's."""
+"""The reductions of ``torch.distributed`` as reductions of mpicomm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPS = {
     _Kind.BOR: MPI.BOR,
     _Kind.BXOR: MPI.BXOR,
 }
-# A sum of truth values is true where one of them is, as PyTorch's backend for NCCL has it.
+# A sum of truth values is true if one of them is true, as in PyTorch's backend for NCCL.
 _LOGICAL_OPS = {
     _Kind.SUM: MPI.LOR,
     _Kind.MAX: MPI.LOR,
@@ -42,20 +42,23 @@ _WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in PyTorch
 
 @dataclass(frozen=True)
 class TorchReduction:
-    """How a Communicator carries out a ``ReduceOp`` on elements of one type."""
+    """The way in which a Communicator carries out a ``ReduceOp`` on elements of one type."""
 
     op: MPI.Op
     averages_whole: bool
-    """Whether the sum of whole numbers is to be divided, toward zero, as PyTorch's backend for NCCL has it."""
+    """Whether each rank divides the sum of whole numbers, toward zero, as PyTorch's backend for NCCL does."""
     factor: Any = None
-    """What each rank multiplies its elements with before; None for 1."""
+    """The factor of each rank's elements before the sum; None for 1."""
 
     def given(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return what this rank gives to the sum: ``memory``, or new memory. Local; on a GPU stream-ordered."""
+        """Return the contribution of this rank: ``memory``, or new memory. Local; on a GPU stream-ordered."""
         return memory if self.factor is None else (memory * self.factor).to(memory.dtype)
 
     def finish(self, memory: torch.Tensor, size: int) -> None:
-        """Divide a sum of whole numbers by ``size``, if it is to be their average. Local; on a GPU stream-ordered."""
+        """Divide a sum of whole numbers by ``size``, if the reduction is their average.
+
+        Local; on a GPU stream-ordered.
+        """
         if self.averages_whole:
             memory.div_(size, rounding_mode="trunc")
 
@@ -64,7 +67,7 @@ _reductions: dict[tuple[int, torch.dtype], TorchReduction] = {}
 
 
 def reduction_of(op: Any, memory: torch.Tensor, name: str) -> TorchReduction:
-    """Return the reduction by a ``ReduceOp`` of ``memory``, the tensor ``name`` as `flat` returns it. Local.
+    """Return the reduction by a ``ReduceOp`` of ``memory``, a result of `flat` for the tensor ``name``. Local.
 
     Raises `ElementTypeError` for elements that mpicomm cannot reduce, and `InvalidUsageError` for unknown operations.
     """

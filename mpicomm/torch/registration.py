@@ -1,4 +1,4 @@
-"""Registers the backend ``mpicomm`` with PyTorch."""
+"""The registration of the backend ``mpicomm`` with PyTorch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ NAME = "mpicomm"
 
 
 def register() -> None:
-    """Register the backend ``mpicomm`` for tensors of the host and of GPUs. Local; a second call does nothing.
+    """Register the backend ``mpicomm`` for tensors of the host and of GPUs. Local. A second call does nothing.
 
-    ``import mpicomm.torch`` calls it. So does PyTorch from 2.14 on when a program names the backend, because the
-    package names this function as an entry point. PyTorch meets the ranks by the environment before that, so without
-    the import RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT have to be set.
+    ``import mpicomm.torch`` calls it. PyTorch from 2.14 on also calls it when a program names the backend, because the
+    package names this function as an entry point. But PyTorch reads the environment for the ranks before that. So
+    without the import the program must set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
     if hasattr(dist.Backend, NAME.upper()):
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     # PyTorch from 2.15 on records the calls of a group in C++, unless the backend says that it records them itself. A
-    # group in Python has no such calls, and PyTorch raises where it looks for them.
+    # group in Python has no such calls, and PyTorch raises an error when it looks for them.
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(NAME)
     install_handler()

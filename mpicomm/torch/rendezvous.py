@@ -1,4 +1,4 @@
-"""How ranks that mpirun has started find each other in ``init_process_group``: MPI says rank, size and address."""
+"""The meeting of ranks that mpirun has started in ``init_process_group``: MPI gives rank, size and address."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _STEP = "init_process_group"
 
 
 def install_handler() -> None:
-    """Let ``env://``, PyTorch's default, ask MPI where the environment names no rank. Local.
+    """Let ``env://``, PyTorch's default, ask MPI if the environment names no rank. Local.
 
-    PyTorch has no public way to change what it does without ``init_method``. So this replaces the handler of
+    PyTorch has no public way to change its behaviour without ``init_method``. So this replaces the handler of
     ``env://``.
     """
     by_environment = _rendezvous_handlers["env"]
@@ -48,7 +48,8 @@ def _port() -> int:
 def _by_mpi(timeout: timedelta) -> Found:
     """Yield a store on the first rank, and rank and size of ``MPI.COMM_WORLD``. Collective.
 
-    Raises the same error on all ranks where the first rank cannot listen, and `CollectiveTimeoutError`.
+    If the first rank cannot listen, all ranks raise the same error. Raises `CollectiveTimeoutError` if a rank does not
+    come.
     """
     limit_s = timeout.total_seconds()
     private = private_copy(MPI.COMM_WORLD, _STEP, limit_s)
@@ -68,7 +69,7 @@ def _by_mpi(timeout: timedelta) -> Found:
         address, port = group.exchange(f"{_STEP}: store", listen)[0]
         store = served[0] if served else dist.TCPStore(address, port, private.size, False, timeout)
     finally:
-        if group.broken is None:  # MPI waits for all ranks, and one is missing
+        if group.broken is None:  # else a rank is missing, and MPI's Free would wait for it
             private.Free()
     yield store, rank, size
     raise RuntimeError("PyTorch asks for other ranks, but MPI does not change the ranks of a running program")

@@ -18,8 +18,8 @@ _TAGS = 32768  # MPI promises tags below this number
 def part_of(parent: Communicator, ranks: Sequence[int], name: str, store: c10d.Store, timeout_s: float) -> Communicator:
     """Return a Communicator of some ranks of ``parent``, in this order, on the same devices.
 
-    Collective over these ranks alone. ``name`` is the same on them, and differs between groups that are made at the
-    same time. ``store`` is that of the new group. Raises `GroupTimeoutError` where a rank does not come.
+    Collective only over these ranks. They pass the same ``name``, which differs between groups that are made at the
+    same time. ``store`` is the store of the new group. Raises `GroupTimeoutError` if a rank does not come.
     """
     plain = members_of(parent, ranks, name, store, timeout_s)
     try:
@@ -32,7 +32,7 @@ def members_of(
     parent: MPI.Intracomm, ranks: Sequence[int], name: str, store: c10d.Store, timeout_s: float
 ) -> MPI.Intracomm:
     """Return MPI's communicator of some ranks of ``parent``; see `part_of`. The caller frees it."""
-    # MPI waits without a limit for ranks that do not come.
+    # The barrier comes first, because MPI waits without a limit for ranks that do not come.
     came = dist.PrefixStore("came", store)
     wait_for_all(came, list(ranks).index(parent.rank), len(ranks), timeout_s, name_all=True, step="new_group")
     whole = parent.Get_group()

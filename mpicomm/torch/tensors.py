@@ -1,4 +1,4 @@
-"""Tensors as one-dimensional memory, which is how collectives see them."""
+"""Tensors as one-dimensional memory, the form that collectives take."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from mpicomm.mpi import types
 
 
 class ElementTypeError(InvalidUsageError, TypeError):
-    """The elements of a tensor cannot be reduced. PyTorch's own backends raise TypeError for it."""
+    """The error for elements that cannot be reduced. PyTorch's own backends raise TypeError for it."""
 
 
 class ElementTypeMismatchError(InvalidUsageError, TypeError, RuntimeError):
-    """Tensors of one call differ in type or device. PyTorch's own backends raise TypeError or RuntimeError for it."""
+    """The error for tensors of one call that differ in type or device. PyTorch raises TypeError or RuntimeError."""
 
 
 class DeviceError(InvalidUsageError, RuntimeError):
-    """A tensor is on a device that groups do not serve. PyTorch's own groups raise RuntimeError for it."""
+    """The error for a tensor on a device that groups do not serve. PyTorch's own groups raise RuntimeError for it."""
 
 
 class SplitSizesError(InvalidUsageError, RuntimeError):
-    """Split sizes do not fit a tensor or the group. PyTorch's own backends raise RuntimeError for it."""
+    """The error for split sizes that do not fit a tensor or the group.
+
+    PyTorch's own backends raise RuntimeError for it.
+    """
 
 
 def flat(tensor: torch.Tensor, name: str, *, ordered: bool = False) -> torch.Tensor:
-    """Return a view of ``tensor`` without gradient, whose elements follow each other in memory. Local.
+    """Return a view of ``tensor`` without gradient, with elements that follow each other in memory. Local.
 
-    With ``ordered`` they have the order of their indices: the view is a copy, made in stream order on a GPU, where the
-    memory has another order, because the other tensors of the call may have a third one. `put_back` copies it back.
+    With ``ordered`` the elements have the order of their indices, because the other tensors of the call may have other
+    orders in memory. If the memory has another order, the result is a copy, on a GPU in stream order. `put_back` copies
+    it back.
 
     Raises `InvalidUsageError` for a tensor that has gaps, more than one piece of memory, or another device.
     """
@@ -43,7 +47,7 @@ def flat(tensor: torch.Tensor, name: str, *, ordered: bool = False) -> torch.Ten
         )
     if not (tensor.is_cuda or tensor.is_cpu):
         raise DeviceError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
-    # Always: autograd may make an output require a gradient while a thread receives into it.
+    # This is for all tensors, because autograd may make an output require a gradient while a thread receives into it.
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor
@@ -56,7 +60,7 @@ def flat(tensor: torch.Tensor, name: str, *, ordered: bool = False) -> torch.Ten
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether each element of the memory between the first and the last one is the tensor's, and only once."""
+    """Return whether the tensor has each element from the first to the last one in memory exactly once."""
     following = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length != 1:
@@ -67,16 +71,16 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def put_back(memory: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give what a call has received into `flat` ordered ``memory`` to ``tensor``. Local; on a GPU stream-ordered."""
+    """Copy ``memory``, a result of `flat` with ``ordered``, back to ``tensor``. Local; on a GPU stream-ordered."""
     if memory is not tensor and not tensor.is_contiguous():
         tensor.detach().copy_(memory)
 
 
 def apart(send: torch.Tensor, receive: torch.Tensor, place: int | None = None) -> Any:
-    """Return flat ``send``, or a copy where it shares memory with flat ``receive``. Local; on a GPU stream-ordered.
+    """Return flat ``send``, or a copy if it shares memory with flat ``receive``. Local; on a GPU stream-ordered.
 
-    MPI forbids such calls, and PyTorch's own backends allow them. Data that is in its ``place`` in ``receive``, which
-    counts elements, is MPI.IN_PLACE.
+    MPI forbids such calls, and PyTorch's own backends allow them. Data at element ``place`` of ``receive`` becomes
+    MPI.IN_PLACE.
     """
     begins, received = send.data_ptr(), receive.data_ptr()
     if place is not None and begins == received + place * receive.element_size():
@@ -92,12 +96,12 @@ def is_known(dtype: torch.dtype) -> bool:
 
 
 def movable(memory: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of `flat` as elements that collectives move: bytes where mpicomm lacks the type. Local."""
+    """Return a tensor of `flat` with elements that collectives move: bytes if mpicomm lacks the type. Local."""
     return memory if is_known(memory.dtype) else memory.view(-1).view(torch.uint8)
 
 
 class Pieces:
-    """The tensors of a list as one flat tensor: a view where they follow each other in memory, else a copy."""
+    """The tensors of a list as one flat tensor: a view if they follow each other in memory, else a copy."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
@@ -123,7 +127,7 @@ class Pieces:
         return self.memory
 
     def scatter(self) -> None:
-        """Give the elements of the flat tensor to the tensors. Local; on a GPU stream-ordered."""
+        """Copy the elements of the flat tensor to the tensors. Local; on a GPU stream-ordered."""
         if self._is_copy:
             for tensor, piece in zip(self._tensors, self.memory.split(self.counts), strict=True):
                 tensor.copy_(piece.view(tensor.shape))
@@ -134,7 +138,7 @@ class Pieces:
         for tensor in self._tensors:
             if (
                 not tensor.is_contiguous()
-                or tensor.is_neg()  # a view whose numbers have the other sign in memory
+                or tensor.is_neg()  # a view with numbers that have the other sign in memory
                 or tensor.is_conj()
                 or tensor.data_ptr() != following
                 or tensor.untyped_storage().data_ptr() != storage

@@ -20,14 +20,14 @@ from mpicomm.waiting import wait_until
 
 Tensors = Sequence[torch.Tensor]
 FOREVER = timedelta(0)
-"""PyTorch's word for a wait without a limit."""
-_then = torch._C.Future.then  # without the place of `callbacks`, because the callback makes no calls
+"""PyTorch's value for a wait without a limit."""
+_then = torch._C.Future.then  # without the position of `callbacks`, because this callback makes no calls
 
 
 class Work(c10d.Work):
     """A call that has ended, or that is enqueued on the current stream: see `ended`.
 
-    The classes below may still be under way.
+    Calls of the classes below may still be in progress.
     """
 
     _error: BaseException | None = None
@@ -38,32 +38,32 @@ class Work(c10d.Work):
     """The value of the future."""
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """Wait until the outputs may be used; raise the error of the call.
+        """Wait until the outputs may be used. Raise the error of the call.
 
-        For tensors of a GPU the current stream waits and not the host, unless ``timeout`` is given.
+        For tensors of a GPU the current stream waits. The host waits only if ``timeout`` is given.
         """
         if self._error is not None:
             raise self._error
         return True
 
     def synchronize(self) -> None:
-        """Wait as `wait` does."""
+        """As `wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Let the current stream wait; on the host, wait."""
+        """Let the current stream wait for the call. For host tensors, wait."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the call has ended, also with an error. Local, does not wait."""
+        """Return whether the call has ended, also with an error. Local; does not wait."""
         return True
 
     def is_success(self) -> bool:
-        """Return whether the call has ended without an error. Local, does not wait."""
+        """Return whether the call has ended without an error. Local; does not wait."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call, None while it has none. Local, does not wait."""
+        """Return the error of the call, or None if it has none yet. Local; does not wait."""
         self.is_completed()
         return self._error
 
@@ -73,21 +73,21 @@ class Work(c10d.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Return the rank in the group whose message was received."""
+        """Return the sender's rank in the group."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of `value`: of the outputs.
+        """Return a future of `value`, which is the outputs.
 
-        For tensors of a GPU it is complete: the streams of those who take its value wait for the call. Where the call
-        has an error, the future's is RuntimeError with its text.
+        For tensors of a GPU the future is complete, and a stream that takes its value waits for the call. If the call
+        has an error, the future raises RuntimeError with its text.
         """
         return self._future or self._keep(self._complete())
 
     def get_future_result(self) -> torch.futures.Future[Any]:
-        """Return a future whose value says how the call has ended."""
+        """Return a future that tells how the call has ended."""
         return self.get_future().then(self._result)
 
     def kept_by_cpp(self) -> c10d.Work:
@@ -95,17 +95,18 @@ class Work(c10d.Work):
         return c10d._create_work_from_future(self.get_future())
 
     def boxed(self) -> torch.ScriptObject:
-        """Return the work as an argument for operators, whose code in C++ may keep it."""
+        """Return the work as an argument for operators with code in C++ that may keep it."""
         return self.kept_by_cpp().boxed()
 
     def _complete(self) -> torch.futures.Future[Any]:
         future = self._new_future()
-        # For tensors of a GPU PyTorch records events on the current streams, which those who take the value wait for.
+        # For tensors of a GPU PyTorch records events on the current streams. A stream that takes the value waits for
+        # them.
         future.set_result(self.value)
         return future
 
     def _keep(self, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-        """Return the future of the work: ``future``, or the one of another thread that was faster."""
+        """Return the future of the work: ``future``, or the future of another thread that was faster."""
         return self.__dict__.setdefault("_future", future)
 
     def _new_future(self) -> torch.futures.Future[Any]:
@@ -121,7 +122,7 @@ class Work(c10d.Work):
 def ended(outputs: Tensors) -> Work:
     """Return the work of a call that has ended, or that is enqueued on the current stream. Local.
 
-    With an ``__init__`` in Python, PyTorch's class would take half as long again to make a work.
+    This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
     """
     work = Work()
     work._outputs = work.value = list(outputs)
@@ -129,10 +130,10 @@ def ended(outputs: Tensors) -> Work:
 
 
 class PendingWork(Work):
-    """A call that may be under way when its future is made."""
+    """A call that may be in progress when its future is made."""
 
     _failure: BaseException | None = None
-    """Why the future has no value, after it is complete."""
+    """The reason for which the complete future has no value."""
 
     def __init__(self, outputs: Tensors) -> None:
         super().__init__()
@@ -143,8 +144,8 @@ class PendingWork(Work):
         if self._future is not None:
             return self._future
         ended = self._new_future()
-        # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors. An
-        # exception of a callback is an error there, too.
+        # PyTorch's code in C++ would take an exception of `set_exception` for a value, and DDP takes that for tensors.
+        # An exception of a callback is an error there, too.
         future = _then(ended, self._outcome)
         kept = self._keep(future)
         if kept is future:
@@ -174,10 +175,10 @@ class Order(Protocol):
 
 
 class HostWork(PendingWork):
-    """A call on tensors of the host, which a thread carries out in the ``order`` of its group."""
+    """A call on host tensors, which a thread carries out in the ``order`` of its group."""
 
     number = 0
-    """The number of the call among those that the thread has to carry out; 0 for the call of a callback."""
+    """The number of the call among the calls of the thread; 0 for a call that a callback makes."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class HostWork(PendingWork):
         self._ended: torch.futures.Future[Any] | None = None
 
     def carry_out(self) -> None:
-        """Carry the call out, and release those who wait; its error is the work's. `end` is to follow."""
+        """Carry the call out, and release its waiters. The work keeps its error. The caller calls `end` afterwards."""
         assert self._call is not None
         try:
             self._call()
@@ -208,7 +209,7 @@ class HostWork(PendingWork):
 
     def end(self) -> None:
         """Call the callbacks of the future, which may make further calls. A second call does nothing."""
-        # Pairs with the lock in `_settle`: a future that `_settle` keeps because the work is not over is found here.
+        # Pairs with the lock in `_settle`: if `_settle` keeps a future because the work is not over, this finds it.
         with self._lock:
             ended, self._ended = self._ended, None
         if ended is not None:
@@ -216,7 +217,7 @@ class HostWork(PendingWork):
             self._order.futures.pop(id(self._future), None)
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
+        """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
         limit = timeout or self._limit
         self._order.hurry(self.number)
         if not self._over.wait(limit.total_seconds() or None):
@@ -242,7 +243,7 @@ class StreamSource(Protocol):
 
     comm: Communicator
     devices: list[torch.device]
-    """Its GPU alone."""
+    """A list with only its GPU."""
     gpu: int
     marks: SideStreams
 
@@ -257,7 +258,7 @@ class StreamWork(Work):
     _limit: timedelta | None
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
+        """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
         side = self._side
         side.marks.follow(current_stream(side.gpu), self._mark)
         limit = timeout or self._limit
@@ -268,7 +269,7 @@ class StreamWork(Work):
         return True
 
     def _wait_on_host(self, limit: timedelta) -> None:
-        if torch.cuda.is_current_stream_capturing():  # a capture runs nothing
+        if torch.cuda.is_current_stream_capturing():  # a capture executes nothing
             return
         if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
             raise too_late(self._name, limit)
@@ -298,7 +299,7 @@ class StreamWork(Work):
             self._side.comm._prepare_thread()
             try:
                 wait_until(self.is_completed, math.inf)
-            except Exception as error:  # of a device that has failed
+            except Exception as error:  # the error of a device that has failed
                 self._error = error
             future.set_result(self._result(None))
 
@@ -309,9 +310,9 @@ class StreamWork(Work):
 def enqueued(
     outputs: Tensors, side: StreamSource, stream: Any, mark: Any, name: str, limit: timedelta | None
 ) -> StreamWork:
-    """Return the work of the call ``name`` that ends at ``mark``, a place in the work of ``stream``. Local.
+    """Return the work of the call ``name`` that ends at ``mark``, a point in the work of ``stream``. Local.
 
-    With a ``limit`` a wait waits on the host, too, so long at most; `FOREVER` is no limit. See `ended`.
+    With a ``limit`` the host also waits, at most for this time. `FOREVER` is no limit. See `ended`.
     """
     work = StreamWork()
     work._outputs = work.value = list(outputs)
@@ -327,7 +328,7 @@ class JoinedWork(PendingWork):
         self._works = works
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """See `Work.wait`; ``timeout`` bounds each of the calls."""
+        """See `Work.wait`. ``timeout`` bounds the wait for each call."""
         for work in self._works:
             work.wait(timeout)
         return True
@@ -348,7 +349,8 @@ class JoinedWork(PendingWork):
         gpu = next((output.device for output in self._outputs if output.is_cuda), None)
 
         def settle(_: Any) -> None:
-            # On the host all calls are over. On a GPU this stream waits for them, and no stream of the program does.
+            # On the host all calls are over. On a GPU this new stream waits for them, and no stream of the program
+            # waits.
             with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
                 self._settle_with(ended, next(filter(None, map(_failure_of, self._works)), None))
             for part in parts:
@@ -358,8 +360,8 @@ class JoinedWork(PendingWork):
 
 
 def _failure_of(work: Work) -> BaseException | None:
-    """Return why a work whose future is complete has failed; on a GPU the current stream waits for the work."""
-    if isinstance(work, PendingWork):  # a wait for a message that has not come in time would take as long once more
+    """Return the error of a work with a complete future, or None. On a GPU the current stream waits for the work."""
+    if isinstance(work, PendingWork):  # because a second wait for a late message would take the whole limit again
         return work._failure
     try:
         work.wait()

@@ -13,12 +13,12 @@ from mpicomm.torch.works import Work
 
 
 def install_conversions() -> None:
-    """Let the functions of PyTorch that keep a work in C++ get one that lives there. Local.
+    """Let the functions of PyTorch that keep a work in C++ get a work that lives there. Local.
 
     Python frees its part of a work with the last reference in Python, and C++ holds no such reference. PyTorch takes
-    care of works that its code in C++ gets from a group, and not of works that Python hands to C++. So this replaces
-    the functions that do so: of ``DistributedDataParallel.join``, and of the works behind ``wait_tensor``. It also
-    replaces the function that finds the tensors of a future, because a step of DDP calls it twice for each bucket.
+    care of works that its code in C++ gets from a group, but not of works that Python hands to C++. So this replaces
+    the functions that hand over works: of ``DistributedDataParallel.join`` and of ``wait_tensor``. It also replaces the
+    function that finds the tensors of a future, because a step of DDP calls it twice for each bucket.
     """
     reducer: Any = c10d.Reducer
     torch._jit_internal._extract_tensors = _with_tensors_at_once(torch._jit_internal._extract_tensors)
@@ -27,7 +27,7 @@ def install_conversions() -> None:
 
 
 def _with_tensors_at_once(extract: Callable[[Any], list[torch.Tensor]]) -> Callable[[Any], list[torch.Tensor]]:
-    """Return the function that finds the tensors in the value of a future. PyTorch's own pickles the value."""
+    """Return a function that finds the tensors in the value of a future. PyTorch's own function pickles the value."""
 
     @wraps(extract)
     def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -1,1 +1,1 @@
-"""``python -m mpicomm.trace``: puts the traces of ranks together, and says which rank waited for which. Without MPI."""
+"""``python -m mpicomm.trace``: joins the traces of ranks, and tells which rank waited for which rank. Without MPI."""

@@ -16,11 +16,11 @@ from mpicomm.trace.waits import Sum, find_waits, flows, sums
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m mpicomm.trace", description="Works on traces of MPICOMM_TRACE.")
     commands = parser.add_subparsers(dest="command", required=True)
     merge = commands.add_parser(
-        "merge", help="write one trace of all ranks, by one clock, and print which rank waited for which"
+        "merge", help="write one trace of all ranks, by one clock, and print which rank waited for which rank"
     )
     merge.add_argument("files", nargs="+", type=Path, help="the traces of the ranks, as trace-0.json trace-1.json")
     merge.add_argument("-o", "--output", required=True, type=Path, help="the file to write")
@@ -81,7 +81,7 @@ def _print(pairs: Sequence[Sum]) -> None:
     from rich.table import Table
 
     if not pairs:
-        sys.stdout.write("no rank waited for another in a collective call\n")
+        sys.stdout.write("no rank waited for another rank in a collective call\n")
         return
     table = Table(title="who waited for whom in collective calls", title_justify="left")
     table.add_column("rank", justify="right")

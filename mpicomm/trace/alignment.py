@@ -1,4 +1,4 @@
-"""Brings the times of all ranks to one clock, by the readings that the ranks have made of each other's clocks."""
+"""The alignment of all ranks' times to one clock, by the readings that ranks have made of each other's clocks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mpicomm.trace.files import Trace
 
 @dataclass(frozen=True)
 class Clock:
-    """Turns times of one rank into times of the common clock, all in nanoseconds."""
+    """A clock that turns times of one rank into times of the common clock, all in nanoseconds."""
 
     points: tuple[tuple[float, float], ...]
-    """Times of this rank, and the nanoseconds to add to them; between two points the clock has drifted evenly."""
+    """Times of this rank, and the nanoseconds to add to them. Between two points the clock has drifted evenly."""
     uncertainty_ns: float = 0.0
     by_wall_clock: bool = False
-    """Whether the rank has compared its clock with no other rank, so that its wall clock has to serve."""
+    """Whether the rank has compared its clock with no other rank, so that its wall clock must serve."""
 
     def common_ns(self, time_ns: float) -> float:
         """Return the time of the common clock."""
@@ -33,9 +33,9 @@ class Clock:
 
 
 def clocks_of(traces: Sequence[Trace]) -> dict[int, Clock]:
-    """Return the clock of each rank. The common clock is that of the rank with which most ranks have compared theirs.
+    """Return the clock of each rank. The common clock is the clock that most ranks have compared their own with.
 
-    A rank that has compared its clock with another rank alone follows that rank. Where no chain of such readings
+    A rank may have compared its clock only with another rank, and then follows that rank. If no chain of such readings
     leads to the common clock, the wall clocks of the two ranks serve.
     """
     references = Counter(reading["reference"] for trace in traces for reading in trace.clocks)
@@ -43,7 +43,7 @@ def clocks_of(traces: Sequence[Trace]) -> dict[int, Clock]:
     by_rank = {trace.rank: trace for trace in traces}
     clocks: dict[int, Clock] = {common: Clock(((0.0, 0.0),))}
     known = -1
-    while known != len(clocks):  # a rank may follow one that has been found in this round
+    while known != len(clocks):  # a rank may follow a rank that this round has found
         known = len(clocks)
         for trace in traces:
             if trace.rank not in clocks:

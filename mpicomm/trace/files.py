@@ -1,4 +1,4 @@
-"""Reads the traces of ranks."""
+"""Reads the traces of ranks from files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Trace:
     path: Path
     rank: int
     clocks: tuple[Event, ...]
-    """The readings of its clock, in order: the arguments of the events."""
+    """The readings of the rank's clock, in order: the arguments of the events."""
     events: tuple[Event, ...]
     """All other events."""
 

@@ -1,4 +1,4 @@
-"""Who waited for whom: the ranks that were in a collective call while the last rank had not come to it."""
+"""The waits of ranks in a collective call for the last rank that came to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpicomm.trace.alignment import Clock
 from mpicomm.trace.files import Event
 
 _LEAST_US = 1.0
-"""Shorter waits are none: ranks come to no call at the same time."""
+"""Shorter waits do not count, because ranks never come to a call at exactly the same time."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Sum:
-    """All waits of one rank for another."""
+    """All waits of one rank for another rank."""
 
     rank: int
     late: int
@@ -40,12 +40,12 @@ class Sum:
 
 
 def find_waits(events: Iterable[Event], clocks: Mapping[int, Clock]) -> Iterator[Wait]:
-    """Yield the waits in events of all ranks, whose times are those of the common clock.
+    """Yield the waits in events of all ranks, with times of the common clock.
 
-    A call has several events on a rank: the call, the waits for its request, and its work on a device. A rank has come
-    to the call when the first of them began, and it waited while one of them went on before the last rank came. Where
-    the work of all ranks was measured on devices the events on the host do not count, because the host only enqueued
-    it. Waits that the clocks cannot tell from none are left out.
+    A call has several events on a rank: the call, the waits for its request, and its work on a device. A rank comes to
+    the call when the first of these events begins. It waits while one of them goes on before the last rank comes. If
+    the work of all ranks was measured on devices, the events on the host do not count, because the host only enqueued
+    the work. The waits leave out times below the uncertainty of the clocks.
     """
     for parts in _calls(events).values():
         if len(parts) < 2:

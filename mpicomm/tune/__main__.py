@@ -31,9 +31,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.tune",
-        description="Time the algorithms of the collectives on GPU arrays between the ranks that are started. Write "
-        "the fastest for each size to a file from which later runs choose. Other entries of the file stay. Sizes above "
-        "the largest measured one keep their algorithm, from that file or from the table that is built in.",
+        description="Time the algorithms of the collectives on GPU arrays between the started ranks. Write the fastest "
+        "for each size to a file from which later runs choose. Other entries of the file stay. Sizes above the largest "
+        "measured size keep their algorithm, from that file or from the built-in table.",
         conflict_handler="resolve",
     )
     arguments.add_sweep_arguments(result, smallest=1 << 10, factor=2)
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         choices=DTYPES,
         default="float32",
         metavar="TYPE",
-        help="to measure with; all algorithms of the operations have to carry it; default: float32",
+        help="type to measure with; all algorithms of the operations must carry it; default: float32",
     )
     result.add_argument(
         "--output", type=arguments.output_file, metavar="FILE", help="default: the file that later runs look for"
@@ -80,7 +80,7 @@ def require_possible(comm: Communicator, ranks: Sequence[RankInfo]) -> None:
 
 
 def open_table(comm: Communicator, output: Path | None, device: str) -> tuple[Path, Tuning]:
-    """Return the file to write and the table in it. Collective; raises `InvalidUsageError` on all ranks."""
+    """Return the file to write and the table in it. Collective. Raises `InvalidUsageError` on all ranks."""
     found: Any = None
     if comm.rank == 0:
         try:

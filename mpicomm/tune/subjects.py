@@ -15,7 +15,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import is_narrow
 
 OP = "sum"
-"""The operation with which reductions are measured."""
+"""The operation for the measurement of reductions."""
 
 _TUNED = {
     name: operation.collective.name
@@ -23,12 +23,12 @@ _TUNED = {
     if operation.collective is not None and operation.collective.name in TUNED
 }
 NAMES = tuple(_TUNED)
-"""The collectives that have a choice, by the bench's names."""
+"""The collectives with a choice of algorithms, by the bench's names."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The kind of calls that a row of the table is for, and the operation and type to measure it with."""
+    """The kind of calls that a row of the table is for, and the operation and type for its measurement."""
 
     kind: Kind
     operation: BenchOperation
@@ -44,7 +44,7 @@ class Subject:
         return f"{self.kind.operation} of {self.dtype.name}, {arrays} arrays"
 
     def cases(self, sizes: Sequence[int], rank: int, size: int) -> list[Case]:
-        """Return the cases nearest to these sizes, out of place if the operation can be."""
+        """Return the cases nearest to these sizes, out of place if the operation allows it."""
         blocks = blocks_of(self.operation, sizes, self.dtype, size)
         place = self.operation.places[0]
         return [Case(self.operation, self.dtype, OP, block, False, rank, size).at(place) for block in blocks]
@@ -53,8 +53,8 @@ class Subject:
 def subjects_of(names: Sequence[str], dtype: np.dtype[Any]) -> list[Subject]:
     """Return the subjects of the collectives ``names``, by the bench's names.
 
-    Raises `InvalidUsageError` for a type that some algorithm cannot carry. The table is for all types: a row that was
-    measured without an algorithm would keep it from the types that it can carry.
+    Raises `InvalidUsageError` for a type that some algorithm cannot carry. The table is for all types, and a row
+    without an algorithm would keep it from the types that it can carry.
     """
     found: dict[Kind, Subject] = {}
     for name, registered in product(names, (False, True)):

@@ -16,10 +16,10 @@ from mpicomm.sizes import format_size
 from mpicomm.tune.subjects import Subject
 
 GAIN = 0.03
-"""The least gain for which the algorithm changes: two runs on the same machine differ by as much."""
+"""The least gain for which the algorithm changes, because two runs on the same machine differ by as much."""
 
 Measure = Callable[[Case], tuple[Mapping[str, Outcome], Mapping[str, str]]]
-"""Returns the outcomes of a case by algorithm, and the reasons of algorithms without one; as `Measuring.run`."""
+"""Returns the outcomes of a case by algorithm, and the reasons of algorithms without one, as `Measuring.run` does."""
 
 
 def choose(current: str | None, times_us: Mapping[str, float]) -> str:
@@ -31,7 +31,7 @@ def choose(current: str | None, times_us: Mapping[str, float]) -> str:
 
 
 def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tuning) -> tuple[Row, int]:
-    """Measure ascending cases of a subject and print them; return the row, and how many elements were wrong.
+    """Measure ascending cases of a subject and print them. Return the row, and the number of wrong elements.
 
     Larger sizes keep the algorithms of the table ``before``. Collective, as ``measure`` is. Raises `MpicommError` if no
     algorithm works.
@@ -76,7 +76,7 @@ def _head(subject: Subject) -> list[str]:
 
 
 def _line(subject: Subject, case: Case, outcomes: Mapping[str, Outcome], chosen: str) -> str:
-    """Return a line. A star marks a time whose calls were issued one by one although graphs were asked for."""
+    """Return a line. A star marks a time of calls that were issued one by one although the user asked for graphs."""
     cells = [
         f"{outcomes[name].time_us:.2f}{'*' if outcomes[name].eager else ''}" if name in outcomes else "-"
         for name in subject.algorithms

@@ -1,4 +1,4 @@
-"""Times the algorithms side by side: the bench checks and times each as if they were different libraries."""
+"""Times the algorithms side by side. The bench checks and times each as if it were another library."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Timing:
     def of(self, subject: Subject) -> Measure:
         """Return the function that measures cases of a subject.
 
-        An algorithm that fails on some rank has no outcome but a reason. An error that makes the communicator unusable
-        is raised.
+        An algorithm that fails on some rank has a reason in place of an outcome. The function raises an error that
+        makes the communicator unusable.
         """
         comm, machine = self._comm, self._machine
         contenders = Contenders(comm, machine, self._nbytes)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.activity.page import begin_mpis
+from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.faults import RefusedByMpiError
@@ -62,7 +62,7 @@ class MpiWay:
                 f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide",
                 MPI.ERR_OP,
             )
-        begin_mpis(self._session.row.words, operation.number)
+        begin_by_mpi(self._session.row.words, operation.number)
         try:
             return getattr(operation.mpi_class, method)(self._comm, *operation.passed(arguments), *more)
         except REFUSALS as error:

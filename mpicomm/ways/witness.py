@@ -59,8 +59,8 @@ class Witness:
         to say it. Raises `InvalidUsageError` if no rank of the peer domain knows, and ranks of other domains may know.
         """
         operation = call.operation
-        mpis = call.algorithm == "mpi" or (operation.reduces and call.dtype is None)
-        if mpis or not self.is_needed:
+        by_mpi = call.algorithm == "mpi" or (operation.reduces and call.dtype is None)
+        if by_mpi or not self.is_needed:
             return "host"  # MPI carries it out, wherever the arrays are
         if operation.counts == "same":
             return "gpu" if self._engines.gpu else "host"  # all ranks agree on whether there was a call on GPUs

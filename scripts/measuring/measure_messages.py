@@ -1,7 +1,7 @@
 """Measure messages of GPU arrays between two ranks.
 
 Run `mpiexec -n 2 python scripts/measuring/measure_messages.py [--json FILE]`. Each way has its line. *MPI matches* is
-`Send` and `Recv`. *stream order* is the same with ``algorithm="one_shot"``, so that kernels match. *by hand* copies to
+`Send` and `Recv`. *stream order* is the same with ``algorithm="stream"``, so that kernels match. *by hand* copies to
 NumPy arrays, sends the arrays with mpi4py, and copies back. Times are microseconds, and medians of the slower rank:
 
 - issue: the host's time in `Send`, and in `Recv` of messages that MPI has already received.
@@ -61,9 +61,9 @@ def ways(comm: mpicomm.Communicator, nbytes: int) -> dict[str, Way]:
             lambda sent, received: comm.Sendrecv(sent, PEER, 0, received, PEER),
         ),
         "stream order": (
-            lambda array: comm.Send(array, PEER, algorithm="one_shot"),
-            lambda array: comm.Recv(array, PEER, algorithm="one_shot"),
-            lambda sent, received: comm.Sendrecv(sent, PEER, 0, received, PEER, algorithm="one_shot"),
+            lambda array: comm.Send(array, PEER, algorithm="stream"),
+            lambda array: comm.Recv(array, PEER, algorithm="stream"),
+            lambda sent, received: comm.Sendrecv(sent, PEER, 0, received, PEER, algorithm="stream"),
         ),
         "by hand": (send_by_hand, receive_by_hand, exchange_by_hand),
     }

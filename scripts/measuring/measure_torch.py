@@ -210,11 +210,11 @@ def main() -> None:
     steps = {SMALL: training_steps(SMALL, peer, 5 * options.rounds)}
     if options.gpu:
         steps[LARGE] = training_steps(LARGE, peer, options.rounds)
-    by_rendezvous = tables(peer, rows, steps)
+    written = tables(peer, rows, steps)
     if RANK == 0:
-        sys.stdout.write("".join(f"{row}\n" for table in by_rendezvous for row in table.rows))
+        sys.stdout.write("".join(f"{row}\n" for table in written for row in table.rows))
     if RANK == 0 and options.json is not None:
-        add_tables(options.json, by_rendezvous)
+        add_tables(options.json, written)
     dist.destroy_process_group()
 
 

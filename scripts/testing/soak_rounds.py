@@ -178,7 +178,7 @@ class Soak:
             count = int(2 ** self._rng.uniform(0, 22))
             received = xp.zeros(count, np.int64)
             sent = xp.full_like(received, number * comm.size + comm.rank)
-            comm.Sendrecv(sent, following, number, received, previous, number, algorithm="one_shot")
+            comm.Sendrecv(sent, following, number, received, previous, number, algorithm="stream")
             if not (received == number * comm.size + previous).all():
                 raise AssertionError(f"message {number} of {count} elements brought wrong values")
         comm.check()

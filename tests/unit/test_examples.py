@@ -55,7 +55,7 @@ def test_stock_program_gives_the_results_of_mpi4py(nprocs: int) -> None:
 def test_halo_exchange_computes_the_results_of_one_rank(nprocs: int) -> None:
     grid = " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))
     assert said(nprocs)["halo_exchange"].startswith(f"{grid} ranks: steps of ")
-    assert said(nprocs)["halo_exchange"].endswith(" the same heat as a rank alone computes\n")
+    assert said(nprocs)["halo_exchange"].endswith(" the same heat as one rank computes\n")
 
 
 def test_the_list_of_examples_names_all_programs() -> None:

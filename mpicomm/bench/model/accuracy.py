@@ -1,4 +1,4 @@
-"""How far predictions are from measured runs over several nodes."""
+"""The error of predictions against measured runs over several nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpicomm.errors import InvalidUsageError
 
 @dataclass(frozen=True)
 class Run:
-    """A measured run of the collective over ``nodes`` nodes; ``nbytes`` is the largest buffer of a rank."""
+    """A measured run of the collective over ``nodes`` nodes. ``nbytes`` is the largest buffer of a rank."""
 
     nodes: int
     nbytes: int
@@ -22,7 +22,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run and what the model predicts for it."""
+    """A run and the model's prediction for it."""
 
     run: Run
     predicted_us: float
@@ -34,7 +34,7 @@ class Compared:
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Read a JSON list of runs; raises `InvalidUsageError` for any other file."""
+    """Read a JSON list of runs. Raises `InvalidUsageError` for any other file."""
     try:
         found = [
             Run(int(run["nodes"]), int(run["nbytes"]), float(run["time_us"])) for run in json.loads(path.read_text())
@@ -50,12 +50,12 @@ _WAY_OUT = 'give a JSON list of runs, as in [{"nodes": 2, "nbytes": 1024, "time_
 
 
 def compare(runs: Sequence[Run], predict_us: Callable[[int, int], float]) -> list[Compared]:
-    """Return each run with its prediction; ``predict_us`` takes the number of nodes and the size."""
+    """Return each run with its prediction. ``predict_us`` takes the number of nodes and the size."""
     return [Compared(run, predict_us(run.nodes, run.nbytes)) for run in runs]
 
 
 def error_of(compared: Sequence[Compared]) -> str:
-    """State the error: the geometric mean of predicted / measured, the mean factor between the two, and the range."""
+    """Return the error: the geometric mean of predicted / measured, the mean factor between the two, and the range."""
     ratios = [each.ratio for each in compared]
     logarithms = [math.log(ratio) for ratio in ratios]
     mean = math.exp(sum(logarithms) / len(ratios))

@@ -30,7 +30,7 @@ _UNITS = ("", "", "(B)", "(us)", "(GB/s)", "", "(predicted us)", "(predicted us)
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """The predictions for one size and one number of nodes; NCCL's time is None where it was not measured."""
+    """The predictions for one size and one number of nodes. NCCL's time is None without a measurement of NCCL."""
 
     nodes: int
     case: Case
@@ -60,10 +60,10 @@ class PredictedRow:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the predictions on rank 0 and write the files; return the exit status.
+    """Print the predictions on rank 0 and write the files. Return the exit status.
 
-    Raises `InvalidUsageError` for files or a collective that the model cannot use, on all ranks, because each reads
-    the files.
+    Raises `InvalidUsageError` for files or a collective that the model cannot use, on all ranks, because each rank
+    reads the files.
     """
     if options.maxbytes is None:
         options.maxbytes = max(options.minbytes, 1 << 30)
@@ -95,7 +95,7 @@ def main(options: argparse.Namespace) -> int:
 def predictions(
     group: DomainTimes, network: Network, options: argparse.Namespace, sizes: Sequence[int]
 ) -> list[PredictedRow]:
-    """Return a row for each number of nodes and each size; raises `InvalidUsageError` as `predict` does."""
+    """Return a row for each number of nodes and each size. Raises the errors of `predict`."""
     operation, dtype = OPERATIONS[options.collective], dtype_and_op(options)
     rows = []
     for nodes in options.model:

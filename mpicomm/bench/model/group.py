@@ -22,11 +22,11 @@ STAND_INS = {
     "scatter": "alltoall",
     "gather": "alltoall",
 }
-"""The collective that the model takes where one was not measured, because as many bytes cross the busiest link."""
+"""The collective that the model takes for an unmeasured one, because as many bytes cross the busiest link."""
 
 
 class MeasuredTimes:
-    """Measured times by size: ``points`` are pairs of bytes and microseconds, at least two, by ascending size."""
+    """Measured times by size. ``points`` are at least two pairs of bytes and microseconds, by ascending size."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self.sizes = [size for size, _ in points]
@@ -41,8 +41,8 @@ class MeasuredTimes:
         """Return the time of a call of ``nbytes``.
 
         Between two measured sizes it is on the straight line of log(time) by log(size). Below the smallest size it is
-        the time of that size, which is nearly all latency. Above the largest size it is latency + bytes / bandwidth,
-        on the line through the two largest sizes.
+        the time of the smallest size, which is nearly all latency. Above the largest size it is latency + bytes /
+        bandwidth, on the line through the two largest sizes.
         """
         if nbytes <= self.sizes[0]:
             return self.latency_us
@@ -56,7 +56,7 @@ class MeasuredTimes:
 
 @dataclass(frozen=True)
 class DomainTimes:
-    """``ranks`` ranks that map each other's memory, and the times of their collectives by the names of the bench."""
+    """``ranks`` ranks that map each other's memory, and the times of their collectives by the bench's names."""
 
     ranks: int
     own: Mapping[str, MeasuredTimes]
@@ -65,7 +65,7 @@ class DomainTimes:
     """NCCL's times, from the runs with ``--compare nccl``."""
 
     def times(self, collective: str) -> MeasuredTimes:
-        """Return mpicomm's times of a collective or of its stand-in; raises `InvalidUsageError` without any."""
+        """Return mpicomm's times of a collective or of its stand-in. Raises `InvalidUsageError` without any times."""
         found = _find(self.own, collective)
         if found is None:
             raise InvalidUsageError(
@@ -79,11 +79,11 @@ class DomainTimes:
         return _find(self.nccl, collective)
 
     def us(self, collective: str, nbytes: float) -> float:
-        """Return mpicomm's time of a collective in the group; ``nbytes`` is the largest buffer of a rank."""
+        """Return mpicomm's time of a collective in the group. ``nbytes`` is the largest buffer of a rank."""
         return self.times(collective).at(nbytes)
 
     def lines(self) -> list[str]:
-        """Return lines that say what was measured, and what is taken for what was not."""
+        """Return lines with the measured collectives, and with the stand-ins for the others."""
         measured = (
             f"{name} {format_size(times.sizes[0])} to {format_size(times.sizes[-1])}"
             for name, times in self.own.items()
@@ -101,7 +101,10 @@ def _find(table: Mapping[str, MeasuredTimes], collective: str) -> MeasuredTimes 
 
 
 def read_group(files: Sequence[Path]) -> DomainTimes:
-    """Read results of one peer domain. Raises `InvalidUsageError` for files that are none, or do not fit together."""
+    """Read results of one peer domain.
+
+    Raises `InvalidUsageError` for files without results, or with results that do not fit.
+    """
     times: dict[str, dict[str, MeasuredTimes]] = {OWN: {}, NCCL: {}}
     sizes: dict[int, Path] = {}
     for path in files:
@@ -136,7 +139,7 @@ _WAY_OUT = "name a file that python -m mpicomm.bench COLLECTIVE --json FILE has 
 
 
 def _ranks(path: Path, document: Mapping[str, Any]) -> int:
-    """Return the number of ranks: published results have no list of ranks, but the command that started them."""
+    """Return the number of ranks. Published results have no list of ranks, but the command that started them."""
     if "ranks" in document:
         if len({rank["node"] for rank in document["ranks"]}) > 1:
             raise InvalidUsageError(f"--from {path} was measured on several nodes: name a run of one")
@@ -148,7 +151,7 @@ def _ranks(path: Path, document: Mapping[str, Any]) -> int:
 
 
 def _points(document: Mapping[str, Any], contender: str) -> list[tuple[int, float]]:
-    """Return a contender's times by size, out of place where there are such."""
+    """Return a contender's times by size, out of place if there are such times."""
     points = []
     for row in document["results"]:
         outcomes = next(iter(row["places"].values()))

@@ -1,10 +1,10 @@
 """The cost of mpicomm's collectives over several groups: one function for each schedule of two levels.
 
-In the formulae L is the ranks of a group, G the groups, N = L * G, n the bytes of the largest buffer of a rank, as the
-bench counts sizes, and T(n) a measured time of one group. A *rail* is made of the ranks with the same number in their
-groups. Each rank has its own network card. What the model leaves out: the time in which a GPU reduces what has come
-from other groups, the time in which a host starts a network step, and floats of 16 bits, which cross the network as
-float32.
+In the formulae L is the ranks of a group, G the groups, N = L * G. n is the bytes of the largest buffer of a rank, as
+the bench counts sizes, and T(n) a measured time of one group. A *rail* consists of the ranks with the same number in
+their groups. Each rank has its own network card. The model leaves out the time for a GPU to reduce data from other
+groups. It leaves out the time for a host to start a network step. It also leaves out that floats of 16 bits cross the
+network as float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpicomm.domains.cuts import PIECE_NBYTES, domains_at_once, pipelined_piece
 from mpicomm.errors import InvalidUsageError
 
 PACKING = Network(gb_s=1800, latency_us=1.5)
-"""The cost of packing blocks in a GPU's memory, and of unpacking: an H200's in scripts/results/packing-h200.json."""
+"""The cost to pack blocks in a GPU's memory, and to unpack them, for an H200: scripts/results/packing-h200.json."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class System:
 
     @property
     def ranks(self) -> int:
-        """L."""
+        """L, the ranks of a group."""
         return self.group.ranks
 
     @property
     def size(self) -> int:
-        """N."""
+        """N, all ranks."""
         return self.ranks * self.groups
 
     def step_us(self, nbytes: float) -> float:
-        """Return the time of a step in which each rank sends so many bytes to one rank of each other group."""
+        """Return the time of a step in which each rank sends this number of bytes to one rank of each other group."""
         return self.network.step_us(self.groups - 1, nbytes)
 
 
@@ -50,50 +50,53 @@ class Cost:
 
     alone_us: float
     later_us: float
-    """By how much the call takes longer with one piece more."""
+    """The additional time of the call for one more piece."""
 
     @classmethod
     def of(cls, group_us: float, network_us: float) -> Cost:
-        """Return the cost of a piece with these times on both levels: a later one takes as long as the slower level."""
+        """Return the cost of a piece with these times on both levels.
+
+        A later piece takes as long as the slower level.
+        """
         return cls(group_us + network_us, max(group_us, network_us))
 
 
 Schedule = Callable[[System, float], float]
-"""The time of a call of so many bytes."""
+"""The time of a call with this number of bytes."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted time and the schedule that it is of."""
+    """A predicted time and its schedule."""
 
     time_us: float
     schedule: str
 
 
 def allreduce_one_step(s: System, n: float) -> Cost:
-    """All-reduce in the group; each rank sends that whole result along its rail: T + alpha + (G - 1) * n / beta."""
+    """All-reduce in the group; each rank sends the whole result along its rail: T + alpha + (G - 1) * n / beta."""
     return Cost.of(s.group.us("allreduce", n), s.step_us(n))
 
 
 def allreduce_two_steps(s: System, n: float) -> Cost:
     """Reduce-scatter in the group, then along the rail; all-gather along the rail, then in the group.
 
-    A shard is n / L and each rank of a rail reduces 1 / G of it: 2 * (alpha + (G - 1) * n / (L * G) / beta).
+    A shard is n / L, and each rank of a rail reduces 1 / G of it: 2 * (alpha + (G - 1) * n / (L * G) / beta).
     """
     in_group_us = s.group.us("reduce_scatter", n) + s.group.us("allgather", n)
     return Cost.of(in_group_us, 2 * s.step_us(n / s.size))
 
 
 def bcast_one_step(s: System, n: float) -> Cost:
-    """The root sends all along its rail, through its card alone; each group broadcasts."""
+    """The root sends all data along its rail, through only its card; each group broadcasts."""
     return Cost.of(s.group.us("bcast", n), s.step_us(n))
 
 
 def bcast_by_rails(s: System, n: float) -> Cost:
     """The root's group broadcasts; its cards send parts of their shards, n / L, to the other groups, which gather.
 
-    The other groups exchange their parts along the rails, while the cards of the root's group send those of the next
-    piece: all cards carry n / L for each piece.
+    The other groups exchange their parts along the rails. Meanwhile the cards of the root's group send the parts of the
+    next piece. All cards carry n / L for each piece.
     """
     part = n / s.ranks / (s.groups - 1)
     root_us, others_us, sent_us = s.group.us("bcast", n), s.group.us("allgather", n), s.step_us(part)
@@ -107,7 +110,7 @@ def reduce(s: System, n: float) -> Cost:
 
 
 def alltoall(s: System, n: float) -> Cost:
-    """Every rank sends a block, n / N, straight to each of the L * (G - 1) ranks of other groups and in its group."""
+    """Every rank sends a block, n / N, straight to all L * (G - 1) ranks of other groups, and in its group."""
     return Cost.of(s.group.us("alltoall", n / s.groups), s.step_us(s.ranks * n / s.size))
 
 
@@ -122,25 +125,25 @@ def scatter(s: System, n: float) -> Cost:
 
 
 def allgather(s: System, n: float) -> float:
-    """Each rank sends its block, n / N, along its rail; the group gathers its own blocks, then those of other groups.
+    """Each rank sends its block, n / N, along its rail; the group gathers its own blocks, then the others' blocks.
 
-    It takes k groups at once, as many as have blocks for a piece. While it works on some, the network carries the next:
-    max(T(n / G), W) + ((G - 1) / k - 1) * max(K, W) + K, where W = alpha + k * n / N / beta and K = T(k * n / G). If k
-    is more than 1, K also has the time in which a GPU brings the blocks from packed memory to their places.
+    It takes k groups at once, as many as have blocks for a piece. While it works on some groups, the network carries
+    the next: max(T(n / G), W) + ((G - 1) / k - 1) * max(K, W) + K, with W = alpha + k * n / N / beta and K = T(k * n /
+    G). If k is more than 1, K also has the time in which a GPU brings the blocks from packed memory to their places.
     """
     return _by_groups(s, "allgather", n, PIECE_NBYTES)
 
 
 def reduce_scatter(s: System, n: float) -> float:
-    """The mirror image of the all-gather: the group reduces the blocks of other groups and sends them, then its own.
+    """The mirror image of the all-gather: the group reduces and sends the blocks of other groups, then reduces its own.
 
-    Blocks are cut shorter, because the partial results of all groups are in scratch memory.
+    Blocks are shorter, because scratch memory holds the partial results of all groups.
     """
     return _by_groups(s, "reduce_scatter", n, PIECE_NBYTES / max(s.ranks, s.groups))
 
 
 def _by_groups(s: System, collective: str, n: float, block_nbytes: float) -> float:
-    """Return the time of parts, one after the other, that have at most so many bytes of each block."""
+    """Return the time of parts, one after the other, that have at most this number of bytes of each block."""
     part = min(n, block_nbytes * s.size)
     at_once = domains_at_once(part / s.groups, s.groups)
     own_us, some_us = (s.group.us(collective, count * part / s.groups) for count in (1, at_once))
@@ -153,7 +156,7 @@ def _by_groups(s: System, collective: str, n: float, block_nbytes: float) -> flo
 
 
 def cut(cost: Callable[[System, float], Cost], piece_of: Callable[[float], float] = lambda n: PIECE_NBYTES) -> Schedule:
-    """Return the time of a schedule whose calls are cut into pieces, of as many bytes as ``piece_of`` says.
+    """Return the time of a schedule that cuts calls into pieces of at most ``piece_of(n)`` bytes.
 
     A last piece that is shorter counts for its share.
     """
@@ -180,7 +183,7 @@ SCHEDULES: dict[str, dict[str, Schedule]] = {
 
 
 def predict(system: System, collective: str, nbytes: float) -> Prediction:
-    """Return the time of the fastest schedule; with one group, the measured time of the group.
+    """Return the time of the fastest schedule. For a single group, return the measured time of the group.
 
     Raises `InvalidUsageError` for a collective without schedules or without measured times.
     """

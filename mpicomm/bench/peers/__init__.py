@@ -1,4 +1,4 @@
-"""The libraries to compare with, one module each: ``missing`` says what to install, ``open_peer`` opens it."""
+"""The libraries to compare with, one module each: ``missing`` names the package to install, ``open_peer`` opens it."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ PEERS = {
 
 
 def module_of(name: str) -> ModuleType:
-    """Return the module of a peer; that does not import the library itself."""
+    """Return the module of a peer, without an import of the library itself."""
     return importlib.import_module(f"mpicomm.bench.peers.{PEERS[name]}")

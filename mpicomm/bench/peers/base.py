@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class UnsupportedError(Exception):
-    """A library has no such collective, element type or operation, or is not for arrays like these."""
+    """The error of a library without such a collective, element type, operation, or support for such arrays."""
 
 
 class Peer(Protocol):
@@ -23,35 +23,38 @@ class Peer(Protocol):
     exact: bool
     """Whether its reductions are in rank order, so that the bench can compare every bit."""
     capturable: bool
-    """Whether its calls can be captured into CUDA graphs."""
+    """Whether CUDA graphs can capture its calls."""
     result_at_front: bool
-    """Where an in-place reduce-scatter leaves its block; see `operations.buffers`."""
+    """Whether an in-place reduce-scatter leaves its block at the front of the buffer; see `operations.buffers`."""
 
     def allocate(self, nbytes: int) -> Any:
         """Return memory of the kind that is fastest for this library, as a NumPy or CuPy array of bytes."""
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return the ways to carry out a case, by name; the fastest counts. Raises `UnsupportedError`."""
+        """Return the ways to carry out a case, by name. The fastest way counts. Raises `UnsupportedError`."""
 
     def close(self) -> None:
         """Free everything."""
 
 
 def cuda_major() -> int:
-    """Return the major version of CuPy's CUDA; packages for another one do not work with it."""
+    """Return the major version of CuPy's CUDA. Packages for another version do not work with it."""
     import cupy
 
     return int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
 
 
 def from_first(comm: Communicator, make: Callable[[], T]) -> T:
-    """Return the result of ``make`` on rank 0, on all ranks; raises RuntimeError on all if it fails. Collective."""
+    """Return the result of ``make`` on rank 0, on all ranks.
+
+    If it fails, raise RuntimeError on all ranks. Collective.
+    """
     made: Any = None
     failure = None
     if comm.rank == 0:
         try:
             made = make()
-        except Exception as error:  # whatever another library raises
+        except Exception as error:  # another library may raise any class
             failure = f"{type(error).__name__}: {error}"
     result, failure = comm.bcast((made, failure))
     if failure is not None:

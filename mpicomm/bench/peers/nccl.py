@@ -22,7 +22,7 @@ def open_peer(comm: Communicator, machine: Machine) -> Nccl:
 
 
 class Nccl:
-    """An NCCL communicator. Gathers, scatters and exchanges call NCCL's functions for them, if it has any."""
+    """An NCCL communicator. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
 
     exact = False
     capturable = True
@@ -59,7 +59,7 @@ class Nccl:
     def _call(self, case: Case, send: int, receive: int, dtype: int) -> Call:
         operation, end = case.operation, (self._handle, self._machine.stream.ptr)
         reduction = [nccl_library.OPS[case.op]]
-        if operation is BARRIER:  # as programs that use NCCL do
+        if operation is BARRIER:  # as in programs that use NCCL
             return _bind("ncclAllReduce", send, send, 1, dtype, *reduction, *end)
         function = nccl_library.COLLECTIVES.get(case.name)
         if function is not None and nccl_library.has(function):
@@ -78,7 +78,7 @@ class Nccl:
 
 
 def _bind(name: str, *arguments: Any) -> Call:
-    """Return a call whose arguments are converted once, because a C program converts none."""
+    """Return a call with arguments that are converted once, because a C program converts none."""
     function: Callable[..., int] = getattr(nccl_library.load(), name)
     converted = tuple(
         kind(argument) if isinstance(argument, int) else argument

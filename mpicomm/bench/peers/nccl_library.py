@@ -1,4 +1,4 @@
-"""NCCL's C functions that the bench calls, from the library that PyTorch or a CUDA package brought, or the system's."""
+"""NCCL's C functions that the bench calls, from the library of PyTorch, of a CUDA package, or of the system."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLLECTIVES = {
     "scatter": "ncclScatter",
     "alltoall": "ncclAlltoAll",
 }
-"""The functions by the bench's names of the operations. An older library lacks the last three."""
+"""The functions by the bench's names of the operations. An older library lacks the last three functions."""
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
@@ -55,7 +55,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "ncclSend": [_pointer, _size, _int, _int, _pointer, _pointer],
     "ncclRecv": [_pointer, _size, _int, _int, _pointer, _pointer],
 }
-_NEWER: dict[str, list[Any]] = {  # of NCCL 2.27 and 2.28
+_NEWER: dict[str, list[Any]] = {  # since NCCL 2.27 and 2.28
     "ncclMemAlloc": [_pointer, _size],
     "ncclMemFree": [_pointer],
     "ncclCommWindowRegister": [_pointer, _pointer, _size, _pointer, _int],
@@ -92,7 +92,7 @@ def _path() -> str:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function; raises as `check` does."""
+    """Call a function. Raises the error of `check`."""
     check(name, getattr(load(), name)(*arguments))
 
 
@@ -103,7 +103,7 @@ def check(name: str, status: int) -> None:
 
 
 def has(name: str) -> bool:
-    """Whether the library has a function."""
+    """Return whether the library has a function."""
     return hasattr(load(), name)
 
 
@@ -115,7 +115,7 @@ def version() -> str:
 
 
 def missing() -> str | None:
-    """Return what to install if there is no NCCL. Local."""
+    """Return the package to install if there is no NCCL, else None. Local."""
     try:
         load()
     except OSError as error:
@@ -131,5 +131,5 @@ def unique_id() -> bytes:
 
 
 def type_of(dtype: np.dtype[Any]) -> int | None:
-    """Return NCCL's number of an element type, None if it has none."""
+    """Return NCCL's number of an element type, or None if it has none."""
     return _TYPES.index(dtype.name) if dtype.name in _TYPES else None

@@ -1,4 +1,4 @@
-"""NCCL on its own memory, registered as a symmetric window: NCCL has faster kernels for that."""
+"""NCCL on its own memory, registered as a symmetric window, because NCCL has faster kernels for such memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GRANULARITY = 2 << 20
 
 
 def missing() -> str | None:
-    """Return what to install, if anything. Local."""
+    """Return the package to install, or None. Local."""
     reason = nccl_library.missing()
     if reason is None and not nccl_library.has("ncclCommWindowRegister"):
         package = f"nvidia-nccl-cu{cuda_major()}>=2.27"

@@ -15,7 +15,7 @@ _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the oth
 
 
 def missing() -> str | None:
-    """Return what to install, if anything. Local."""
+    """Return the package to install, or None. Local."""
     if importlib.util.find_spec("nvshmem") is None:
         return f"not installed: pip install nvshmem4py-cu{cuda_major()}"
     return None
@@ -56,7 +56,7 @@ class Nvshmem:
         return view_bytes(int(memory.handle), nbytes, memory)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return NVSHMEM's call for the collectives it has."""
+        """Return NVSHMEM's call for the collectives that it has."""
         if case.operation is BARRIER:
             barrier, stream = self._bindings.barrier_all_on_stream, self._stream
             return {"": lambda: barrier(stream)}

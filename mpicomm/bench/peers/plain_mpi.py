@@ -1,4 +1,4 @@
-"""MPI without mpicomm: on host arrays as it is, on device arrays through pinned host copies."""
+"""MPI without mpicomm: on host arrays directly, on device arrays through pinned host copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST_STAGED = 64 << 20  # larger sizes take minutes and show nothing new
 
 
 def missing() -> str | None:
-    """Return None: MPI is always there."""
+    """Return None, because MPI is always there."""
     return None
 
 
@@ -45,7 +45,7 @@ class PlainMpi:
         return self._machine.empty(nbytes)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return MPI's call, between copies where the arrays are on a device."""
+        """Return MPI's call, between copies if the arrays are on a device."""
         if case.operation.reduces and (types.mpi_datatype(case.dtype) is None or case.op == "avg"):
             raise UnsupportedError(f"MPI has no {case.op} of {case.dtype}")
         if case.dtype.isbuiltin != 1:
@@ -57,7 +57,7 @@ class PlainMpi:
         return {"": self._staged(case, buffers)}
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the peer holds nothing."""
 
     def _staged(self, case: Case, buffers: CaseBuffers) -> Call:
         if case.in_place and case.operation.places != (IN_PLACE,):

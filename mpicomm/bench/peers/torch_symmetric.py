@@ -13,7 +13,7 @@ from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, v
 
 
 def missing() -> str | None:
-    """Return what to install, if anything. Local."""
+    """Return the package to install, or None. Local."""
     if importlib.util.find_spec("torch") is None:
         return "not installed: pip install torch"
     import torch
@@ -54,21 +54,22 @@ class TorchSymmetric:
 
         port = from_first(comm, serve)
         store = stores[0] if stores else dist.TCPStore("127.0.0.1", port, comm.size, False)
-        # The group is for its store alone: NCCL starts with the first collective of a group, and there is none.
+        # The group serves only for its store. NCCL starts with the first collective of a group, and there is no
+        # collective.
         dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
         self._group = dist.group.WORLD.group_name
         torch.cuda.set_stream(torch.cuda.ExternalStream(machine.stream.ptr, device=self._device))
         self._tensors: list[Any] = []
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a symmetric tensor's memory."""
+        """Return the memory of a symmetric tensor."""
         tensor = self._memory.empty(nbytes, dtype=self._torch.uint8, device=self._device)
         self._memory.rendezvous(tensor, self._group)
         self._tensors.append(tensor)
         return view_bytes(tensor.data_ptr(), nbytes, tensor)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return one-shot and two-shot; in place two-shot alone."""
+        """Return one-shot and two-shot; in place only two-shot."""
         if case.name != "allreduce" or case.op != "sum" or case.dtype.name not in ("float32", "bfloat16"):
             raise UnsupportedError("its kernels are for the sum of float32 and bfloat16 in allreduce")
         operations, group = self._torch.ops.symm_mem, self._group
@@ -78,7 +79,7 @@ class TorchSymmetric:
         calls: dict[str, Call] = {
             "one_shot": lambda: operations.one_shot_all_reduce_out(send, "sum", group, receive),
         }
-        if case.size in (2, 4, 8):  # PyTorch compiles two-shot for these sizes alone
+        if case.size in (2, 4, 8):  # PyTorch compiles two-shot only for these sizes
             calls["two_shot"] = lambda: operations.two_shot_all_reduce_out(send, "sum", group, receive)
         return calls
 
@@ -89,7 +90,7 @@ class TorchSymmetric:
         self._dist.destroy_process_group()
 
     def _tensor(self, case: Case, array: Any) -> Any:
-        """Return the part of a tensor that has these bytes."""
+        """Return the part of a tensor with these bytes."""
         offsets = ((tensor, int(array.data.ptr) - tensor.data_ptr()) for tensor in self._tensors)
         tensor, start = next((tensor, start) for tensor, start in offsets if 0 <= start < tensor.nbytes)
         return tensor[start : start + array.nbytes].view(getattr(self._torch, case.dtype.name))

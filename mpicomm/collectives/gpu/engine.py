@@ -243,7 +243,7 @@ class DeviceEngine:
         after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
         launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
         steps = [*before, *([] if launch is None else [launch]), *after]
-        return self._plan(text, steps, AlgorithmChoice("one_shot", "in stream order"), collective=False)
+        return self._plan(text, steps, AlgorithmChoice("stream", "kernels match messages"), collective=False)
 
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool

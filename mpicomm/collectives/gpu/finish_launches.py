@@ -15,5 +15,5 @@ def finish_launches(finish: CallEpilogue, reduced: Span, faults: Faults, multipr
     """
     if reduced.count == 0:
         return []
-    call = finish.epilogue.behind(reduced.pointer, finish.pointer, faults.failed, multiprocessors)
+    call = finish.epilogue.following_kernel(reduced.pointer, finish.pointer, faults.failed, multiprocessors)
     return [Launch(call.variant, call.arguments, blocks=call.blocks, threads=call.threads)]

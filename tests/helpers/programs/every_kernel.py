@@ -209,12 +209,12 @@ def in_stream_order(comm: mpicomm.Communicator) -> None:
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for count in (5, 9001, 700_001, 5_000_001):
         sent, received = cupy.full(count, comm.rank, np.int32), cupy.zeros(count, np.int32)
-        comm.Sendrecv(sent, following, 0, received, previous, algorithm="one_shot")
+        comm.Sendrecv(sent, following, 0, received, previous, algorithm="stream")
         check([(received, np.full(count, previous, np.int32))])
         if comm.rank == 0:
-            comm.Send(sent, 1, 1, algorithm="one_shot")
+            comm.Send(sent, 1, 1, algorithm="stream")
         if comm.rank == 1:
-            comm.Recv(received, 0, 1, algorithm="one_shot")
+            comm.Recv(received, 0, 1, algorithm="stream")
             check([(received, np.zeros(count, np.int32))])
 
 

@@ -237,7 +237,7 @@ def test_calls_that_only_mpi_carries_out_refuse_device_addresses(rig: Rig, made:
         (made.Allgather, [MPI.BOTTOM, 1, datatype], host),
         (made.Alltoallv, *[[MPI.BOTTOM, [1] * rig.size, [place // 4 for place in places], "i"]] * 2),
     ):
-        with pytest.raises(InvalidUsageError, match=r"MPI\.BOTTOM beside address"):
+        with pytest.raises(InvalidUsageError, match=r"MPI\.BOTTOM with address"):
             call(*arguments)
     datatype.Free()
     datatype = MPI.INT32_T.Create_hindexed([4], [of_host]).Commit()

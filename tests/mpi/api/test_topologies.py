@@ -183,10 +183,10 @@ def test_bad_edges_of_one_rank_are_every_ranks_error(host_comm: mpicomm.Communic
     [
         ([1], [77], "edges[0]=77 is no rank of the communicator: use 0 to 0"),
         ([1], [-1], "edges[0]=-1 is no rank of the communicator: use 0 to 0"),
-        ([2], [0], "edges has 1 items where index says 2: pass all of them"),
+        ([2], [0], "edges has 1 items, but index says 2: pass all of them"),
         ([-1], [], "index=[-1] goes down to -1: pass the sums of the numbers of neighbours"),
         (["a"], [0], "index=['a'] is no list of integers: pass one"),
-        (range(1, 100), [0] * 99, "index has 99 ranks where the communicator has"),
+        (range(1, 100), [0] * 99, "index has 99 ranks, but the communicator has"),
     ],
 )
 def test_lists_that_are_no_graph_are_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import Rig
 
 COUNTS = (1, 1000, 8192, 100_003, 5_000_001)  # int32; the last one is longer than the slots
-ONE_SHOT: dict[str, Any] = {"algorithm": "one_shot"}
+STREAM: dict[str, Any] = {"algorithm": "stream"}
 
 
 Messages = list[tuple[str, Any, Message | None, Message | None]]
@@ -39,8 +40,8 @@ def enqueued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Messages:
 
 def test_what_is_enqueued(rig: Rig, enqueued: Messages) -> None:
     out, into = rig.empty(5), rig.empty(9, np.int16)
-    rig.comm.Send(out, rig.right, 7, stream=3, **ONE_SHOT)
-    rig.comm.Recv([into, 4], rig.left, **ONE_SHOT)
+    rig.comm.Send(out, rig.right, 7, stream=3, **STREAM)
+    rig.comm.Recv([into, 4], rig.left, **STREAM)
     rig.device.capturing = True
     status = MPI.Status()
     rig.comm.Sendrecv(out, rig.right, 1, into, rig.left, 2, status)
@@ -60,6 +61,16 @@ def test_what_is_enqueued(rig: Rig, enqueued: Messages) -> None:
     assert enqueued[0][2].span.pointer == out.memory.ctypes.data  # type: ignore[union-attr]
 
 
+def test_one_shot_is_an_alias_of_stream(rig: Rig, enqueued: Messages) -> None:
+    out, into = rig.empty(5), rig.empty(5)
+    for algorithm in ("stream", "one_shot"):
+        rig.comm.Send(out, rig.right, 7, algorithm=algorithm)
+        rig.comm.Recv(into, rig.left, 7, algorithm=algorithm)
+        rig.comm.Sendrecv(out, rig.right, 7, into, rig.left, 7, algorithm=algorithm)
+    assert [operation for operation, *_ in enqueued] == ["Send", "Recv", "Sendrecv"] * 2
+    assert enqueued[:3] == enqueued[3:]
+
+
 def test_outside_of_captures_mpi_matches(rig: Rig, enqueued: Messages) -> None:
     for algorithm in ("auto", "copy_engine"):
         received = rig.empty(3)
@@ -76,18 +87,18 @@ def test_what_kernels_cannot_match(rig: Rig, enqueued: Messages) -> None:
     comm, array, host = rig.comm, rig.empty(8), np.zeros(8, np.int32)
     right, left = rig.right, rig.left
     for call, match in [
-        (lambda: comm.Recv(array, **ONE_SHOT), r"Recv: source=MPI.ANY_SOURCE .* name the rank"),
-        (lambda: comm.Sendrecv(array, right, 0, host, left, **ONE_SHOT), "Sendrecv: recvbuf is a host array"),
-        (lambda: comm.Send(host, right, **ONE_SHOT), "Send: buf is a host array"),
+        (lambda: comm.Recv(array, **STREAM), r"Recv: source=MPI.ANY_SOURCE .* name the rank"),
+        (lambda: comm.Sendrecv(array, right, 0, host, left, **STREAM), "Sendrecv: recvbuf is a host array"),
+        (lambda: comm.Send(host, right, **STREAM), "Send: buf is a host array"),
         (lambda: comm.Recv(host, left, algorithm="copy_engine"), 'Recv: algorithm="copy_engine" is for device arrays'),
-        (lambda: comm.Sendrecv(array, right, 0, array, left, **ONE_SHOT), "sendbuf and recvbuf overlap"),
-        (lambda: comm.Send(array, right, -3, **ONE_SHOT), "Send: tag=-3 is negative"),
-        (lambda: comm.Sendrecv(array, right, -1, rig.empty(1), left, **ONE_SHOT), "Sendrecv: sendtag=-1 is negative"),
-        (lambda: comm.Send(array, 99, **ONE_SHOT), f"Send: dest=99 is no rank .* 0 to {rig.size - 1}"),
-        (lambda: comm.Recv(array, 99, **ONE_SHOT), "Recv: source=99 is no rank"),
+        (lambda: comm.Sendrecv(array, right, 0, array, left, **STREAM), "sendbuf and recvbuf overlap"),
+        (lambda: comm.Send(array, right, -3, **STREAM), "Send: tag=-3 is negative"),
+        (lambda: comm.Sendrecv(array, right, -1, rig.empty(1), left, **STREAM), "Sendrecv: sendtag=-1 is negative"),
+        (lambda: comm.Send(array, 99, **STREAM), f"Send: dest=99 is no rank .* 0 to {rig.size - 1}"),
+        (lambda: comm.Recv(array, 99, **STREAM), "Recv: source=99 is no rank"),
         (
             lambda: comm.Send(array, right, algorithm="ring"),
-            "Send: algorithm='ring': use one of auto, one_shot, copy_engine",
+            "Send: algorithm='ring': use one of auto, stream, copy_engine",
         ),
     ]:
         with pytest.raises(InvalidUsageError, match=match):
@@ -97,9 +108,9 @@ def test_what_kernels_cannot_match(rig: Rig, enqueued: Messages) -> None:
 
 def test_host_arrays_have_no_streams() -> None:
     with communicator("cpu") as comm:
-        for call in (comm.Send, comm.Recv):
-            with pytest.raises(InvalidUsageError, match='algorithm="one_shot" is for device arrays'):
-                call(np.zeros(1), 0, algorithm="one_shot")
+        for call, algorithm in itertools.product((comm.Send, comm.Recv), ("stream", "one_shot")):
+            with pytest.raises(InvalidUsageError, match='algorithm="stream" is for device arrays'):
+                call(np.zeros(1), 0, algorithm=algorithm)
 
 
 @pytest.fixture
@@ -121,7 +132,7 @@ def test_ring_on_gpus(comm: mpicomm.Communicator, xp: Any, offset: int) -> None:
         out, into = xp.zeros(count + 1, np.int32)[offset:], xp.zeros(count + 1, np.int32)[offset:]
         for number in range(4):
             out[...] = xp.arange(out.size, dtype=np.int32) * (number + 1) + comm.rank
-            comm.Sendrecv(out, following, 5, into, previous, 5, algorithm="one_shot")
+            comm.Sendrecv(out, following, 5, into, previous, 5, algorithm="stream")
             out[...] = -1  # later work: the message must not have it
             assert (into == xp.arange(into.size, dtype=np.int32) * (number + 1) + previous).all()
     comm.check()
@@ -133,9 +144,9 @@ def test_send_and_receive_apart_on_gpus(comm: mpicomm.Communicator, xp: Any) -> 
         arrays = [xp.full(count, 10 * comm.rank + other, np.float32) for other in range(comm.size)]
         into = xp.zeros(count, np.float32)
         for other in range(comm.size):
-            comm.Send(arrays[other], other, 3, algorithm="one_shot")
+            comm.Send(arrays[other], other, 3, algorithm="stream")
         for other in range(comm.size):
-            comm.Recv(into, other, algorithm="one_shot")
+            comm.Recv(into, other, algorithm="stream")
             assert (into == 10 * other + comm.rank).all()
     comm.check()
 
@@ -167,11 +178,11 @@ def test_graphs_on_gpus(comm: mpicomm.Communicator, xp: Any) -> None:
 def test_pairs_know_nothing_of_each_other_on_gpus(comm: mpicomm.Communicator, xp: Any) -> None:
     """After the set-up only the two ranks of a message take part."""
     array = xp.full(5000, comm.rank, np.int64)
-    comm.Sendrecv(None, MPI.PROC_NULL, recvbuf=None, source=MPI.PROC_NULL, algorithm="one_shot")
+    comm.Sendrecv(None, MPI.PROC_NULL, recvbuf=None, source=MPI.PROC_NULL, algorithm="stream")
     if comm.rank < 2 <= comm.size:
         other, into = 1 - comm.rank, xp.zeros(5000, np.int64)
         for _ in range(50):
-            comm.Sendrecv(array, other, 0, into, other, 0, algorithm="one_shot")
+            comm.Sendrecv(array, other, 0, into, other, 0, algorithm="stream")
         assert (into == other).all()
     comm.Allreduce(MPI.IN_PLACE, array)  # ranks that have sent more or fewer messages are in step
     assert (array == sum(range(comm.size))).all()
@@ -185,12 +196,12 @@ def test_ranks_that_disagree_on_gpus(device: str, what: str) -> None:
         pytest.skip("a rank does not disagree with itself")
     with communicator(device, timeout_s=2) as comm, array_module(comm) as xp:
         array = xp.zeros(100, np.uint8)
-        comm.Sendrecv(None, MPI.PROC_NULL, recvbuf=None, source=MPI.PROC_NULL, algorithm="one_shot")
+        comm.Sendrecv(None, MPI.PROC_NULL, recvbuf=None, source=MPI.PROC_NULL, algorithm="stream")
         if comm.rank == 0 and what != "missing":
-            comm.Send(array, 1, 5, algorithm="one_shot")
+            comm.Send(array, 1, 5, algorithm="stream")
         error: Any = CollectiveTimeoutError if what == "missing" else PeerError
         if comm.rank == 1:
-            comm.Recv(array[: 99 if what == "length" else 100], 0, 6 if what == "tag" else 5, algorithm="one_shot")
+            comm.Recv(array[: 99 if what == "length" else 100], 0, 6 if what == "tag" else 5, algorithm="stream")
             with pytest.raises(
                 error, match=r"message: number 1 from rank 0" if what == "missing" else "rank 0"
             ) as said:

@@ -197,7 +197,7 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
         rig.comm.Sendrecv(rig.of(rig.rank, 5000), rig.right, 0, out, rig.left)
         rig.device.synchronize()
         rows = rig.comm.stats().rows
-    assert [(row.algorithm, row.device_s > 0) for row in rows if row.operation == "Sendrecv"] == [("header", True)]
+    assert [(row.algorithm, row.device_s > 0) for row in rows if row.operation == "Sendrecv"] == [("rendezvous", True)]
     traced.check()
     (host, *device) = [event for event in calls_of(folder) if event["name"] == "Sendrecv"]
     assert host["cat"] == "message" and device

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mpicomm.activity import layout
-from mpicomm.activity.page import CommunicatorRow, Heading, Member, begin_mpis, page
+from mpicomm.activity.page import CommunicatorRow, Heading, Member, begin_by_mpi, page
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, read_activity
 from mpicomm.collectives.operations import OPERATIONS
@@ -47,7 +47,7 @@ def test_calls_have_numbers_and_texts() -> None:
     for count in (5, 6):
         row.post(f"Scan(int8, count={layout.COUNT_IN_TEXT}, op=sum)", count)
         assert of("ranks 41-42,50").last == f"Scan(int8, count={count}, op=sum)"
-    begin_mpis(row.words, layout.by_mpi("Bcast"))
+    begin_by_mpi(row.words, layout.by_mpi("Bcast"))
     by_mpi = of("ranks 41-42,50")
     assert (by_mpi.made, by_mpi.last, by_mpi.since_ns) == (4, "Bcast", None)
     row.close()

@@ -121,7 +121,7 @@ BROKEN = [MemoryFacts(error="no handle kind works")] * 2
         (
             using(*STAGED, gpus=CONSUMER),
             "access",
-            "rank 0, NVIDIA GeForce RTX 4090, has no peer access to that of rank 1",
+            "rank 0, NVIDIA GeForce RTX 4090, has no peer access to the GPU of rank 1",
         ),
         (using(*REFUSED), "memory", "rank 0: CUDA IPC is refused: cuIpcOpenMemHandle failed"),
         (

@@ -168,13 +168,13 @@ def test_a_process_of_another_user() -> None:
     other = ("setpriv", f"--reuid={NOBODY}", "--clear-groups")
     said = doctor("--pid", str(os.getpid()), before=other)
     assert (said.returncode, said.stdout) == (2, "")
-    assert "not look into this process of user root: run the doctor as that user or as root" in said.stderr
+    assert "look into this process of user root: run the doctor as that user or as root" in said.stderr
 
 
 FORKS = """
 import os, sys, time
-from mpicomm.activity.page import Heading, Member, Row
-row = Row()
+from mpicomm.activity.page import CommunicatorRow, Heading, Member
+row = CommunicatorRow()
 row.open(Heading(0, [Member("host", os.getpid(), 0)], [0], "cpu"))
 child = os.fork()
 if child == 0:

@@ -36,7 +36,7 @@ def test_data_is_none() -> None:
 
 def test_nonsense_is_refused() -> None:
     for nonsense in (replace(DESCRIBED, nbytes=71), replace(DESCRIBED, extents=())):
-        with pytest.raises(HandleError, match="description of a message"):
+        with pytest.raises(HandleError, match="header of a message"):
             RendezvousHeader.unpack(nonsense.pack(SECRET), SECRET)
 
 

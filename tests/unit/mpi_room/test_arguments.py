@@ -366,7 +366,7 @@ def test_datatype_without_extent_needs_a_count() -> None:
         for spec in ([np.zeros(2, "i4"), flat], [np.zeros(2, "i4"), (1, 1), flat]):
             with pytest.raises(ValueError, match="datatype extent 0"):
                 SELF.Sendrecv(spec, 0, 0, bytearray(99), 0, 0)
-            with pytest.raises(InvalidUsageError, match="extent is 0 cannot be counted"):
+            with pytest.raises(InvalidUsageError, match="the extent 0 cannot be counted"):
                 parse(spec, writable=False, name="x")
     finally:
         flat.Free()

@@ -289,10 +289,10 @@ DRIVER = """
 import time
 import mpicomm
 from mpicomm.cli import options as command_line
-from mpicomm.bench.machine import Host
+from mpicomm.bench.machine import HostMachine
 from mpicomm.collectives.gpu.tuning_file import find
 from mpicomm.tune import __main__ as tune, subjects
-tune.Gpu = Host
+tune.GpuMachine = HostMachine
 tune.require_possible = lambda comm, ranks: None
 subjects.algorithms_of = lambda operation: ("one_shot", "two_shot", "magic")
 RANK = command_line.MPI.COMM_WORLD.rank
