@@ -206,12 +206,12 @@ def test_refusals(comm: mpicomm.Communicator, xp: Any) -> None:
     good: list[Any] = [[1, 1], [0, 8], [MPI.DOUBLE] * 2]
     for number, said in enumerate(("counts", "displacements", "datatypes")):
         bad = [each[:1] if index == number else each for index, each in enumerate(good)]
-        for name, given in (
+        for name, buffers in (
             ("sendbuf", ([array, *bad], [xp.zeros(4), *good])),
             ("recvbuf", ([array, *good], [array, *bad])),
         ):
             with pytest.raises(InvalidUsageError, match=f"{name}: 1 {said} for 2 neighbours: pass one for each"):
-                ring.Neighbor_alltoallw(*given)
+                ring.Neighbor_alltoallw(*buffers)
     if xp is np:
         with pytest.raises(InvalidUsageError, match="is for device arrays, and MPI carries it out on host arrays"):
             ring.Neighbor_alltoall(array, xp.zeros(4), algorithm="one_shot")

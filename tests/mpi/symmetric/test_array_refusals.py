@@ -21,7 +21,7 @@ from tests.helpers.rigs.communicators import communicator, require_memory_works,
 def test_what_does_not_fit_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     with comm.zeros(4, np.float32) as array:
         good = xp.zeros(4, np.float32)
-        for source, offset, text in [
+        sources: list[tuple[Any, Any, str]] = [
             (xp.zeros(4, np.float64), 0, "src has dtype float64, the array float32"),
             (xp.zeros((4, 2), np.float32)[:, 0], 0, r"src of shape \(4,\) with strides \(8,\) is not C-contiguous"),
             (xp.zeros(5, np.float32), 0, "src has 5 elements and offset=0"),
@@ -31,7 +31,8 @@ def test_what_does_not_fit_is_refused(comm: mpicomm.Communicator, xp: Any) -> No
             ([1.0], 0, "src is a list"),
             (None, 0, "src is a NoneType"),
             (good, (1, 0), r"offset=\(1, 0\) is no int: use the index of an element"),
-        ]:
+        ]
+        for source, offset, text in sources:
             with pytest.raises(InvalidUsageError, match=text):
                 array.put(source, comm.rank, offset=offset)
         for out, text in [
@@ -105,7 +106,7 @@ NDARRAY_USES: dict[str, Callable[[Any], object]] = {
     "iteration": list,
     "arithmetic": lambda array: array + 1,
     "arithmetic from the right": lambda array: 2 * array,
-    "arithmetic in place": lambda array: operator.isub(array, 1),
+    "arithmetic in place": lambda array: operator.iadd(array, 1),
 }
 
 
