@@ -285,6 +285,13 @@ class Session:
             if self._private is not None and self.intact and not self._left_messages:
                 self._private.Free()
 
+    def leave_by(self, error: BaseException) -> None:
+        """Let `close` wait up to twice as long, because peers may wait for a call that ``error`` prevents. Local."""
+        reason = f"rank {self.placement.rank} left its with block by {type(error).__name__}: {error}"
+        self.awaited_elsewhere = lambda: True
+        if self._groups:
+            self.group.absence_reason = lambda: reason
+
     def hasten(self, limit_s: float) -> None:
         """Let later exchanges wait at most ``limit_s`` seconds for a rank. Local."""
         for group in self._groups:

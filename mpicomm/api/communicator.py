@@ -130,7 +130,8 @@ class Communicator(
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
+            shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
+            raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
         session = Session.create(plain, device, handle, timeout_s)
         made: Any = cls._classes[plain.Get_topology()] if cls is Communicator else cls
@@ -208,7 +209,9 @@ class Communicator(
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._session.leave_by(error)
         self.Free()
 
     @property
@@ -335,7 +338,7 @@ class Communicator(
         Complete all requests and receive all messages before, because `Free` drops messages that have not left yet. A
         second call does nothing. A call after MPI_Finalize or in a forked process does nothing either. After a timeout
         `Free` frees this rank's part, and does not wait for the other ranks. `Free` waits up to twice ``timeout_s`` for
-        a rank that is in a collective call which this rank has not made.
+        a rank that is in a collective call which this rank has not made, and after an error in the ``with`` block.
 
         Calls of a freed communicator raise `InvalidUsageError`. The error is also MPI's exception if MPI refuses the
         call.

@@ -252,7 +252,11 @@ class Group:
 
         if self._wait(listen, limit_s + GRACE_S) and self._wait(listen, limit_s + GRACE_S):
             answer: list[tuple[Any, ...]] | CollectiveTimeoutError = said[1]
-            return [_Outcome(*each) for each in answer] if isinstance(answer, list) else answer
+            if isinstance(answer, list):
+                return [_Outcome(*each) for each in answer]
+            here = self.ranks[self.rank]
+            came_late = f"; this is rank {here}, which came later" if here in answer.ranks else ""
+            return CollectiveTimeoutError(f"{answer}{came_late}", ranks=answer.ranks)
         return did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason())
 
     def _send(self, message: object, rank: int) -> MPI.Request:
@@ -277,8 +281,10 @@ def _no_patience() -> bool:
 
 def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:
     """Return the error for ranks that are missing; ``reason`` may be ""."""
-    text = f"{step}: {name_ranks(ranks)} did not arrive within {timeout_s:g} s"
-    return CollectiveTimeoutError(f"{text}: {reason}" if reason else text, ranks=ranks)
+    reason = reason or "let every rank make this call"
+    return CollectiveTimeoutError(
+        f"{step}: {name_ranks(ranks)} did not arrive within {timeout_s:g} s: {reason}", ranks=ranks
+    )
 
 
 abandoned: list[MPI.Request] = []

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from mpi4py import MPI
+
 from mpicomm import environment
 from mpicomm.activity.page import Heading, Member
 from mpicomm.cluster.agreement import Group, container_key, group_by_node, node_key, process_number
@@ -143,7 +145,8 @@ class Placement:
         except TypeError:
             raise InvalidUsageError(f"peer={rank!r} is no rank: use 0 to {size - 1}") from None
         if not 0 <= rank < size:
-            raise InvalidUsageError(f"peer={rank} is no rank of this communicator: use 0 to {size - 1}")
+            nobody = "; MPI.PROC_NULL: leave the call out" if rank == MPI.PROC_NULL else ""
+            raise InvalidUsageError(f"peer={rank} is no rank of this communicator: use 0 to {size - 1}{nobody}")
         if rank not in self.node_ranks:
             raise InvalidUsageError(
                 f"peer={rank} is on another node ({self.places[rank].host}): only the ranks {self.node_ranks} of this "

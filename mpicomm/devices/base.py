@@ -108,8 +108,8 @@ class Backend(Protocol):
     def open(self, handle: MemoryHandle, fd: int | None) -> Segment:
         """Map a peer's memory. The caller still owns ``fd``, and may close it afterwards."""
 
-    def asarray(self, array: Any) -> Any:
-        """Return ``array`` as this backend's ndarray without copying, or raise `InvalidUsageError`."""
+    def asarray(self, array: Any, name: str = "array") -> Any:
+        """Return ``array`` as this backend's ndarray without copying; raise `InvalidUsageError` with its ``name``."""
 
     def view(self, segment: Segment, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an ndarray over the start of a segment, without copying. It is valid until the segment is closed."""

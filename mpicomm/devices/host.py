@@ -206,26 +206,26 @@ class HostBackend:
             )
         return HostSegment(map_shared(fd, handle.offset, handle.nbytes))
 
-    def asarray(self, array: Any) -> npt.NDArray[Any]:
+    def asarray(self, array: Any, name: str = "array") -> npt.NDArray[Any]:
         """Return ``array`` as a NumPy array without copying."""
         if hasattr(array, "__cuda_array_interface__"):
             raise InvalidUsageError(
-                f"array is a {type(array).__module__}.{type(array).__name__} on a GPU, but this communicator is on the "
-                'cpu: create it with device="auto" or a device ordinal'
+                f"{name} is a {type(array).__module__}.{type(array).__name__} on a GPU, but this communicator is on "
+                'the cpu: create it with device="auto" or a device ordinal'
             )
         try:
             if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
                 return np.from_dlpack(array)
         except (TypeError, ValueError, BufferError, RuntimeError) as error:
             raise InvalidUsageError(
-                f"array is a {type(array).__name__} that DLPack cannot hand over: {error}; pass a NumPy array"
+                f"{name} is a {type(array).__name__} that DLPack cannot hand over: {error}; pass a NumPy array"
             ) from error
         try:
             return np.asarray(array, copy=False)
         except (TypeError, ValueError) as error:
             raise InvalidUsageError(
-                f"array is a {type(array).__name__}, which offers neither the buffer protocol nor DLPack: pass a NumPy "
-                "array"
+                f"{name} is a {type(array).__name__}, which offers neither the buffer protocol nor DLPack: pass a "
+                "NumPy array"
             ) from error
 
     def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -272,7 +272,7 @@ class HostBackend:
         if not wait_until(lambda: int(box[0]) >= target, self._timeout_s):
             self._missed = (
                 f"wait_signal: number {target} from rank {peer} did not come within {self._timeout_s:g} s; the "
-                "communicator is unusable from here on",
+                "communicator is unusable: create another",
                 peer,
             )
             self.check()

@@ -119,7 +119,7 @@ CHECKS = (
         "driver",
         "no GPU is unused because a driver or package is missing",
         "`using the cpu` on a machine with GPUs",
-        '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install "mpicomm[cuda13]"` (or cuda12, as `nvidia-smi` '
+        '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install -e ".[cuda13]"` (or cuda12, as `nvidia-smi` '
         "shows); `docker run --gpus all ...`",
         driver,
     ),

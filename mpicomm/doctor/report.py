@@ -14,7 +14,7 @@ CHECKS: tuple[Check, ...] = (*mpi_checks.CHECKS, *gpu_checks.CHECKS)
 _HEAD = """\
 # Troubles
 
-For users with a program that does not start, crashes, hangs, or finds no GPUs. The doctor writes this document.
+For users with a program that does not start, crashes, hangs, or finds no GPUs.
 
 Start the doctor as you start the program:
 
@@ -34,6 +34,19 @@ python -m mpicomm.doctor --job        # all jobs of this user
 ```
 
 It shows the call that each rank makes, and names the rank for which the others wait.
+
+If one rank raises, the others may wait for ever. Start the program by `mpirun -np 4 python -m mpicomm PROGRAM`: an
+error that a rank does not catch then ends the job. Pass `algorithm="one_shot"` to calls on host arrays: ranks that make
+different calls then raise an error with the call of each rank.
+
+## Errors of MPI and PyTorch
+
+The doctor does not find these, because they are in the program.
+
+| symptom | fix |
+|---|---|
+| `Message truncated`, `Abort(...)` by MPI | ranks pass different counts or types; `algorithm="one_shot"` shows both |
+| `environment variable RANK expected, but not set` | `import mpicomm.torch` before `init_process_group("mpicomm")` |
 
 ## Other troubles
 

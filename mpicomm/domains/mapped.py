@@ -14,6 +14,7 @@ from mpicomm.symmetric.signals import SignalPad, SignalPads
 
 SLOT_NBYTES = 4 << 20
 _CHANNELS = 2
+_PURPOSE = "slots between peer domains"
 
 
 class MappedChannels:
@@ -33,8 +34,8 @@ class MappedChannels:
     def __init__(self, node: Group, backend: Backend, kind: Kind, pads: SignalPads) -> None:
         self._node = node
         self._backend = backend
-        self._full = [pads.take() for _ in range(_CHANNELS)]
-        self._free = [pads.take() for _ in range(_CHANNELS)]
+        self._full = [pads.take(_PURPOSE) for _ in range(_CHANNELS)]
+        self._free = [pads.take(_PURPOSE) for _ in range(_CHANNELS)]
         nbytes = _CHANNELS * node.size * SLOT_NBYTES
 
         def clear_and_allocate() -> Segment:
@@ -43,7 +44,7 @@ class MappedChannels:
                 pads.clear(pad)
             return backend.allocate(kind, nbytes)
 
-        self._segments = share(node, backend, "slots between peer domains", clear_and_allocate, lambda: nbytes)
+        self._segments = share(node, backend, _PURPOSE, clear_and_allocate, lambda: nbytes)
         self._kind = kind
         stream = backend.stream(None)
         for pad in self._free:
@@ -68,7 +69,7 @@ class MappedChannels:
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return the memory of this rank's slots; local."""
-        return (MemoryUse.of_kind("slots between peer domains", self._kind, self._segments.own.nbytes),)
+        return (MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
         """Unmap the peers' slots; local."""

@@ -157,7 +157,7 @@ class Transfers:
         raise self._given_up(
             CollectiveTimeoutError(
                 f"{call}: {name_ranks(missing)} did not arrive within {self._timeout_s:g} s; the communicator is "
-                "unusable from here on",
+                "unusable: create another",
                 ranks=missing,
             )
         )

@@ -211,12 +211,7 @@ def parse_typed(
     """
     if not isinstance(spec, (list, tuple)):
         raise TypeError(f"{name}: {spec!r}: pass a list, [buffer, counts, displacements, datatypes]")
-    buffer, counts, displs, datatypes = items(spec, name)
-    if len(spec) == 2:
-        buffer, datatypes = spec
-        counts = displs = None
-    elif len(spec) == 3:
-        counts, displs = pair(counts, name)
+    buffer, *_ = items(spec, name)
     if buffer is MPI.BOTTOM:
         memory = _memory_of_bottom(spec)
     elif buffer is None:
@@ -227,16 +222,32 @@ def parse_typed(
         return Operand(
             name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec, nowhere=memory.nowhere
         )
-    each = (1,) * size if counts is None else indices_of(counts, size, "counts", name, peer)
-    places = (0,) * size if displs is None else indices_of(displs, size, "displacements", name, peer)
+    each, places, datatypes = typed_blocks(spec, size=size, name=name, peer=peer)
     room = _room_of(memory, name, bottom=buffer is MPI.BOTTOM)
     found: list[Elements] = []
-    for datatype, count, place in zip(require_types(datatypes, each, name, peer), each, places, strict=True):
+    for datatype, count, place in zip(datatypes, each, places, strict=True):
         found += elements_at(datatype, room, [(place, count)])
     return Operand(
         name, memory.pointer, None, sum(each), sum(each), each, places, True, memory.device, memory.owner, None, spec,
         memory.by_address, tuple(found),
     )  # fmt: skip
+
+
+def typed_blocks(
+    spec: Any, *, size: int, name: str, peer: str
+) -> tuple[tuple[int, ...], tuple[int, ...], list[MPI.Datatype]]:
+    """Return the counts, the displacements and the datatypes of an argument of Alltoallw. Local.
+
+    Raises the errors of `parse`.
+    """
+    _, counts, displs, datatypes = items(spec, name)
+    if len(spec) == 2:
+        counts, displs, datatypes = None, None, spec[1]
+    elif len(spec) == 3:
+        counts, displs = pair(counts, name)
+    each = (1,) * size if counts is None else indices_of(counts, size, "counts", name, peer)
+    places = (0,) * size if displs is None else indices_of(displs, size, "displacements", name, peer)
+    return each, places, require_types(datatypes, each, name, peer)
 
 
 def _memory_of_bottom(spec: Any) -> ArrayMemory:

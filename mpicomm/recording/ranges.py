@@ -29,7 +29,7 @@ class Ranges:
             if not required:
                 return None
             raise InvalidUsageError(
-                f'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install "mpicomm[nvtx]", or name a file ({error})'
+                f'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install -e ".[nvtx]", or name a file ({error})'
             ) from error
 
     def begin(self, record: Record) -> None:

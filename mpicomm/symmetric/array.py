@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.owner import Owner
 from mpicomm.symmetric.signals import SignalPad
 
 _MOST_NBYTES = 2**63 - 1
+
+
+def _only_of_local(operation: str) -> Callable[..., NoReturn]:
+    def refuse(self: SymmetricArray, *arguments: object, **options: object) -> NoReturn:
+        raise InvalidUsageError(
+            f"{operation}: a SymmetricArray is no ndarray: use a.local, the ndarray of this rank, or a.peer(rank)"
+        )
+
+    return refuse
 
 
 class SymmetricArray:
@@ -64,6 +73,22 @@ class SymmetricArray:
         kind, number = self.local.__dlpack_device__()
         return int(kind), int(number)
 
+    # NumPy takes an object without __array__ for a scalar, and puts the object itself into results.
+    __array__ = _only_of_local("NumPy")
+    __getitem__ = __setitem__ = _only_of_local("indexing")
+    __len__ = _only_of_local("len")
+    __add__ = __radd__ = __sub__ = __rsub__ = _only_of_local("arithmetic")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _only_of_local("arithmetic")
+
+    def __bool__(self) -> bool:
+        return True  # otherwise Python asks __len__
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidUsageError(
+            "a SymmetricArray cannot be pickled: pass it to a call on buffers, such as Allreduce instead of allreduce, "
+            "or pass a.local"
+        )
+
     @property
     def local(self) -> Any:
         """This rank's part: a NumPy or CuPy ndarray of the memory itself."""
@@ -104,7 +129,12 @@ class SymmetricArray:
         """
         index = self._node_index(peer)
         source = self._checked(src, "src")
-        offset = operator.index(offset)  # some of NumPy's integers are too small for an address
+        try:
+            offset = operator.index(offset)  # some of NumPy's integers are too small for an address
+        except TypeError:
+            raise InvalidUsageError(
+                f"offset={offset!r} is no int: use the index of an element in the flattened array"
+            ) from None
         if not 0 <= offset <= self.size - source.size:
             raise InvalidUsageError(
                 f"src has {source.size} elements and offset={offset}: they do not fit into {self.size} elements"
@@ -151,7 +181,11 @@ class SymmetricArray:
         index = self._node_index(peer)
         backend = self._owner.backend
         inbox = self._pad.inbox(owner=self._pad.own, sender=index)
-        backend.wait_signal(self._pad.expected(index), inbox, peer, backend.stream(stream, self._local))
+        try:
+            backend.wait_signal(self._pad.expected(index), inbox, peer, backend.stream(stream, self._local))
+        except CollectiveTimeoutError as error:
+            said = f"{error}; rank {peer} must call signal on the same array, {self!r}"
+            raise CollectiveTimeoutError(said, ranks=error.ranks) from None
 
     def close(self) -> None:
         """Free the memory, after a wait for this rank's device. Collective, blocking. A second call does nothing.
@@ -190,7 +224,7 @@ class SymmetricArray:
         return self._owner.placement.node_index_of(rank)
 
     def _checked(self, array: Any, name: str) -> Any:
-        converted = self._owner.backend.asarray(array)
+        converted = self._owner.backend.asarray(array, name)
         if converted.dtype != self.dtype:
             raise InvalidUsageError(f"{name} has dtype {converted.dtype}, the array {self.dtype}: convert it first")
         require_contiguous(converted, name)
@@ -221,7 +255,8 @@ def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tup
     try:
         element = np.dtype(dtype)
     except (TypeError, ValueError) as error:
-        raise InvalidUsageError(f"dtype={dtype!r} is no NumPy dtype: {error}") from None
+        hint = f"; a shape is a tuple: {(*sizes, dtype)}" if isinstance(dtype, int) else ""
+        raise InvalidUsageError(f"dtype={dtype!r} is no NumPy dtype: {error}{hint}") from None
     if element.subdtype is not None:
         raise InvalidUsageError(f"dtype={element} is itself an array: add its shape to the shape of the array")
     if element.hasobject or element.itemsize == 0:

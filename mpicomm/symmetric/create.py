@@ -125,7 +125,7 @@ def _array(owner: Owner, what: str, part: _Part, *, sealed: bool) -> SymmetricAr
         return part.provide()
 
     def share_in_node() -> SharedSegments:
-        pads.append(owner.pads.take())
+        pads.append(owner.pads.take(what))
         return share(owner.node, owner.backend, what, clear_and_provide, part.describe, sealed=sealed)
 
     try:

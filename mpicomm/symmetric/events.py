@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from mpicomm.devices.base import Event
 from mpicomm.devices.memory_use import MemoryUse
@@ -22,6 +22,9 @@ class SharedEvent:
         self._owner = owner
         self._events = events
         self.closed = False
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidUsageError("a SharedEvent cannot be pickled: every rank has one from comm.shared_event()")
 
     def record(self, stream: Any = None) -> None:
         """Mark the work that ``stream`` has at this call on this rank. Local, stream-ordered."""

@@ -55,14 +55,17 @@ class SignalPads:
         self._stride = -(-pad_nbytes // _LINE_NBYTES) * _LINE_NBYTES
         self._per_chunk = max(1, _CHUNK_NBYTES // self._stride)
 
-    def take(self) -> SignalPad:
-        """Return a pad, which the caller clears. Collective if it needs a new chunk, else local."""
+    def take(self, what: str) -> SignalPad:
+        """Return a pad, which the caller clears. Collective if it needs a new chunk, else local.
+
+        ``what`` names the call in errors.
+        """
         if not self._free:
             nbytes = self._per_chunk * self._stride
             chunk = share(
                 self._node,
                 self._backend,
-                "signal pads",
+                f"{what}: signal pads",
                 lambda: self._backend.allocate(self._kind, nbytes),
                 lambda: nbytes,
             )

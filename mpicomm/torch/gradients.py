@@ -63,6 +63,10 @@ def allreduce_hook(
     ``AllreduceState(group)``.
     """
     if not isinstance(state, AllreduceState):
+        if not isinstance(state, dist.ProcessGroup | None):
+            raise InvalidUsageError(
+                f"state={state!r} is no state of allreduce_hook: pass None, a group, or AllreduceState(wire_dtype=...)"
+            )
         state = AllreduceState(state)
     return state.average(bucket)
 

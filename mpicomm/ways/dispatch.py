@@ -173,7 +173,10 @@ class Dispatcher:
         """Hold a stream of this rank's GPU until the streams of all ranks have come here."""
         session = self._session.set_up("Barrier")
         if not isinstance(session.backend.device, int):
-            refuse_stream("Barrier", stream)
+            raise InvalidUsageError(
+                f"Barrier: stream={stream!r} is for GPUs, and this communicator is on the cpu: call Barrier() without "
+                "stream"
+            )
         engine = self.engines.on_gpu("Barrier").engine
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 

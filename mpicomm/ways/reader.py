@@ -13,7 +13,7 @@ from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.arguments import parse, typed_blocks
 from mpicomm.mpi.buffers import BufferRefusedError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.session import Session
@@ -85,7 +85,9 @@ class Reader:
         and no fault of this rank's arguments, this raises ``error`` itself.
         """
         try:
-            self._call(operation, arguments, "auto")
+            call = self._call(operation, arguments, "auto")
+            if operation.send == "typed":
+                self._require_blocks(call)
         except InvalidUsageError as named:
             return named
         if isinstance(error, MPI.Exception):
@@ -101,6 +103,16 @@ class Reader:
             assert isinstance(self._comm, MPI.Topocomm)
             self._neighborhood = neighborhood_of(self._comm)
         return self._neighborhood
+
+    def _require_blocks(self, call: Call) -> None:
+        """Raise the error of counts, displacements and datatypes in host memory, which otherwise only MPI reads."""
+        sends = receives = len(self._session.placement.places)
+        peer = "rank"
+        if call.operation.of_neighbors:
+            sends, receives, peer = len(self.neighbors().destinations), len(self.neighbors().sources), "neighbour"
+        for operand, size in ((call.send, sends), (call.receive, receives)):
+            if operand is not None:
+                typed_blocks(operand.spec, size=size, name=operand.name, peer=peer)
 
     def _call(
         self,

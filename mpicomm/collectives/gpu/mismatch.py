@@ -66,8 +66,8 @@ class LoggedCalls:
             names = f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, behind))}"
             self._fail(
                 CollectiveTimeoutError(
-                    f"collective: {names} did not come within {self._node.timeout_s:g} s; the communicator is unusable "
-                    "from here on",
+                    f"collective: {names} did not come within {self._node.timeout_s:g} s; the communicator is "
+                    "unusable: create another",
                     ranks=behind,
                 )
             )

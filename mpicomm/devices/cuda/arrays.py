@@ -19,21 +19,22 @@ _DLPACK_ON_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _USE_EMPTY = "allocate it with comm.empty()"
 
 
-def as_cupy(array: Any, ordinal: int) -> Any:
+def as_cupy(array: Any, ordinal: int, name: str = "array") -> Any:
     """Return ``array`` as a ``cupy.ndarray`` over the same memory.
 
     Local; the device's context must be current. Raises `InvalidUsageError` for an array that is not on GPU ``ordinal``.
+    ``name`` is the argument in its text.
     """
     if not isinstance(array, cupy.ndarray):
-        array = _convert(array, ordinal)
+        array = _convert(array, ordinal, name)
     if array.device.id != ordinal:
         raise _other_device(array.device.id, ordinal)
     return array
 
 
-def _convert(array: Any, ordinal: int) -> Any:
+def _convert(array: Any, ordinal: int, name: str) -> Any:
     cls = type(array)
-    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    class_name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     torch = sys.modules.get("torch")  # only a program that has imported torch can pass a tensor
     if torch is not None and isinstance(array, torch.Tensor):
         array = _Tensor(array)
@@ -49,9 +50,11 @@ def _convert(array: Any, ordinal: int) -> Any:
     except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
         if isinstance(error, InvalidUsageError):
             raise
-        raise InvalidUsageError(f"array is a {name} that CuPy cannot view: {error}; pass a CuPy array") from error
+        raise InvalidUsageError(
+            f"{name} is a {class_name} that CuPy cannot view: {error}; pass a CuPy array"
+        ) from error
     raise InvalidUsageError(
-        f"array is a {name}, which is not on a GPU, but this communicator is on GPU {ordinal}: move it there "
+        f"{name} is a {class_name}, which is not on a GPU, but this communicator is on GPU {ordinal}: move it there "
         '(cupy.asarray(array), tensor.cuda()), or create the communicator with device="cpu"'
     )
 

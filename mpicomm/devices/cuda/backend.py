@@ -136,10 +136,10 @@ class CudaBackend:
                 return StagedSegment.open(self._context, handle, fd)
             return VirtualSegment.open(self._context, handle, fd)
 
-    def asarray(self, array: Any) -> Any:
+    def asarray(self, array: Any, name: str = "array") -> Any:
         """Return ``array`` as a ``cupy.ndarray`` without copying."""
         with self._context.current():
-            return as_cupy(array, self._ordinal)
+            return as_cupy(array, self._ordinal, name)
 
     def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return a ``cupy.ndarray`` over the start of a segment, of this process or of a peer, on any device."""

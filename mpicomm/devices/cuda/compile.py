@@ -51,7 +51,7 @@ def _nvrtc_version() -> tuple[int, int]:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:  # cuda-bindings raises it if it cannot load the library
         raise BackendUnavailableError(
-            f'NVRTC cannot be loaded: {error}; run: pip install "mpicomm[cuda12]" (or cuda13, as CuPy is)'
+            f'NVRTC cannot be loaded: {error}; run: pip install -e ".[cuda12]" (or cuda13, as CuPy is)'
         ) from error
     _check(status)
     return major, minor
@@ -68,7 +68,7 @@ def _architecture(compute_capability: tuple[int, int], version: tuple[int, int])
     if not older:
         raise KernelCompileError(
             f"NVRTC {version[0]}.{version[1]} compiles for compute capability {min(supported) / 10:.1f} and newer, "
-            f"this device has {major}.{minor}; from 7.0 on CUDA 12 will do: pip install 'mpicomm[cuda12]'"
+            f'this device has {major}.{minor}; from 7.0 on CUDA 12 will do: pip install -e ".[cuda12]"'
         )
     # The device is newer than this NVRTC, so the driver compiles PTX for it when it loads the module.
     return f"compute_{max(older)}"

@@ -88,7 +88,7 @@ def visible_devices() -> list[DeviceInfo]:
     if there is no driver, no CuPy, no cuda-bindings, or no device.
     """
     driver_major = _driver_major()
-    extra = f'pip install "mpicomm[cuda{13 if driver_major >= 13 else 12}]"'
+    extra = f'pip install -e ".[cuda{13 if driver_major >= 13 else 12}]"'
     try:
         importlib.import_module("cupy")
         driver: Any = importlib.import_module("cuda.bindings.driver")

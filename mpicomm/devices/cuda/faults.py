@@ -20,7 +20,7 @@ from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
 _OPERATIONS = {1: "wait_signal", EXCHANGE: "collective", MESSAGE: "message"}
-_UNUSABLE = "the communicator is unusable from here on"
+_UNUSABLE = "the communicator is unusable: create another"
 
 
 def called_differently(calls: Sequence[str], ranks: Sequence[int]) -> PeerError:

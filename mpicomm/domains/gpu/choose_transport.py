@@ -97,7 +97,7 @@ def _open(
         try:
             load()
         except ImportError as error:
-            raise BackendUnavailableError(f"{error}: pip install mpicomm[nccl]") from error
+            raise BackendUnavailableError(f'{error}: pip install -e ".[nccl]"') from error
         require_possible(uuids)
 
     group.agree("engine nccl", require)

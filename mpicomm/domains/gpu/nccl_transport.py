@@ -148,7 +148,7 @@ class NcclTransport:
                 self._fail(
                     CollectiveTimeoutError(
                         f"{late.call}: not all of the ranks {names} came within {self._timeout_s:g} s; the "
-                        "communicator is unusable from here on",
+                        "communicator is unusable: create another",
                         ranks=late.ranks,
                     )
                 )

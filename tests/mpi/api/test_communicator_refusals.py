@@ -118,8 +118,13 @@ def test_what_is_no_communicator_is_refused(bad: Any) -> None:
 def test_freed_communicator_is_refused(comm: mpicomm.Communicator) -> None:
     child = comm.Dup()
     child.Free()
-    with pytest.raises(InvalidUsageError, match="is no intracommunicator"):
+    with pytest.raises(InvalidUsageError, match=r"comm=MPI\.COMM_NULL is no intracommunicator"):
         mpicomm.Communicator(child)
+
+
+def test_stream_of_a_barrier_is_refused_on_the_host(host_comm: mpicomm.Communicator) -> None:
+    with pytest.raises(InvalidUsageError, match=r"stream=0 is for GPUs.*: call Barrier\(\) without stream"):
+        host_comm.Barrier(stream=0)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -203,6 +203,15 @@ def test_refusals(comm: mpicomm.Communicator, xp: Any) -> None:
             method(array, xp.zeros(4), algorithm="two_shot")
     with pytest.raises(InvalidUsageError, match="3 counts for 2 neighbours: pass one for each neighbour"):
         ring.Neighbor_alltoallv([array, [1, 1, 1]], xp.zeros(4))
+    good: list[Any] = [[1, 1], [0, 8], [MPI.DOUBLE] * 2]
+    for number, said in enumerate(("counts", "displacements", "datatypes")):
+        bad = [each[:1] if index == number else each for index, each in enumerate(good)]
+        for name, buffers in (
+            ("sendbuf", ([array, *bad], [xp.zeros(4), *good])),
+            ("recvbuf", ([array, *good], [array, *bad])),
+        ):
+            with pytest.raises(InvalidUsageError, match=f"{name}: 1 {said} for 2 neighbours: pass one for each"):
+                ring.Neighbor_alltoallw(*buffers)
     if xp is np:
         with pytest.raises(InvalidUsageError, match="is for device arrays, and MPI carries it out on host arrays"):
             ring.Neighbor_alltoall(array, xp.zeros(4), algorithm="one_shot")

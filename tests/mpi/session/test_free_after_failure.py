@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, MpicommError
+from mpicomm.errors import name_ranks
 from tests.helpers.faults.setup_failures import FIRST_AND_LAST, WORLD
 
 TIMEOUT_S = 0.5
@@ -33,6 +34,38 @@ def test_free_waits_for_ranks_that_wait_in_a_call_which_this_rank_has_not_made(c
         comm.Free()
         assert comm == MPI.COMM_NULL
         WORLD.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_in_a_with_block_is_the_only_error_of_its_rank(comm_world: MPI.Intracomm) -> None:
+    for culprit in FIRST_AND_LAST:
+        error, text = (ZeroDivisionError, "zero") if WORLD.rank == culprit else (CollectiveTimeoutError, "^wait_signal")
+        with pytest.raises(error, match=text), mpicomm.Communicator(comm_world, device="cpu", timeout_s=0.5) as comm:
+            array = comm.zeros(1)
+            if comm.rank == culprit:
+                _ = 1 // 0
+            time.sleep(0.2)  # so the time of the culprit's Free is over first
+            array.wait_signal(culprit)
+        assert comm == MPI.COMM_NULL
+        WORLD.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_free_tells_a_late_rank_why_the_others_have_left(comm_world: MPI.Intracomm) -> None:
+    limit_s = 0.2
+    with (
+        pytest.raises(CollectiveTimeoutError) as excinfo,
+        mpicomm.Communicator(comm_world, device="cpu", timeout_s=limit_s) as comm,
+    ):
+        comm.zeros(1)
+        if comm.rank == 0:
+            _ = 1 // 0
+        time.sleep(5 * limit_s)
+    late = list(range(1, WORLD.size))
+    said = f"{name_ranks(late)} did not arrive within 0.2 s: rank 0 left its with block by ZeroDivisionError: "
+    assert said in str(excinfo.value)
+    assert (f"; this is rank {WORLD.rank}, which came later" in str(excinfo.value)) == (WORLD.rank > 0)
+    WORLD.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -88,6 +88,17 @@ def test_rank_that_never_comes_is_named(own_comm: mpicomm.Communicator, device: 
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["zeros", "empty"])
+def test_the_first_array_of_a_communicator_names_its_call(name: str) -> None:
+    culprit = WORLD.size - 1
+    with impatient_without(culprit, "cpu", timeout_s=0.3) as (impatient, others):
+        if others:
+            text = f"^{name}: .*rank {culprit} did not arrive within 0.3 s: let every rank make this call$"
+            with raises_everywhere(others, CollectiveTimeoutError, match=text):
+                getattr(impatient, name)(3)
+
+
+@pytest.mark.mpi(min_size=2)
 def test_free_without_one_rank_frees_on_the_others(own_comm: mpicomm.Communicator, device: str) -> None:
     for culprit in FIRST_AND_LAST:
         with impatient_without(culprit, device) as (impatient, others):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,16 +21,18 @@ from tests.helpers.rigs.communicators import communicator, require_memory_works,
 def test_what_does_not_fit_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     with comm.zeros(4, np.float32) as array:
         good = xp.zeros(4, np.float32)
-        for source, offset, text in [
+        sources: list[tuple[Any, Any, str]] = [
             (xp.zeros(4, np.float64), 0, "src has dtype float64, the array float32"),
             (xp.zeros((4, 2), np.float32)[:, 0], 0, r"src of shape \(4,\) with strides \(8,\) is not C-contiguous"),
             (xp.zeros(5, np.float32), 0, "src has 5 elements and offset=0"),
             (good, 1, "src has 4 elements and offset=1"),
             (good[:1], 4, "offset=4"),
             (good[:1], -1, "offset=-1"),
-            ([1.0], 0, "array is a list"),
-            (None, 0, "array is a NoneType"),
-        ]:
+            ([1.0], 0, "src is a list"),
+            (None, 0, "src is a NoneType"),
+            (good, (1, 0), r"offset=\(1, 0\) is no int: use the index of an element"),
+        ]
+        for source, offset, text in sources:
             with pytest.raises(InvalidUsageError, match=text):
                 array.put(source, comm.rank, offset=offset)
         for out, text in [
@@ -36,7 +40,8 @@ def test_what_does_not_fit_is_refused(comm: mpicomm.Communicator, xp: Any) -> No
             (xp.zeros((2, 4), np.float32)[:, :2], "out .* is not C-contiguous"),
             (xp.zeros(3, np.float32), "out has 3 elements, the array 4"),
             (xp.zeros(5, np.float32), "out has 5 elements, the array 4"),
-            ([1.0], "array is a list"),
+            ([1.0], "out is a list"),
+            (2, "out is a int"),
         ]:
             with pytest.raises(InvalidUsageError, match=text):
                 array.get(comm.rank, out)
@@ -87,6 +92,41 @@ def test_what_is_no_rank_is_refused(
         for peer in (comm.size, -1, None, "0", 0.0):
             with pytest.raises(InvalidUsageError, match=f"peer={peer!r} is no rank.*use 0 to {comm.size - 1}"):
                 use(array, peer)
+        with pytest.raises(InvalidUsageError, match=r"is no rank.*; MPI\.PROC_NULL: leave the call out"):
+            use(array, MPI.PROC_NULL)
+
+
+NDARRAY_USES: dict[str, Callable[[Any], object]] = {
+    "NumPy": np.asarray,
+    "NumPy's sum": np.sum,
+    "NumPy's operator": lambda array: np.zeros(4) + array,
+    "indexing": lambda array: array[0],
+    "storing": lambda array: array.__setitem__(0, 1),
+    "len": len,
+    "iteration": list,
+    "arithmetic": lambda array: array + 1,
+    "arithmetic from the right": lambda array: 2 * array,
+    "arithmetic in place": lambda array: operator.iadd(array, 1),
+}
+
+
+@pytest.mark.parametrize("use", NDARRAY_USES.values(), ids=NDARRAY_USES)
+def test_use_as_an_ndarray_is_refused(comm: mpicomm.Communicator, use: Callable[[Any], object]) -> None:
+    with comm.zeros(4) as array:
+        with pytest.raises(InvalidUsageError, match=r"a SymmetricArray is no ndarray: use a\.local"):
+            use(array)
+        assert array
+
+
+def test_pickling_is_refused(host_comm: mpicomm.Communicator) -> None:
+    with host_comm.zeros(4) as array:
+        for use in (host_comm.allreduce, host_comm.allgather, copy.deepcopy):
+            with pytest.raises(InvalidUsageError, match=r"cannot be pickled: .* Allreduce instead of allreduce"):
+                use(array)
+    event = host_comm.shared_event()
+    with pytest.raises(InvalidUsageError, match=r"a SharedEvent cannot be pickled: .*comm\.shared_event\(\)"):
+        host_comm.allgather(event)
+    event.close()
 
 
 def test_closed_array_is_refused(comm: mpicomm.Communicator) -> None:
@@ -122,6 +162,8 @@ BAD_SHAPES: list[tuple[Any, Any, str]] = [
     (3, object, "dtype=object holds no plain bytes"),
     (3, "S", "holds no plain bytes of a fixed size"),
     (3, "no such type", "dtype='no such type' is no NumPy dtype"),
+    (4, 4, r"dtype=4 is no NumPy dtype: .*; a shape is a tuple: \(4, 4\)"),
+    ((2, 3), 4, r"a shape is a tuple: \(2, 3, 4\)"),
     (3, [("a", "f4"), ("a", "f4")], "is no NumPy dtype"),
     (3, (np.float32, (2, 2)), "dtype=.* is itself an array"),
     ((2**40, 2**40), float, "more than an address can count"),

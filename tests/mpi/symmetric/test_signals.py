@@ -97,6 +97,17 @@ def test_signals_of_a_closed_array_never_reach_the_next(device: str) -> None:
         comm.Barrier()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_signal_that_did_not_come_is_told_with_its_array() -> None:
+    with communicator("cpu", timeout_s=0.3) as comm:
+        array, peer = comm.zeros((2, 3), np.float32), (comm.rank + 1) % comm.size
+        text = f"create another; rank {peer} must call signal on the same array, .* shape=.2, 3. dtype=float32"
+        with pytest.raises(CollectiveTimeoutError, match=text) as excinfo:
+            array.wait_signal(peer)
+        assert excinfo.value.ranks == (peer,)
+        comm.Barrier()
+
+
 def test_communicator_is_unusable_after_a_signal_that_did_not_come(device: str) -> None:
     with communicator(device, timeout_s=patience_s(device)) as comm:
         array = comm.zeros(1)

@@ -65,3 +65,5 @@ def test_other_types_and_groups_are_refused(world: dist.ProcessGroup) -> None:
     other = dist.new_group(backend="gloo")
     with pytest.raises(InvalidUsageError, match="is no group of mpicomm"):
         AllreduceState(other)
+    with pytest.raises(InvalidUsageError, match=r"state='bf16' .*pass None, a group, or AllreduceState\(wire_dtype="):
+        trained("bf16")

@@ -93,7 +93,7 @@ SAID = {
     "bcast": "rank 2 is behind: it has made 3 calls of world, the others 4 (bcast)",
     "Recv": f"rank 0 waits in a receive from rank 2 (tag {TAG}) of world. Rank 2 (process {{late}}) sleeps",
     "recv": f"rank 0 waits in a receive from rank 2 (tag {TAG}) of world. Rank 2 (process {{late}}) sleeps",
-    "zeros": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'signal pads: allocate and export'",
+    "zeros": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'zeros: signal pads: allocate and export'",
     "Split": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'Split'. Rank 2 (process {late}) sleeps",
     "Free": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'Free'. Rank 2 (process {late}) sleeps",
     "MPI_Finalize": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'MPI_Finalize'",

@@ -40,5 +40,7 @@ def test_a_range_has_operation_bytes_and_algorithm(said: list[str]) -> None:
 
 def test_the_package_is_needed_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvtx", None)
-    with pytest.raises(InvalidUsageError, match=r'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install "mpicomm\['):
+    with pytest.raises(
+        InvalidUsageError, match=r'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install -e "\.\[nvtx\]"'
+    ):
         Recorder(Recording("nvtx", stats=False), 0, reports=False)

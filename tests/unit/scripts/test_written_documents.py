@@ -41,6 +41,11 @@ def test_a_document_changed_by_hand_is_found_and_written_again(name: str, tmp_pa
     assert path.read_text() == written
 
 
+def test_extras_are_installed_from_the_checkout() -> None:
+    files = [path for path in (ROOT / "mpicomm").rglob("*") if path.suffix in (".py", ".md")]
+    assert [path for path in files if "mpicomm[" in path.read_text()] == []  # no index has the package
+
+
 def test_each_check_and_each_variable_has_a_row() -> None:
     troubles, listed = ((ROOT / "mpicomm/docs" / name).read_text() for name in ("troubles.md", "variables.md"))
     assert all(f"| {check.symptom} | {check.fix} |" in troubles for check in CHECKS)

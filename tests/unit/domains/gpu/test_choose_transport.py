@@ -44,7 +44,7 @@ def test_other_engines_follow_on_several_nodes(choose: Choose) -> None:
     assert choice.transport.name == "pinned"
     assert list(choice.rejected) == ["mapped", "nccl", "mpi"]
     assert "the ranks are on several nodes" in choice.rejected["mapped"]
-    assert "pip install mpicomm[nccl]" in choice.rejected["nccl"]
+    assert 'pip install -e ".[nccl]"' in choice.rejected["nccl"]
 
 
 def test_other_engines_follow_if_memory_cannot_be_mapped(choose: Choose) -> None:
