@@ -68,9 +68,9 @@ class Group:
         self.rank = self.ranks.index(comm.rank)
         self.size = len(self.ranks)
         self.broken: CollectiveTimeoutError | PeerError | None = None
-        self.absence_reason: Callable[[], str] = _nothing_known
+        self.absence_reason: Callable[[], str] = lambda: ""
         """Says why a rank that still runs may not come; "" if nothing is known. An error ends with this text."""
-        self.patience: Callable[[], bool] = _no_patience
+        self.patience: Callable[[], bool] = lambda: False
         """Says, after the time of an exchange is over, whether to wait as long once more."""
 
     def subgroup(self, ranks: Sequence[int], *, tag: int) -> Group:
@@ -271,20 +271,10 @@ class Group:
         return wait_until(ready, limit_s) or (self.patience() and wait_until(ready, limit_s))
 
 
-def _nothing_known() -> str:
-    return ""
-
-
-def _no_patience() -> bool:
-    return False
-
-
 def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:
     """Return the error for ranks that are missing; ``reason`` may be ""."""
-    reason = reason or "let every rank make this call"
-    return CollectiveTimeoutError(
-        f"{step}: {name_ranks(ranks)} did not arrive within {timeout_s:g} s: {reason}", ranks=ranks
-    )
+    text = f"{step}: {name_ranks(ranks)} did not arrive within {timeout_s:g} s"
+    return CollectiveTimeoutError(f"{text}: {reason or 'let every rank make this call'}", ranks=ranks)
 
 
 abandoned: list[MPI.Request] = []

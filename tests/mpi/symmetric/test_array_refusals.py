@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -106,7 +105,6 @@ NDARRAY_USES: dict[str, Callable[[Any], object]] = {
     "iteration": list,
     "arithmetic": lambda array: array + 1,
     "arithmetic from the right": lambda array: 2 * array,
-    "arithmetic in place": lambda array: operator.iadd(array, 1),
 }
 
 
