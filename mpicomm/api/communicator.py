@@ -210,7 +210,7 @@ class Communicator(
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
+        if isinstance(error, Exception):  # Ctrl-C and sys.exit must not wait longer
             self._session.leave_by(error)
         self.Free()
 
