@@ -20,7 +20,7 @@ EVERY = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 
 
 class OnDevice:
-    """A device array with the attributes that the judges may read."""
+    """A device array with the attributes that the checks may read."""
 
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f8", "data": (1 << 40, False), "version": 3}
     dtype = np.dtype(np.float64)
@@ -130,6 +130,6 @@ def test_mpi_has_no_average_and_no_expression(op: Any) -> None:
 
 @EVERY
 def test_ranks_without_data_are_told_where_a_call_is(operation: Operation) -> None:
-    judge = at_once(2, RANK, 1, on_gpus=True)[operation.name]
+    check = at_once(2, RANK, 1, on_gpus=True)[operation.name]
     all_have_data = operation.counts == "same" and not operation.of_neighbors
-    assert judge(np.zeros(2), np.zeros(2), MPI.SUM) == all_have_data
+    assert check(np.zeros(2), np.zeros(2), MPI.SUM) == all_have_data
