@@ -328,7 +328,9 @@ class Communicator(
         """
         channel = self._session.channel
         if channel is None:
-            raise InvalidUsageError("stats: calls are not counted: set MPICOMM_STATS=1 when the program starts")
+            raise InvalidUsageError(
+                "stats: calls are not counted: set MPICOMM_STATS=1 or MPICOMM_TRACE when the program starts"
+            )
         channel.flush()
         return channel.counts.statistics()
 

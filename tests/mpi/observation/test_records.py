@@ -247,7 +247,7 @@ def test_work_of_a_gpu_is_in_the_track_of_its_stream(
 def test_without_the_variables_nothing_is_put_in(host_comm: mpicomm.Communicator) -> None:
     assert type(host_comm) is mpicomm.Communicator
     assert type(host_comm._collectives._mapped).__module__ == "mpicomm.ways.on_host"
-    with pytest.raises(mpicomm.InvalidUsageError, match="set MPICOMM_STATS=1"):
+    with pytest.raises(mpicomm.InvalidUsageError, match="set MPICOMM_STATS=1 or MPICOMM_TRACE"):
         host_comm.stats()
 
 
