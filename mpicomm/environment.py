@@ -55,9 +55,9 @@ VARIABLES = (
     ),
     EnvironmentVariable(
         "INTERNODE",
-        "The engine that moves device arrays between peer domains: `mapped`, `nccl`, `mpi` or `pinned`. All ranks "
+        "The transport that moves device arrays between peer domains: `mapped`, `nccl`, `mpi` or `pinned`. All ranks "
         "need the same value. `staged` is an alias of `pinned`.",
-        "the first of these engines that works",
+        "the first of these transports that works",
         "the first call on device arrays between peer domains",
     ),
     EnvironmentVariable(
@@ -69,7 +69,7 @@ VARIABLES = (
     EnvironmentVariable(
         "MEMORY",
         "A bound of the device memory that the calls of a communicator take beyond 44 MiB, as in `512M`. All ranks "
-        "need the same value. `staged` is an alias of `pinned`.",
+        "need the same value.",
         "no bound",
         _EACH,
     ),
@@ -110,11 +110,11 @@ NAMES = tuple(PREFIX + variable.name for variable in VARIABLES)
 _HEAD = """\
 # Environment variables
 
-For users who start a program with other settings than its author has chosen, and do not want to change the program.
+This page is for users who start a program with other settings than its author has chosen, without changing it.
 
-A program reads these variables when it makes a communicator or makes the first call that needs them. Set a variable
-before, on every rank. Open MPI passes on only variables that `mpirun -x NAME` names. A value that mpicomm cannot take
-is an `InvalidUsageError` on all ranks. Rank 0 warns of a variable that begins with `MPICOMM_` and is not in this table.
+The last column of the table says which call reads a variable. Set the variable on every rank before the program
+starts. Open MPI passes on only variables that `mpirun -x NAME` names. If mpicomm cannot take a value, all ranks raise
+`InvalidUsageError`. Rank 0 warns of a variable that begins with `MPICOMM_` and is not in this table.
 """
 _REST = """\
 `python -m mpicomm.info` shows the variables of each rank.

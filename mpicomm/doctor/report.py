@@ -14,7 +14,7 @@ CHECKS: tuple[Check, ...] = (*mpi_checks.CHECKS, *gpu_checks.CHECKS)
 _HEAD = """\
 # Troubles
 
-For users with a program that does not start, crashes, hangs, or finds no GPUs.
+This page is for users whose program does not start, crashes, hangs, or finds no GPUs.
 
 Start the doctor as you start the program:
 
@@ -26,14 +26,15 @@ The doctor prints each trouble that it finds, with its ranks and its fix, and ex
 
 ## The program hangs
 
-No check finds the cause, because it is in the program. Leave the program running, and start the doctor beside it:
+The checks above do not find the cause of a hang. `--pid` shows which rank the others wait for. Leave the program
+running, and start the doctor beside it:
 
 ```
 python -m mpicomm.doctor --pid PID    # PID of a rank or of mpirun
 python -m mpicomm.doctor --job        # all jobs of this user
 ```
 
-It shows the call that each rank makes, and names the rank for which the others wait.
+The doctor also shows the call that each rank makes.
 
 If one rank raises, the others may wait for ever. Start the program by `mpirun -np 4 python -m mpicomm PROGRAM`: an
 error that a rank does not catch then ends the job. Pass `algorithm="one_shot"` to calls on host arrays: ranks that make

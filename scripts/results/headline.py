@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 
 from bench_tables import COLLECTIVES, OWN, PEERS, Bench, ranks
@@ -41,15 +42,26 @@ def headline(benches: list[Bench]) -> list[str]:
 
 
 def figure(benches: list[Bench]) -> list[str]:
-    """Return the lines: one all-reduce between the most ranks, and the faster way of NCCL."""
+    """Return the lines: one all-reduce between the most ranks, and the faster way of NCCL.
+
+    The text of the headline table has the whole hardware.
+    """
     bench = _only(benches, "allreduce", "symmetric", RANKS[-1])
     outcomes = next(row for row in bench["results"] if row["nbytes"] == FIGURE)["places"][PLACE]
     own, nccl = outcomes[OWN]["time_us"], min(outcomes[name]["time_us"] for name in NCCL)
     text = (
-        f"Between {RANKS[-1]} GPUs an all-reduce of {nbytes(FIGURE)} takes {microseconds(own)} us with {OWN}, and "
-        f"{microseconds(nccl)} us with NCCL {bench['peers']['nccl']} ({bench['hardware']}; {bench['date'][:10]})."
+        f"On {_gpus(bench)} an all-reduce of {nbytes(FIGURE)} takes {microseconds(own)} us, and {microseconds(nccl)} "
+        f"us with NCCL {bench['peers']['nccl']} ({bench['date'][:10]})."
     )
     return ["", *textwrap.wrap(text, 120), ""]
+
+
+def _gpus(bench: Bench) -> str:
+    """Return the GPUs in a few words: "4 H200s"."""
+    found = re.match(r"(\d+) x NVIDIA (\w+) of one machine", bench["hardware"])
+    if found is None:
+        raise SystemExit(f"{bench['file']}: the hardware does not begin with the GPUs of one machine")
+    return f"{found[1]} {found[2]}s"
 
 
 def _only(benches: list[Bench], collective: str, buffers: str, count: int) -> Bench:
@@ -71,17 +83,16 @@ def _runs(benches: list[Bench], collective: str, buffers: str, count: int) -> li
 
 def _range_of_means(benches: list[Bench]) -> str:
     """Say how the faster of NCCL's two ways compares in the worst and in the best of all collectives."""
-    means, sizes = {}, set()
-    for collective, title in COLLECTIVES.items():
+    means, sizes = [], set()
+    for collective in COLLECTIVES:
         for count in RANKS:
             for run in _runs(benches, collective, "ordinary", count):
                 if set(NCCL) <= set(run["peers"]):
-                    means[_mean(run)] = f"{title.lower()}, {count} ranks"
+                    means.append(_mean(run))
                     sizes |= {row["nbytes"] for row in run["results"]}
-    worst, best = min(means), max(means)
     return (
-        f"For ordinary arrays NCCL's faster way takes from {worst:.2f} ({means[worst]}) to {best:.2f} ({means[best]}) "
-        f"times as long as {OWN}: geometric means of {nbytes(min(sizes))} to {nbytes(max(sizes))}, all collectives."
+        f"With ordinary arrays NCCL takes {min(means):.2f} to {max(means):.2f} times as long, by collective. These are "
+        f"geometric means of {nbytes(min(sizes))} to {nbytes(max(sizes))}, with the faster of NCCL's two ways."
     )
 
 
