@@ -230,8 +230,8 @@ def main() -> None:
                     rows.append([name, what, format_size(nbytes), *(round(each, 2) for each in times)])
     if ranks is not None and options.json is not None:
         text = (
-            f"CUDA graphs of {CALLS} all-reduces run without an epilogue, with an epilogue, with the same epilogue in "
-            "a second kernel of mpicomm, and with kernels of CuPy that compute the same. Times are us for one "
+            f"CUDA graphs have {CALLS} all-reduces without an epilogue, or with one. The same epilogue also runs in a "
+            "second kernel of mpicomm, and in kernels of CuPy. Times are us for one "
             "all-reduce on the slowest rank. *affine* is `v * scale + bias[i]`, *fp8* multiplies and converts to "
             f"float8_e4m3fn, *norm* adds a residual and normalises rows of {HIDDEN}."
         )
