@@ -312,8 +312,8 @@ class Session:
 
     @property
     def _opened_unasked(self) -> bool:
-        """Whether peers may have opened this rank's outbox: that takes no set-up, and no other rank knows of it."""
-        return self.placement.here.describes_messages
+        """Whether peers may have opened this rank's outbox. A peer needs no set-up for it, and tells no other rank."""
+        return self.placement.here.sends_headers
 
     def _require_unfreed(self, what: object) -> None:
         if self._freed:

@@ -65,7 +65,7 @@ class Page:
         finally:
             if self.is_own:
                 words[layout.STEP_SINCE] = outer_since_ns
-                words[layout.STEP] = outer
+                words[layout.STEP] = outer  # last, as in `_enter`: otherwise the outer step would have the inner time
 
     def enter_last(self, text: str) -> None:
         """Say that this process is in a step of all ranks of MPI.COMM_WORLD, and stays in it until the process ends."""
@@ -111,7 +111,8 @@ class Page:
         position = self.position(layout.step_text(text, ranks))
         words = self._words
         words[layout.STEP_SINCE] = _monotonic_ns()
-        words[layout.STEP] = position + 1  # last: from here on the doctor reads the step
+        # Last, because a doctor that reads this word reads the time of the step and its text next.
+        words[layout.STEP] = position + 1
 
 
 class Member(NamedTuple):
@@ -175,9 +176,9 @@ class CommunicatorRow:
     def open(self, heading: Heading) -> None:
         """Let the doctor read the row."""
         key, name = heading.count()
-        self._bytes[:] = heading.row
+        self._bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
         _write(self._bytes, layout.NAME, name)
-        self.words[layout.KEY] = key
+        self.words[layout.KEY] = key  # last: pairs with the doctor's read of the key, which comes first
 
     def post(self, text: str, count: int = 0) -> None:
         """Say that this rank begins a collective call; ``count`` replaces `layout.COUNT_IN_TEXT` in the text.

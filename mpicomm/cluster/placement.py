@@ -66,8 +66,8 @@ class RankPlace:
     """`process_number`."""
 
     @property
-    def describes_messages(self) -> bool:
-        """Whether long messages of device arrays are described: whether peers open the outbox by IPC handles."""
+    def sends_headers(self) -> bool:
+        """Whether MPI carries a header in place of a long device array, because peers open the outbox by IPC."""
         return self.handle == "ipc" and isinstance(self.device, int)
 
     @property

@@ -72,7 +72,7 @@ class Messages:
     def __init__(self, comm: MPI.Intracomm, placement: Placement, gpu: Callable[[str], MessageDevice]) -> None:
         here = placement.here
         self.on_gpu = isinstance(here.device, int)
-        self.by_rendezvous = here.describes_messages
+        self.by_rendezvous = here.sends_headers
         self._comm = comm
         self._gpu = gpu
         self._near = frozenset(placement.node_ranks)

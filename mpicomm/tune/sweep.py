@@ -19,7 +19,7 @@ GAIN = 0.03
 """The least gain for which the algorithm changes, because two runs on the same machine differ by as much."""
 
 Measure = Callable[[Case], tuple[Mapping[str, Outcome], Mapping[str, str]]]
-"""Returns the outcomes of a case by algorithm, and the reasons of algorithms without one, as `Measuring.run` does."""
+"""Measures a case: returns the outcome of each algorithm, or the reason why it has none, as `Measuring.run` does."""
 
 
 def choose(current: str | None, times_us: Mapping[str, float]) -> str:

@@ -19,7 +19,7 @@ from headline import figure, headline
 
 FOLDER = Path(__file__).resolve().parent
 MARKED = {"figure": figure, "headline table": headline}
-"""What stands in the project's README.md between markers of these names."""
+"""The writers of the parts of the project's README.md between markers of these names."""
 GROUPS = ("Mapped memory", "Messages", "Calls", "Ways compared", "Reliability", "Predicted")
 HEAD = """\
 # Measured

@@ -275,9 +275,10 @@ class DeviceEngine:
 
         After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.
 
-        Return whether there is work that `completion` reports. There is none in a capture, or if this rank has no part
-        in the call. ``again`` says that the plan was enqueued before. Then the plan becomes a graph, which is cheaper
-        from the next time on. With ``meets`` this blocks until all ranks launch this call.
+        Return whether this call has enqueued work that `completion` reports. A captured call enqueues no work, and a
+        rank without a part in the call enqueues none. ``again`` says that the plan was enqueued before. Then the plan
+        becomes a graph, which is cheaper from the next time on. With ``meets`` this blocks until all ranks launch this
+        call.
 
         All ranks enqueue the same collectives in the same order. Plans on different streams, or on different streams of
         one capture, run one after the other. The caller must order a captured graph relative to other work of the

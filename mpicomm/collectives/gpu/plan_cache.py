@@ -71,8 +71,7 @@ class KnownCall(NamedTuple):
 
     plan: AnyPlan
     op: MPI.Op | None
-    """The operation. The cache keeps it alive, because its id is part of the key, and no other object has that id
-    meanwhile."""
+    """The operation. The cache keeps it alive, because another object could otherwise get its id, a part of the key."""
     by_output: bool
     """Whether the library of the receive buffer decides the stream, because MPI ignores the send buffer."""
     by_address: bool = False

@@ -344,10 +344,11 @@ class Trials:
             else:
                 said = ""
             seconds = time.monotonic() - start
-            # `Free` waits once more for a rank in a call that this rank has not made. On several hosts a rank of the
-            # same host may be in such a call. A victim that goes on may have begun its next call.
-            waits = 1 + (self._options.hosts > 1 or outcome.how in RESUMED)
-            limit_s = waits * (self._options.timeout + GRACE_S) + SLACK_S - GRACE_S
+            # On several hosts a rank may come to `Free` while a rank of its host is in a call that it has not made.
+            limit_s = self._options.timeout * (1 + (self._options.hosts > 1)) + SLACK_S
+            # The deadline restarts when the first rank comes. Only a first rank that goes on may come late.
+            if outcome.how in RESUMED and outcome.victim == self._alive[0]:
+                limit_s += self._options.timeout + GRACE_S
             if seconds > limit_s:
                 outcome.wrong.append(f"Free took {seconds:.2f} s")
             if not said:

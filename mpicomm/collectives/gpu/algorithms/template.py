@@ -12,7 +12,7 @@ Filled = tuple[Any, int, int]
 
 
 class Template(Protocol):
-    """A form as an algorithm carries it out: one launch of a kernel, and no other step."""
+    """The launch of one kernel by which an algorithm carries out all calls of a form."""
 
     @property
     def arguments(self) -> ctypes.Structure:
