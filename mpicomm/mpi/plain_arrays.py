@@ -53,7 +53,7 @@ def _itself(argument: Any) -> Any:
 
 def is_counted(plain: PlainArray | PlainBlocks) -> bool:
     """Return whether a count gives the elements of a plain array, or of one block if the buffer has blocks."""
-    return type(plain[2]) is tuple and len(plain[2]) == 3
+    return type(plain[2]) is tuple and plain[2][-1] == "count"
 
 
 def _nothing(argument: Any) -> PlainArray:
@@ -116,7 +116,8 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
         displs = _integers(displs)
         if displs is None or len(counts) != len(displs):
             return None
-    return read[0], read[1], (read[2], None if datatype is None else datatype.handle), counts, displs
+    # "blocks" tells this form from a list without counts, because a plan of the one does not fit the other.
+    return read[0], read[1], (read[2], datatype and datatype.handle, "blocks"), counts, displs
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:

@@ -234,7 +234,7 @@ def test_buffers_that_the_caller_drops_live_until_the_call_is_over(
         if request.work.over:  # as on the host, because a call is over there when it returns
             assert kept is None
         else:
-            assert kept.send is buffers[0] and kept.receive is buffers[1]
+            assert kept[0] is buffers[0] and kept[1] is buffers[1]
         request.Wait()
         assert request.work.kept is None
 

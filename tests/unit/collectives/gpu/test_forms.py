@@ -293,6 +293,22 @@ def test_counts_of_a_buffer_that_is_cut_in_blocks_are_left_to_planning() -> None
         assert plan.takes(plain_array(send and [here, MPI.FLOAT]), plain_array([there, MPI.FLOAT]))
 
 
+def test_lists_that_one_plan_cannot_take_alike_are_of_different_kinds() -> None:
+    """`PlanCache` takes buffers of one kind for calls of one form, and asks `takes` for the first call only."""
+    device = Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0)
+    here, there = (DeviceArray(at, 10, np.dtype("f4")) for at in (1 << 50, 1 << 51))
+    call = Call(OPERATIONS["Alltoallv"], Arguments([here, [5, 5]], [there, [5, 5]]), 0, 2)
+    plan = plan_of(call, device, "auto")
+    kinds: dict[bool, set[Any]] = {True: set(), False: set()}
+    for datatype in ([], [MPI.FLOAT]):
+        for counts in ([], [10], [[5, 5]], [([5, 5], [0, 5])]):
+            sent, received = (plain_array([array, *counts, *datatype]) for array in (here, there))
+            if sent is not None and received is not None:
+                kinds[plan.takes(sent, received)].add((sent[2], received[2]))
+    assert all(kinds.values())
+    assert not kinds[True] & kinds[False]
+
+
 def test_blocks_that_do_not_fit_their_array_or_each_other_are_left_to_planning() -> None:
     device = Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0)
     here, there = (DeviceArray(at, 10, np.dtype("f4")) for at in (1 << 50, 1 << 51))
