@@ -10,8 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import Kind, MemoryHandle
+from mpicomm.devices.handle import Exported, Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.devices.stream_threads import StreamThreads
 from mpicomm.errors import CollectiveTimeoutError, PeerError
@@ -102,11 +101,11 @@ class Backend(Protocol):
     def adopt(self, array: Any) -> Segment:
         """Return the memory of an existing array as a segment; its ``close`` does not free the array."""
 
-    def export(self, segment: Segment) -> tuple[MemoryHandle, Descriptor | None]:
-        """Return the handle of a segment of this process, and for `FD_KINDS` a descriptor, which the caller closes."""
+    def export(self, segment: Segment) -> Exported:
+        """Return the parts of a segment of this process. The caller closes the descriptors."""
 
-    def open(self, handle: MemoryHandle, fd: int | None) -> Segment:
-        """Map a peer's memory. The caller still owns ``fd``, and may close it afterwards."""
+    def open(self, parts: Exported) -> Segment:
+        """Map a peer's memory. The caller still owns the descriptors, and may close them afterwards."""
 
     def asarray(self, array: Any, name: str = "array") -> Any:
         """Return ``array`` as this backend's ndarray without copying; raise `InvalidUsageError` with its ``name``."""

@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from mpicomm.devices.descriptor import Descriptor
 from mpicomm.errors import HandleError
 
 Kind = Literal["memfd", "ipc", "fd", "fabric", "staged"]
@@ -81,6 +82,13 @@ class MemoryHandle:
             raise HandleError(f"handle packet names bytes {offset}..{offset + nbytes} of an allocation of {size}")
         name = KINDS[kind]
         return cls(name, device, b"" if name in FD_KINDS else key, size, offset, nbytes)
+
+
+Exported = tuple[tuple[MemoryHandle, "Descriptor | None"], ...]
+"""The handles of the parts of a segment, in order, each with its descriptor if it is of `FD_KINDS`.
+
+A segment has more than one part if its allocator has mapped several allocations one after the other.
+"""
 
 
 def _digest(body: bytes) -> bytes:

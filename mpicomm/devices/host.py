@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mpicomm.devices.base import Link, Scratch
 from mpicomm.devices.descriptor import Descriptor, way_out
-from mpicomm.devices.handle import Kind, MemoryHandle
+from mpicomm.devices.handle import Exported, Kind, MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.interrupts import uninterrupted
@@ -193,13 +193,14 @@ class HostBackend:
         content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
         return HostSegment(content, fd=fd, size=os.fstat(fd).st_size, offset=offset)
 
-    def export(self, segment: Any) -> tuple[MemoryHandle, Descriptor | None]:
-        """Return the handle, and the descriptor, which the caller closes. Each segment can be exported once."""
+    def export(self, segment: Any) -> Exported:
+        """Return the one part, with a descriptor, which the caller closes. Each segment can be exported once."""
         handle = MemoryHandle("memfd", NO_DEVICE, b"", segment.size, segment.offset, segment.nbytes)
-        return handle, segment.take_fd()
+        return ((handle, segment.take_fd()),)
 
-    def open(self, handle: MemoryHandle, fd: int | None) -> HostSegment:
-        """Map a peer's shared memory. The caller still owns ``fd``."""
+    def open(self, parts: Exported) -> HostSegment:
+        """Map a peer's shared memory. The caller still owns the descriptor."""
+        ((handle, fd),) = parts
         if handle.kind != "memfd" or fd is None:
             raise HandleError(
                 f"a cpu communicator cannot open a handle of kind {handle.kind}: pass the same device= on all ranks"

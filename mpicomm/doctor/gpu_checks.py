@@ -104,13 +104,12 @@ def memory(job: Job) -> list[str]:
 
 
 def pytorch(job: Job) -> list[str]:
-    """PyTorch allocates memory that CUDA IPC cannot export."""
-    found = []
+    """PyTorch allocates memory that no peer can open."""
+    found, setting = [], "backend:cudaMallocAsync"
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        for setting in ("expandable_segments:True", "backend:cudaMallocAsync"):
-            having_it = having(job, lambda one, n=name, s=setting: s in one.variables.get(n, "").replace(" ", ""))  # type: ignore[misc]
-            if having_it:
-                found.append(f"{name} on {name_ranks(having_it)} has {setting}: CUDA IPC cannot export such memory")
+        having_it = having(job, lambda one, n=name: setting in one.variables.get(n, "").replace(" ", ""))  # type: ignore[misc]
+        if having_it:
+            found.append(f"{name} on {name_ranks(having_it)} has {setting}: no peer can open such memory")
     return found
 
 
@@ -169,8 +168,8 @@ CHECKS = (
     Check(
         "pytorch",
         "PyTorch allocates memory that peers can open",
-        "`register` refuses a tensor: virtual memory",
-        "`export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native`",
+        "`register` refuses a tensor: a stream-ordered pool",
+        "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
         pytorch,
     ),
 )

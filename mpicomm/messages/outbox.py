@@ -229,7 +229,7 @@ class Outbox:
     def _allocate(self, nbytes: int, begin: int) -> Block:
         segment = self._device.allocate("ipc", nbytes)
         try:
-            handle, _ = self._device.export(segment)
+            ((handle, _),) = self._device.export(segment)
         except HandleError:
             segment.close()
             raise

@@ -226,7 +226,7 @@ class Rendezvous:
                 segment = self._opened.get(packet)
                 if segment is None:
                     try:
-                        segment = self.device.open(MemoryHandle.unpack(packet), None)
+                        segment = self.device.open(((MemoryHandle.unpack(packet), None),))
                     except HandleError as error:
                         raise HandleError(f"a message of rank {source}: {error}", ranks=[source]) from error
                     self._opened[packet] = segment

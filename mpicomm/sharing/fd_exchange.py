@@ -1,8 +1,8 @@
 """Pass file descriptors between processes of one node: abstract unix sockets and SCM_RIGHTS, no CUDA, no MPI.
 
 Every rank listens, tells the others its `address` over a channel that they trust (MPI), and then calls `swap`: each
-rank sends each other rank one message with one descriptor. ``pidfd_getfd`` would need no socket, but containers often
-forbid it.
+rank sends each other rank all its descriptors, in messages of up to `MOST_FDS`. ``pidfd_getfd`` would need no socket,
+but containers often forbid it.
 
 Every user of the machine can see the name of the socket (/proc/net/unix) and connect, so a name proves nothing. A
 message counts only if the kernel says that its sender has the uid of this process (SO_PEERCRED). It must also carry the
@@ -33,9 +33,11 @@ logger = logging.getLogger("mpicomm")
 
 _MAGIC = b"mpicommF"
 _SECRET_NBYTES = 32
-_HELLO = struct.Struct(f"<8sII{_SECRET_NBYTES}s")
+_HELLO = struct.Struct(f"<8sIII{_SECRET_NBYTES}s")
 _CREDENTIALS = struct.Struct("3i")
 _RETRY_S = 0.01
+MOST_FDS = 64
+"""The most descriptors in a message. The kernel takes 253."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class Address:
     secret: bytes = field(repr=False)
 
 
-# The target of a rank's descriptor: an address, or a connection over which too many descriptors were in flight.
+# The target of a message: an address, or a connection over which too many descriptors were in flight.
 _Target = Address | socket.socket
+_Message = tuple[int, int]
+"""A rank, and the number of the message that it sends or receives."""
 
 
 class FdExchange:
@@ -87,12 +91,15 @@ class FdExchange:
             self._listener.close()
             self._listener = None
 
-    def swap(self, addresses: Sequence[Address], fd: int, timeout_s: float) -> dict[int, Descriptor]:
-        """Send ``fd`` to every other rank, and return the others' descriptors by rank. Collective, blocking.
+    def swap(
+        self, addresses: Sequence[Address], fds: Sequence[int], counts: Sequence[int], timeout_s: float
+    ) -> dict[int, list[Descriptor]]:
+        """Send ``fds`` to every other rank, and return the others' descriptors by rank. Collective, blocking.
 
-        ``addresses`` holds the `address` of every rank. The caller still owns ``fd``. The returned descriptors are new,
-        and the caller closes each. An error closes the descriptors that have come. Raises `HandleError` for a peer that
-        cannot be reached, that sends anything else, or that sends nothing in time.
+        ``addresses`` holds the `address` of every rank, and ``counts`` the number of descriptors of every rank. The
+        caller still owns ``fds``. The returned descriptors are new, and the caller closes each. An error closes the
+        descriptors that have come. Raises `HandleError` for a peer that cannot be reached, that sends anything else, or
+        that sends nothing in time.
         """
         if self._size == 1:
             return {}
@@ -100,27 +107,38 @@ class FdExchange:
             raise HandleError("this exchange of descriptors is closed: create another")
         deadline = time.monotonic() + timeout_s
         others = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
+        due = {(rank, number): many for rank in others for number, many in enumerate(_messages(counts[rank]))}
         try:
-            return self._swap(self._listener, others, fd, deadline)
+            received = self._swap(self._listener, others, fds, due, deadline)
         except OSError as error:
             raise HandleError(f"cannot exchange descriptors: {error.strerror}{way_out(error.errno)}") from error
+        of_rank: dict[int, list[Descriptor]] = {rank: [] for rank in others}
+        for message in due:  # in the order of the descriptors
+            of_rank[message[0]] += received[message]
+        return of_rank
 
     def _swap(
-        self, listener: socket.socket, others: Mapping[int, Address], fd: int, deadline: float
-    ) -> dict[int, Descriptor]:
-        received: dict[int, Descriptor] = {}
+        self,
+        listener: socket.socket,
+        others: Mapping[int, Address],
+        fds: Sequence[int],
+        due: Mapping[_Message, int],
+        deadline: float,
+    ) -> dict[_Message, list[Descriptor]]:
+        received: dict[_Message, list[Descriptor]] = {}
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as sockets:
             # All sends come first, so that no failure to receive keeps a peer waiting for this rank. A message stays in
-            # the peer's queue with its descriptor, although this end closes before the peer reads it.
-            unsent = self._send(others, fd, sockets)
+            # the peer's queue with its descriptors, although this end closes before the peer reads it.
+            numbers = range(len(_messages(len(fds))))
+            unsent = self._send({(rank, n): others[rank] for rank in others for n in numbers}, fds, sockets)
             selector = sockets.enter_context(selectors.DefaultSelector())
             selector.register(listener, selectors.EVENT_READ)
-            while unsent or len(received) < len(others):
+            while unsent or len(received) < len(due):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0 and unsent:
                     raise HandleError(_not_sent_in_time(unsent))
                 if remaining_s <= 0:
-                    missing = sorted(set(others) - set(received))
+                    missing = sorted({rank for rank, _ in set(due) - set(received)})
                     raise HandleError(f"no descriptor came from local ranks {missing} in time")
                 for key, _ in selector.select(min(remaining_s, _RETRY_S) if unsent else remaining_s):
                     if key.data is None:
@@ -131,33 +149,36 @@ class FdExchange:
                         continue
                     selector.unregister(key.data)
                     with key.data as connection:
-                        message = self._read(connection, others)
+                        message = self._read(connection, others, due)
                     if message is None:
                         logger.warning("dropped a stranger's message to the descriptor exchange")
                         continue
-                    rank, received_fd = message
-                    on_failure.callback(received_fd.close)
-                    if rank in received:
-                        raise HandleError(f"local rank {rank} sent two descriptors")
-                    received[rank] = received_fd
+                    (rank, number), received_fds = message
+                    for fd in received_fds:
+                        on_failure.callback(fd.close)
+                    if (rank, number) in received:
+                        raise HandleError(f"local rank {rank} sent message {number} of its descriptors twice")
+                    received[rank, number] = received_fds
                 # A full queue empties as its owner receives, and descriptors in flight land as all ranks receive. The
                 # others may wait for this rank in the same way, so this rank receives between its attempts to send.
-                unsent = self._send(unsent, fd, sockets)
+                unsent = self._send(unsent, fds, sockets)
             on_failure.pop_all()
         return received
 
-    def _send(self, targets: Mapping[int, _Target], fd: int, sockets: contextlib.ExitStack) -> dict[int, _Target]:
-        """Send the descriptor; return the targets that cannot take it yet. ``sockets`` closes their connections."""
-        unsent: dict[int, _Target] = {}
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        for rank, target in targets.items():
-            hello = _HELLO.pack(_MAGIC, self._rank, rank, self.address.secret)
+    def _send(
+        self, targets: Mapping[_Message, _Target], fds: Sequence[int], sockets: contextlib.ExitStack
+    ) -> dict[_Message, _Target]:
+        """Send messages; return the messages that their targets cannot take yet. ``sockets`` closes connections."""
+        unsent: dict[_Message, _Target] = {}
+        for (rank, number), target in targets.items():
+            hello = _HELLO.pack(_MAGIC, self._rank, rank, number, self.address.secret)
+            numbers = array.array("i", fds[number * MOST_FDS : (number + 1) * MOST_FDS])
             peer: socket.socket | None = None
             try:
                 peer = target if isinstance(target, socket.socket) else sockets.enter_context(_connect(rank, target))
-                peer.sendmsg([hello], rights)
+                peer.sendmsg([hello], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)])
             except BlockingIOError:
-                unsent[rank] = target
+                unsent[rank, number] = target
             except OSError as error:
                 if peer is None or error.errno != errno.ETOOMANYREFS:
                     hint = "; if its container has a separate network namespace, give it another MPICOMM_HOSTID"
@@ -166,13 +187,15 @@ class FdExchange:
                     ) from error
                 # The kernel counts the descriptors in flight of all processes of this user, so another job can use them
                 # up for a while. The connection stays, because the peer drops a connection that closes in silence.
-                unsent[rank] = peer
+                unsent[rank, number] = peer
             else:
                 peer.close()
         return unsent
 
-    def _read(self, connection: socket.socket, others: Mapping[int, Address]) -> tuple[int, Descriptor] | None:
-        """Return (rank, descriptor), which the caller closes, or None for the message of a stranger.
+    def _read(
+        self, connection: socket.socket, others: Mapping[int, Address], due: Mapping[_Message, int]
+    ) -> tuple[_Message, list[Descriptor]] | None:
+        """Return a message of a rank with its descriptors, which the caller closes, or None for one of a stranger.
 
         It closes the descriptors of a stranger. If it raises, it closes all descriptors.
         """
@@ -180,25 +203,32 @@ class FdExchange:
             content, fds, flags = _receive(connection)
         except OSError:
             return None
-        rank = self._sender(content, others)
-        if rank is not None and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
-            return rank, fds[0]
+        message = self._message(content, others)
+        expected = 0 if message is None else due.get(message, 0)
+        if message is not None and message in due and len(fds) == expected and not flags & socket.MSG_CTRUNC:
+            return message, fds
         for fd in fds:
             fd.close()
-        if rank is None:
+        if message is None:
             return None
-        if flags & socket.MSG_CTRUNC and not fds:
-            # The kernel drops a descriptor that it cannot install, and sets nothing but this flag.
-            raise HandleError(f"no room for the descriptor of local rank {rank}{way_out(errno.EMFILE)}")
-        raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of 1")
+        rank, _ = message
+        if flags & socket.MSG_CTRUNC and len(fds) < expected:
+            # The kernel drops the descriptors that it cannot install, and sets nothing but this flag.
+            raise HandleError(f"no room for the descriptors of local rank {rank}{way_out(errno.EMFILE)}")
+        raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of {expected}")
 
-    def _sender(self, content: bytes, others: Mapping[int, Address]) -> int | None:
+    def _message(self, content: bytes, others: Mapping[int, Address]) -> _Message | None:
         if len(content) != _HELLO.size:
             return None
-        magic, sender, receiver, secret = _HELLO.unpack(content)
+        magic, sender, receiver, number, secret = _HELLO.unpack(content)
         if magic != _MAGIC or receiver != self._rank or sender not in others:
             return None
-        return sender if hmac.compare_digest(secret, others[sender].secret) else None
+        return (sender, number) if hmac.compare_digest(secret, others[sender].secret) else None
+
+
+def _messages(count: int) -> list[int]:
+    """Return the number of descriptors in each message of a rank that has ``count`` descriptors."""
+    return [min(MOST_FDS, count - begin) for begin in range(0, count, MOST_FDS)]
 
 
 def _connect(rank: int, address: Address) -> socket.socket:
@@ -214,11 +244,12 @@ def _connect(rank: int, address: Address) -> socket.socket:
     return peer
 
 
-def _not_sent_in_time(targets: Mapping[int, _Target]) -> str:
+def _not_sent_in_time(targets: Mapping[_Message, _Target]) -> str:
+    ranks = sorted({rank for rank, _ in targets})
     if any(isinstance(target, socket.socket) for target in targets.values()):
         reason = f"{os.strerror(errno.ETOOMANYREFS)}{way_out(errno.ETOOMANYREFS)}"
-        return f"cannot send a descriptor to local ranks {sorted(targets)} in time: {reason}"
-    return f"the sockets of local ranks {sorted(targets)} accepted no connection in time"
+        return f"cannot send a descriptor to local ranks {ranks} in time: {reason}"
+    return f"the sockets of local ranks {ranks} accepted no connection in time"
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:
@@ -241,8 +272,8 @@ def _accept(listener: socket.socket) -> socket.socket | None:
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:
     """Return a message, its descriptors, which the caller closes, and its flags."""
-    # Room for more than a peer's message and descriptor, so that a longer message or a second descriptor shows.
-    room = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+    # Room for more than a peer's message and descriptors, so that a longer message or another descriptor shows.
+    room = socket.CMSG_SPACE((MOST_FDS + 1) * array.array("i").itemsize)
     with uninterrupted():
         content, ancillary, flags, _ = connection.recvmsg(_HELLO.size + 1, room, socket.MSG_CMSG_CLOEXEC)
         # The kernel adds only whole descriptors, because a socket has to ask for anything else.

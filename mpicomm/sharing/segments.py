@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend, Segment
 from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import SEALED_KINDS, MemoryHandle
+from mpicomm.devices.handle import FD_KINDS, SEALED_KINDS, Exported, MemoryHandle
 from mpicomm.devices.host import require_sealed
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
 from mpicomm.sharing.fd_exchange import Address, FdExchange
@@ -58,8 +58,8 @@ class _Offer:
     """The description of a rank's segment for the other ranks."""
 
     signature: Hashable
-    packet: bytes
-    address: Address | None  # for the exchange of descriptors, if the segment has a descriptor
+    packets: tuple[bytes, ...]
+    address: Address | None  # for the exchange of descriptors, if the segment has any
 
 
 def share(
@@ -80,52 +80,81 @@ def share(
     segments = SharedSegments(node)
     with contextlib.ExitStack() as temporary:  # descriptors and the socket; all ranks have opened by its end
         swap: FdExchange | None = None
-        own_fd: Descriptor | None = None
+        own_fds: list[Descriptor] = []
+
+        def listen() -> Address:
+            nonlocal swap
+            if swap is None:
+                swap = temporary.enter_context(FdExchange(node.rank, node.size))
+            return swap.address
 
         def export() -> _Offer:
-            nonlocal swap, own_fd
             mine = signature()
             segments._segments[node.rank] = segment = produce()
-            handle, own_fd = backend.export(segment)
-            if own_fd is not None:
-                temporary.callback(own_fd.close)
-                swap = temporary.enter_context(FdExchange(node.rank, node.size))
-            return _Offer(mine, handle.pack(), swap.address if swap else None)
+            exported = backend.export(segment)
+            own_fds[:] = [fd for _, fd in exported if fd is not None]
+            for fd in own_fds:
+                temporary.callback(fd.close)
+            return _Offer(mine, tuple(handle.pack() for handle, _ in exported), listen() if own_fds else None)
 
-        def open_peers(offers: list[_Offer]) -> None:
-            received: dict[int, Descriptor] = {}
-            if swap is not None and own_fd is not None:
-                addresses = [offer.address for offer in offers if offer.address]
+        def open_peers(offers: list[_Offer], addresses: list[Address]) -> None:
+            handles = [_unpacked(offer, rank) for offer, rank in zip(offers, node.ranks, strict=True)]
+            received: dict[int, list[Descriptor]] = {}
+            if swap is not None:
+                counts = [sum(handle.kind in FD_KINDS for handle in parts) for parts in handles]
                 # Half the deadline, so that the ranks have time to agree that a descriptor has not come.
-                received = swap.swap(addresses, own_fd, node.timeout_s / 2)
-                for fd in received.values():
-                    temporary.callback(fd.close)
-            for index, offer in enumerate(offers):
+                received = swap.swap(addresses, own_fds, counts, node.timeout_s / 2)
+                for fds in received.values():
+                    for fd in fds:
+                        temporary.callback(fd.close)
+            for index, rank in enumerate(node.ranks):
                 if index != node.rank:
-                    try:
-                        handle, descriptor = MemoryHandle.unpack(offer.packet), received.get(index)
-                        if sealed and descriptor is not None and handle.kind in SEALED_KINDS:
-                            require_sealed(descriptor)
-                        segments._segments[index] = backend.open(handle, descriptor)
-                    except HandleError as error:
-                        raise HandleError(f"memory of rank {node.ranks[index]}: {error}") from error
+                    with _naming(rank):
+                        parts = _with_descriptors(handles[index], received.get(index, []))
+                        for handle, descriptor in parts:
+                            if sealed and descriptor is not None and handle.kind in SEALED_KINDS:
+                                require_sealed(descriptor)
+                        segments._segments[index] = backend.open(parts)
 
         try:
             offers = node.exchange(f"{what}: allocate and export", export)
             _require_same_signature(what, node, offers)
+            addresses = [offer.address for offer in offers if offer.address]
+            if 0 < len(addresses) < node.size:  # ranks have memory of different kinds
+                addresses = node.exchange(f"{what}: exchange descriptors", listen)
         except Exception:
             # No peer has opened the segment yet. No barrier, because ranks that made another call do not come to it.
             with contextlib.suppress(MpicommError):
                 segments.close_own()
             raise
         try:
-            node.agree(f"{what}: open", lambda: open_peers(offers))
+            node.agree(f"{what}: open", lambda: open_peers(offers, addresses))
         except Exception:
             # All ranks meet here, or the group is broken and its barrier fails at once.
             with contextlib.suppress(MpicommError):
                 segments.close(f"{what}: undo")
             raise
     return segments
+
+
+@contextlib.contextmanager
+def _naming(rank: int) -> Iterator[None]:
+    """Name the rank whose memory a `HandleError` is about."""
+    try:
+        yield
+    except HandleError as error:
+        raise HandleError(f"memory of rank {rank}: {error}") from error
+
+
+def _unpacked(offer: _Offer, rank: int) -> list[MemoryHandle]:
+    with _naming(rank):
+        return [MemoryHandle.unpack(packet) for packet in offer.packets]
+
+
+def _with_descriptors(handles: list[MemoryHandle], fds: list[Descriptor]) -> Exported:
+    """Return the handles, each with the next descriptor if it is of `FD_KINDS`."""
+    descriptors = iter(fds)
+    return tuple((handle, next(descriptors, None) if handle.kind in FD_KINDS else None) for handle in handles)
 
 
 def _require_same_signature(what: str, node: Group, offers: list[_Offer]) -> None:

@@ -28,7 +28,7 @@ from result_file import LONG_RUNS, Table, add_tables, hardware, today
 
 SECRET = bytes(range(32))
 PACKET = MemoryHandle("ipc", bytes(16), bytes(range(64)), 1 << 21, 512, 4096).pack()
-HELLO = fd_exchange._HELLO.pack(fd_exchange._MAGIC, 1, 0, SECRET)
+HELLO = fd_exchange._HELLO.pack(fd_exchange._MAGIC, 1, 0, 0, SECRET)
 BODY_NBYTES = handle._BODY.size
 OTHERS = {1: Address(b"", SECRET)}
 
@@ -43,7 +43,7 @@ def feed(content: bytes) -> None:
             continue
         if len(packet) != PACKET_NBYTES or opened.offset + opened.nbytes > opened.size:
             raise AssertionError(f"accepted: {packet.hex()}")
-    if EXCHANGE._sender(content, OTHERS) is not None and content != HELLO:
+    if EXCHANGE._message(content, OTHERS) is not None and content != HELLO:
         raise AssertionError(f"accepted: {content.hex()}")
 
 
@@ -81,7 +81,7 @@ def main() -> None:
         import atheris
 
         atheris.instrument_func(MemoryHandle.unpack.__func__)  # type: ignore[attr-defined]
-        atheris.instrument_func(FdExchange._sender)
+        atheris.instrument_func(FdExchange._message)
         atheris.Setup([sys.argv[0], f"-runs={options.packets}", f"-seed={options.seed}", "-max_len=300"], feed)
         atheris.Fuzz()  # it ends the process
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings import driver
 
-from mpicomm.devices.cuda.driver import visible_devices
+from mpicomm.devices.cuda.driver import call, visible_devices
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
 
 try:
@@ -43,7 +45,7 @@ def test_adopts_part_of_a_pool_block(
         del block  # the pool cuts the next two from it
         arrays = [cupy.full(1000, value, np.uint8) for value in (1, 2)]
         segments = [backend.adopt(array) for array in arrays]
-    handles = [backend.export(segment)[0] for segment in segments]
+    handles = [backend.export(segment)[0][0] for segment in segments]
     assert handles[0].key == handles[1].key
     assert handles[0].offset != handles[1].offset
     assert all(handle.kind == "ipc" and handle.nbytes == 1000 and handle.size >= MIB for handle in handles)
@@ -67,7 +69,7 @@ def test_an_adopted_array_lives_as_long_as_its_segment(backend: CudaBackend) -> 
 def test_adopts_an_empty_array(backend: CudaBackend) -> None:
     segment = backend.adopt(cupy.empty((0, 3), np.float32))
     assert segment.nbytes == 0
-    assert backend.export(segment)[0].nbytes == 0
+    assert backend.export(segment)[0][0].nbytes == 0
     assert backend.view(segment, (0, 3), np.dtype(np.float32)).shape == (0, 3)
     segment.close()
 
@@ -87,10 +89,65 @@ def test_refuses_memory_that_ipc_cannot_export(backend: CudaBackend) -> None:
     host = cupy.cuda.UnownedMemory(pinned.ptr, 64, pinned, 0)
     with pytest.raises(InvalidUsageError, match=r"host memory.*comm\.empty\(\)"):
         backend.adopt(array_at(cupy.cuda.MemoryPointer(host, 0)))
-    segment = backend.allocate("fd", 64)
-    with pytest.raises(InvalidUsageError, match=r"virtual memory.*expandable_segments:False"):
-        backend.adopt(backend.view(segment, (16,), np.dtype(np.float32)))
-    segment.close()
+    with (
+        mapped_allocations([2 * MIB], exportable=False) as address,
+        pytest.raises(InvalidUsageError, match=r"virtual memory.*not made for export.*expandable_segments:False"),
+    ):
+        backend.adopt(array_at(cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, 2 * MIB, None, 0), 0)))
+
+
+@contextmanager
+def mapped_allocations(sizes: Sequence[int], *, exportable: bool) -> Iterator[int]:
+    """Map allocations of GPU 0 one after the other, as an allocator with virtual memory does; return their address."""
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = 0
+    types = driver.CUmemAllocationHandleType
+    properties.requestedHandleTypes = (
+        types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR if exportable else types.CU_MEM_HANDLE_TYPE_NONE
+    )
+    access = driver.CUmemAccessDesc()
+    access.location = properties.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    address = at = int(call(driver.cuMemAddressReserve, sum(sizes), 0, 0, 0))
+    for size in sizes:
+        allocation = call(driver.cuMemCreate, size, properties, 0)
+        call(driver.cuMemMap, at, size, 0, allocation, 0)
+        call(driver.cuMemRelease, allocation)
+        at += size
+    call(driver.cuMemSetAccess, address, sum(sizes), [access], 1)
+    yield address
+    cupy.cuda.Device(0).synchronize()
+    call(driver.cuMemUnmap, address, sum(sizes))
+    call(driver.cuMemAddressFree, address, sum(sizes))
+
+
+def test_adopts_virtual_memory_of_several_allocations(backend: CudaBackend) -> None:
+    sizes = [2 * MIB, 4 * MIB, 2 * MIB]
+    with mapped_allocations(sizes, exportable=True) as address:
+        memory = cupy.cuda.UnownedMemory(address, sum(sizes), None, 0)
+        array = cupy.ndarray((6 * MIB,), np.uint8, cupy.cuda.MemoryPointer(memory, MIB))
+        array[...] = cupy.arange(6 * MIB, dtype=np.int64).astype(np.uint8)
+        segment = backend.adopt(array)
+        parts = backend.export(segment)
+        assert [(handle.size, handle.offset, handle.nbytes) for handle, _ in parts] == [
+            (2 * MIB, MIB, MIB),
+            (4 * MIB, 0, 4 * MIB),
+            (2 * MIB, 0, MIB),
+        ]
+        peer = backend.open(parts)
+        for _, fd in parts:
+            assert fd is not None
+            fd.close()
+        there = backend.view(peer, array.shape, array.dtype)
+        assert peer.pointer != segment.pointer
+        assert bool((there == array).all())
+        there[MIB] = 77
+        assert int(array[MIB]) == 77
+        del there
+        peer.close()
+        segment.close()
 
 
 @pytest.mark.skipif(len(DEVICES) < 2, reason="needs two GPUs")

@@ -84,7 +84,7 @@ def test_allocates_views_and_exports(backend: CudaBackend, kind: Kind) -> None:
     assert view.data.ptr == segment.pointer
     view[...] = cupy.arange(15, dtype=np.float32).reshape(3, 5)
     assert view.get()[2, 4] == 14
-    handle, fd = backend.export(segment)
+    ((handle, fd),) = backend.export(segment)
     assert MemoryHandle.unpack(handle.pack()) == handle
     assert (handle.kind, handle.offset, handle.nbytes, handle.size) == (kind, 0, segment.nbytes, segment.nbytes)
     assert handle.device == DEVICES[0].uuid
@@ -104,7 +104,7 @@ def test_fabric_works_or_says_what_it_needs(backend: CudaBackend) -> None:
         for word in ("IMEX", "/dev/nvidia-caps-imex-channels", 'handle="fd"', '"ipc"'):
             assert word in str(error)
         return
-    handle, fd = backend.export(segment)
+    ((handle, fd),) = backend.export(segment)
     assert any(handle.key)
     assert fd is None
     segment.close()
@@ -119,9 +119,9 @@ def test_an_impossible_size_names_it(backend: CudaBackend) -> None:
 
 def test_other_handles_are_refused(backend: CudaBackend) -> None:
     with pytest.raises(HandleError, match="memfd"):
-        backend.open(MemoryHandle("memfd", bytes(16), b"", 4096, 0, 4096), None)
+        backend.open(((MemoryHandle("memfd", bytes(16), b"", 4096, 0, 4096), None),))
     with pytest.raises(HandleError, match="without its file descriptor"):
-        backend.open(MemoryHandle("fd", DEVICES[0].uuid, b"", 2 * MIB, 0, 2 * MIB), None)
+        backend.open(((MemoryHandle("fd", DEVICES[0].uuid, b"", 2 * MIB, 0, 2 * MIB), None),))
     with pytest.raises(HandleError, match="memfd"):
         backend.allocate("memfd", 1)
 

@@ -32,7 +32,7 @@ def peer(connection: Connection, packet: bytes, exported_event: bytes) -> None:
     backend = CudaBackend(0, timeout_s=60.0)
     handle = MemoryHandle.unpack(packet)
     fd = Descriptor(reduction.recv_handle(connection)) if handle.kind in FD_KINDS else None
-    first, second = backend.open(handle, fd), backend.open(handle, fd)
+    first, second = backend.open(((handle, fd),)), backend.open(((handle, fd),))
     if fd is not None:
         fd.close()
     shared = first.pointer == second.pointer
@@ -62,7 +62,7 @@ def test_another_process_opens_the_memory(kind: Kind) -> None:
     view[...] = cupy.arange(4)
     event = backend.create_event()
     event.record(0)
-    handle, fd = backend.export(segment)
+    ((handle, fd),) = backend.export(segment)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=peer, args=(there, handle.pack(), event.export()))

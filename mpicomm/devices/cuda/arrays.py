@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
 from cuda.bindings import driver
 
 from mpicomm.devices.cuda.driver import call
+from mpicomm.devices.cuda.virtual_memory import can_export
+from mpicomm.devices.handle import Kind
 from mpicomm.errors import InvalidUsageError
 
 _log = logging.getLogger("mpicomm")
@@ -78,19 +79,17 @@ class _Tensor:
         return self._tensor.__dlpack__(stream=-1)
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """The allocation of ``cuMemAlloc`` that holds an array."""
-
-    base: int
-    size: int
+Allocation = tuple[int, int]
+"""The address and the bytes of an allocation that holds an array, or a part of it."""
 
 
-def allocation_of(array: Any, ordinal: int) -> Allocation:
-    """Find the allocation of a non-empty ``cupy.ndarray``.
+def allocations_of(array: Any, ordinal: int) -> tuple[Kind, list[Allocation]]:
+    """Return the kind of handle by which peers open a non-empty ``cupy.ndarray``, and its allocations in order.
 
-    Local; the device's context must be current. Raises `InvalidUsageError` for memory that CUDA IPC cannot export. Logs
-    a warning, once per process, if other arrays may become visible to peers.
+    Memory of ``cuMemAlloc`` is one allocation of the kind "ipc". Virtual memory has the kind "fd", and may be several
+    allocations, because PyTorch's expandable segments grow by allocations. Local; the device's context must be current.
+    Raises `InvalidUsageError` for memory that no peer can open. Logs a warning, once per process, if other arrays may
+    become visible to peers.
     """
     pointer = array.data.ptr
     attribute = driver.CUpointer_attribute
@@ -114,20 +113,25 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
         )
     if int(pool) != 0:
         raise InvalidUsageError(
-            "array lies in the stream-ordered pool (cudaMallocAsync), and CUDA IPC cannot export its memory; "
+            "array lies in a stream-ordered pool (cudaMallocAsync), and CUDA IPC cannot export its memory; "
             f"{_USE_EMPTY}, or before it is made call cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc), or for "
             "PyTorch set PYTORCH_CUDA_ALLOC_CONF=backend:native"
         )
-    if not ipc_capable:
+    allocations: list[Allocation] = []
+    at, end = pointer, pointer + array.nbytes
+    while at < end:
+        base, size = call(driver.cuMemGetAddressRange, at, hint=f"array does not lie on GPU {ordinal}")
+        allocations.append((int(base), size))
+        at = int(base) + size
+    begin = allocations[0][0]
+    if not ipc_capable and not all(can_export(base) for base, _ in allocations):
         raise InvalidUsageError(
-            f"array lies in virtual memory (cuMemCreate), which CUDA IPC cannot export; {_USE_EMPTY}, or for PyTorch "
-            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+            "array lies in virtual memory (cuMemCreate) that its allocator has not made for export as a file "
+            f"descriptor; {_USE_EMPTY}, or for PyTorch set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
         )
-    base, size = call(driver.cuMemGetAddressRange, pointer, hint=f"array does not lie on GPU {ordinal}")
-    before = pointer - int(base)
-    if max(before, size - before - array.nbytes) >= _ROOM_NBYTES:
-        _warn_once(array.nbytes, size)
-    return Allocation(int(base), size)
+    if max(pointer - begin, at - end) >= _ROOM_NBYTES:
+        _warn_once(array.nbytes, at - begin)
+    return ("ipc" if ipc_capable else "fd"), allocations
 
 
 _ROOM_NBYTES = 512

@@ -1,35 +1,26 @@
-"""GPU memory that other processes can map: CUDA IPC, virtual memory (fd, fabric) and pinned host memory (staged)."""
+"""GPU memory that other processes can map: CUDA IPC, and pinned host memory (staged)."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cuda.bindings import driver
 
 from mpicomm.devices.cuda.context import PrimaryContext
-from mpicomm.devices.cuda.driver import DriverShutDownError, call, check
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
+from mpicomm.devices.cuda.driver import DriverShutDownError, call
+from mpicomm.devices.handle import KEY_NBYTES, Exported, MemoryHandle
 from mpicomm.devices.host import HostSegment, map_shared
 from mpicomm.errors import HandleError
-from mpicomm.interrupts import uninterrupted
 
 # The driver allocates and shares whole blocks of 2 MiB. An allocation of a multiple of 2 MiB shares no block, so its
 # export shows a peer nothing else.
 BLOCK_NBYTES = 2 << 20
 
-_NO_FABRIC = (
-    "fabric handles need an IMEX channel (a device node in /dev/nvidia-caps-imex-channels, readable by this user) and "
-    'GPUs on an NVLink fabric; use handle="fd" or handle="ipc"'
-)
 _NO_IPC = 'use handle="fd", or handle="staged" if the GPUs cannot reach each other'
-_NO_ACCESS = 'use handle="staged" if the GPUs cannot reach each other'
 _NO_STAGED = "raise the limit on locked memory (ulimit -l), or make the array smaller"
 _TOO_LARGE = "make the array smaller, or free others (cupy.get_default_memory_pool().free_all_blocks())"
 
@@ -46,8 +37,8 @@ class CudaSegment:
         self._context = context
         context.segments.add(self)
 
-    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
-        """Return the handle, and a descriptor for kinds that have one. The caller closes the descriptor."""
+    def export(self) -> Exported:
+        """Return the parts of this memory. The caller closes the descriptors."""
         raise HandleError("this memory is a peer's: only the process that owns it can export it")
 
     def close(self) -> None:
@@ -78,15 +69,15 @@ class IpcSegment(CudaSegment):
         """Allocate at least ``nbytes`` bytes, in whole blocks."""
         size = round_up(nbytes, BLOCK_NBYTES)
         with context.current():
-            base = int(call(driver.cuMemAlloc, size, hint=_cannot_allocate(size, context)))
+            base = int(call(driver.cuMemAlloc, size, hint=cannot_allocate(size, context)))
         return cls(context, base, size, base=base, size=size)
 
-    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
+    def export(self) -> Exported:
         """Return the handle of the whole allocation, with the offset of this memory in it."""
         with self._context.current():
-            key = _bytes_of(call(driver.cuIpcGetMemHandle, self._base, hint=_NO_IPC))
+            key = bytes_of(call(driver.cuIpcGetMemHandle, self._base, hint=_NO_IPC))
         uuid = self._context.device.uuid
-        return MemoryHandle("ipc", uuid, key, self._size, self.pointer - self._base, self.nbytes), None
+        return ((MemoryHandle("ipc", uuid, key, self._size, self.pointer - self._base, self.nbytes), None),)
 
     def _release(self) -> None:
         if self._array is None:
@@ -142,118 +133,6 @@ def _close_ipc(context: PrimaryContext, key: bytes) -> None:
             call(driver.cuIpcCloseMemHandle, mapping.base)
 
 
-class VirtualSegment(CudaSegment):
-    """Memory of ``cuMemCreate`` in a separate address range: the kinds ``fd`` and ``fabric``."""
-
-    def __init__(
-        self, context: PrimaryContext, kind: Kind, base: int, size: int, *, offset: int, nbytes: int, own: bool
-    ) -> None:
-        self._kind = kind
-        self._base = base
-        self._size = size
-        self._own = own
-        super().__init__(context, base + offset, nbytes)
-
-    @classmethod
-    def allocate(cls, context: PrimaryContext, kind: Kind, nbytes: int) -> VirtualSegment:
-        """Allocate whole blocks, in the granularity of the driver."""
-        ordinal = context.device.ordinal
-        properties = driver.CUmemAllocationProp()
-        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location = _location(ordinal)
-        properties.requestedHandleTypes = _handle_type(kind)
-        with context.current():
-            _require_support(ordinal, kind)
-            minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-            granularity = call(driver.cuMemGetAllocationGranularity, properties, minimum)
-            size = round_up(round_up(nbytes, BLOCK_NBYTES), granularity)
-            status, allocation = driver.cuMemCreate(size, properties, 0)
-            check("cuMemCreate", status, _refused(kind, status) or _cannot_allocate(size, context))
-            base = _map(ordinal, allocation, size)
-        return cls(context, kind, base, size, offset=0, nbytes=size, own=True)
-
-    @classmethod
-    def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int | None) -> VirtualSegment:
-        """Map the peer's allocation that ``fd`` or the handle's key names. The caller still owns ``fd``."""
-        fabric = driver.CUmemFabricHandle()
-        if handle.kind == "fabric":
-            ctypes.memmove(fabric.getPtr(), handle.key, KEY_NBYTES)
-        name = fabric.getPtr() if handle.kind == "fabric" else fd
-        with context.current():
-            status, allocation = driver.cuMemImportFromShareableHandle(name, _handle_type(handle.kind))
-            check("cuMemImportFromShareableHandle", status, _refused(handle.kind, status))
-            base = _map(context.device.ordinal, allocation, handle.size)
-        return cls(context, handle.kind, base, handle.size, offset=handle.offset, nbytes=handle.nbytes, own=False)
-
-    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
-        """Return the handle, and for ``fd`` a new descriptor, which the caller closes."""
-        if not self._own:
-            return super().export()
-        owned: Callable[[Any], Any] = _bytes_of if self._kind == "fabric" else Descriptor
-        with self._context.current():
-            allocation = call(driver.cuMemRetainAllocationHandle, self._base)
-            try:
-                with uninterrupted():  # the driver returns a descriptor as a plain number
-                    exported = owned(call(driver.cuMemExportToShareableHandle, allocation, _handle_type(self._kind), 0))
-            finally:
-                call(driver.cuMemRelease, allocation)
-        uuid = self._context.device.uuid
-        if self._kind == "fabric":
-            return MemoryHandle("fabric", uuid, exported, self._size, 0, self.nbytes), None
-        os.set_inheritable(exported, False)  # a child process must not keep the memory alive
-        return MemoryHandle("fd", uuid, b"", self._size, 0, self.nbytes), exported
-
-    def _release(self) -> None:
-        call(driver.cuMemUnmap, self._base, self._size)
-        call(driver.cuMemAddressFree, self._base, self._size)
-
-
-def _map(ordinal: int, allocation: Any, size: int) -> int:
-    """Map an allocation for one device, and release its handle. From then on only the mapping keeps it alive."""
-    with contextlib.ExitStack() as always, contextlib.ExitStack() as on_failure:
-        always.callback(call, driver.cuMemRelease, allocation)
-        base = int(call(driver.cuMemAddressReserve, size, 0, 0, 0))
-        on_failure.callback(call, driver.cuMemAddressFree, base, size)
-        call(driver.cuMemMap, base, size, 0, allocation, 0)
-        on_failure.callback(call, driver.cuMemUnmap, base, size)
-        access = driver.CUmemAccessDesc()
-        access.location = _location(ordinal)
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call(driver.cuMemSetAccess, base, size, [access], 1, hint=_NO_ACCESS)
-        on_failure.pop_all()
-    return base
-
-
-def _location(ordinal: int) -> Any:
-    location = driver.CUmemLocation()
-    location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    location.id = ordinal
-    return location
-
-
-def _handle_type(kind: Kind) -> Any:
-    types = driver.CUmemAllocationHandleType
-    return types.CU_MEM_HANDLE_TYPE_FABRIC if kind == "fabric" else types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-
-def _require_support(ordinal: int, kind: Kind) -> None:
-    attribute = driver.CUdevice_attribute
-    if kind == "fabric":
-        if not call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, ordinal):
-            raise HandleError(f"GPU {ordinal} does not offer fabric handles: {_NO_FABRIC}")
-    elif not call(
-        driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, ordinal
-    ):
-        raise HandleError(f'GPU {ordinal} cannot export memory as a file descriptor; use handle="ipc" or "staged"')
-
-
-def _refused(kind: Kind, status: Any) -> str:
-    """Return the way out if ``status`` says that the machine does not permit the kind, else an empty text."""
-    if status.name not in ("CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED"):
-        return ""
-    return _NO_FABRIC if kind == "fabric" else 'use handle="ipc" or handle="staged"'
-
-
 class StagedSegment(CudaSegment):
     """Shared host memory, of this process or of a peer, pinned for the GPU. ``pointer`` is its device address."""
 
@@ -282,12 +161,12 @@ class StagedSegment(CudaSegment):
         """Map a peer's shared host memory and pin it for this process, too. The caller still owns ``fd``."""
         return cls(context, HostSegment(map_shared(fd, handle.offset, handle.nbytes)), own=False)
 
-    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
+    def export(self) -> Exported:
         """Return the handle, and the descriptor, which the caller closes. Each segment can be exported once."""
         if not self._own:
             return super().export()
         fd = self._host.take_fd()
-        return MemoryHandle("staged", self._context.device.uuid, b"", self.nbytes, 0, self.nbytes), fd
+        return ((MemoryHandle("staged", self._context.device.uuid, b"", self.nbytes, 0, self.nbytes), fd),)
 
     def _release(self) -> None:
         # Unpin before the mapping goes, because the driver would keep pages pinned that no process maps.
@@ -302,10 +181,12 @@ def round_up(nbytes: int, multiple: int) -> int:
     return -(-max(nbytes, 1) // multiple) * multiple
 
 
-def _cannot_allocate(size: int, context: PrimaryContext) -> str:
+def cannot_allocate(size: int, context: PrimaryContext) -> str:
+    """Return the way out if there is no memory of this size."""
     return f"the call asked for {size} bytes on GPU {context.device.ordinal}; {_TOO_LARGE}"
 
 
-def _bytes_of(handle: Any) -> bytes:
+def bytes_of(handle: Any) -> bytes:
+    """Return the bytes of an IPC handle or a fabric handle."""
     # The bindings offer an address of these opaque handles, but no accessor for their bytes.
     return ctypes.string_at(handle.getPtr(), KEY_NBYTES)

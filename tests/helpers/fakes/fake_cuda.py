@@ -268,6 +268,9 @@ class FakeCuda:
     def cuMemExportToShareableHandle(self, allocation: int, kind: Any, flags: int) -> tuple[int, int]:
         return 0, os.memfd_create("exported", 0)
 
+    def cuMemImportFromShareableHandle(self, name: Any, kind: Any) -> tuple[Any, int]:
+        return self._bindings.CUresult.CUDA_SUCCESS, ADDRESS
+
     # ---- cupy.cuda
 
     def Device(self, ordinal: int) -> SimpleNamespace:

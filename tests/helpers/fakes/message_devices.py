@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.devices.base import MessageCopy, MessageSteps, Scratch
-from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
+from mpicomm.devices.handle import KEY_NBYTES, Exported, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
 from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.errors import CollectiveTimeoutError, HandleError
@@ -261,11 +260,12 @@ class ThreadDevice:
         self.own(segment.content)
         return segment
 
-    def export(self, segment: Any) -> tuple[MemoryHandle, Descriptor | None]:
+    def export(self, segment: Any) -> Exported:
         key = _KEY.pack(os.getpid(), segment._fd, id(segment)).ljust(KEY_NBYTES, b"\0")
-        return MemoryHandle("ipc", bytes(16), key, segment.nbytes, 0, segment.nbytes), None
+        return ((MemoryHandle("ipc", bytes(16), key, segment.nbytes, 0, segment.nbytes), None),)
 
-    def open(self, handle: MemoryHandle, fd: int | None) -> HostSegment:
+    def open(self, parts: Exported) -> HostSegment:
+        ((handle, _),) = parts
         pid, number, _ = _KEY.unpack_from(handle.key)
         assert pid != os.getpid(), "opened its own memory"
         self.opened[handle.key] += 1

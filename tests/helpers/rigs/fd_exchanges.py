@@ -40,12 +40,20 @@ def memory(text: str) -> Iterator[Descriptor]:
 def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_s: float = NEVER_S) -> dict[int, str]:
     """Swap memory that holds this rank's name; return the names in the peers' memory."""
     with memory(f"rank {rank}") as own:
-        received = exchange.swap(addresses, own, timeout_s)
+        received = swap_one(exchange, addresses, own, timeout_s)
     try:
         return {peer: os.pread(fd, 100, 0).decode() for peer, fd in received.items()}
     finally:
         for fd in received.values():
             fd.close()
+
+
+def swap_one(
+    exchange: FdExchange, addresses: Sequence[Address], own: int, timeout_s: float = NEVER_S
+) -> dict[int, Descriptor]:
+    """Swap one descriptor of each rank."""
+    received = exchange.swap(addresses, [own], [1] * len(addresses), timeout_s)
+    return {peer: fd for peer, (fd,) in received.items()}
 
 
 def swap_all(exchanges: Sequence[FdExchange]) -> list[dict[int, str]]:
@@ -60,8 +68,8 @@ def names_of_others(size: int) -> list[dict[int, str]]:
     return [{peer: f"rank {peer}" for peer in range(size) if peer != rank} for rank in range(size)]
 
 
-def hello(sender: int, receiver: int, secret: bytes) -> bytes:
-    return fd_exchange._HELLO.pack(fd_exchange._MAGIC, sender, receiver, secret)
+def hello(sender: int, receiver: int, secret: bytes, number: int = 0) -> bytes:
+    return fd_exchange._HELLO.pack(fd_exchange._MAGIC, sender, receiver, number, secret)
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ def allocated(backend: HostBackend, nbytes: int) -> Iterator[HostSegment]:
 @contextlib.contextmanager
 def opened(backend: HostBackend, segment: Segment) -> Iterator[HostSegment]:
     """Map a segment a second time, as a peer does."""
-    handle, fd = backend.export(segment)
+    ((handle, fd),) = backend.export(segment)
     assert fd is not None
     try:
-        peer = backend.open(MemoryHandle.unpack(handle.pack()), fd)
+        peer = backend.open(((MemoryHandle.unpack(handle.pack()), fd),))
     finally:
         fd.close()
     try:

@@ -131,9 +131,9 @@ BROKEN = [MemoryFacts(error="no handle kind works")] * 2
         ),
         (using(*BROKEN), "memory", "ranks 0, 1: no handle kind works"),
         (
-            with_last(variables={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}),
+            with_last(variables={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, backend: cudaMallocAsync"}),
             "pytorch",
-            "PYTORCH_CUDA_ALLOC_CONF on rank 1 has expandable_segments:True",
+            "PYTORCH_CUDA_ALLOC_CONF on rank 1 has backend:cudaMallocAsync",
         ),
         (
             healthy(variables={"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
@@ -157,7 +157,7 @@ def test_a_fault_is_found(job: list[RankFacts], name: str, said: str) -> None:
         healthy(kernel="5.15.153.1-microsoft-standard-WSL2"),  # although memory opens
         healthy(locked_limit=8 << 20),  # without anything that needs locked memory
         healthy(launch=JobLaunch("Slurm", 0, 1)),  # mpiexec in a job step of Slurm that has one task
-        healthy(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}),
+        healthy(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
         [replace(one, memory=MemoryFacts("0", "aa", "ipc")) for one in healthy(shared_service=True)],
         # MPI does not try to read the memory of others
         healthy(unreadable=(0,), variables={"MPIR_CVAR_CH4_CMA_ENABLE": "0"}),

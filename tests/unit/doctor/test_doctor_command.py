@@ -179,12 +179,12 @@ def test_fewer_threads(report: Path) -> None:
 
 
 def test_settings_of_pytorch_on_one_rank(report: Path) -> None:
-    setting = 'if [ "$%s" = 1 ]; then export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; fi; exec "$@"'
+    setting = 'if [ "$%s" = 1 ]; then export PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync; fi; exec "$@"'
     mpiexec, count, ranks, *rest = mpiexec_command(2, *DOCTOR, "--json", str(report))
     job = run(mpiexec, count, ranks, "sh", "-c", setting % RANK_VARIABLE, "-", *rest)
     assert job.returncode != 0
     assert list(faults(report)) == ["pytorch"]
-    assert "PYTORCH_CUDA_ALLOC_CONF on rank 1 has expandable_segments:True" in faults(report)["pytorch"][0]
+    assert "PYTORCH_CUDA_ALLOC_CONF on rank 1 has backend:cudaMallocAsync" in faults(report)["pytorch"][0]
 
 
 RANK_1_HANGS = """

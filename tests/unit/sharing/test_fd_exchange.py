@@ -30,6 +30,7 @@ from tests.helpers.rigs.fd_exchanges import (
     send,
     swap,
     swap_all,
+    swap_one,
 )
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -42,6 +43,25 @@ def test_every_rank_gets_every_other_ranks_descriptor(size: int, dropped: list[s
     assert dropped == []
 
 
+@pytest.mark.parametrize("counts", [(0, 1, 2), (3, 0, 0), (65, 64, 130)], ids=str)
+def test_ranks_swap_any_numbers_of_descriptors_in_order(counts: tuple[int, ...]) -> None:
+    def swap_some(exchange: FdExchange, rank: int) -> dict[int, list[str]]:
+        with contextlib.ExitStack() as stack:
+            own = [stack.enter_context(memory(f"{rank}.{number}")) for number in range(counts[rank])]
+            received = exchange.swap(addresses, own, counts, NEVER_S)
+            for fd in (fd for fds in received.values() for fd in fds):
+                stack.callback(fd.close)
+            return {peer: [os.pread(fd, 100, 0).decode() for fd in fds] for peer, fds in received.items()}
+
+    with listening(3) as exchanges, ThreadPoolExecutor(3) as pool:
+        addresses = [exchange.address for exchange in exchanges]
+        swapped = list(pool.map(swap_some, exchanges, range(3)))
+    assert swapped == [
+        {peer: [f"{peer}.{number}" for number in range(counts[peer])] for peer in range(3) if peer != rank}
+        for rank in range(3)
+    ]
+
+
 def test_one_rank_needs_no_socket() -> None:
     with FdExchange(0, 1) as exchange:
         assert exchange.address.name[1:] not in Path("/proc/net/unix").read_bytes()
@@ -52,7 +72,7 @@ def test_received_descriptors_are_closed_by_exec() -> None:
         addresses = [exchange.address, peer.address]
         send(exchange.address, hello(1, 0, peer.address.secret), fds=1)
         with memory("own") as own:
-            received = exchange.swap(addresses, own, NEVER_S)
+            received = swap_one(exchange, addresses, own)
         inheritable = os.get_inheritable(received[1])
         received[1].close()
     assert not inheritable
@@ -66,7 +86,7 @@ def test_an_interrupt_loses_no_descriptor() -> None:
 
         def swap() -> dict[int, Descriptor]:
             send(exchange.address, hello(1, 0, peer.address.secret), fds=1)
-            return exchange.swap(addresses, own, NEVER_S)
+            return swap_one(exchange, addresses, own)
 
         assert interrupt_everywhere(swap, fd_exchange) >= {"swap", "_send", "_accept", "_receive"}
 
@@ -114,7 +134,7 @@ def test_a_limit_on_descriptors_that_is_too_low_is_named(count: int) -> None:
         addresses = [exchange.address, peer.address]
         send(exchange.address, hello(1, 0, peer.address.secret), fds=1)
         with few_free_descriptors(count), pytest.raises(HandleError, match="ulimit -n"):
-            exchange.swap(addresses, own, NEVER_S)
+            swap_one(exchange, addresses, own)
 
 
 def test_a_descriptor_of_two_that_finds_room_is_closed_again() -> None:
@@ -122,7 +142,7 @@ def test_a_descriptor_of_two_that_finds_room_is_closed_again() -> None:
         addresses = [exchange.address, peer.address]
         send(exchange.address, hello(1, 0, peer.address.secret), fds=2)
         with few_free_descriptors(3), pytest.raises(HandleError, match="descriptors"):
-            exchange.swap(addresses, own, NEVER_S)
+            swap_one(exchange, addresses, own)
 
 
 def test_a_peer_that_sends_nothing_is_named() -> None:
@@ -143,7 +163,7 @@ def test_a_swap_that_fails_keeps_nothing_although_its_error_is_kept(messages: li
         for fds in messages:
             send(addresses[0], hello(1, 0, addresses[1].secret), fds=fds)
         with nothing_leaks(), pytest.raises(HandleError) as error:
-            exchanges[0].swap(addresses, own, SOON_S)
+            swap_one(exchanges[0], addresses, own, SOON_S)
         assert error.tb is not None
 
 
@@ -181,4 +201,4 @@ def test_a_peer_that_accepts_nothing_is_named() -> None:
 
 def test_a_descriptor_that_is_none_is_an_error() -> None:
     with listening(2) as (exchange, peer), pytest.raises(HandleError, match="cannot send a descriptor to rank 1"):
-        exchange.swap([exchange.address, peer.address], 1 << 20, NEVER_S)
+        swap_one(exchange, [exchange.address, peer.address], 1 << 20)

@@ -63,6 +63,7 @@ STRANGERS: dict[str, Stranger] = {
     "is a rank that is not there": lambda victim, peer: send(victim, hello(2, 0, peer.secret), fds=1),
     "is rank -1": lambda victim, peer: send(victim, hello(2**32 - 1, 0, peer.secret), fds=1),
     "is the receiver": lambda victim, peer: send(victim, hello(0, 0, victim.secret), fds=1),
+    "sends another message": lambda victim, peer: send(victim, hello(1, 0, bytes(32), 1), fds=1),
     "means another receiver": lambda victim, peer: send(victim, hello(1, 1, peer.secret), fds=1),
 }
 
@@ -137,7 +138,7 @@ def test_a_rank_that_sends_twice_is_an_error() -> None:
         addresses = [exchange.address for exchange in exchanges]
         send(addresses[0], hello(1, 0, addresses[1].secret), fds=1)
         send(addresses[0], hello(1, 0, addresses[1].secret), fds=1)
-        with pytest.raises(HandleError, match="rank 1 sent two descriptors"):
+        with pytest.raises(HandleError, match="rank 1 sent message 0 of its descriptors twice"):
             swap(exchanges[0], 0, addresses)
 
 
@@ -164,16 +165,16 @@ def test_only_the_right_message_counts(content: bytes, fds: int) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * fds))] if fds else []
         theirs.sendmsg([content], rights)
         if content != hello(1, 0, SECRET):
-            assert exchange._read(ours, {1: address}) is None
+            assert exchange._read(ours, {1: address}, {(1, 0): 1}) is None
         elif fds == 1:
-            message = exchange._read(ours, {1: address})
+            message = exchange._read(ours, {1: address}, {(1, 0): 1})
             assert message is not None
-            rank, received = message
+            (rank, number), (received,) = message
             received.close()
-            assert rank == 1
+            assert (rank, number) == (1, 0)
         else:
             with pytest.raises(HandleError, match="rank 1 sent"):
-                exchange._read(ours, {1: address})
+                exchange._read(ours, {1: address}, {(1, 0): 1})
     assert len(open_before) - 2 == len(os.listdir("/proc/self/fd"))
 
 

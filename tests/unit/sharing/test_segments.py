@@ -68,7 +68,7 @@ def test_segments_do_not_share_memory(backend: HostBackend) -> None:
 
 def test_an_exported_descriptor_is_sealed_at_its_size(backend: HostBackend) -> None:
     with allocated(backend, 3 * PAGE) as segment:
-        _, fd = backend.export(segment)
+        ((_, fd),) = backend.export(segment)
         assert fd is not None
         try:
             for size in (0, PAGE, 4 * PAGE):
@@ -94,8 +94,8 @@ def test_a_segment_is_exported_once(backend: HostBackend) -> None:
 def test_an_interrupt_leaves_no_resources(backend: HostBackend) -> None:
     def export_and_open() -> object:
         own = backend.allocate("memfd", 1)
-        handle, fd = backend.export(own)
-        return own, backend.open(handle, fd), fd
+        exported = backend.export(own)
+        return own, backend.open(exported), exported
 
     assert interrupt_everywhere(export_and_open, host) >= {"allocate", "memfd_create", "export", "open", "map_shared"}
 
@@ -147,12 +147,12 @@ def test_other_kinds_of_handles_are_refused(backend: HostBackend, kind: Any) -> 
         memory(PAGE) as fd,
         pytest.raises(HandleError, match=f"cannot open a handle of kind {kind}: pass the same device="),
     ):
-        backend.open(MemoryHandle(kind, bytes(16), b"", PAGE, 0, PAGE), fd)
+        backend.open(((MemoryHandle(kind, bytes(16), b"", PAGE, 0, PAGE), fd),))
 
 
 def test_a_handle_without_its_descriptor_is_refused(backend: HostBackend) -> None:
     with pytest.raises(HandleError, match="memfd"):
-        backend.open(MemoryHandle("memfd", bytes(16), b"", PAGE, 0, PAGE), None)
+        backend.open(((MemoryHandle("memfd", bytes(16), b"", PAGE, 0, PAGE), None),))
 
 
 # An access beyond the end of a file kills the process.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mpicomm.errors import InvalidUsageError
 from tests.helpers.fakes.fake_cuda import FakeCuda
 
 BASE = 1 << 40
@@ -32,7 +33,7 @@ def find(arrays: Any, monkeypatch: pytest.MonkeyPatch, begin: int, nbytes: int, 
     answers = iter([(device, False, 0, True), (BASE, size)])
     monkeypatch.setattr(arrays, "call", lambda *_, **__: next(answers))
     array = SimpleNamespace(data=SimpleNamespace(ptr=BASE + begin), nbytes=nbytes)
-    assert arrays.allocation_of(array, 0) == arrays.Allocation(BASE, size)
+    assert arrays.allocations_of(array, 0) == ("ipc", [(BASE, size)])
 
 
 def test_rounding_holds_no_other_array(arrays: Any, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +51,33 @@ def test_one_warning_tells_of_other_arrays(
     find(arrays, monkeypatch, 0, 512, 4096)
     assert len(said) == 1
     assert f"the array has {nbytes} bytes and lies in an allocation of {size} bytes" in said[0]
+
+
+def find_virtual(arrays: Any, monkeypatch: pytest.MonkeyPatch, *, exportable: set[int]) -> Any:
+    """Find the allocations of an array that begins in the first of three allocations, and ends in the third."""
+
+    def call(function: Any, *arguments: Any, **_: Any) -> Any:
+        if function.__name__ == "cuPointerGetAttributes":
+            return int(arrays.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE), False, 0, False
+        (address,) = arguments
+        return BASE + (address - BASE) // 4096 * 4096, 4096
+
+    monkeypatch.setattr(arrays, "call", call)
+    monkeypatch.setattr(arrays, "can_export", lambda address: address in exportable)
+    array = SimpleNamespace(data=SimpleNamespace(ptr=BASE + 4000), nbytes=96 + 4096 + 4000)
+    return arrays.allocations_of(array, 0)
+
+
+def test_virtual_memory_has_an_allocation_for_each_mapping(
+    arrays: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = {BASE, BASE + 4096, BASE + 8192}
+    kind, allocations = find_virtual(arrays, monkeypatch, exportable=every)
+    assert (kind, allocations) == ("fd", [(BASE, 4096), (BASE + 4096, 4096), (BASE + 8192, 4096)])
+    assert len(said) == 1
+    assert "lies in an allocation of 12288 bytes" in said[0]
+
+
+def test_virtual_memory_that_was_not_made_for_export_is_refused(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidUsageError, match=r"not made for export.*comm\.empty\(\).*expandable_segments:False"):
+        find_virtual(arrays, monkeypatch, exportable={BASE, BASE + 4096})

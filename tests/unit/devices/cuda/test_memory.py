@@ -12,7 +12,7 @@ import pytest
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
 from mpicomm.errors import HandleError
-from tests.helpers.fakes.fake_cuda import ADDRESS, FakeCuda
+from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.faults.leaks import nothing_leaks
 
 
@@ -67,18 +67,8 @@ def test_host_memory_that_was_exported_belongs_to_who_has_the_descriptor(
     no_leaks: None, memory: Any, context: Any
 ) -> None:
     segment = memory.StagedSegment.allocate(context, 1)
-    handle, fd = segment.export()
+    ((handle, fd),) = segment.export()
     segment.close()
     assert isinstance(fd, Descriptor)
     assert os.fstat(fd).st_size == handle.size
     fd.close()
-
-
-def test_an_exported_descriptor_has_an_owner_and_no_child_inherits_it(
-    no_leaks: None, memory: Any, context: Any
-) -> None:
-    segment = memory.VirtualSegment(context, "fd", ADDRESS, 64, offset=0, nbytes=64, own=True)
-    _, fd = segment.export()
-    assert isinstance(fd, Descriptor)
-    assert not os.get_inheritable(fd)
-    del fd

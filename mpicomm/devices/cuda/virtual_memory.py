@@ -1,0 +1,210 @@
+"""Virtual memory of a GPU that other processes can map: allocations of ``cuMemCreate`` (fd, fabric)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from cuda.bindings import driver
+
+from mpicomm.devices.cuda.context import PrimaryContext
+from mpicomm.devices.cuda.driver import call, check
+from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment, bytes_of, cannot_allocate, round_up
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import KEY_NBYTES, Exported, Kind, MemoryHandle
+from mpicomm.errors import HandleError
+from mpicomm.interrupts import uninterrupted
+
+_NO_FABRIC = (
+    "fabric handles need an IMEX channel (a device node in /dev/nvidia-caps-imex-channels, readable by this user) and "
+    'GPUs on an NVLink fabric; use handle="fd" or handle="ipc"'
+)
+_NO_ACCESS = 'use handle="staged" if the GPUs cannot reach each other'
+
+
+class VirtualSegment(CudaSegment):
+    """Memory of ``cuMemCreate`` in a separate address range: the kinds ``fd`` and ``fabric``."""
+
+    def __init__(
+        self, context: PrimaryContext, kind: Kind, base: int, size: int, *, offset: int, nbytes: int, own: bool
+    ) -> None:
+        self._kind = kind
+        self._base = base
+        self._size = size
+        self._own = own
+        super().__init__(context, base + offset, nbytes)
+
+    @classmethod
+    def allocate(cls, context: PrimaryContext, kind: Kind, nbytes: int) -> VirtualSegment:
+        """Allocate whole blocks, in the granularity of the driver."""
+        ordinal = context.device.ordinal
+        properties = driver.CUmemAllocationProp()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location = _location(ordinal)
+        properties.requestedHandleTypes = _handle_type(kind)
+        with context.current():
+            _require_support(ordinal, kind)
+            minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            granularity = call(driver.cuMemGetAllocationGranularity, properties, minimum)
+            size = round_up(round_up(nbytes, BLOCK_NBYTES), granularity)
+            status, allocation = driver.cuMemCreate(size, properties, 0)
+            check("cuMemCreate", status, _refused(kind, status) or cannot_allocate(size, context))
+            try:
+                base = _map(ordinal, [(allocation, size)])
+            finally:
+                call(driver.cuMemRelease, allocation)
+        return cls(context, kind, base, size, offset=0, nbytes=size, own=True)
+
+    @classmethod
+    def open(cls, context: PrimaryContext, parts: Exported) -> VirtualSegment:
+        """Map a peer's allocations one after the other. The caller still owns the descriptors."""
+        handles = [handle for handle, _ in parts]
+        kind = handles[0].kind
+        for before, after in pairwise(handles):
+            if before.offset + before.nbytes != before.size or after.offset or after.kind != kind:
+                raise HandleError("the parts of a memory do not follow each other: run one mpicomm on all ranks")
+
+        allocations: list[tuple[Any, int]] = []
+        with context.current(), contextlib.ExitStack() as imported:
+            for handle, fd in parts:
+                fabric = driver.CUmemFabricHandle()
+                if kind == "fabric":
+                    ctypes.memmove(fabric.getPtr(), handle.key, KEY_NBYTES)
+                name = fabric.getPtr() if kind == "fabric" else fd
+                status, allocation = driver.cuMemImportFromShareableHandle(name, _handle_type(kind))
+                check("cuMemImportFromShareableHandle", status, _refused(kind, status))
+                imported.callback(call, driver.cuMemRelease, allocation)
+                allocations.append((allocation, handle.size))
+            base = _map(context.device.ordinal, allocations)
+        size, nbytes = (sum(getattr(handle, name) for handle in handles) for name in ("size", "nbytes"))
+        return cls(context, kind, base, size, offset=handles[0].offset, nbytes=nbytes, own=False)
+
+    def export(self) -> Exported:
+        """Return the handle, and for ``fd`` a new descriptor, which the caller closes."""
+        if not self._own:
+            return super().export()
+        with self._context.current():
+            exported = _exported(self._kind, self._base)
+        uuid = self._context.device.uuid
+        if isinstance(exported, Descriptor):
+            return ((MemoryHandle("fd", uuid, b"", self._size, 0, self.nbytes), exported),)
+        return ((MemoryHandle("fabric", uuid, exported, self._size, 0, self.nbytes), None),)
+
+    def _release(self) -> None:
+        # One call unmaps all allocations of the range.
+        call(driver.cuMemUnmap, self._base, self._size)
+        call(driver.cuMemAddressFree, self._base, self._size)
+
+
+class AdoptedVirtualSegment(CudaSegment):
+    """Virtual memory of ``array``, which another allocator has mapped, such as PyTorch's expandable segments.
+
+    ``allocations`` hold the array, one after the other, each with its address and its bytes.
+    """
+
+    def __init__(self, context: PrimaryContext, allocations: Sequence[tuple[int, int]], array: Any) -> None:
+        self._allocations = allocations
+        # While the array lives, its allocator unmaps none of them.
+        self._array = array
+        super().__init__(context, array.data.ptr, array.nbytes)
+
+    def export(self) -> Exported:
+        """Return each allocation with the range of this memory in it, and a descriptor, which the caller closes."""
+        uuid, end = self._context.device.uuid, self.pointer + self.nbytes
+        exported: list[tuple[MemoryHandle, Descriptor]] = []
+        with self._context.current(), contextlib.ExitStack() as on_failure:
+            for base, size in self._allocations:
+                begins, ends = max(self.pointer, base), min(end, base + size)
+                fd = _exported("fd", base)
+                assert isinstance(fd, Descriptor)
+                on_failure.callback(fd.close)
+                exported.append((MemoryHandle("fd", uuid, b"", size, begins - base, ends - begins), fd))
+            on_failure.pop_all()
+        return tuple(exported)
+
+    def _release(self) -> None:
+        self._array = None
+
+
+def can_export(address: int) -> bool:
+    """Return whether the allocation of ``cuMemCreate`` at an address can be exported as a descriptor.
+
+    The device's context must be current.
+    """
+    allocation = call(driver.cuMemRetainAllocationHandle, address)
+    try:
+        properties = call(driver.cuMemGetAllocationPropertiesFromHandle, allocation)
+    finally:
+        call(driver.cuMemRelease, allocation)
+    return bool(int(properties.requestedHandleTypes) & int(_handle_type("fd")))
+
+
+def _exported(kind: Kind, address: int) -> Descriptor | bytes:
+    """Return a new descriptor of the allocation at an address, which the caller closes, or its fabric handle."""
+    owned: Callable[[Any], Any] = bytes_of if kind == "fabric" else Descriptor
+    allocation = call(driver.cuMemRetainAllocationHandle, address)
+    try:
+        with uninterrupted():  # the driver returns a descriptor as a plain number
+            exported: Descriptor | bytes = owned(
+                call(driver.cuMemExportToShareableHandle, allocation, _handle_type(kind), 0)
+            )
+    finally:
+        call(driver.cuMemRelease, allocation)
+    if isinstance(exported, Descriptor):
+        os.set_inheritable(exported, False)  # a child process must not keep the memory alive
+    return exported
+
+
+def _map(ordinal: int, allocations: Sequence[tuple[Any, int]]) -> int:
+    """Map allocations one after the other for one device; each has its handle and its size.
+
+    The caller releases the handles. From then on only the mappings keep the allocations alive.
+    """
+    total = sum(size for _, size in allocations)
+    with contextlib.ExitStack() as on_failure:
+        base = at = int(call(driver.cuMemAddressReserve, total, 0, 0, 0))
+        on_failure.callback(call, driver.cuMemAddressFree, base, total)
+        for allocation, size in allocations:
+            call(driver.cuMemMap, at, size, 0, allocation, 0)
+            on_failure.callback(call, driver.cuMemUnmap, at, size)
+            at += size
+        access = driver.CUmemAccessDesc()
+        access.location = _location(ordinal)
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call(driver.cuMemSetAccess, base, total, [access], 1, hint=_NO_ACCESS)
+        on_failure.pop_all()
+    return base
+
+
+def _location(ordinal: int) -> Any:
+    location = driver.CUmemLocation()
+    location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = ordinal
+    return location
+
+
+def _handle_type(kind: Kind) -> Any:
+    types = driver.CUmemAllocationHandleType
+    return types.CU_MEM_HANDLE_TYPE_FABRIC if kind == "fabric" else types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _require_support(ordinal: int, kind: Kind) -> None:
+    attribute = driver.CUdevice_attribute
+    if kind == "fabric":
+        if not call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, ordinal):
+            raise HandleError(f"GPU {ordinal} does not offer fabric handles: {_NO_FABRIC}")
+    elif not call(
+        driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, ordinal
+    ):
+        raise HandleError(f'GPU {ordinal} cannot export memory as a file descriptor; use handle="ipc" or "staged"')
+
+
+def _refused(kind: Kind, status: Any) -> str:
+    """Return the way out if ``status`` says that the machine does not permit the kind, else an empty text."""
+    if status.name not in ("CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED"):
+        return ""
+    return _NO_FABRIC if kind == "fabric" else 'use handle="ipc" or handle="staged"'
