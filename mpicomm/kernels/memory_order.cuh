@@ -217,6 +217,34 @@ MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
   return before;
 }
 
+MPICOMM_DEVICE u64 compare_and_swap(u64* p, u64 expected, u64 value) {
+  u64 before;
+  asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(p), "l"(expected), "l"(value)
+               : "memory");
+  return before;
+}
+
+// The same for locks. If the acquire stores, it orders all accesses that follow after it. It pairs
+// with a release of the same word, which orders all accesses that precede it before it.
+MPICOMM_DEVICE u64 compare_and_swap_acquire(u64* p, u64 expected, u64 value) {
+  u64 before;
+  asm volatile("atom.acquire.sys.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(p), "l"(expected), "l"(value)
+               : "memory");
+  return before;
+}
+MPICOMM_DEVICE u64 compare_and_swap_release(u64* p, u64 expected, u64 value) {
+  u64 before;
+  asm volatile("atom.release.sys.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(p), "l"(expected), "l"(value)
+               : "memory");
+  return before;
+}
+
 // Nanoseconds of a clock that all multiprocessors share. It advances in steps of up to a
 // microsecond. Unlike clock64, it runs at one rate whatever the clocks of the GPU do, and a thread
 // always reads the same clock.
@@ -277,10 +305,23 @@ MPICOMM_DEVICE void pause() {}
 MPICOMM_DEVICE void wait_for_predecessor() {}
 MPICOMM_DEVICE void let_successor_start() {}
 MPICOMM_DEVICE void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
+template <class T>
+MPICOMM_DEVICE T yield_and_swap(T* p, T expected, T value, int order, int order_of_failure) {
   MPICOMM_YIELD();
-  __atomic_compare_exchange_n(p, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  __atomic_compare_exchange_n(p, &expected, value, false, order, order_of_failure);
   return expected;
+}
+MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
+  return yield_and_swap(p, expected, value, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
+MPICOMM_DEVICE u64 compare_and_swap(u64* p, u64 expected, u64 value) {
+  return yield_and_swap(p, expected, value, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+}
+MPICOMM_DEVICE u64 compare_and_swap_acquire(u64* p, u64 expected, u64 value) {
+  return yield_and_swap(p, expected, value, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+}
+MPICOMM_DEVICE u64 compare_and_swap_release(u64* p, u64 expected, u64 value) {
+  return yield_and_swap(p, expected, value, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
 }
 MPICOMM_DEVICE u64 clock_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
