@@ -32,7 +32,7 @@ class DeviceWindowCalls(HostWindowCalls):
     def _begin(self, session: Session, memory: WindowMemory, array: Any, flavor: int) -> None:
         self._session = session
         self._flavor = flavor
-        self._window = Window(memory, array, lambda: _get_group(self))
+        self._window = Window(memory, array, lambda: _get_group(self), session.links)
         self._completer = Completer()
 
     def Free(self) -> None:
@@ -73,6 +73,79 @@ class DeviceWindowCalls(HostWindowCalls):
     def Rget(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Get`; return its request."""
         return self._started(self._window.get(origin, target_rank, target, stream, "Win.Rget"), stream)
+
+    def Accumulate(
+        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
+    ) -> None:
+        """Combine the part of ``target_rank`` with ``origin``, each element atomically. Local, stream-ordered.
+
+        ``op`` is an operation of MPI on single elements, MPI.REPLACE, MPI.NO_OP, or an `Op`. Sums of float32 on a GPU
+        take subnormal numbers for zero. Raises `InvalidUsageError` if the link to the rank carries no atomics.
+        """
+        self._window.accumulate("Win.Accumulate", origin, None, target_rank, target, op, stream)
+
+    def Raccumulate(
+        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
+    ) -> MPI.Request:
+        """Start `Accumulate`; return its request."""
+        local = self._window.accumulate("Win.Raccumulate", origin, None, target_rank, target, op, stream)
+        return self._started(local, stream)
+
+    def Get_accumulate(
+        self,
+        origin: Any,
+        result: Any,
+        target_rank: int,
+        target: Any = None,
+        op: MPI.Op = MPI.SUM,
+        *,
+        stream: Any = None,
+    ) -> None:
+        """Do as `Accumulate`, and copy the previous elements into ``result``. Local, stream-ordered."""
+        self._window.accumulate("Win.Get_accumulate", origin, result, target_rank, target, op, stream)
+
+    def Rget_accumulate(
+        self,
+        origin: Any,
+        result: Any,
+        target_rank: int,
+        target: Any = None,
+        op: MPI.Op = MPI.SUM,
+        *,
+        stream: Any = None,
+    ) -> MPI.Request:
+        """Start `Get_accumulate`; return its request."""
+        local = self._window.accumulate("Win.Rget_accumulate", origin, result, target_rank, target, op, stream)
+        return self._started(local, stream)
+
+    def Fetch_and_op(
+        self,
+        origin: Any,
+        result: Any,
+        target_rank: int,
+        target_disp: int = 0,
+        op: MPI.Op = MPI.SUM,
+        *,
+        stream: Any = None,
+    ) -> None:
+        """Do as `Get_accumulate` with one element. Local, stream-ordered."""
+        self._window.fetch_and_op("Win.Fetch_and_op", origin, result, target_rank, target_disp, op, stream)
+
+    def Compare_and_swap(
+        self,
+        origin: Any,
+        compare: Any,
+        result: Any,
+        target_rank: int,
+        target_disp: int = 0,
+        *,
+        stream: Any = None,
+    ) -> None:
+        """Store ``origin`` if the element equals ``compare``, bit by bit; copy the previous element into ``result``.
+
+        Local, stream-ordered.
+        """
+        self._window.compare_and_swap("Win.Compare_and_swap", origin, compare, result, target_rank, target_disp, stream)
 
     def _started(self, local: LocalBuffer | None, stream: Any) -> MPI.Request:
         window = self._window

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.base import Scratch
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import CollectiveTimeoutError
@@ -23,11 +24,13 @@ from mpicomm.kernels.window import (
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.waiting import wait_until
 from mpicomm.windows import host_layouts
+from mpicomm.windows.buffers import Target
 from mpicomm.windows.mutex import holding_mutex
 from mpicomm.windows.steps import Count, ranks_in
+from mpicomm.windows.updates import Update
 
 _NAMES = {FENCE: "Win.Fence", START: "Win.Start: the Post", WAIT: "Win.Wait: the Complete"}
-_WORD = np.dtype(np.uint64)
+_WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
 
 
 class HostSteps:
@@ -113,6 +116,43 @@ class HostSteps:
             word = self._boards[owner][LOCK_ROW]
             with holding_mutex(self._addresses[owner]):
                 word[0] = int(word[0]) & ~self._mine(exclusive)
+
+    def require_updatable(self, update: Update, target: Target, what: str) -> None:
+        """Return, because NumPy updates elements of any size at any address."""
+
+    def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
+        """Update elements under the mutex of their owner, so that no other update comes between."""
+        elements, address = target.elements, target.address
+        count = elements.nbytes // update.dtype.itemsize
+        layout, dtype = elements.layout, update.dtype
+        with holding_mutex(self._addresses[target.rank]):
+            if layout is None:
+                now = array_at(address, count, dtype)
+            else:
+                now = np.empty(count, dtype)
+                host_layouts.gather(layout, address, now.ctypes.data)
+            if result:
+                np.copyto(array_at(result, count, dtype), now)
+            if update.reads_only:
+                return
+            contribution = array_at(values, count, dtype)
+            if update.op == "replace":
+                np.copyto(now, contribution)
+            else:
+                with np.errstate(all="ignore"):
+                    Reducer(update.op, dtype).reduce([now, contribution], now)
+            if layout is not None:
+                host_layouts.scatter(layout, address, now.ctypes.data)
+
+    def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
+        """Compare and swap one element under the mutex of its owner."""
+        nbytes = target.elements.nbytes
+        now, new, expected, before = (array_at(at, nbytes, _BYTE) for at in (target.address, value, compare, result))
+        with holding_mutex(self._addresses[target.rank]):
+            previous = now.tobytes()
+            if previous == expected.tobytes():
+                now[:] = new
+        before[:] = np.frombuffer(previous, np.uint8)
 
     def _mine(self, exclusive: bool) -> int:
         return (self._rank + 1) << EXCLUSIVE_SHIFT if exclusive else 1 << self._rank

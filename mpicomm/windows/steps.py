@@ -5,12 +5,24 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.devices.base import GpuBackend, Scratch
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.accumulate import (
+    ACCUMULATE_THREADS,
+    WIDE_NBYTES,
+    AccumulateArguments,
+    SwapArguments,
+    accumulate_kernel,
+    blocks_for,
+    swap_kernel,
+)
+from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.window import (
     FENCE,
     LOCK,
@@ -24,8 +36,10 @@ from mpicomm.kernels.window import (
     WORD_NBYTES,
     SynchronisationArguments,
 )
-from mpicomm.mpi.layout import DatatypeLayout
+from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.packing import table_for
+from mpicomm.windows.buffers import Target
+from mpicomm.windows.updates import Update, is_aligned
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,11 @@ def ranks_in(ranks: int) -> Iterator[int]:
     for rank in range(ranks.bit_length()):
         if ranks >> rank & 1:
             yield rank
+
+
+@lru_cache(maxsize=256)
+def _table_of_run(nbytes: int) -> PackTable:
+    return table_for(run_of(nbytes))
 
 
 class Steps(Protocol):
@@ -80,6 +99,18 @@ class Steps(Protocol):
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
         """Give the locks of ranks up, after all earlier work of the stream."""
+
+    def require_updatable(self, update: Update, target: Target, what: str) -> None:
+        """Raise `InvalidUsageError` if `accumulate` cannot update these elements atomically. Local."""
+
+    def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
+        """Update elements, each atomically. ``values`` is the address of the contributions, one after the other.
+
+        ``result`` is the address for the previous elements; 0 if no code needs them.
+        """
+
+    def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
+        """Replace one element by the element at ``value`` if its bits are the bits at ``compare``; atomic."""
 
 
 class GpuSteps:
@@ -144,6 +175,38 @@ class GpuSteps:
         """Enqueue the kernel that gives locks up."""
         arguments = self._arguments(LOCK, ranks, 0, exclusive=exclusive)
         self._backend.launch(LOCK_KERNEL, arguments, stream, blocks=1, threads=WINDOW_THREADS)
+
+    def require_updatable(self, update: Update, target: Target, what: str) -> None:
+        """Raise for addresses and sizes that the instructions of the GPU do not update."""
+        nbytes = update.dtype.itemsize
+        if nbytes == WIDE_NBYTES and self._backend.info.compute_capability < (9, 0):
+            raise InvalidUsageError(
+                f"{what}: elements of {update.dtype} have {nbytes} bytes, which only GPUs of compute capability 9.0 or "
+                "newer update at once: accumulate the real and imaginary parts as floats"
+            )
+        if target.address % nbytes or not is_aligned(target.elements.layout, nbytes):
+            raise InvalidUsageError(
+                f"{what}: target: elements of {update.dtype} on rank {target.rank} do not lie at multiples of {nbytes} "
+                "bytes, where a GPU updates them at once: pass another displacement, or align the memory"
+            )
+
+    def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
+        """Enqueue the kernel that updates elements."""
+        elements, backend = target.elements, self._backend
+        table = _table_of_run(elements.nbytes) if elements.layout is None else table_for(elements.layout)
+        # The kernel reads a single run from its argument.
+        regions = 0 if elements.layout is None and table.num_regions == 1 else backend.pack_table(table)
+        walk = table.arguments(regions, target.address, values, backend.faults.failed, unpacks=True)
+        itemsize = update.dtype.itemsize
+        kernel = accumulate_kernel((update.dtype.name, update.op), itemsize)
+        blocks = blocks_for(elements.nbytes // itemsize, backend.multiprocessors)
+        arguments = AccumulateArguments(walk, result)
+        backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)
+
+    def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
+        """Enqueue the kernel that compares and swaps."""
+        arguments = SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
+        self._backend.launch(swap_kernel(target.elements.nbytes), arguments, stream, blocks=1, threads=1)
 
     def _arguments(
         self, operation: int, signals: int, waits: int, *, kind: int = 0, exclusive: bool = False

@@ -3,70 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.devices.base import GpuBackend
-from mpicomm.devices.host import HostBackend
+from mpicomm.devices.base import Link
+from mpicomm.kernels.accumulate import SWAPPED_SIZES
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.items import index_of
-from mpicomm.symmetric.owner import Owner
 from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
-from mpicomm.windows.epochs import Epochs
-from mpicomm.windows.host_buffers import copy_from_device, copy_to_device
-from mpicomm.windows.host_steps import HostSteps
 from mpicomm.windows.memory import WindowMemory
-from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, GpuSteps, Steps, set_of
-from mpicomm.windows.stream_use import StreamUse
-
-_ASSERTIONS = {
-    "Win.Fence": MPI.MODE_NOSTORE | MPI.MODE_NOPUT | MPI.MODE_NOPRECEDE | MPI.MODE_NOSUCCEED,
-    "Win.Post": MPI.MODE_NOCHECK | MPI.MODE_NOSTORE | MPI.MODE_NOPUT,
-    "Win.Start": MPI.MODE_NOCHECK,
-    "Win.Lock": MPI.MODE_NOCHECK,
-    "Win.Lock_all": MPI.MODE_NOCHECK,
-}
+from mpicomm.windows.staging import Staging
+from mpicomm.windows.synchronisation import Synchronisation
+from mpicomm.windows.updates import Update, name_of, require_alike, require_bytes, require_one, update_of
 
 
-class Window:
+class Window(Synchronisation):
     """The parts of all ranks, and the epochs of this rank. All methods are local, except `fence`.
 
     Calls are stream-ordered on a GPU: they return when their steps are enqueued. They block on the host. Every fault of
     an argument raises before the first step, so nothing is written then.
     """
 
-    def __init__(self, memory: WindowMemory, array: Any, group: Callable[[], MPI.Group]) -> None:
-        owner = memory.owner
-        self.memory = memory
-        self.array = array
-        """The array of this rank's part, whose library says which stream is current."""
-        self.epochs = Epochs()
-        self._backend = backend = owner.backend
-        self._owner: Owner = owner
-        self.rank = owner.node.rank
-        self._size = owner.node.size
-        self._everyone = (1 << self._size) - 1
-        self._others = self._everyone & ~(1 << self.rank)
-        self._is_waited: Callable[[], bool] = lambda: True
-        self._nocheck: set[int] = set()
-        self._group = group
-        self._gpu: GpuBackend | None = None
-        if isinstance(backend, HostBackend):
-            self.steps: Steps = HostSteps(backend, memory.boards, self.rank, owner.node.progress)
-        else:
-            self._gpu = cast(GpuBackend, backend)
-            self.steps = GpuSteps(self._gpu, memory.boards, self.rank)
-        self.streams = StreamUse(self._gpu)
-
-    def require_usable(self, what: str) -> None:
-        """Raise if the window or its communicator was freed, or if an earlier error broke the communicator."""
-        if self.memory.closed:
-            raise RefusedByMpiError(f"{what}: the window was freed: create another", MPI.ERR_WIN)
-        self._owner.require_usable(what)
-
-    # Moving data.
+    def __init__(
+        self,
+        memory: WindowMemory,
+        array: Any,
+        group: Callable[[], MPI.Group],
+        links: Callable[[], Sequence[Link]],
+    ) -> None:
+        super().__init__(memory, array, group, links)
+        self._staging = Staging(self._gpu, self.steps)
 
     def put(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Put") -> LocalBuffer | None:
         """Copy ``origin`` into the part of ``target_rank``. Return the buffer; None for MPI.PROC_NULL."""
@@ -75,7 +42,7 @@ class Window:
         local = read_buffer(origin, self._backend, writable=False, name="origin")
         there = read_target(target, target_rank, self.memory, local, what)
         self.epochs.require_access(what, target_rank)
-        with self.accessing(stream, local) as where:
+        with self._accessing(stream, local) as where:
             if local.nbytes:
                 self._move_out(local, there, where)
         return local
@@ -87,26 +54,111 @@ class Window:
         local = read_buffer(origin, self._backend, writable=True, name="origin")
         there = read_target(target, target_rank, self.memory, local, what)
         self.epochs.require_access(what, target_rank)
-        with self.accessing(stream, local) as where:
+        with self._accessing(stream, local) as where:
             if local.nbytes:
                 self._move_in(local, there, where)
         return local
+
+    def accumulate(
+        self, what: str, origin: Any, result: Any, target_rank: int, target: Any, op: MPI.Op, stream: Any
+    ) -> LocalBuffer | None:
+        """Update the part of ``target_rank``, each element atomically. Return a buffer; None for MPI.PROC_NULL.
+
+        ``result`` gets the previous elements, or is None.
+        """
+        if self._is_nowhere(what, target_rank):
+            return None
+        name = name_of(op, what)
+        before = None if result is None else read_buffer(result, self._backend, writable=True, name="result")
+        values = None
+        if name != "no_op" or before is None:
+            values = read_buffer(origin, self._backend, writable=False, name="origin")
+        local = before or values if values is None else values
+        assert local is not None
+        there = read_target(target, target_rank, self.memory, local, what)
+        update = update_of(name, there.elements, what)
+        for each in (values, before):
+            if each is not None:
+                require_alike(there.elements, each, what)
+        if before is not None and values is not None:
+            require_bytes(before, values.nbytes, "origin", what)
+        self.require_atomics(what, 1 << target_rank)
+        self.steps.require_updatable(update, there, what)
+        self.epochs.require_access(what, target_rank)
+        with self._accessing(stream, local) as where:
+            if local.nbytes and (before is not None or name != "no_op"):
+                self._update(update, there, values, before, where)
+        return local
+
+    def fetch_and_op(
+        self, what: str, origin: Any, result: Any, target_rank: int, target_disp: int, op: MPI.Op, stream: Any
+    ) -> None:
+        """Do as `accumulate` with one element."""
+        if self._is_nowhere(what, target_rank):
+            return
+        require_one(read_buffer(result, self._backend, writable=True, name="result"), what)
+        self.accumulate(what, origin, result, target_rank, (target_disp, 1), op, stream)
+
+    def compare_and_swap(
+        self, what: str, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int, stream: Any
+    ) -> None:
+        """Store ``origin`` if an element equals ``compare``. ``result`` gets the previous element."""
+        if self._is_nowhere(what, target_rank):
+            return
+        before = read_buffer(result, self._backend, writable=True, name="result")
+        value = read_buffer(origin, self._backend, writable=False, name="origin")
+        expected = read_buffer(compare, self._backend, writable=False, name="compare")
+        there = read_target((target_disp, 1), target_rank, self.memory, before, what)
+        for each in (before, value, expected):
+            require_one(each, what)
+            require_alike(there.elements, each, what)
+        if there.elements.nbytes not in SWAPPED_SIZES:
+            raise RefusedByMpiError(
+                f"{what}: elements of {there.elements.dtype} have {there.elements.nbytes} bytes: pass an integer, a "
+                "logical value or a byte",
+                MPI.ERR_TYPE,
+            )
+        update = update_of("replace", there.elements, what)
+        self.require_atomics(what, 1 << target_rank)
+        self.steps.require_updatable(update, there, what)
+        self.epochs.require_access(what, target_rank)
+        with self._accessing(stream, before) as where:
+            places = self._staging.places([value, expected, before], there.elements.nbytes, where)
+            self.steps.compare_and_swap(
+                there,
+                self._staging.packed(value, where, places[0]),
+                self._staging.packed(expected, where, places[1]),
+                places[2] or before.pointer,
+                where,
+            )
+            if places[2]:
+                self._staging.unpack(before, places[2], where)
+
+    def _update(
+        self, update: Update, there: Target, values: LocalBuffer | None, before: LocalBuffer | None, stream: int
+    ) -> None:
+        places = self._staging.places([values, before], update.dtype.itemsize, stream)
+        source = 0 if values is None or update.reads_only else self._staging.packed(values, stream, places[0])
+        result = 0 if before is None else places[1] or before.pointer
+        self.steps.accumulate(update, there, source, result, stream)
+        if before is not None and places[1]:
+            self._staging.unpack(before, result, stream)
 
     def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
         steps, layout = self.steps, there.elements.layout
         if layout is None:
             if local.elements.layout is None:
                 steps.copy(there.address, local.pointer, local.nbytes, stream)
-            elif self.reaches(local):
+            elif self._staging.reaches(local):
                 steps.gather(local.elements.layout, local.pointer, there.address, stream)
             else:
-                steps.copy(there.address, self.packed(local, stream), local.nbytes, stream)
+                steps.copy(there.address, self._staging.packed(local, stream), local.nbytes, stream)
         else:
-            steps.scatter(layout, there.address, self.packed(local, stream), stream)
+            steps.scatter(layout, there.address, self._staging.packed(local, stream), stream)
 
     def _move_in(self, local: LocalBuffer, there: Target, stream: int) -> None:
         steps, layout = self.steps, there.elements.layout
-        if local.elements.layout is None and self.reaches(local):
+        if local.elements.layout is None and self._staging.reaches(local):
             if layout is None:
                 steps.copy(local.pointer, there.address, local.nbytes, stream)
             else:
@@ -116,171 +168,7 @@ class Window:
         if layout is not None:
             source = steps.scratch(local.nbytes, stream)
             steps.gather(layout, there.address, source, stream)
-        self.unpack(local, source, stream)
-
-    def reaches(self, local: LocalBuffer) -> bool:
-        """Return whether kernels of this device, or NumPy on the host, access a buffer of this rank."""
-        return local.on_device or self._gpu is None
-
-    def packed(self, local: LocalBuffer, stream: int) -> int:
-        """Return the address of the elements of a buffer, one after the other, in memory of the device."""
-        layout = local.elements.layout
-        if self.reaches(local) and layout is None:
-            return local.pointer
-        place = self.steps.scratch(local.nbytes, stream)
-        if self._gpu is not None and not local.on_device:
-            copy_to_device(self._gpu, local, place, stream)
-        else:
-            assert layout is not None
-            self.steps.gather(layout, local.pointer, place, stream)
-        return place
-
-    def unpack(self, local: LocalBuffer, source: int, stream: int) -> None:
-        """Copy elements that lie one after the other in memory of a device into a buffer."""
-        layout = local.elements.layout
-        if self._gpu is not None and not local.on_device:
-            copy_from_device(self._gpu, local, source, stream)
-        elif layout is None:
-            self.steps.copy(local.pointer, source, local.nbytes, stream)
-        else:
-            self.steps.scatter(layout, local.pointer, source, stream)
-
-    @contextlib.contextmanager
-    def accessing(self, stream: Any, local: LocalBuffer) -> Iterator[int]:
-        """Give the stream of an access in a ``with`` block, after the last synchronisation."""
-        resolved = self._stream(stream, local)
-        self.streams.before_access(resolved)
-        yield resolved
-        self.streams.after_access(resolved)
-
-    def _stream(self, stream: Any, local: LocalBuffer) -> int:
-        return self._backend.stream(stream, local.array if local.on_device else self.array)
-
-    def require_rank(self, what: str, name: str, rank: Any) -> None:
-        """Raise unless ``rank`` is a rank of the window."""
-        if not 0 <= index_of(rank, name, what) < self._size:
-            raise RefusedByMpiError(f"{what}: {name}={rank}: use 0 to {self._size - 1}", MPI.ERR_RANK)
-
-    def _is_nowhere(self, what: str, target_rank: int) -> bool:
-        self.require_usable(what)
-        if target_rank == MPI.PROC_NULL:
-            return True
-        self.require_rank(what, "target_rank", target_rank)
-        return False
-
-    # Synchronisation.
-
-    def fence(self, assertion: int, stream: Any) -> None:
-        """End an epoch of all ranks, and begin the next one. Collective; it holds the stream, not the host."""
-        self._begin("Win.Fence", assertion)
-        self.epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
-        with self._synchronising(stream) as where:
-            self.steps.meet(FENCES, self._others, self._others, where)
-
-    def post(self, group: MPI.Group, assertion: int, stream: Any) -> None:
-        """Expose this rank's part to the ranks of ``group``."""
-        self._begin("Win.Post", assertion)
-        origins = self._ranks_of(group, "Win.Post")
-        self.epochs.post(origins)
-        if not assertion & MPI.MODE_NOCHECK:
-            with self._synchronising(stream) as where:
-                self.steps.meet(POSTS, set_of(origins), 0, where)
-
-    def start(self, group: MPI.Group, assertion: int, stream: Any) -> None:
-        """Wait for the `post` of the ranks of ``group``, which this rank then may access."""
-        self._begin("Win.Start", assertion)
-        targets = self._ranks_of(group, "Win.Start")
-        self.epochs.start(targets)
-        if not assertion & MPI.MODE_NOCHECK:
-            with self._synchronising(stream) as where:
-                self.steps.meet(POSTS, 0, set_of(targets), where)
-
-    def complete(self, stream: Any) -> None:
-        """Tell the targets of `start` that all accesses of this rank are done."""
-        self._begin("Win.Complete")
-        targets = self.epochs.complete()
-        with self._synchronising(stream) as where:
-            self.steps.meet(COMPLETES, set_of(targets), 0, where)
-
-    def wait(self, stream: Any) -> None:
-        """Wait for the `complete` of the ranks of `post`; it holds the stream, not the host."""
-        self._begin("Win.Wait")
-        origins = self.epochs.exposed_to("Win.Wait")
-        with self._synchronising(stream) as where:
-            self.steps.meet(COMPLETES, 0, set_of(origins), where)
-        self._is_waited = self._backend.completion(where)
-        self.epochs.end_exposure()
-
-    def test(self, stream: Any) -> bool:
-        """Return whether the ranks of `post` have completed; if they have, do as `wait`. It blocks for a moment."""
-        self._begin("Win.Test")
-        origins = self.epochs.exposed_to("Win.Test")
-        # The last Wait may still be in flight. It advances the counts with which this call compares.
-        if not (self._is_waited() and self.steps.arrived(COMPLETES, set_of(origins))):
-            return False
-        self.wait(stream)
-        return True
-
-    def lock(self, rank: int, lock_type: int, assertion: int, stream: Any) -> None:
-        """Wait for the lock of the part of ``rank``. Its rank takes no part."""
-        self._begin("Win.Lock", assertion)
-        if rank == MPI.PROC_NULL:
-            return
-        self.require_rank("Win.Lock", "rank", rank)
-        self.epochs.lock(rank, lock_type)
-        if assertion & MPI.MODE_NOCHECK:
-            self._nocheck.add(rank)
-            return
-        with self._synchronising(stream) as where:
-            self.steps.lock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
-
-    def unlock(self, rank: int, stream: Any) -> None:
-        """Give up the lock of the part of ``rank``, after all accesses of this rank."""
-        self._begin("Win.Unlock")
-        if rank == MPI.PROC_NULL:
-            return
-        self.require_rank("Win.Unlock", "rank", rank)
-        lock_type = self.epochs.unlock(rank)
-        with self._synchronising(stream) as where:
-            if rank not in self._nocheck:
-                self.steps.unlock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
-        self._nocheck.discard(rank)
-
-    def lock_all(self, assertion: int, stream: Any) -> None:
-        """Wait for shared locks of all parts."""
-        self._begin("Win.Lock_all", assertion)
-        self.epochs.lock_all()
-        if assertion & MPI.MODE_NOCHECK:
-            self._nocheck.update(range(self._size))
-            return
-        with self._synchronising(stream) as where:
-            self.steps.lock(self._everyone, where, exclusive=False)
-
-    def unlock_all(self, stream: Any) -> None:
-        """Give up the locks of `lock_all`."""
-        self._begin("Win.Unlock_all")
-        self.epochs.unlock_all()
-        with self._synchronising(stream) as where:
-            if not self._nocheck:
-                self.steps.unlock(self._everyone, where, exclusive=False)
-        self._nocheck.clear()
-
-    def flush(self, what: str, rank: int | None, stream: Any) -> None:
-        """Let later work of the stream follow all accesses of this rank. None stands for all targets."""
-        self._begin(what)
-        if rank == MPI.PROC_NULL:
-            return
-        if rank is not None:
-            self.require_rank(what, "rank", rank)
-        self.epochs.require_passive(what, rank)
-        with self._synchronising(stream) as where:
-            self._order_host_memory(where)
-
-    def sync(self, stream: Any) -> None:
-        """Let later work of the stream see all that other ranks have published to this rank."""
-        self._begin("Win.Sync")
-        with self._synchronising(stream) as where:
-            self._order_host_memory(where)
+        self._staging.unpack(local, source, stream)
 
     def completion(self, local: LocalBuffer | None, stream: Any) -> Callable[[], bool]:
         """Return a function that says whether the last call on ``local`` is done."""
@@ -290,34 +178,20 @@ class Window:
         """Prepare a thread of mpicomm for work on the device."""
         self._backend.prepare_thread()
 
-    def _begin(self, what: str, assertion: int = 0) -> None:
-        self.require_usable(what)
-        if assertion & ~_ASSERTIONS.get(what, 0):
-            raise RefusedByMpiError(
-                f"{what}: assertion={assertion} has other modes than the MPI.MODE_* of {what}", MPI.ERR_ASSERT
-            )
-
     @contextlib.contextmanager
-    def _synchronising(self, stream: Any) -> Iterator[int]:
-        """Give the stream of a synchronisation in a ``with`` block, after all accesses of this rank."""
-        resolved = self._backend.stream(stream, self.array)
-        self.streams.before_synchronisation(resolved)
+    def _accessing(self, stream: Any, local: LocalBuffer) -> Iterator[int]:
+        """Give the stream of an access in a ``with`` block, after the last synchronisation."""
+        resolved = self._stream(stream, local)
+        self.streams.before_access(resolved)
         yield resolved
-        self.streams.after_synchronisation(resolved)
+        self.streams.after_access(resolved)
 
-    def _order_host_memory(self, stream: int) -> None:
-        """Order this rank's accesses before and after the call, in the view of other ranks. A stream does so itself."""
-        if self._gpu is None:
-            self._backend.synchronize(stream)
+    def _stream(self, stream: Any, local: LocalBuffer) -> int:
+        return self._backend.stream(stream, local.array if local.on_device else self.array)
 
-    def _ranks_of(self, group: Any, what: str) -> frozenset[int]:
-        if not isinstance(group, MPI.Group) or group == MPI.GROUP_NULL:
-            raise RefusedByMpiError(
-                f"{what}: group={group!r} is no group: pass win.Get_group().Incl(...)", MPI.ERR_GROUP
-            )
-        mine = self._group()
-        ranks = group.Translate_ranks(range(group.size), mine)
-        mine.Free()
-        if MPI.UNDEFINED in ranks:
-            raise RefusedByMpiError(f"{what}: group has ranks that the window does not have", MPI.ERR_GROUP)
-        return frozenset(ranks)
+    def _is_nowhere(self, what: str, target_rank: int) -> bool:
+        self.require_usable(what)
+        if target_rank == MPI.PROC_NULL:
+            return True
+        self.require_rank(what, "target_rank", target_rank)
+        return False
