@@ -46,6 +46,7 @@ class DeviceWindowCalls(HostWindowCalls):
             if session.intact:
                 session.group.agree("Win.Free", lambda: _as_usage(window.epochs.require_none, "Win.Free"))
             session.close_shared(window.memory, "Win")
+            window.array = None  # the caller may free its memory now
             if not session.intact:
                 return  # MPI keeps its part of the window, because only a collective call frees the part
         if self:
