@@ -21,7 +21,7 @@ from mpicomm.windows.memory import WindowMemory
 
 
 @dataclass(frozen=True)
-class Elements:
+class TypedElements:
     """A number of elements of one type."""
 
     count: int
@@ -51,7 +51,7 @@ class LocalBuffer:
 
     name: str
     pointer: int
-    elements: Elements
+    elements: TypedElements
     on_device: bool
     array: Any
     """The array of the argument, whose library says which stream is current."""
@@ -64,11 +64,11 @@ class LocalBuffer:
 
 @dataclass(frozen=True)
 class Target:
-    """Elements in the part of ``rank``, at ``address`` on this rank."""
+    """TypedElements in the part of ``rank``, at ``address`` on this rank."""
 
     rank: int
     address: int
-    elements: Elements
+    elements: TypedElements
 
 
 def read_buffer(spec: Any, backend: Backend, *, writable: bool, name: str) -> LocalBuffer:
@@ -84,13 +84,13 @@ def read_buffer(spec: Any, backend: Backend, *, writable: bool, name: str) -> Lo
     return LocalBuffer(name, operand.pointer, _elements_of(operand, array, writable), operand.on_device, array)
 
 
-def _elements_of(operand: Operand, array: Any, writable: bool) -> Elements:
+def _elements_of(operand: Operand, array: Any, writable: bool) -> TypedElements:
     if operand.dtype is not None:
-        return Elements(operand.total, operand.dtype.itemsize, operand.dtype, None)
+        return TypedElements(operand.total, operand.dtype.itemsize, operand.dtype, None)
     memory = read(array, writable, operand.name) if array is not None else None
     if operand.mpi_type is None or memory is None:
         if operand.total == 0 and memory is None:
-            return Elements(0, 1, None, None)
+            return TypedElements(0, 1, None, None)
         assert memory is not None
         raise no_type(memory, operand.name)
     room = Capacity(operand.name, memory.pointer, memory.nbytes if memory.room is None else memory.room)
@@ -98,9 +98,9 @@ def _elements_of(operand: Operand, array: Any, writable: bool) -> Elements:
     return derived(operand.mpi_type, operand.total, found.layout)
 
 
-def derived(datatype: MPI.Datatype, count: int, layout: DatatypeLayout) -> Elements:
+def derived(datatype: MPI.Datatype, count: int, layout: DatatypeLayout) -> TypedElements:
     """Return elements of a derived datatype, whose layout is ``layout``."""
-    return Elements(count, datatype.Get_extent()[1], layout.dtype, layout, datatype)
+    return TypedElements(count, datatype.Get_extent()[1], layout.dtype, layout, datatype)
 
 
 def read_target(spec: Any, rank: int, memory: WindowMemory, like: LocalBuffer, what: str) -> Target:
@@ -145,17 +145,17 @@ def _items(spec: Any) -> tuple[Any, Any, Any]:
     return spec, None, None
 
 
-def _retyped(like: Elements, count: int, datatype: Any) -> Elements:
+def _retyped(like: TypedElements, count: int, datatype: Any) -> TypedElements:
     if datatype is None:
         if like.layout is None:
-            return Elements(count, like.extent, like.dtype, None)
+            return TypedElements(count, like.extent, like.dtype, None)
         if count == like.count:
             return like
         assert like.datatype is not None
         datatype = like.datatype
     dtype, mpi_type = datatype_of(datatype, "target")
     if dtype is not None:
-        return Elements(count, dtype.itemsize, dtype, None)
+        return TypedElements(count, dtype.itemsize, dtype, None)
     assert mpi_type is not None
     (found,) = elements_at(mpi_type, _ANYWHERE, [(_ANYWHERE.nbytes // 2, count)])
     return derived(mpi_type, count, found.layout)

@@ -1,4 +1,4 @@
-"""Elements of derived datatypes in host memory, packed and unpacked by NumPy."""
+"""TypedElements of derived datatypes in host memory, packed and unpacked by NumPy."""
 
 from __future__ import annotations
 

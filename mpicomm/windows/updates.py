@@ -13,7 +13,7 @@ from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.ops import check_legal, op_name
-from mpicomm.windows.buffers import Elements, LocalBuffer
+from mpicomm.windows.buffers import LocalBuffer, TypedElements
 
 _SIZES = (1, 2, 4, 8, 16)
 _UNABLE = {MPI.MINLOC.handle: "MPI.MINLOC", MPI.MAXLOC.handle: "MPI.MAXLOC"}
@@ -50,7 +50,7 @@ def name_of(op: MPI.Op, what: str) -> str:
     return name
 
 
-def update_of(name: str, elements: Elements, what: str) -> Update:
+def update_of(name: str, elements: TypedElements, what: str) -> Update:
     """Return the update of ``elements`` by the operation ``name``. Raises for a type that has no such update. Local."""
     dtype = elements.dtype
     if dtype is None or dtype.itemsize not in _SIZES:
@@ -69,7 +69,7 @@ def update_of(name: str, elements: Elements, what: str) -> Update:
     return Update(name, np.dtype(np.uint8) if dtype == types.BYTE else dtype)
 
 
-def require_alike(elements: Elements, local: LocalBuffer, what: str) -> None:
+def require_alike(elements: TypedElements, local: LocalBuffer, what: str) -> None:
     """Raise unless a buffer has elements of the type of the target."""
     if local.elements.dtype != elements.dtype:
         raise RefusedByMpiError(
