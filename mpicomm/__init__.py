@@ -9,6 +9,7 @@ import sys
 if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
     from mpicomm import epilogues
     from mpicomm.api.communicator import Communicator
+    from mpicomm.api.window import Win
     from mpicomm.errors import (
         BackendUnavailableError,
         CollectiveTimeoutError,
@@ -38,6 +39,7 @@ __all__ = [
     "PeerError",
     "SharedEvent",
     "SymmetricArray",
+    "Win",
     "__version__",
     "epilogues",
     "include_dir",

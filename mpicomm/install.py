@@ -57,8 +57,8 @@ def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: floa
     such programs expect it, and ``MPI.Comm.fromhandle`` returns the Communicators. `install` replaces ``MPI.COMM_SELF``
     in the same way.
 
-    After this call ``MPI.Win`` and ``MPI.File`` refuse device memory, and ``MPI.Attach_buffer`` takes host memory in
-    the place of device memory.
+    After this call ``MPI.Win.Create`` takes device memory as `Win` does. Windows of host memory and ``MPI.File`` refuse
+    device arrays. ``MPI.Attach_buffer`` takes host memory in the place of device memory.
 
     The arguments and the errors are as in `Communicator`. A second call changes nothing.
     """

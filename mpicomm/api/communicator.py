@@ -111,8 +111,8 @@ class Communicator(
     A Communicator inherits all calls of an mpi4py communicator. ``Dup``, ``Split``, ``Create_cart`` and the like return
     Communicators on the same devices, which set themselves up at their first use. If they have a topology, they also
     have MPI's calls for it. Intercommunicators are mpi4py's, and their calls on device arrays go through pinned host
-    memory. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` check their buffers only after `install`: pass them host
-    memory.
+    memory. `Win` makes windows of device memory. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` check their
+    buffers only after `install`: pass them host memory.
     """
 
     _session: Session

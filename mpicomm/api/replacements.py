@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from mpicomm.api.by_handle import communicator_of
 from mpicomm.api.host_staging import HostStaging, Wrapped, on_host_copies, wrap
+from mpicomm.api.window import Win
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.host_copies import announce
@@ -40,8 +41,9 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
         yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
     for owner, name in _LOCAL:
         yield owner, name, _on_copies(owner, getattr(owner, name))
+    yield MPI.Win, "Create", classmethod(_create_window)
     for cls in (MPI.Win, MPI.File):
-        for name in sorted(cls.__dict__):
+        for name in sorted({*cls.__dict__} - {"Create"}):
             method = getattr(cls, name)
             if name[0].isupper() and callable(method) and (buffers := _buffers_of(method)):
                 guarded = _guarded(method, f"{cls.__name__}.{name}", buffers)
@@ -83,6 +85,13 @@ def _from_number(original: Callable[..., Any]) -> Callable[..., Any]:
 def _create_intercomm(self: MPI.Intracomm, *arguments: Any, **keywords: Any) -> Any:
     made = _create(self, *arguments, **keywords)
     return wrap(made, self._gpu) if isinstance(self, (HostStaging, Wrapped)) else made
+
+
+def _create_window(cls: type[MPI.Win], *arguments: Any, **keywords: Any) -> MPI.Win:
+    """Make a window; see mpi4py. Device memory makes a window of mapped memory: see `Win`."""
+    make: Any = Win.Create.__func__  # type: ignore[attr-defined]
+    made: MPI.Win = make(Win if cls is MPI.Win else cls, *arguments, **keywords)
+    return made
 
 
 def _on_copies(owner: type, method: Callable[..., Any]) -> Callable[..., Any]:

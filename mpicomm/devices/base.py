@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from mpicomm.devices.stream_threads import StreamThreads
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.team import Faults
+from mpicomm.kernels.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -322,6 +324,13 @@ class GpuBackend(Backend, Protocol):
 
         After a wait of this device has run out of time, it unpacks nothing.
         """
+
+    def load(self, variant: Variant) -> object:
+        """Compile and load a kernel, unless that is done. Blocking; it may wait for all work of the device."""
+
+    def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
+        """Enqueue a kernel whose one parameter is a structure by value; stream-ordered, capturable. It loads the kernel
+        first, unless `load` has done so."""
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""

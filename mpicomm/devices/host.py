@@ -20,7 +20,7 @@ from mpicomm.devices.base import Link, Scratch
 from mpicomm.devices.descriptor import Descriptor, way_out
 from mpicomm.devices.handle import Exported, Kind, MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError
+from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, equal_error
 from mpicomm.interrupts import uninterrupted
 from mpicomm.waiting import wait_until
 
@@ -171,8 +171,8 @@ class HostBackend:
     kinds: tuple[Kind, ...] = ("memfd",)
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._missed: tuple[str, int] | None = None
+        self.timeout_s = timeout_s
+        self._error: CollectiveTimeoutError | None = None
 
     def make_current(self) -> None:
         """Return, because the host is always current."""
@@ -270,11 +270,13 @@ class HostBackend:
         """Add 1 to the counter at ``expected``, and block until ``inbox`` has reached it."""
         count, box = _word_at(expected), _word_at(inbox)
         target = int(count[0]) + 1
-        if not wait_until(lambda: int(box[0]) >= target, self._timeout_s):
-            self._missed = (
-                f"wait_signal: number {target} from rank {peer} did not come within {self._timeout_s:g} s; the "
-                "communicator is unusable: create another",
-                peer,
+        if not wait_until(lambda: int(box[0]) >= target, self.timeout_s):
+            self.fail(
+                CollectiveTimeoutError(
+                    f"wait_signal: number {target} from rank {peer} did not come within {self.timeout_s:g} s; the "
+                    "communicator is unusable: create another",
+                    ranks=[peer],
+                )
             )
             self.check()
         count[0] = target
@@ -284,9 +286,12 @@ class HostBackend:
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time: at every call, as on a GPU."""
-        if self._missed is not None:
-            text, peer = self._missed
-            raise CollectiveTimeoutError(text, ranks=[peer])
+        if self._error is not None:
+            raise equal_error(self._error)
+
+    def fail(self, error: CollectiveTimeoutError) -> None:
+        """Let every later `check` raise an equal error."""
+        self._error = equal_error(error)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return host memory. All host memory is memory of this device."""

@@ -15,6 +15,7 @@ import mpicomm
 from mpicomm import Communicator
 from mpicomm.api.communicator import RankInfo
 from mpicomm.api.neighbors import NeighborCollectives
+from mpicomm.api.window_on_device import DeviceWindowCalls
 from mpicomm.recording.statistics import Statistics
 
 INTERNAL = frozenset(
@@ -27,7 +28,7 @@ INTERNAL = frozenset(
     }
 )
 """Names that look public. Other rooms of the package call them, and users do not."""
-UNEXPORTED = (NeighborCollectives, RankInfo, Statistics)
+UNEXPORTED = (DeviceWindowCalls, NeighborCollectives, RankInfo, Statistics)
 """Classes of objects that calls return."""
 ELSEWHERE = frozenset({"__version__", "epilogues"})
 """Names of the package that need no section, or have a page."""
@@ -55,6 +56,11 @@ PURPOSES = (
             *("Communicator.empty", "Communicator.zeros", "Communicator.register", "SymmetricArray"),
             *("Communicator.shared_event", "SharedEvent", "include_dir"),
         ),
+    ),
+    Purpose(
+        "Windows",
+        ("Win", "DeviceWindowCalls"),
+        text="A window of device memory has the calls of `DeviceWindowCalls`.",
     ),
     Purpose("Collectives", modules=("mpicomm.api.blocking",)),
     Purpose("Nonblocking collectives", modules=("mpicomm.api.nonblocking",)),

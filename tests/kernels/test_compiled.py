@@ -26,6 +26,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
 )
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_THREADS, sendrecv_kernel  # noqa: E402
 from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
+from mpicomm.kernels.accumulate import MOVING, accumulate_kernel, swap_kernel  # noqa: E402
 from mpicomm.kernels.combine import COMBINE_THREADS, combine_kernel  # noqa: E402
 from mpicomm.kernels.epilogue import (  # noqa: E402
     EPILOGUE_THREADS,
@@ -39,6 +40,7 @@ from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_THREADS  # noqa: E40
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from mpicomm.kernels.variant import Variant  # noqa: E402
+from mpicomm.kernels.window import LOCK_KERNEL, MEET_KERNEL  # noqa: E402
 from mpicomm.p2p.kernels import CHASE, COPY, COPY_THREADS, HOLD, RALLY  # noqa: E402
 from tests.helpers.inputs.kernel_sources import INCLUDES  # noqa: E402
 from tests.helpers.jobs.mpiexec import ROOT  # noqa: E402
@@ -116,6 +118,29 @@ def test_every_type_compiles(reduction: tuple[str, str], capability: tuple[int, 
     image = compile_kernel(variant.source, capability, variant.options)
     assert image.startswith(b"\x7fELF")
     assert variant.entry.encode() in image
+
+
+@pytest.mark.parametrize(("reduction", "capability"), PAIRS, ids=str)
+def test_updates_of_every_type_compile(reduction: tuple[str, str], capability: tuple[int, int]) -> None:
+    variant = accumulate_kernel(reduction, 0)
+    assert variant.entry.encode() in compile_kernel(variant.source, capability, variant.options)
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 4, 8, 16])
+def test_updates_of_every_size_compile(nbytes: int) -> None:
+    kernels = [accumulate_kernel(("any", op), nbytes) for op in MOVING]
+    kernels += [swap_kernel(nbytes)] if nbytes < 16 else []
+    for variant in (*kernels, MEET_KERNEL, LOCK_KERNEL):
+        image = compile_kernel(variant.source, CAPABILITIES[nbytes % len(CAPABILITIES)], variant.options)
+        assert variant.entry.encode() in image
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "uint64"])
+def test_sums_whose_results_no_code_uses_do_not_wait(dtype: str) -> None:
+    variant = accumulate_kernel((dtype, "sum"), 0)
+    ptx = compile_kernel(variant.source, (99, 0), variant.options).decode(errors="replace")
+    assert re.search(r"\tred\.[\w.]*sys[\w.]*add|\tred\.[\w.]*add", ptx)
+    assert ".sys" in ptx
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES[:: len(CAPABILITIES) - 1], ids="sm_{0[0]}{0[1]}".format)

@@ -24,7 +24,7 @@ from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devic
 from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.links import link_to
-from mpicomm.devices.cuda.load import kernels_of
+from mpicomm.devices.cuda.load import Kernel, kernels_of
 from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment
 from mpicomm.devices.cuda.message_steps import CudaMessageSteps
 from mpicomm.devices.cuda.pack_tables import PackTables
@@ -39,6 +39,7 @@ from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, Hand
 from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
+from mpicomm.kernels.variant import Variant
 
 
 class CudaBackend:
@@ -262,13 +263,23 @@ class CudaBackend:
         After a wait of this device has run out of time, it unpacks nothing.
         """
         arguments = table.arguments(self.pack_table(table), memory, packed, self.faults.failed, unpacks=unpacks)
-        kernels, blocks = kernels_of(self.info), blocks_for(table.units, self.multiprocessors)
-        kernel = kernels.find(PACK_KERNEL)
+        blocks = blocks_for(table.units, self.multiprocessors)
+        self.launch(PACK_KERNEL, arguments, stream, blocks=blocks, threads=PACK_THREADS)
+
+    def load(self, variant: Variant) -> Kernel:
+        """Return a kernel that is compiled and loaded. Local; blocking for a kernel that is not loaded yet."""
+        kernels = kernels_of(self.info)
+        kernel = kernels.find(variant)
         if kernel is None:
             with self.loading():
-                kernel = kernels.load(PACK_KERNEL)
+                kernel = kernels.load(variant)
+        return kernel
+
+    def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
+        """Enqueue a kernel whose one parameter is a structure by value. Local, stream-ordered."""
+        kernel = self.load(variant)
         with self._context.current():
-            kernel.launch_structure(stream, arguments, blocks=blocks, threads=PACK_THREADS)
+            kernel.launch_structure(stream, arguments, blocks=blocks, threads=threads)
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""

@@ -17,9 +17,17 @@ from mpicomm.devices.host import fence
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, PeerError, equal_error
 from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
+from mpicomm.kernels.window import FENCE, LOCK, START, WAIT
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
-_OPERATIONS = {1: "wait_signal", EXCHANGE: "collective", MESSAGE: "message"}
+_OPERATIONS = {
+    1: "wait_signal",
+    EXCHANGE: "collective",
+    MESSAGE: "message",
+    FENCE: "Win.Fence",
+    START: "Win.Start: the Post",
+    WAIT: "Win.Wait: the Complete",
+}
 _UNUSABLE = "the communicator is unusable: create another"
 
 
@@ -94,6 +102,12 @@ class FaultPage:
         if self._calls or record.operation == MISMATCH:
             said = self._calls or [f"rank {record.peer} sent data of another call or message than this rank expected"]
             raise called_differently(said, [record.peer])
+        if record.operation == LOCK:
+            raise CollectiveTimeoutError(
+                f"Win.Lock: rank {record.peer} holds the lock, and did not give it up within "
+                f"{record.elapsed_ns / 1e9:.3g} s; {_UNUSABLE}",
+                ranks=[record.peer],
+            )
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
         raise CollectiveTimeoutError(

@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, SendrecvSide
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.kernels import combine, epilogue, message, packing, team
+from mpicomm.kernels import accumulate, combine, epilogue, message, packing, team, window
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import Faults, Team
@@ -60,6 +60,7 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "combine.cu": {"mpicomm::Combination": combine.CombineArguments},
     "pack.cu": {"mpicomm::Region": packing.RegionEntry, "mpicomm::Packing": packing.PackArguments},
     "message.cu": {"mpicomm::MessageStep": message.MessageStep},
+    "window.cu": {"mpicomm::Synchronisation": window.SynchronisationArguments},
     "chain.cu": {"mpicomm::Hop": HopArguments, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": SendrecvSide, "mpicomm::Sendrecv": SendrecvArguments},
     "p2p.cu": {
@@ -102,6 +103,18 @@ CONSTANTS = {
         "kPacketNbytes": packing.UNIT_NBYTES,
     },
     "message.cu": {"kMessageThreads": message.MESSAGE_THREADS},
+    "window.cu": {
+        "kWindowRanks": window.WINDOW_RANKS,
+        "kWindowThreads": window.WINDOW_THREADS,
+        "kRowWords": window.ROW_WORDS,
+        "kRowsOfCounts": window.ROWS_OF_COUNTS,
+        "kLockRow": window.LOCK_ROW,
+        "kExclusiveShift": window.EXCLUSIVE_SHIFT,
+        "kFence": window.FENCE,
+        "kStart": window.START,
+        "kWait": window.WAIT,
+        "kLock": window.LOCK,
+    },
     "chain.cu": {
         "kChainThreads": chain.CHAIN_THREADS,
         "kChainSlots": chain.CHAIN_SLOTS,
@@ -121,6 +134,13 @@ CONSTANTS = {
 def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: Path) -> None:
     assert SENTINELS[0] == packets.ABSENT
     require_agreement(name, STRUCTURES[name], CONSTANTS[name], tmp_path)
+
+
+def test_host_and_kernel_agree_on_accumulates(tmp_path: Path) -> None:
+    structures = {"mpicomm::Accumulation": accumulate.AccumulateArguments, "mpicomm::Swap": accumulate.SwapArguments}
+    options = accumulate.accumulate_kernel(("float32", "sum"), 4).options
+    constants = {"kAccumulateThreads": accumulate.ACCUMULATE_THREADS}
+    require_agreement("accumulate.cu", structures, constants, tmp_path, options)
 
 
 def test_host_and_kernel_agree_on_epilogues(tmp_path: Path) -> None:

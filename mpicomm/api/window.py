@@ -1,0 +1,182 @@
+"""Win: mpi4py's window, whose memory may be device memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from mpicomm.api.by_handle import communicator_of
+from mpicomm.api.communicator import Communicator
+from mpicomm.api.window_on_device import DeviceWindowCalls
+from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
+from mpicomm.errors import InvalidUsageError, name_ranks
+from mpicomm.mpi.location import is_on_device
+from mpicomm.session import Session
+from mpicomm.windows.memory import (
+    Part,
+    Provider,
+    adopted,
+    allocated,
+    checked_part,
+    require_one_node,
+    share_window,
+)
+
+# MPI's calls without their class, because `install` replaces some of the names.
+_create = MPI.Win.Create.__func__  # type: ignore[attr-defined]
+_allocate = MPI.Win.Allocate.__func__  # type: ignore[attr-defined]
+_allocate_shared = MPI.Win.Allocate_shared.__func__  # type: ignore[attr-defined]
+_PLACES = ("auto", "device", "mpi")
+
+
+class Win(HostWindowCalls):
+    """A window for one-sided calls: ``MPI.Win``, whose memory may be device memory of a `Communicator`.
+
+    `Create`, `Allocate` and `Allocate_shared` make it. All of them are *collective* and blocking. ``place`` says whose
+    memory it has:
+
+    - ``"device"``: memory of the device of ``comm``, a Communicator. All ranks map it, as the memory of
+      ``comm.register`` and ``comm.empty``. On a ``"cpu"`` communicator it is shared host memory.
+    - ``"mpi"``: host memory. MPI carries out all calls.
+    - ``"auto"``: on a GPU `Create` takes the place where ``memory`` lies, and `Allocate` device memory. Without a GPU
+      the memory is MPI's.
+
+    All ranks pass the same ``place``. A window of device memory needs ranks of one node. Its calls are stream-ordered,
+    take ``stream=``, and can be captured in CUDA graphs. Buffers may be device arrays or host arrays. A wait that lasts
+    longer than ``timeout_s`` of the communicator is an error, as in collectives.
+    """
+
+    @classmethod
+    def Create(
+        cls,
+        memory: Any,
+        disp_unit: int = 1,
+        info: MPI.Info = MPI.INFO_NULL,
+        comm: MPI.Intracomm = MPI.COMM_SELF,
+        *,
+        place: str = "auto",
+    ) -> Win:
+        """Make a window of existing memory. None is no memory. Collective, blocking.
+
+        Device memory is memory that ``comm.register`` takes. Raises `InvalidUsageError` on all ranks alike if one rank
+        passes device memory and another passes host memory.
+        """
+        comm = communicator_of(comm)
+        if not _may_be_device(comm, place, "Win.Create"):
+            require_on_host("Create", None, memory=memory)
+            return _create(cls, memory, disp_unit, info, comm)  # type: ignore[no-any-return]
+        session = comm._session.set_up("Win.Create")  # type: ignore[attr-defined]
+        offer = _Offer("none", Part(0, 1))
+        provide = allocated(session, 0)
+
+        def describe() -> _Offer:
+            nonlocal offer, provide
+            if memory is None or memory is MPI.BOTTOM:
+                offer = _Offer("none", checked_part(0, disp_unit, "Win.Create"))
+            elif place == "device" or is_on_device(memory):
+                nbytes, provide = adopted(session, memory)
+                offer = _Offer("device", checked_part(nbytes, disp_unit, "Win.Create"))
+            else:
+                offer = _Offer("host", Part(0, 1))
+            return offer
+
+        offers = session.group.exchange("Win.Create", describe)
+        found = {where: [rank for rank, each in enumerate(offers) if each.where == where] for where in _WHERE}
+        if found["host"] and found["device"]:
+            raise InvalidUsageError(
+                f"Win.Create: memory is device memory on {name_ranks(found['device'])} and host memory on "
+                f"{name_ranks(found['host'])}: pass memory of one kind on all ranks"
+            )
+        if not found["device"] and place == "auto":
+            return _create(cls, memory, disp_unit, info, comm)  # type: ignore[no-any-return]
+        parts = [each.part for each in offers]
+        array = memory if offer.where == "device" else None
+        return _on_device(session, comm, info, "Win.Create", parts, provide, MPI.WIN_FLAVOR_CREATE, array)
+
+    @classmethod
+    def Allocate(
+        cls,
+        size: int,
+        disp_unit: int = 1,
+        info: MPI.Info = MPI.INFO_NULL,
+        comm: MPI.Intracomm = MPI.COMM_SELF,
+        *,
+        place: str = "auto",
+    ) -> Win:
+        """Make a window of new memory of ``size`` bytes. ``tomemory()`` is its array. Collective, blocking."""
+        comm = communicator_of(comm)
+        if not _may_be_device(comm, place, "Win.Allocate"):
+            return _allocate(cls, size, disp_unit, info, comm)  # type: ignore[no-any-return]
+        return _new(comm, "Win.Allocate", size, disp_unit, info, MPI.WIN_FLAVOR_ALLOCATE)
+
+    @classmethod
+    def Allocate_shared(
+        cls,
+        size: int,
+        disp_unit: int = 1,
+        info: MPI.Info = MPI.INFO_NULL,
+        comm: MPI.Intracomm = MPI.COMM_SELF,
+        *,
+        place: str = "auto",
+    ) -> Win:
+        """Make a window as `Allocate` does. Device memory of several ranks never lies side by side: use `Shared_query`.
+
+        Collective, blocking.
+        """
+        comm = communicator_of(comm)
+        if not _may_be_device(comm, place, "Win.Allocate_shared"):
+            return _allocate_shared(cls, size, disp_unit, info, comm)  # type: ignore[no-any-return]
+        return _new(comm, "Win.Allocate_shared", size, disp_unit, info, MPI.WIN_FLAVOR_SHARED)
+
+
+class DeviceWin(DeviceWindowCalls, Win):
+    """A `Win` of device memory."""
+
+
+_WHERE = ("none", "host", "device")
+
+
+class _Offer(NamedTuple):
+    """The kind of memory that a rank passes, and its part of the window."""
+
+    where: str
+    part: Part
+
+
+def _may_be_device(comm: Any, place: str, what: str) -> bool:
+    """Return whether the ranks of ``comm`` have to agree about device memory: all ranks alike. Local."""
+    if place not in _PLACES:
+        raise InvalidUsageError(f"{what}: place={place!r}: use one of {', '.join(_PLACES)}")
+    if not isinstance(comm, Communicator) or comm == MPI.COMM_NULL:
+        if place == "device":
+            raise InvalidUsageError(f"{what}: comm={comm!r} is no mpicomm.Communicator, which place='device' needs")
+        return False
+    return place == "device" or (place == "auto" and comm.device != "cpu")
+
+
+def _new(comm: Any, what: str, size: Any, disp_unit: int, info: MPI.Info, flavor: int) -> Win:
+    session: Session = comm._session.set_up(what)
+    parts = session.group.exchange(what, lambda: checked_part(size, disp_unit, what))
+    provide = allocated(session, parts[comm.rank].nbytes)
+    return _on_device(session, comm, info, what, parts, provide, flavor, None)
+
+
+def _on_device(
+    session: Session,
+    comm: MPI.Intracomm,
+    info: MPI.Info,
+    what: str,
+    parts: list[Part],
+    provide: Provider,
+    flavor: int,
+    array: Any,
+) -> Win:
+    """Make a window of device memory. Collective. ``array`` is memory of the caller."""
+    require_one_node(session, what)
+    memory = share_window(session, what, parts, provide, allocated=flavor != MPI.WIN_FLAVOR_CREATE)
+    # MPI's part of the window has no memory. It carries the group, the name, the attributes and the error handler.
+    made = _create(DeviceWin, None, 1, info, comm)
+    made._begin(session, memory, memory.view(comm.rank) if array is None else array, flavor)
+    assert isinstance(made, Win)
+    return made

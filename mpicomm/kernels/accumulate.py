@@ -1,0 +1,64 @@
+"""The kernels of accumulate.cu: their arguments, and a variant for each type and operation."""
+
+from __future__ import annotations
+
+import ctypes
+
+from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.packing import PackArguments
+from mpicomm.kernels.reductions import OPTIONS, Reduction, cpp_name, options_for
+from mpicomm.kernels.variant import Variant
+
+ACCUMULATE_THREADS = 256  # kAccumulateThreads in accumulate.cu; a test compares them
+_BLOCKS_OF_A_MULTIPROCESSOR = 8  # they fill it
+
+MOVING = ("replace", "no_op")
+"""The operations that move the bits of any type."""
+_TYPE_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
+"""For each size of an element a type that `MOVING` operations take."""
+SWAPPED_SIZES = (1, 2, 4, 8)
+"""The sizes of elements that `swap_kernel` has."""
+WIDE_NBYTES = 16
+"""The size of elements that only GPUs of compute capability 9.0 or newer update atomically."""
+
+
+class AccumulateArguments(ctypes.Structure):
+    """The host's copy of ``Accumulation`` in accumulate.cu."""
+
+    _fields_ = [("walk", PackArguments), ("result", ctypes.c_uint64)]
+
+
+class SwapArguments(ctypes.Structure):
+    """The host's copy of ``Swap`` in accumulate.cu."""
+
+    _fields_ = [
+        ("target", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("compare", ctypes.c_uint64),
+        ("result", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+    ]
+
+
+def accumulate_kernel(reduction: Reduction, itemsize: int) -> Variant:
+    """Return the kernel that updates elements of ``itemsize`` bytes by ``(dtype, op)``; raises as `options_for`.
+
+    ``op`` may be one of `MOVING`, for any dtype.
+    """
+    op = reduction[1]
+    options = _moving(op, itemsize) if op in MOVING else options_for(reduction)
+    return Variant(SHARED / "accumulate.cu", "mpicomm_accumulate", options)
+
+
+def swap_kernel(itemsize: int) -> Variant:
+    """Return the kernel that compares and swaps an element of ``itemsize`` bytes, one of `SWAPPED_SIZES`."""
+    return Variant(SHARED / "accumulate.cu", "mpicomm_compare_and_swap", _moving("replace", itemsize))
+
+
+def blocks_for(count: int, multiprocessors: int) -> int:
+    """Return the number of blocks of a launch that updates ``count`` elements."""
+    return max(1, min(_BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, -(-count // ACCUMULATE_THREADS)))
+
+
+def _moving(op: str, itemsize: int) -> tuple[str, ...]:
+    return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(_TYPE_OF_SIZE[itemsize])}", f"-DMPICOMM_OP={op}")

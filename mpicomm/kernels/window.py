@@ -1,0 +1,47 @@
+"""The kernels of window.cu: their argument and the board of a window. Imports no CUDA package."""
+
+from __future__ import annotations
+
+import ctypes
+
+from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.variant import Variant
+
+# Constants and a structure of window.cu and faults.cuh; a test compares them.
+WINDOW_RANKS = 56
+WINDOW_THREADS = 64
+ROW_WORDS = 64
+ROWS_OF_COUNTS = 3
+LOCK_ROW = 9
+EXCLUSIVE_SHIFT = 56
+FENCE, START, WAIT, LOCK = 5, 6, 7, 8
+"""The operations of windows in ``enum Operation``."""
+
+WORD_NBYTES = 8
+MUTEX_ROW = LOCK_ROW + 1
+"""The row that only windows of host memory have: see `mpicomm.windows.mutex`."""
+BOARD_NBYTES = (MUTEX_ROW + 1) * ROW_WORDS * WORD_NBYTES
+
+
+class SynchronisationArguments(ctypes.Structure):
+    """The host's copy of ``Synchronisation`` in window.cu."""
+
+    _fields_ = [
+        ("boards", ctypes.c_uint64),
+        ("signals", ctypes.c_uint64),
+        ("waits", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("record", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+        ("rank", ctypes.c_uint32),
+        ("kind", ctypes.c_uint32),
+        ("operation", ctypes.c_uint32),
+        ("exclusive", ctypes.c_uint32),
+    ]
+
+
+MEET_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_meet", options_for(None))
+"""Signals ranks, then waits for ranks."""
+LOCK_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_lock", options_for(None))
+"""Gives up locks, then takes locks."""

@@ -1,0 +1,165 @@
+"""The arguments of one-sided calls: the buffers of this rank, and the places in the parts of other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.devices.base import Backend
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.buffers import array_of, read
+from mpicomm.mpi.derived import Capacity, elements_at
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.items import datatype_of, index_of, no_type
+from mpicomm.mpi.layout import DatatypeLayout
+from mpicomm.mpi.location import require_here
+from mpicomm.windows.memory import WindowMemory
+
+
+@dataclass(frozen=True)
+class TypedElements:
+    """A number of elements of one type."""
+
+    count: int
+    extent: int
+    """The bytes from an element to the next."""
+    dtype: np.dtype[Any] | None
+    """The type of the basic elements; None for several types, or types that NumPy lacks."""
+    layout: DatatypeLayout | None
+    """The layout of all elements; None if they are consecutive bytes."""
+    datatype: MPI.Datatype | None = None
+    """The derived datatype of an element."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements, without gaps."""
+        return self.count * self.extent if self.layout is None else self.layout.nbytes
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The first byte of the elements, and the byte after the last, from their address on."""
+        return (0, self.nbytes) if self.layout is None else (self.layout.begin, self.layout.end)
+
+
+@dataclass(frozen=True)
+class LocalBuffer:
+    """A buffer of this rank."""
+
+    name: str
+    pointer: int
+    elements: TypedElements
+    on_device: bool
+    array: Any
+    """The array of the argument, whose library says which stream is current."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements, without gaps."""
+        return self.elements.nbytes
+
+
+@dataclass(frozen=True)
+class Target:
+    """TypedElements in the part of ``rank``, at ``address`` on this rank."""
+
+    rank: int
+    address: int
+    elements: TypedElements
+
+
+def read_buffer(spec: Any, backend: Backend, *, writable: bool, name: str) -> LocalBuffer:
+    """Read the argument ``name`` of a call on a window. Local. Raises `TypeError` and `InvalidUsageError`."""
+    array = array_of(spec)
+    if array is MPI.BOTTOM:
+        raise InvalidUsageError(f"{name}: MPI.BOTTOM has no meaning for a window of a device: pass the array itself")
+    operand = parse(spec, writable=writable, name=name)
+    if operand.on_device:
+        if backend.device == "cpu":
+            raise InvalidUsageError(f"{name} is on GPU {operand.device}, and the window is in host memory: copy it")
+        require_here(name, operand.device, backend.device)
+    return LocalBuffer(name, operand.pointer, _elements_of(operand, array, writable), operand.on_device, array)
+
+
+def _elements_of(operand: Operand, array: Any, writable: bool) -> TypedElements:
+    if operand.dtype is not None:
+        return TypedElements(operand.total, operand.dtype.itemsize, operand.dtype, None)
+    memory = read(array, writable, operand.name) if array is not None else None
+    if operand.mpi_type is None or memory is None:
+        if operand.total == 0 and memory is None:
+            return TypedElements(0, 1, None, None)
+        assert memory is not None
+        raise no_type(memory, operand.name)
+    room = Capacity(operand.name, memory.pointer, memory.nbytes if memory.room is None else memory.room)
+    (found,) = elements_at(operand.mpi_type, room, [(operand.pointer - memory.pointer, operand.total)])
+    return derived(operand.mpi_type, operand.total, found.layout)
+
+
+def derived(datatype: MPI.Datatype, count: int, layout: DatatypeLayout) -> TypedElements:
+    """Return elements of a derived datatype, whose layout is ``layout``."""
+    return TypedElements(count, datatype.Get_extent()[1], layout.dtype, layout, datatype)
+
+
+def read_target(spec: Any, rank: int, memory: WindowMemory, like: LocalBuffer, what: str) -> Target:
+    """Read the argument ``target`` of the call ``what``: None, a displacement, or (displacement, count, datatype).
+
+    Local. Missing items are the items of ``like``, a buffer of this rank. Raises `InvalidUsageError` for elements
+    outside the part of ``rank``, and for other bytes than the bytes of ``like``.
+    """
+    items = _items(spec)
+    disp = 0 if items[0] is None else index_of(items[0], "displacement", "target")
+    count = like.elements.count if items[1] is None else index_of(items[1], "count", "target")
+    if count < 0:
+        raise RefusedByMpiError(f"{what}: target: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
+    elements = _retyped(like.elements, count, items[2])
+    part = memory.parts[rank]
+    if disp < 0:
+        raise RefusedByMpiError(f"{what}: target: displacement {disp} is negative: pass 0 or more", MPI.ERR_DISP)
+    start = disp * part.disp_unit
+    begin, end = (start + each for each in elements.ends)
+    if elements.nbytes and (begin < 0 or end > part.nbytes):
+        raise RefusedByMpiError(
+            f"{what}: target: displacement {disp} with {elements.count} elements reaches from byte {begin} to byte "
+            f"{end} of the window on rank {rank}, which has {part.nbytes} bytes (disp_unit={part.disp_unit}): pass "
+            "another displacement or count",
+            MPI.ERR_RMA_RANGE,
+        )
+    if elements.nbytes != like.nbytes:
+        raise RefusedByMpiError(
+            f"{what}: target has {elements.nbytes} bytes, and {like.name} has {like.nbytes}: pass as many elements of "
+            "the same types",
+            MPI.ERR_TRUNCATE if elements.nbytes > like.nbytes else MPI.ERR_COUNT,
+        )
+    return Target(rank, memory.pointers[rank] + start, elements)
+
+
+def _items(spec: Any) -> tuple[Any, Any, Any]:
+    if isinstance(spec, (list, tuple)):
+        if len(spec) > 3:
+            raise InvalidUsageError(f"target has {len(spec)} items: pass at most 3, (displacement, count, datatype)")
+        padded: tuple[Any, Any, Any] = (*spec, None, None, None)[:3]
+        return padded
+    return spec, None, None
+
+
+def _retyped(like: TypedElements, count: int, datatype: Any) -> TypedElements:
+    if datatype is None:
+        if like.layout is None:
+            return TypedElements(count, like.extent, like.dtype, None)
+        if count == like.count:
+            return like
+        assert like.datatype is not None
+        datatype = like.datatype
+    dtype, mpi_type = datatype_of(datatype, "target")
+    if dtype is not None:
+        return TypedElements(count, dtype.itemsize, dtype, None)
+    assert mpi_type is not None
+    (found,) = elements_at(mpi_type, _ANYWHERE, [(_ANYWHERE.nbytes // 2, count)])
+    return derived(mpi_type, count, found.layout)
+
+
+_ANYWHERE = Capacity("target", 0, 1 << 62)
+"""Room for all elements of a target. `read_target` compares the bounds with the part of the rank."""

@@ -1,0 +1,173 @@
+"""The steps of one-sided calls on host memory that the ranks of a node have mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.collectives.host.reduction import Reducer
+from mpicomm.devices.base import Scratch
+from mpicomm.devices.host import HostBackend, array_at, fence
+from mpicomm.errors import CollectiveTimeoutError
+from mpicomm.kernels.window import (
+    EXCLUSIVE_SHIFT,
+    FENCE,
+    LOCK_ROW,
+    ROW_WORDS,
+    ROWS_OF_COUNTS,
+    START,
+    WAIT,
+)
+from mpicomm.mpi.layout import DatatypeLayout
+from mpicomm.waiting import wait_until
+from mpicomm.windows import host_layouts
+from mpicomm.windows.buffers import Target
+from mpicomm.windows.mutex import holding_mutex
+from mpicomm.windows.steps import Count, ranks_in
+from mpicomm.windows.updates import Update
+
+_NAMES = {FENCE: "Win.Fence", START: "Win.Start: the Post", WAIT: "Win.Wait: the Complete"}
+_WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
+
+
+class HostSteps:
+    """The `Steps` of host memory. They do on the boards what window.cu does, and block. The stream is always 0.
+
+    ``progress`` lets MPI go on while this rank waits, because a peer may be in a call of MPI that needs this rank.
+    """
+
+    def __init__(self, backend: HostBackend, boards: list[int], rank: int, progress: Callable[[], object]) -> None:
+        self._backend = backend
+        self._rank = rank
+        self._addresses = boards
+        rows = LOCK_ROW + 1
+        self._boards = [array_at(board, rows * ROW_WORDS, _WORD).reshape(rows, ROW_WORDS) for board in boards]
+        self._progress = progress
+        self._scratch: Scratch = backend.scratch(0)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy bytes."""
+        self._backend.copy(target, source, nbytes, stream)
+
+    def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
+        """Pack elements."""
+        host_layouts.gather(layout, memory, packed)
+
+    def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
+        """Unpack elements."""
+        host_layouts.scatter(layout, memory, packed)
+
+    def scratch(self, nbytes: int, stream: int) -> int:
+        """Return memory that the next call uses again."""
+        if self._scratch.nbytes < nbytes:
+            self._scratch = self._backend.scratch(nbytes)
+        return self._scratch.pointer
+
+    def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
+        """Signal ranks, then wait for ranks."""
+        inbox, sent, expected = self._rows(self._rank, count)
+        # A release: it pairs with the fence after the wait below, on the peer. Without it, a weakly ordered CPU may let
+        # the peer see the count before the data that this rank has written before it.
+        fence()
+        for peer in ranks_in(signals):
+            sent[peer] += np.uint64(1)
+            self._rows(peer, count)[0][self._rank] = sent[peer]
+        for peer in ranks_in(waits):
+            target = int(expected[peer]) + 1
+            if not wait_until(lambda: int(inbox[peer]) >= target, self._backend.timeout_s, self._progress):  # noqa: B023
+                name = _NAMES[count.operation]
+                self._give_up(f"{name}: number {target} from rank {peer} did not come", peer)
+            expected[peer] = target
+        # An acquire: it pairs with the fence before the signals above, on the peer. This rank reads the data of the
+        # peer after the count that publishes the data.
+        fence()
+
+    def arrived(self, count: Count, ranks: int) -> bool:
+        """Return whether `meet` would wait for none of these ranks now."""
+        self._progress()
+        inbox, _, expected = self._rows(self._rank, count)
+        return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
+
+    def lock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
+        """Take the locks of ranks. The mutex around each change of a lock is also the acquire and the release."""
+        for owner in ranks_in(ranks):
+            word = self._boards[owner][LOCK_ROW]
+            seen = 0
+
+            def take() -> bool:
+                nonlocal seen
+                with holding_mutex(self._addresses[owner]):  # noqa: B023
+                    seen = int(word[0])  # noqa: B023
+                    if (seen if exclusive else seen >> EXCLUSIVE_SHIFT) != 0:
+                        return False
+                    word[0] = seen | self._mine(exclusive)  # noqa: B023
+                    return True
+
+            if not wait_until(take, self._backend.timeout_s, self._progress):
+                holder = _holder_of(seen)
+                self._give_up(f"Win.Lock: rank {holder} holds the lock, and did not give it up", holder)
+
+    def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
+        """Give the locks of ranks up."""
+        for owner in ranks_in(ranks):
+            word = self._boards[owner][LOCK_ROW]
+            with holding_mutex(self._addresses[owner]):
+                word[0] = int(word[0]) & ~self._mine(exclusive)
+
+    def require_updatable(self, update: Update, target: Target, what: str) -> None:
+        """Return, because NumPy updates elements of any size at any address."""
+
+    def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
+        """Update elements under the mutex of their owner, so that no other update comes between."""
+        elements, address = target.elements, target.address
+        count = elements.nbytes // update.dtype.itemsize
+        layout, dtype = elements.layout, update.dtype
+        with holding_mutex(self._addresses[target.rank]):
+            if layout is None:
+                now = array_at(address, count, dtype)
+            else:
+                now = np.empty(count, dtype)
+                host_layouts.gather(layout, address, now.ctypes.data)
+            if result:
+                np.copyto(array_at(result, count, dtype), now)
+            if update.reads_only:
+                return
+            contribution = array_at(values, count, dtype)
+            if update.op == "replace":
+                np.copyto(now, contribution)
+            else:
+                with np.errstate(all="ignore"):
+                    Reducer(update.op, dtype).reduce([now, contribution], now)
+            if layout is not None:
+                host_layouts.scatter(layout, address, now.ctypes.data)
+
+    def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
+        """Compare and swap one element under the mutex of its owner."""
+        nbytes = target.elements.nbytes
+        now, new, expected, before = (array_at(at, nbytes, _BYTE) for at in (target.address, value, compare, result))
+        with holding_mutex(self._addresses[target.rank]):
+            previous = now.tobytes()
+            if previous == expected.tobytes():
+                now[:] = new
+        before[:] = np.frombuffer(previous, np.uint8)
+
+    def _mine(self, exclusive: bool) -> int:
+        return (self._rank + 1) << EXCLUSIVE_SHIFT if exclusive else 1 << self._rank
+
+    def _rows(self, owner: int, count: Count) -> npt.NDArray[Any]:
+        first = count.kind * ROWS_OF_COUNTS
+        return self._boards[owner][first : first + ROWS_OF_COUNTS]
+
+    def _give_up(self, text: str, peer: int) -> None:
+        within = f"{text} within {self._backend.timeout_s:g} s; the communicator is unusable: create another"
+        self._backend.fail(CollectiveTimeoutError(within, ranks=[peer]))
+        self._backend.check()
+
+
+def _holder_of(lock: int) -> int:
+    """Return the rank that holds a lock; the first one, if several ranks hold it."""
+    alone = lock >> EXCLUSIVE_SHIFT
+    return alone - 1 if alone else (lock & -lock).bit_length() - 1

@@ -1,0 +1,143 @@
+"""WindowMemory: the parts of a window on all ranks, and the boards by which the ranks synchronise."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicomm.devices.base import Segment
+from mpicomm.devices.host import HostBackend
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
+from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.symmetric.array import require_contiguous, require_writable
+from mpicomm.symmetric.owner import Owner
+from mpicomm.windows.mutex import make_mutex
+
+BYTES = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The size of a rank's part in bytes, and the bytes of a displacement into it."""
+
+    nbytes: int
+    disp_unit: int
+
+
+Provider = Callable[[], Segment]
+"""Returns the segment of this rank's part, or raises."""
+
+
+class WindowMemory:
+    """The mapped parts of all ranks. The session of the communicator keeps and releases it."""
+
+    def __init__(
+        self, owner: Owner, parts: list[Part], segments: SharedSegments, boards: SharedSegments, *, allocated: bool
+    ) -> None:
+        self.owner = owner
+        self.parts = parts
+        self.boards = [boards[rank].pointer for rank in range(owner.node.size)]
+        """The address of every rank's board on this rank."""
+        self.pointers = [segments[rank].pointer for rank in range(owner.node.size)]
+        """The address of every rank's part on this rank."""
+        self.closed = False
+        self._segments = segments
+        self._board_segments = boards
+        self._allocated = allocated
+
+    def view(self, rank: int) -> Any:
+        """Return the part of a rank: a NumPy or CuPy array of bytes, mapped on this rank. Local."""
+        return self.owner.backend.view(self._segments[rank], (self.parts[rank].nbytes,), BYTES)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's part, unless the caller owns it, and of the board; local."""
+        kind = self.owner.kind
+        own = self.parts[self.owner.node.rank].nbytes if self._allocated else 0
+        return (MemoryUse.of_kind("windows", kind, own + self._board_segments.own.nbytes),)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' parts; local, the first step of a close."""
+        self.closed = True
+        self._segments.close_peers()
+        self._board_segments.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's part; local, the last step of a close, after every peer's `close_peers`."""
+        self._segments.close_own()
+        self._board_segments.close_own()
+
+
+def require_one_node(owner: Owner, what: str) -> None:
+    """Raise `InvalidUsageError` unless all ranks map each other's memory. It raises on all ranks alike. Local."""
+    if owner.node is not owner.group:
+        raise InvalidUsageError(
+            f"{what}: the communicator has ranks of {len(owner.placement.nodes)} nodes, and memory of a device is open "
+            "only to the ranks of its node: create the window on comm.Split_type(MPI.COMM_TYPE_SHARED)"
+        )
+    if owner.node.size > WINDOW_RANKS:
+        raise InvalidUsageError(
+            f"{what}: the communicator has {owner.node.size} ranks, and a window of device memory at most "
+            f"{WINDOW_RANKS}: split the communicator"
+        )
+
+
+def checked_part(nbytes: Any, disp_unit: Any, what: str) -> Part:
+    """Return the part of these sizes. Raises `InvalidUsageError` for sizes that no memory has."""
+    part = Part(_whole(nbytes, "size", what), _whole(disp_unit, "disp_unit", what))
+    if part.nbytes < 0:
+        raise InvalidUsageError(f"{what}: size={nbytes} is negative: pass 0 or more")
+    if part.disp_unit <= 0:
+        raise InvalidUsageError(f"{what}: disp_unit={disp_unit} is not positive: pass 1 or more")
+    return part
+
+
+def _whole(value: Any, name: str, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidUsageError(f"{what}: {name}={value!r} is no int") from None
+
+
+def adopted(owner: Owner, array: Any) -> tuple[int, Provider]:
+    """Return the bytes of an array of the caller, and a provider of its memory. Raises for unusable memory. Local."""
+    backend = owner.backend
+    view = backend.asarray(array, "memory")
+    require_contiguous(view, "memory")
+    require_writable(view, "memory")
+    return view.nbytes, lambda: backend.adopt(view)
+
+
+def allocated(owner: Owner, nbytes: int) -> Provider:
+    """Return a provider of new memory."""
+    return lambda: owner.backend.allocate(owner.kind, nbytes)
+
+
+def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, *, allocated: bool) -> WindowMemory:
+    """Let all ranks open each other's parts. Collective, blocking; a failure raises the same error on all ranks."""
+
+    def board() -> Segment:
+        backend = owner.backend
+        segment = backend.allocate(owner.kind, BOARD_NBYTES)
+        try:
+            # Before the exchange that tells the peers of the board, because it could wipe out a peer's first signal.
+            backend.zero(segment.pointer, BOARD_NBYTES)
+            if isinstance(backend, HostBackend):
+                make_mutex(segment.pointer)
+        except Exception:
+            segment.close()
+            raise
+        return segment
+
+    segments = share(owner.node, owner.backend, what, provide, lambda: what, sealed=allocated)
+    try:
+        boards = share(owner.node, owner.backend, f"{what}: boards", board, lambda: what)
+    except Exception:
+        segments.close(f"{what}: undo boards")  # all ranks fail together
+        raise
+    return owner.keep(WindowMemory(owner, parts, segments, boards, allocated=allocated))

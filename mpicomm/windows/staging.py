@@ -1,0 +1,66 @@
+"""Staging: scratch memory of a device for buffers of this rank that kernels cannot access as they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpicomm.devices.base import GpuBackend
+from mpicomm.windows.buffers import LocalBuffer
+from mpicomm.windows.host_buffers import copy_from_device, copy_to_device
+from mpicomm.windows.steps import Steps
+
+_LINE_NBYTES = 128
+
+
+class Staging:
+    """Packs buffers into scratch memory, and unpacks them. ``gpu`` is None for windows of host memory."""
+
+    def __init__(self, gpu: GpuBackend | None, steps: Steps) -> None:
+        self._gpu = gpu
+        self.steps = steps
+
+    def reaches(self, local: LocalBuffer) -> bool:
+        """Return whether kernels of this device, or NumPy on the host, access a buffer of this rank."""
+        return local.on_device or self._gpu is None
+
+    def packed(self, local: LocalBuffer, stream: int, place: int = 0) -> int:
+        """Return the address of the elements of a buffer, one after the other, in memory of the device.
+
+        That is the address of the buffer if it is so already, else ``place`` or scratch memory.
+        """
+        layout = local.elements.layout
+        if self.reaches(local) and layout is None and not place:
+            return local.pointer
+        place = place or self.steps.scratch(local.nbytes, stream)
+        if self._gpu is not None and not local.on_device:
+            copy_to_device(self._gpu, local, place, stream)
+        elif layout is None:
+            self.steps.copy(place, local.pointer, local.nbytes, stream)
+        else:
+            self.steps.gather(layout, local.pointer, place, stream)
+        return place
+
+    def unpack(self, local: LocalBuffer, source: int, stream: int) -> None:
+        """Copy elements that lie one after the other in memory of a device into a buffer."""
+        layout = local.elements.layout
+        if self._gpu is not None and not local.on_device:
+            copy_from_device(self._gpu, local, source, stream)
+        elif layout is None:
+            self.steps.copy(local.pointer, source, local.nbytes, stream)
+        else:
+            self.steps.scatter(layout, local.pointer, source, stream)
+
+    def places(self, buffers: Sequence[LocalBuffer | None], itemsize: int, stream: int) -> list[int]:
+        """Return a place in scratch memory for each buffer whose elements kernels cannot access as they lie, else 0."""
+        sizes = [
+            0 if each is None or self._lies_ready(each, itemsize) else -(-each.nbytes // _LINE_NBYTES) * _LINE_NBYTES
+            for each in buffers
+        ]
+        if not any(sizes):
+            return [0] * len(sizes)
+        start = self.steps.scratch(sum(sizes), stream)
+        return [start + sum(sizes[:number]) if size else 0 for number, size in enumerate(sizes)]
+
+    def _lies_ready(self, local: LocalBuffer, itemsize: int) -> bool:
+        aligned = self._gpu is None or local.pointer % itemsize == 0
+        return self.reaches(local) and local.elements.layout is None and aligned

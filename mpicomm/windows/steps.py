@@ -1,0 +1,218 @@
+"""Steps: the parts of one-sided calls that a device carries out, and the steps of GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.devices.base import GpuBackend, Scratch
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.accumulate import (
+    ACCUMULATE_THREADS,
+    WIDE_NBYTES,
+    AccumulateArguments,
+    SwapArguments,
+    accumulate_kernel,
+    blocks_for,
+    swap_kernel,
+)
+from mpicomm.kernels.packing import PackTable
+from mpicomm.kernels.window import (
+    FENCE,
+    LOCK,
+    LOCK_KERNEL,
+    MEET_KERNEL,
+    ROW_WORDS,
+    ROWS_OF_COUNTS,
+    START,
+    WAIT,
+    WINDOW_THREADS,
+    WORD_NBYTES,
+    SynchronisationArguments,
+)
+from mpicomm.mpi.layout import DatatypeLayout, run_of
+from mpicomm.mpi.packing import table_for
+from mpicomm.windows.buffers import Target
+from mpicomm.windows.updates import Update, is_aligned
+
+
+@dataclass(frozen=True)
+class Count:
+    """A kind of count on the boards, and the operation that a fault record names for a wait."""
+
+    kind: int
+    operation: int
+
+
+FENCES, POSTS, COMPLETES = Count(0, FENCE), Count(1, START), Count(2, WAIT)
+
+
+def set_of(ranks: Iterable[int]) -> int:
+    """Return a set of ranks as a number: bit r stands for rank r."""
+    return sum(1 << rank for rank in set(ranks))
+
+
+def ranks_in(ranks: int) -> Iterator[int]:
+    """Yield the ranks of a set, in their order."""
+    for rank in range(ranks.bit_length()):
+        if ranks >> rank & 1:
+            yield rank
+
+
+@lru_cache(maxsize=256)
+def _table_of_run(nbytes: int) -> PackTable:
+    return table_for(run_of(nbytes))
+
+
+class Steps(Protocol):
+    """Carries out steps on mapped memory, in the order of a stream. The host carries them out at once.
+
+    A set of ranks is a number: see `set_of`.
+    """
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy bytes between two addresses of the device or of the host."""
+
+    def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
+        """Pack elements, which lie from ``memory`` on, to ``packed``."""
+
+    def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
+        """Unpack elements from ``packed`` to their places from ``memory`` on."""
+
+    def scratch(self, nbytes: int, stream: int) -> int:
+        """Return the address of private memory, which is valid for the next steps on ``stream``."""
+
+    def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
+        """Signal ranks, after all earlier work of the stream, and then wait for ranks."""
+
+    def arrived(self, count: Count, ranks: int) -> bool:
+        """Return whether `meet` would wait for none of these ranks now."""
+
+    def lock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
+        """Take the locks of ranks."""
+
+    def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
+        """Give the locks of ranks up, after all earlier work of the stream."""
+
+    def require_updatable(self, update: Update, target: Target, what: str) -> None:
+        """Raise `InvalidUsageError` if `accumulate` cannot update these elements atomically. Local."""
+
+    def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
+        """Update elements, each atomically. ``values`` is the address of the contributions, one after the other.
+
+        ``result`` is the address for the previous elements; 0 if no code needs them.
+        """
+
+    def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
+        """Replace one element by the element at ``value`` if its bits are the bits at ``compare``; atomic."""
+
+
+class GpuSteps:
+    """The `Steps` of one GPU. Construction loads the kernels that wait, before a kernel can spin."""
+
+    def __init__(self, backend: GpuBackend, boards: list[int], rank: int) -> None:
+        self._backend = backend
+        self._rank = rank
+        self._boards = boards
+        self._table = backend.pointer_table(list(boards))
+        self._table_pointer = int(self._table.data.ptr)
+        self._scratch: dict[int, GrowingScratch] = {}
+        self._captured: list[Scratch] = []
+        self.copy = backend.copy
+        for kernel in (MEET_KERNEL, LOCK_KERNEL):
+            backend.load(kernel)
+
+    def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
+        """Enqueue the packing kernel."""
+        self._backend.pack(table_for(layout), memory, packed, stream, unpacks=False)
+
+    def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
+        """Enqueue the unpacking kernel."""
+        self._backend.pack(table_for(layout), memory, packed, stream, unpacks=True)
+
+    def scratch(self, nbytes: int, stream: int) -> int:
+        """Return memory of the stream. A captured graph gets separate memory, because it may run beside the stream."""
+        if self._backend.is_capturing(stream):
+            self._captured.append(self._backend.scratch(nbytes))
+            return self._captured[-1].pointer
+        part = self._scratch.setdefault(stream, GrowingScratch(self._backend)).of(max(nbytes, 1))
+        assert part is not None
+        return part.pointer
+
+    def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
+        """Enqueue the kernel that signals and waits."""
+        if signals or waits:
+            arguments = self._arguments(count.operation, signals, waits, kind=count.kind)
+            self._backend.launch(MEET_KERNEL, arguments, stream, blocks=1, threads=WINDOW_THREADS)
+
+    def arrived(self, count: Count, ranks: int) -> bool:
+        """Read the counts beside all streams; blocking for some microseconds."""
+        backend = self._backend
+        row_nbytes = ROW_WORDS * WORD_NBYTES
+        rows = backend.pinned(ROWS_OF_COUNTS * row_nbytes)
+        stream = backend.side_streams.take()
+        try:
+            start = self._boards[self._rank] + count.kind * ROWS_OF_COUNTS * row_nbytes
+            backend.copy(rows.ctypes.data, start, rows.nbytes, stream)
+            backend.synchronize(stream)
+        finally:
+            backend.side_streams.give_back(stream)
+        inbox, _, expected = rows.view(np.int64).reshape(ROWS_OF_COUNTS, ROW_WORDS)
+        return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
+
+    def lock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
+        """Enqueue the kernel that takes locks."""
+        arguments = self._arguments(LOCK, 0, ranks, exclusive=exclusive)
+        self._backend.launch(LOCK_KERNEL, arguments, stream, blocks=1, threads=WINDOW_THREADS)
+
+    def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
+        """Enqueue the kernel that gives locks up."""
+        arguments = self._arguments(LOCK, ranks, 0, exclusive=exclusive)
+        self._backend.launch(LOCK_KERNEL, arguments, stream, blocks=1, threads=WINDOW_THREADS)
+
+    def require_updatable(self, update: Update, target: Target, what: str) -> None:
+        """Raise for addresses and sizes that the instructions of the GPU do not update."""
+        nbytes = update.dtype.itemsize
+        if nbytes == WIDE_NBYTES and self._backend.info.compute_capability < (9, 0):
+            raise InvalidUsageError(
+                f"{what}: elements of {update.dtype} have {nbytes} bytes, which only GPUs of compute capability 9.0 or "
+                "newer update at once: accumulate the real and imaginary parts as floats"
+            )
+        if target.address % nbytes or not is_aligned(target.elements.layout, nbytes):
+            raise InvalidUsageError(
+                f"{what}: target: elements of {update.dtype} on rank {target.rank} do not lie at multiples of {nbytes} "
+                "bytes, where a GPU updates them at once: pass another displacement, or align the memory"
+            )
+
+    def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
+        """Enqueue the kernel that updates elements."""
+        elements, backend = target.elements, self._backend
+        table = _table_of_run(elements.nbytes) if elements.layout is None else table_for(elements.layout)
+        # The kernel reads a single run from its argument.
+        regions = 0 if elements.layout is None and table.num_regions == 1 else backend.pack_table(table)
+        walk = table.arguments(regions, target.address, values, backend.faults.failed, unpacks=True)
+        itemsize = update.dtype.itemsize
+        kernel = accumulate_kernel((update.dtype.name, update.op), itemsize)
+        blocks = blocks_for(elements.nbytes // itemsize, backend.multiprocessors)
+        arguments = AccumulateArguments(walk, result)
+        backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)
+
+    def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
+        """Enqueue the kernel that compares and swaps."""
+        arguments = SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
+        self._backend.launch(swap_kernel(target.elements.nbytes), arguments, stream, blocks=1, threads=1)
+
+    def _arguments(
+        self, operation: int, signals: int, waits: int, *, kind: int = 0, exclusive: bool = False
+    ) -> ctypes.Structure:
+        faults, timeout_ns = self._backend.faults, self._backend.timeout_ns
+        limits = timeout_ns, faults.record, faults.failed
+        return SynchronisationArguments(
+            self._table_pointer, signals, waits, *limits, self._rank, kind, operation, exclusive
+        )

@@ -1,0 +1,56 @@
+"""StreamUse: the order of a window's calls that go on several streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpicomm.devices.base import GpuBackend
+
+
+class StreamUse:
+    """The streams on which this rank has accessed a window. All methods are local, and do not block.
+
+    A synchronisation follows the accesses on all streams since the synchronisation before it. The next accesses on
+    other streams follow it. As with collectives, this does not hold between a captured graph and other work, because
+    CUDA refuses events across a capture. The program orders launches of its graphs.
+    """
+
+    def __init__(self, backend: GpuBackend | None) -> None:
+        self._backend = backend
+        self._stream = 0  # the stream of the last synchronisation
+        self._mark: Any = None  # the point after the last synchronisation; None if no other work has to follow it
+        self._followed: set[int] = set()  # streams that follow the last synchronisation
+        self._accesses: dict[int, Any] = {}  # the point after the last access, by stream
+
+    def before_access(self, stream: int) -> None:
+        """Let ``stream``, on which an access goes next, follow the last synchronisation."""
+        if self._backend is None or self._mark is None or stream == self._stream or stream in self._followed:
+            return
+        if not self._backend.is_capturing(stream):
+            self._backend.side_streams.follow(stream, self._mark)
+            self._followed.add(stream)
+
+    def after_access(self, stream: int) -> None:
+        """Note an access on ``stream``, which is enqueued."""
+        if self._backend is None or (stream == self._stream and self._mark is not None):
+            return
+        # Marks, not streams, because the program may destroy the stream before the synchronisation.
+        if not self._backend.is_capturing(stream):
+            self._accesses[stream] = self._backend.side_streams.mark(stream)
+
+    def before_synchronisation(self, stream: int) -> None:
+        """Let ``stream``, on which a synchronisation goes next, follow all accesses and the last synchronisation."""
+        if self._backend is None or self._backend.is_capturing(stream):
+            return
+        for mark in self._accesses.values():
+            self._backend.side_streams.follow(stream, mark)
+        if self._mark is not None and stream != self._stream:
+            self._backend.side_streams.follow(stream, self._mark)
+
+    def after_synchronisation(self, stream: int) -> None:
+        """Note a synchronisation on ``stream``, which is enqueued."""
+        if self._backend is None or self._backend.is_capturing(stream):
+            return
+        self._stream, self._mark = stream, self._backend.side_streams.mark(stream)
+        self._accesses.clear()
+        self._followed.clear()

@@ -1,0 +1,239 @@
+"""Synchronisation: the epochs of a window on this rank, in the order of streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+from mpi4py import MPI
+
+from mpicomm.devices.base import GpuBackend, Link
+from mpicomm.devices.host import HostBackend
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.items import index_of
+from mpicomm.symmetric.owner import Owner
+from mpicomm.windows.epochs import Epochs
+from mpicomm.windows.host_steps import HostSteps
+from mpicomm.windows.memory import WindowMemory
+from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, GpuSteps, Steps, ranks_in, set_of
+from mpicomm.windows.stream_use import StreamUse
+
+_ASSERTIONS = {
+    "Win.Fence": MPI.MODE_NOSTORE | MPI.MODE_NOPUT | MPI.MODE_NOPRECEDE | MPI.MODE_NOSUCCEED,
+    "Win.Post": MPI.MODE_NOCHECK | MPI.MODE_NOSTORE | MPI.MODE_NOPUT,
+    "Win.Start": MPI.MODE_NOCHECK,
+    "Win.Lock": MPI.MODE_NOCHECK,
+    "Win.Lock_all": MPI.MODE_NOCHECK,
+}
+
+
+class Synchronisation:
+    """The epochs of this rank. All methods are local, except `fence`, and stream-ordered on a GPU; the host blocks."""
+
+    def __init__(
+        self,
+        memory: WindowMemory,
+        array: Any,
+        group: Callable[[], MPI.Group],
+        links: Callable[[], Sequence[Link]],
+    ) -> None:
+        owner = memory.owner
+        self.memory = memory
+        self.array = array
+        """The array of this rank's part, whose library says which stream is current."""
+        self.epochs = Epochs()
+        self._backend = backend = owner.backend
+        self._owner: Owner = owner
+        self.rank = owner.node.rank
+        self._size = owner.node.size
+        self._everyone = (1 << self._size) - 1
+        self._others = self._everyone & ~(1 << self.rank)
+        self._is_waited: Callable[[], bool] = lambda: True
+        self._nocheck: set[int] = set()
+        self._group = group
+        self._links = links
+        self._without_atomics: dict[int, str] | None = None
+        self._gpu: GpuBackend | None = None
+        if isinstance(backend, HostBackend):
+            self.steps: Steps = HostSteps(backend, memory.boards, self.rank, owner.node.progress)
+        else:
+            self._gpu = cast(GpuBackend, backend)
+            self.steps = GpuSteps(self._gpu, memory.boards, self.rank)
+        self.streams = StreamUse(self._gpu)
+
+    def require_usable(self, what: str) -> None:
+        """Raise if the window or its communicator was freed, or if an earlier error broke the communicator."""
+        if self.memory.closed:
+            raise RefusedByMpiError(f"{what}: the window was freed: create another", MPI.ERR_WIN)
+        self._owner.require_usable(what)
+
+    def fence(self, assertion: int, stream: Any) -> None:
+        """End an epoch of all ranks, and begin the next one. Collective; it holds the stream, not the host."""
+        self._begin("Win.Fence", assertion)
+        self.epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
+        with self._synchronising(stream) as where:
+            self.steps.meet(FENCES, self._others, self._others, where)
+
+    def post(self, group: MPI.Group, assertion: int, stream: Any) -> None:
+        """Expose this rank's part to the ranks of ``group``."""
+        self._begin("Win.Post", assertion)
+        origins = self._ranks_of(group, "Win.Post")
+        self.epochs.post(origins)
+        if not assertion & MPI.MODE_NOCHECK:
+            with self._synchronising(stream) as where:
+                self.steps.meet(POSTS, set_of(origins), 0, where)
+
+    def start(self, group: MPI.Group, assertion: int, stream: Any) -> None:
+        """Wait for the `post` of the ranks of ``group``, which this rank then may access."""
+        self._begin("Win.Start", assertion)
+        targets = self._ranks_of(group, "Win.Start")
+        self.epochs.start(targets)
+        if not assertion & MPI.MODE_NOCHECK:
+            with self._synchronising(stream) as where:
+                self.steps.meet(POSTS, 0, set_of(targets), where)
+
+    def complete(self, stream: Any) -> None:
+        """Tell the targets of `start` that all accesses of this rank are done."""
+        self._begin("Win.Complete")
+        targets = self.epochs.complete()
+        with self._synchronising(stream) as where:
+            self.steps.meet(COMPLETES, set_of(targets), 0, where)
+
+    def wait(self, stream: Any) -> None:
+        """Wait for the `complete` of the ranks of `post`; it holds the stream, not the host."""
+        self._begin("Win.Wait")
+        origins = self.epochs.exposed_to("Win.Wait")
+        with self._synchronising(stream) as where:
+            self.steps.meet(COMPLETES, 0, set_of(origins), where)
+        self._is_waited = self._backend.completion(where)
+        self.epochs.end_exposure()
+
+    def test(self, stream: Any) -> bool:
+        """Return whether the ranks of `post` have completed; if they have, do as `wait`. It blocks for a moment."""
+        self._begin("Win.Test")
+        origins = self.epochs.exposed_to("Win.Test")
+        # The last Wait may still be in flight. It advances the counts with which this call compares.
+        if not (self._is_waited() and self.steps.arrived(COMPLETES, set_of(origins))):
+            return False
+        self.wait(stream)
+        return True
+
+    def lock(self, rank: int, lock_type: int, assertion: int, stream: Any) -> None:
+        """Wait for the lock of the part of ``rank``. Its rank takes no part."""
+        self._begin("Win.Lock", assertion)
+        if rank == MPI.PROC_NULL:
+            return
+        self.require_rank("Win.Lock", "rank", rank)
+        self.require_atomics("Win.Lock", 1 << rank)
+        self.epochs.lock(rank, lock_type)
+        if assertion & MPI.MODE_NOCHECK:
+            self._nocheck.add(rank)
+            return
+        with self._synchronising(stream) as where:
+            self.steps.lock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
+
+    def unlock(self, rank: int, stream: Any) -> None:
+        """Give up the lock of the part of ``rank``, after all accesses of this rank."""
+        self._begin("Win.Unlock")
+        if rank == MPI.PROC_NULL:
+            return
+        self.require_rank("Win.Unlock", "rank", rank)
+        lock_type = self.epochs.unlock(rank)
+        with self._synchronising(stream) as where:
+            if rank not in self._nocheck:
+                self.steps.unlock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
+        self._nocheck.discard(rank)
+
+    def lock_all(self, assertion: int, stream: Any) -> None:
+        """Wait for shared locks of all parts."""
+        self._begin("Win.Lock_all", assertion)
+        self.require_atomics("Win.Lock_all", self._everyone)
+        self.epochs.lock_all()
+        if assertion & MPI.MODE_NOCHECK:
+            self._nocheck.update(range(self._size))
+            return
+        with self._synchronising(stream) as where:
+            self.steps.lock(self._everyone, where, exclusive=False)
+
+    def unlock_all(self, stream: Any) -> None:
+        """Give up the locks of `lock_all`."""
+        self._begin("Win.Unlock_all")
+        self.epochs.unlock_all()
+        with self._synchronising(stream) as where:
+            if not self._nocheck:
+                self.steps.unlock(self._everyone, where, exclusive=False)
+        self._nocheck.clear()
+
+    def flush(self, what: str, rank: int | None, stream: Any) -> None:
+        """Let later work of the stream follow all accesses of this rank. None stands for all targets."""
+        self._begin(what)
+        if rank == MPI.PROC_NULL:
+            return
+        if rank is not None:
+            self.require_rank(what, "rank", rank)
+        self.epochs.require_passive(what, rank)
+        with self._synchronising(stream) as where:
+            self._order_host_memory(where)
+
+    def sync(self, stream: Any) -> None:
+        """Let later work of the stream see all that other ranks have published to this rank."""
+        self._begin("Win.Sync")
+        with self._synchronising(stream) as where:
+            self._order_host_memory(where)
+
+    def require_atomics(self, what: str, ranks: int) -> None:
+        """Raise unless the links to ``ranks`` carry atomics. Local."""
+        if self._gpu is None:
+            return
+        if self._without_atomics is None:
+            self._without_atomics = {
+                rank: link.path
+                for rank, link in enumerate(self._links())
+                if not (link.native_atomics or (link.path == "self" and self._owner.kind != "staged"))
+            }
+        for rank in ranks_in(ranks):
+            if rank in self._without_atomics:
+                path = self._without_atomics[rank]
+                raise InvalidUsageError(
+                    f"{what}: the link to the memory of rank {rank} ({path}) carries no atomics, which locks and "
+                    "accumulates need: use Put and Get between Fence, or GPUs with NVLink"
+                )
+
+    def require_rank(self, what: str, name: str, rank: Any) -> None:
+        """Raise unless ``rank`` is a rank of the window."""
+        if not 0 <= index_of(rank, name, what) < self._size:
+            raise RefusedByMpiError(f"{what}: {name}={rank}: use 0 to {self._size - 1}", MPI.ERR_RANK)
+
+    def _begin(self, what: str, assertion: int = 0) -> None:
+        self.require_usable(what)
+        if assertion & ~_ASSERTIONS.get(what, 0):
+            raise RefusedByMpiError(
+                f"{what}: assertion={assertion} has other modes than the MPI.MODE_* of {what}", MPI.ERR_ASSERT
+            )
+
+    @contextlib.contextmanager
+    def _synchronising(self, stream: Any) -> Iterator[int]:
+        """Give the stream of a synchronisation in a ``with`` block, after all accesses of this rank."""
+        resolved = self._backend.stream(stream, self.array)
+        self.streams.before_synchronisation(resolved)
+        yield resolved
+        self.streams.after_synchronisation(resolved)
+
+    def _order_host_memory(self, stream: int) -> None:
+        """Order this rank's accesses before and after the call, in the view of other ranks. A stream does so itself."""
+        if self._gpu is None:
+            self._backend.synchronize(stream)
+
+    def _ranks_of(self, group: Any, what: str) -> frozenset[int]:
+        if not isinstance(group, MPI.Group) or group == MPI.GROUP_NULL:
+            raise RefusedByMpiError(
+                f"{what}: group={group!r} is no group: pass win.Get_group().Incl(...)", MPI.ERR_GROUP
+            )
+        mine = self._group()
+        ranks = group.Translate_ranks(range(group.size), mine)
+        mine.Free()
+        if MPI.UNDEFINED in ranks:
+            raise RefusedByMpiError(f"{what}: group has ranks that the window does not have", MPI.ERR_GROUP)
+        return frozenset(ranks)

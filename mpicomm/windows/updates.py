@@ -1,0 +1,109 @@
+"""Updates: the operation of an accumulate, and the type of the elements that it updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.kernels.accumulate import MOVING
+from mpicomm.mpi import types
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.layout import DatatypeLayout
+from mpicomm.mpi.ops import check_legal, op_name
+from mpicomm.windows.buffers import LocalBuffer, TypedElements
+
+_SIZES = (1, 2, 4, 8, 16)
+_UNABLE = {MPI.MINLOC.handle: "MPI.MINLOC", MPI.MAXLOC.handle: "MPI.MAXLOC"}
+
+
+@dataclass(frozen=True)
+class Update:
+    """Replaces each element by ``op`` of the element and a contribution."""
+
+    op: str
+    """A word of kernels.reductions or kernels.accumulate, or an expression of the user."""
+    dtype: np.dtype[Any]
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether it has no contributions."""
+        return self.op == "no_op"
+
+
+def name_of(op: MPI.Op, what: str) -> str:
+    """Return the name of an operation. Raises for an operation that accumulates do not have. Local."""
+    if isinstance(op, MPI.Op) and op == MPI.REPLACE:
+        return "replace"
+    if isinstance(op, MPI.Op) and op == MPI.NO_OP:
+        return "no_op"
+    name = op_name(op)
+    if name is None or name == "avg":
+        shown = _UNABLE.get(op.handle, repr(op))
+        raise RefusedByMpiError(
+            f"{what}: op={shown} cannot update single elements of device memory: pass MPI.REPLACE, MPI.NO_OP, MPI.SUM, "
+            "another arithmetic, logical or bitwise operation of MPI, or an mpicomm.Op",
+            MPI.ERR_OP,
+        )
+    return name
+
+
+def update_of(name: str, elements: TypedElements, what: str) -> Update:
+    """Return the update of ``elements`` by the operation ``name``. Raises for a type that has no such update. Local."""
+    dtype = elements.dtype
+    if dtype is None or dtype.itemsize not in _SIZES:
+        raise RefusedByMpiError(
+            f"{what}: elements of {'several types or a type that NumPy lacks' if dtype is None else dtype} cannot be "
+            "updated: pass elements of one basic type of 1, 2, 4, 8 or 16 bytes",
+            MPI.ERR_TYPE,
+        )
+    if name not in MOVING:
+        check_legal(name, dtype)
+        if dtype != types.BYTE and not types.is_covered(dtype):
+            raise RefusedByMpiError(
+                f"{what}: kernels do not compute with {dtype}: convert the elements, or pass op=MPI.REPLACE",
+                MPI.ERR_TYPE,
+            )
+    return Update(name, np.dtype(np.uint8) if dtype == types.BYTE else dtype)
+
+
+def require_alike(elements: TypedElements, local: LocalBuffer, what: str) -> None:
+    """Raise unless a buffer has elements of the type of the target."""
+    if local.elements.dtype != elements.dtype:
+        raise RefusedByMpiError(
+            f"{what}: {local.name} has elements of {local.elements.dtype}, and target of {elements.dtype}: pass the "
+            "same basic type",
+            MPI.ERR_TYPE,
+        )
+
+
+def require_bytes(local: LocalBuffer, nbytes: int, name: str, what: str) -> None:
+    """Raise unless a buffer has as many bytes as the buffer ``name``."""
+    if local.nbytes != nbytes:
+        raise RefusedByMpiError(
+            f"{what}: {local.name} has {local.nbytes} bytes, and {name} has {nbytes}: pass as many elements",
+            MPI.ERR_COUNT,
+        )
+
+
+def require_one(local: LocalBuffer, what: str) -> None:
+    """Raise unless a buffer is one element of a basic type."""
+    elements = local.elements
+    if elements.layout is not None or elements.count != 1:
+        shown = "a derived datatype" if elements.layout is not None else f"{elements.count} elements"
+        raise RefusedByMpiError(f"{what}: {local.name} has {shown}: pass one element of a basic type", MPI.ERR_COUNT)
+
+
+def is_aligned(layout: DatatypeLayout | None, nbytes: int) -> bool:
+    """Return whether all elements of ``nbytes`` bytes lie at multiples of their size from the address of a layout."""
+    if layout is None:
+        return True
+    for region in layout.regions:
+        places = [region.offset, region.run_nbytes]
+        for loop in region.loops:
+            places += loop.listed().tolist() if loop.places else [loop.stride]
+        if any(place % nbytes for place in places):
+            return False
+    return True

@@ -1,0 +1,197 @@
+"""Window: MPI's one-sided calls on memory that all ranks have mapped, in the order of streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.devices.base import Link
+from mpicomm.kernels.accumulate import SWAPPED_SIZES
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
+from mpicomm.windows.memory import WindowMemory
+from mpicomm.windows.staging import Staging
+from mpicomm.windows.synchronisation import Synchronisation
+from mpicomm.windows.updates import Update, name_of, require_alike, require_bytes, require_one, update_of
+
+
+class Window(Synchronisation):
+    """The parts of all ranks, and the epochs of this rank. All methods are local, except `fence`.
+
+    Calls are stream-ordered on a GPU: they return when their steps are enqueued. They block on the host. Every fault of
+    an argument raises before the first step, so nothing is written then.
+    """
+
+    def __init__(
+        self,
+        memory: WindowMemory,
+        array: Any,
+        group: Callable[[], MPI.Group],
+        links: Callable[[], Sequence[Link]],
+    ) -> None:
+        super().__init__(memory, array, group, links)
+        self._staging = Staging(self._gpu, self.steps)
+
+    def put(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Put") -> LocalBuffer | None:
+        """Copy ``origin`` into the part of ``target_rank``. Return the buffer; None for MPI.PROC_NULL."""
+        if self._is_nowhere(what, target_rank):
+            return None
+        local = read_buffer(origin, self._backend, writable=False, name="origin")
+        there = read_target(target, target_rank, self.memory, local, what)
+        self.epochs.require_access(what, target_rank)
+        with self._accessing(stream, local) as where:
+            if local.nbytes:
+                self._move_out(local, there, where)
+        return local
+
+    def get(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Get") -> LocalBuffer | None:
+        """Copy from the part of ``target_rank`` into ``origin``. Return the buffer; None for MPI.PROC_NULL."""
+        if self._is_nowhere(what, target_rank):
+            return None
+        local = read_buffer(origin, self._backend, writable=True, name="origin")
+        there = read_target(target, target_rank, self.memory, local, what)
+        self.epochs.require_access(what, target_rank)
+        with self._accessing(stream, local) as where:
+            if local.nbytes:
+                self._move_in(local, there, where)
+        return local
+
+    def accumulate(
+        self, what: str, origin: Any, result: Any, target_rank: int, target: Any, op: MPI.Op, stream: Any
+    ) -> LocalBuffer | None:
+        """Update the part of ``target_rank``, each element atomically. Return a buffer; None for MPI.PROC_NULL.
+
+        ``result`` gets the previous elements, or is None.
+        """
+        if self._is_nowhere(what, target_rank):
+            return None
+        name = name_of(op, what)
+        before = None if result is None else read_buffer(result, self._backend, writable=True, name="result")
+        values = None
+        if name != "no_op" or before is None:
+            values = read_buffer(origin, self._backend, writable=False, name="origin")
+        local = before or values if values is None else values
+        assert local is not None
+        there = read_target(target, target_rank, self.memory, local, what)
+        update = update_of(name, there.elements, what)
+        for each in (values, before):
+            if each is not None:
+                require_alike(there.elements, each, what)
+        if before is not None and values is not None:
+            require_bytes(before, values.nbytes, "origin", what)
+        self.require_atomics(what, 1 << target_rank)
+        self.steps.require_updatable(update, there, what)
+        self.epochs.require_access(what, target_rank)
+        with self._accessing(stream, local) as where:
+            if local.nbytes and (before is not None or name != "no_op"):
+                self._update(update, there, values, before, where)
+        return local
+
+    def fetch_and_op(
+        self, what: str, origin: Any, result: Any, target_rank: int, target_disp: int, op: MPI.Op, stream: Any
+    ) -> None:
+        """Do as `accumulate` with one element."""
+        if self._is_nowhere(what, target_rank):
+            return
+        require_one(read_buffer(result, self._backend, writable=True, name="result"), what)
+        self.accumulate(what, origin, result, target_rank, (target_disp, 1), op, stream)
+
+    def compare_and_swap(
+        self, what: str, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int, stream: Any
+    ) -> None:
+        """Store ``origin`` if an element equals ``compare``. ``result`` gets the previous element."""
+        if self._is_nowhere(what, target_rank):
+            return
+        before = read_buffer(result, self._backend, writable=True, name="result")
+        value = read_buffer(origin, self._backend, writable=False, name="origin")
+        expected = read_buffer(compare, self._backend, writable=False, name="compare")
+        there = read_target((target_disp, 1), target_rank, self.memory, before, what)
+        for each in (before, value, expected):
+            require_one(each, what)
+            require_alike(there.elements, each, what)
+        if there.elements.nbytes not in SWAPPED_SIZES:
+            raise RefusedByMpiError(
+                f"{what}: elements of {there.elements.dtype} have {there.elements.nbytes} bytes: pass an integer, a "
+                "logical value or a byte",
+                MPI.ERR_TYPE,
+            )
+        update = update_of("replace", there.elements, what)
+        self.require_atomics(what, 1 << target_rank)
+        self.steps.require_updatable(update, there, what)
+        self.epochs.require_access(what, target_rank)
+        with self._accessing(stream, before) as where:
+            places = self._staging.places([value, expected, before], there.elements.nbytes, where)
+            self.steps.compare_and_swap(
+                there,
+                self._staging.packed(value, where, places[0]),
+                self._staging.packed(expected, where, places[1]),
+                places[2] or before.pointer,
+                where,
+            )
+            if places[2]:
+                self._staging.unpack(before, places[2], where)
+
+    def _update(
+        self, update: Update, there: Target, values: LocalBuffer | None, before: LocalBuffer | None, stream: int
+    ) -> None:
+        places = self._staging.places([values, before], update.dtype.itemsize, stream)
+        source = 0 if values is None or update.reads_only else self._staging.packed(values, stream, places[0])
+        result = 0 if before is None else places[1] or before.pointer
+        self.steps.accumulate(update, there, source, result, stream)
+        if before is not None and places[1]:
+            self._staging.unpack(before, result, stream)
+
+    def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
+        steps, layout = self.steps, there.elements.layout
+        if layout is None:
+            if local.elements.layout is None:
+                steps.copy(there.address, local.pointer, local.nbytes, stream)
+            elif self._staging.reaches(local):
+                steps.gather(local.elements.layout, local.pointer, there.address, stream)
+            else:
+                steps.copy(there.address, self._staging.packed(local, stream), local.nbytes, stream)
+        else:
+            steps.scatter(layout, there.address, self._staging.packed(local, stream), stream)
+
+    def _move_in(self, local: LocalBuffer, there: Target, stream: int) -> None:
+        steps, layout = self.steps, there.elements.layout
+        if local.elements.layout is None and self._staging.reaches(local):
+            if layout is None:
+                steps.copy(local.pointer, there.address, local.nbytes, stream)
+            else:
+                steps.gather(layout, there.address, local.pointer, stream)
+            return
+        source = there.address
+        if layout is not None:
+            source = steps.scratch(local.nbytes, stream)
+            steps.gather(layout, there.address, source, stream)
+        self._staging.unpack(local, source, stream)
+
+    def completion(self, local: LocalBuffer | None, stream: Any) -> Callable[[], bool]:
+        """Return a function that says whether the last call on ``local`` is done."""
+        return (lambda: True) if local is None else self._backend.completion(self._stream(stream, local))
+
+    def prepare_thread(self) -> None:
+        """Prepare a thread of mpicomm for work on the device."""
+        self._backend.prepare_thread()
+
+    @contextlib.contextmanager
+    def _accessing(self, stream: Any, local: LocalBuffer) -> Iterator[int]:
+        """Give the stream of an access in a ``with`` block, after the last synchronisation."""
+        resolved = self._stream(stream, local)
+        self.streams.before_access(resolved)
+        yield resolved
+        self.streams.after_access(resolved)
+
+    def _stream(self, stream: Any, local: LocalBuffer) -> int:
+        return self._backend.stream(stream, local.array if local.on_device else self.array)
+
+    def _is_nowhere(self, what: str, target_rank: int) -> bool:
+        self.require_usable(what)
+        if target_rank == MPI.PROC_NULL:
+            return True
+        self.require_rank(what, "target_rank", target_rank)
+        return False

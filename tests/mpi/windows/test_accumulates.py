@@ -1,0 +1,127 @@
+"""Accumulates, fetches and swaps through windows of device memory, from all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from tests.helpers.rigs.communicators import to_host
+from tests.mpi.windows.conftest import MakeWindow
+
+OPERATIONS: dict[str, tuple[MPI.Op, Callable[[Any, Any], Any], tuple[str, ...]]] = {
+    "SUM": (MPI.SUM, np.add, ("int8", "int32", "uint64", "float32", "float64", "complex64")),
+    "PROD": (MPI.PROD, np.multiply, ("int16", "uint32", "float64")),
+    "MAX": (MPI.MAX, np.maximum, ("int8", "uint16", "int64", "float32")),
+    "MIN": (MPI.MIN, np.minimum, ("uint8", "int32", "float64")),
+    "LAND": (MPI.LAND, np.logical_and, ("int32", "bool")),
+    "LOR": (MPI.LOR, np.logical_or, ("uint8", "int64")),
+    "LXOR": (MPI.LXOR, np.logical_xor, ("int32",)),
+    "BAND": (MPI.BAND, np.bitwise_and, ("uint8", "uint32", "int64")),
+    "BOR": (MPI.BOR, np.bitwise_or, ("int16", "int32")),
+    "BXOR": (MPI.BXOR, np.bitwise_xor, ("int32", "uint64")),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, row in OPERATIONS.items() for dtype in row[2]])
+def test_all_ranks_accumulate_into_the_same_elements(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str, dtype: str
+) -> None:
+    op, function, _ = OPERATIONS[name]
+    start = (np.arange(20) % 3).astype(dtype)
+    parts = [((np.arange(20) + rank) % 3).astype(dtype) for rank in range(comm.size)]
+    win = window(20, dtype, fill=xp.asarray(start))
+    before = xp.zeros(20, dtype)
+    win.Fence()
+    win.Accumulate(xp.asarray(parts[comm.rank]), 0, op=op)
+    win.Fence()
+    win.Get_accumulate(None, before, 0, op=MPI.NO_OP)
+    win.Fence()
+    expected = start
+    for part in parts:
+        expected = function(expected, part).astype(dtype)
+    assert np.array_equal(to_host(before), expected)
+
+
+def test_an_operation_of_the_user_accumulates(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    win = window(3, np.float64)
+    win.Fence()
+    win.Accumulate(xp.array([1.0, 2.0, -7.0]) * (1 + comm.rank), 0, op=mpicomm.Op("max(a, abs(b))"))
+    win.Fence()
+    if comm.rank == 0:
+        assert to_host(win.tomemory().view(np.float64)).tolist() == [comm.size, 2 * comm.size, 7 * comm.size]
+
+
+def test_elements_are_replaced_and_fetched(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    win, right = window(4, fill=9), (comm.rank + 1) % comm.size
+    before = xp.zeros(2, np.int64)
+    win.Fence()
+    win.Get_accumulate(xp.array([comm.rank, 5]), before, right, 1, MPI.REPLACE)
+    win.Fence()
+    assert to_host(before).tolist() == [9, 9]
+    assert to_host(win.tomemory().view(np.int64)).tolist() == [9, (comm.rank - 1) % comm.size, 5, 9]
+
+
+@pytest.mark.parametrize("of_host", [False, True])
+def test_each_number_is_drawn_once(comm: mpicomm.Communicator, xp: Any, window: MakeWindow, of_host: bool) -> None:
+    module, win, rounds = np if of_host else xp, window(2), 50
+    one, drawn = module.ones(1, np.int64), [module.zeros(1, np.int64) for _ in range(rounds)]
+    win.Lock_all()
+    for number in drawn:
+        win.Fetch_and_op(one, number, comm.size - 1, 1)
+    win.Unlock_all()
+    comm.check()
+    mine = [int(to_host(number)[0]) for number in drawn]
+    assert sorted(number for each in comm.allgather(mine) for number in each) == list(range(rounds * comm.size))
+    assert mine == sorted(mine)
+
+
+def test_one_rank_wins_a_swap(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    for dtype in (np.int8, np.uint16, np.int32, np.int64):
+        win = window(3, dtype)
+        before = xp.full(1, 77, dtype)
+        win.Fence()
+        win.Compare_and_swap(xp.array([1 + comm.rank], dtype), xp.zeros(1, dtype), before, 0, 1)
+        win.Fence()
+        seen = comm.allgather(int(to_host(before)[0]))
+        assert seen.count(0) == 1
+        winner = 1 + seen.index(0)
+        assert {*seen} <= {0, winner}
+        if comm.rank == 0:
+            assert to_host(win.tomemory().view(dtype)).tolist() == [0, winner, 0]
+
+
+def test_elements_of_derived_datatypes_accumulate(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    pairs = MPI.FLOAT.Create_vector(3, 2, 4).Commit()
+    win = window(12, np.float32)
+    win.Fence()
+    win.Accumulate([xp.arange(12, dtype=np.float32), 1, pairs], 0, (1, 1, pairs))
+    win.Accumulate(xp.ones(6, np.float32), 0, (0, 1, pairs))
+    before = xp.zeros(12, np.float32)
+    win.Fence()
+    win.Get_accumulate(None, [before, 1, pairs], 0, (1, 1, pairs), MPI.NO_OP)
+    win.Fence()
+    size = comm.size
+    expected = np.zeros(12)
+    for place, value in zip([1, 2, 5, 6, 9, 10], [0, 1, 4, 5, 8, 9], strict=True):
+        expected[place] += size * value
+    for place in (0, 1, 4, 5, 8, 9):
+        expected[place] += size
+    if comm.rank == 0:
+        assert to_host(win.tomemory().view(np.float32)).tolist() == expected.tolist()
+    assert to_host(before)[[0, 1, 4, 5, 8, 9]].tolist() == expected[[1, 2, 5, 6, 9, 10]].tolist()
+    pairs.Free()
+
+
+def test_requests_of_accumulates_complete(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    win, before = window(2), xp.zeros(2, np.int64)
+    win.Lock(comm.rank)
+    MPI.Request.Waitall([win.Raccumulate(xp.array([1, 2]), comm.rank), win.Raccumulate(xp.array([3, 4]), comm.rank)])
+    win.Rget_accumulate(xp.array([5, 6]), before, comm.rank).Wait()
+    win.Unlock(comm.rank)
+    assert to_host(before).tolist() == [4, 6]
+    assert to_host(win.tomemory().view(np.int64)).tolist() == [9, 12]

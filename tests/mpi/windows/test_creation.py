@@ -1,0 +1,134 @@
+"""How windows are made and freed, and which memory they have."""
+
+from __future__ import annotations
+
+import multiprocessing.shared_memory as shared_memory
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError
+from tests.helpers.rigs.communicators import communicator, to_host
+from tests.mpi.windows.conftest import MakeWindow
+
+
+@pytest.mark.parametrize("make", ["Allocate", "Allocate_shared"])
+def test_every_rank_sees_the_parts_of_all(comm: mpicomm.Communicator, make: str) -> None:
+    count = comm.rank + 1  # a separate size and unit on each rank
+    win = getattr(mpicomm.Win, make)(count * 4, comm.rank + 1, MPI.INFO_NULL, comm, place="device")
+    win.tomemory().view(np.int32)[...] = comm.rank
+    comm.check()
+    comm.Barrier()
+    for rank in range(comm.size):
+        part, disp_unit = win.Shared_query(rank)
+        assert to_host(part.view(np.int32)).tolist() == [rank] * (rank + 1)
+        assert disp_unit == rank + 1
+    comm.Barrier()
+    assert isinstance(win, mpicomm.Win)
+    assert win.attrs[1:] == (count * 4, comm.rank + 1)
+    assert win.Get_attr(MPI.WIN_SIZE) == count * 4
+    assert win.flavor == (MPI.WIN_FLAVOR_ALLOCATE if make == "Allocate" else MPI.WIN_FLAVOR_SHARED)
+    assert win.group_size == comm.size
+    win.name = "mine"
+    assert win.name == "mine"
+    win.Free()
+    assert win == MPI.WIN_NULL
+
+
+def test_ranks_without_memory_take_part(comm: mpicomm.Communicator, xp: Any) -> None:
+    win = mpicomm.Win.Allocate(8 if comm.rank == 0 else 0, 8, MPI.INFO_NULL, comm, place="device")
+    win.Fence()
+    if comm.rank == comm.size - 1:
+        win.Put(xp.array([5]), 0)
+    win.Fence()
+    part, _ = win.Shared_query(MPI.PROC_NULL)
+    assert to_host(part.view(np.int64)).tolist() == [5]
+    assert win.tomemory().size == (8 if comm.rank == 0 else 0)
+    comm.Barrier()
+    win.Free()
+
+
+def test_memory_of_the_caller_becomes_a_window(comm: mpicomm.Communicator, xp: Any, device: str) -> None:
+    block = shared_memory.SharedMemory(create=True, size=64) if device == "cpu" else None
+    array = np.frombuffer(block.buf, np.int64) if block else xp.zeros(8, np.int64)
+    array[...] = comm.rank
+    win = mpicomm.Win.Create(array, 8, MPI.INFO_NULL, comm, place="device")
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    win.Fence()
+    win.Put(xp.array([100 + comm.rank]), right, 3)
+    win.Fence()
+    assert to_host(array).tolist() == [comm.rank] * 3 + [100 + left] + [comm.rank] * 4
+    win.Free()
+    del array
+    if block:
+        block.close()
+        block.unlink()
+
+
+def test_host_memory_stays_with_mpi(comm: mpicomm.Communicator) -> None:
+    memory = np.zeros(4)
+    for win in (
+        mpicomm.Win.Create(memory, 8, MPI.INFO_NULL, comm),
+        mpicomm.Win.Create(memory, 8, MPI.INFO_NULL, comm, place="mpi"),
+        mpicomm.Win.Allocate(32, 8, MPI.INFO_NULL, comm, place="mpi"),
+        mpicomm.Win.Allocate_shared(32, 8, MPI.INFO_NULL, comm, place="mpi"),
+        mpicomm.Win.Create(memory, 8),
+    ):
+        assert type(win) is mpicomm.Win
+        np.asarray(win.tomemory())[:] = 0
+        win.Fence()
+        win.Put(np.full(1, 3.0), win.group_rank, 1)
+        win.Accumulate(np.full(1, 2.0), win.group_rank, 2)
+        win.Fence()
+        assert memoryview(win.tomemory()).cast("d").tolist() == [0, 3, 2, 0]
+        win.Free()
+
+
+def test_windows_without_memory_are_mpis(comm: mpicomm.Communicator) -> None:
+    win = mpicomm.Win.Create(None, comm=comm)
+    assert type(win) is mpicomm.Win
+    win.Free()
+
+
+def test_bad_arguments_raise_on_all_ranks(comm: mpicomm.Communicator) -> None:
+    wrong = comm.rank == comm.size - 1
+    for size, disp_unit, words in ((-1, 1, "size=-1"), (8, 0, "disp_unit=0"), (8.5, 1, "size=8.5")):
+        with pytest.raises(InvalidUsageError, match=f"rank {comm.size - 1}: Win.Allocate: {words}"):
+            mpicomm.Win.Allocate(size if wrong else 8, disp_unit if wrong else 1, comm=comm, place="device")
+    with pytest.raises(InvalidUsageError, match="place='gpu': use one of auto, device, mpi"):
+        mpicomm.Win.Allocate(8, comm=comm, place="gpu")
+    with pytest.raises(InvalidUsageError, match=r"is no mpicomm.Communicator"):
+        mpicomm.Win.Allocate(8, comm=MPI.COMM_SELF, place="device")
+    comm.Barrier()
+
+
+def test_private_memory_of_one_rank_raises_on_all(host_comm: mpicomm.Communicator) -> None:
+    comm = host_comm
+    memory = np.zeros(4) if comm.rank == comm.size - 1 else None
+    with pytest.raises(InvalidUsageError, match="private memory"):
+        mpicomm.Win.Create(memory, comm=comm, place="device")
+    comm.Barrier()
+
+
+def test_open_epoch_of_one_rank_keeps_the_window_of_all(comm: mpicomm.Communicator, window: MakeWindow) -> None:
+    win = window(1)
+    if comm.rank == comm.size - 1:
+        win.Lock(0)
+    with pytest.raises(InvalidUsageError, match=f"rank {comm.size - 1}: Win.Free: the epoch of Lock of rank 0 is open"):
+        win.Free()
+    if comm.rank == comm.size - 1:
+        win.Unlock(0)
+    win.Free()
+
+
+def test_communicator_frees_its_windows(device: str) -> None:
+    with communicator(device) as comm:
+        win = mpicomm.Win.Allocate(64, comm=comm, place="device")
+        assert any(use.purpose == "windows" for use in comm.describe().memory)
+    with pytest.raises(MPI.Exception, match=r"Win\.Fence: the window was freed"):
+        win.Fence()
+    win.Free()
+    assert win == MPI.WIN_NULL

@@ -1,0 +1,169 @@
+"""Wrong use of windows of device memory: an error that names the argument and the rank, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError
+from tests.helpers.rigs.communicators import to_host
+from tests.mpi.windows.conftest import MakeWindow
+
+Act = Callable[[mpicomm.Win, Any], object]
+REFUSED: dict[str, tuple[int, str, Act]] = {
+    "displacement outside": (
+        MPI.ERR_RMA_RANGE,
+        r"Win.Put: target: displacement 3 with 2 elements reaches from byte 24 to byte 40 of the window on rank 0",
+        lambda win, xp: win.Put(xp.ones(2, np.int64), 0, 3),
+    ),
+    "displacement negative": (
+        MPI.ERR_DISP,
+        "Win.Get: target: displacement -1 is negative",
+        lambda win, xp: win.Get(xp.ones(2, np.int64), 0, -1),
+    ),
+    "target longer than the origin": (
+        MPI.ERR_TRUNCATE,
+        "Win.Put: target has 24 bytes, and origin has 16",
+        lambda win, xp: win.Put(xp.ones(2, np.int64), 0, (0, 3)),
+    ),
+    "target shorter than the origin": (
+        MPI.ERR_COUNT,
+        "Win.Accumulate: target has 8 bytes, and origin has 16",
+        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, (0, 1)),
+    ),
+    "count negative": (
+        MPI.ERR_COUNT,
+        "Win.Put: target: count -2 is negative",
+        lambda win, xp: win.Put(xp.ones(2, np.int64), 0, (0, -2)),
+    ),
+    "no such rank": (
+        MPI.ERR_RANK,
+        "Win.Rput: target_rank=9: use 0 to",
+        lambda win, xp: win.Rput(xp.ones(2, np.int64), 9),
+    ),
+    "types that differ": (
+        MPI.ERR_TYPE,
+        "Win.Accumulate: origin has elements of int64, and target of float64",
+        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, (0, 2, MPI.DOUBLE)),
+    ),
+    "results that differ": (
+        MPI.ERR_TYPE,
+        "Win.Get_accumulate: result has elements of float64, and target of int64",
+        lambda win, xp: win.Get_accumulate(xp.ones(2, np.int64), xp.ones(2), 0),
+    ),
+    "result too short": (
+        MPI.ERR_COUNT,
+        "Win.Get_accumulate: result has 8 bytes, and origin has 16",
+        lambda win, xp: win.Get_accumulate(xp.ones(2, np.int64), xp.ones(1, np.int64), 0),
+    ),
+    "operation of pairs": (
+        MPI.ERR_OP,
+        "Win.Accumulate: op=MPI.MAXLOC cannot update single elements",
+        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, op=MPI.MAXLOC),
+    ),
+    "average": (
+        MPI.ERR_OP,
+        "Win.Accumulate: op=mpicomm.AVG cannot update",
+        lambda win, xp: win.Accumulate(xp.ones(2), 0, op=mpicomm.AVG),
+    ),
+    "operation that the type lacks": (
+        MPI.ERR_OP,
+        "op=band is not defined for float64",
+        lambda win, xp: win.Accumulate(xp.ones(2), 0, op=MPI.BAND),
+    ),
+    "several elements fetched": (
+        MPI.ERR_COUNT,
+        "Win.Fetch_and_op: result has 2 elements",
+        lambda win, xp: win.Fetch_and_op(xp.ones(1, np.int64), xp.ones(2, np.int64), 0),
+    ),
+    "swap of types that differ": (
+        MPI.ERR_TYPE,
+        "Win.Compare_and_swap: compare has elements of int32",
+        lambda win, xp: win.Compare_and_swap(xp.ones(1, np.int64), xp.ones(1, np.int32), xp.ones(1, np.int64), 0),
+    ),
+    "swap of wide elements": (
+        MPI.ERR_TYPE,
+        "Win.Compare_and_swap: elements of complex128 have 16 bytes",
+        lambda win, xp: win.Compare_and_swap(*(xp.ones(1, complex) for _ in range(3)), 0),
+    ),
+    "second lock": (MPI.ERR_RMA_SYNC, "Win.Lock_all: the epoch of Lock", lambda win, xp: win.Lock_all()),
+    "lock of no type": (MPI.ERR_LOCKTYPE, "Win.Lock: lock_type=7", lambda win, xp: win.Lock(0, 7)),
+    "fence under a lock": (MPI.ERR_RMA_SYNC, "Win.Fence: the epoch of Lock", lambda win, xp: win.Fence()),
+    "unlock of another rank": (MPI.ERR_RANK, "Win.Unlock: rank=9: use 0 to", lambda win, xp: win.Unlock(9)),
+    "complete without start": (MPI.ERR_RMA_SYNC, "Win.Complete: no Start", lambda win, xp: win.Complete()),
+    "wait without post": (MPI.ERR_RMA_SYNC, "Win.Wait: no Post", lambda win, xp: win.Wait()),
+    "test without post": (MPI.ERR_RMA_SYNC, "Win.Test: no Post", lambda win, xp: win.Test()),
+    "start under a lock": (MPI.ERR_RMA_SYNC, "Win.Start: the epoch", lambda win, xp: win.Start(MPI.GROUP_EMPTY)),
+    "no group": (MPI.ERR_GROUP, "Win.Post: group=", lambda win, xp: win.Post(MPI.GROUP_NULL)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_call_is_refused_and_writes_nothing(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str
+) -> None:
+    error_class, words, act = REFUSED[name]
+    win = window(4, fill=6)
+    win.Fence(MPI.MODE_NOSUCCEED)
+    win.Lock(0, MPI.LOCK_SHARED)
+    with pytest.raises(InvalidUsageError, match=words) as caught:
+        act(win, xp)
+    assert isinstance(caught.value, MPI.Exception)
+    assert caught.value.Get_error_class() == error_class
+    win.Unlock(0)
+    win.Fence()
+    assert to_host(win.tomemory().view(np.int64)).tolist() == [6] * 4
+
+
+CALLS: dict[str, Act] = {
+    "Put": lambda win, xp: win.Put(xp.ones(1, np.int64), 0),
+    "Get": lambda win, xp: win.Get(xp.ones(1, np.int64), 0),
+    "Accumulate": lambda win, xp: win.Accumulate(xp.ones(1, np.int64), 0),
+    "Fetch_and_op": lambda win, xp: win.Fetch_and_op(xp.ones(1, np.int64), xp.ones(1, np.int64), 0),
+    "Compare_and_swap": lambda win, xp: win.Compare_and_swap(*(xp.ones(1, np.int64) for _ in range(3)), 0),
+    "Flush": lambda win, xp: win.Flush(0),
+    "Flush_all": lambda win, xp: win.Flush_all(),
+    "Unlock": lambda win, xp: win.Unlock(0),
+    "Unlock_all": lambda win, xp: win.Unlock_all(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_outside_of_an_epoch_is_refused(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str
+) -> None:
+    win = window(4, fill=6)
+    for _ in range(2):
+        with pytest.raises(MPI.Exception, match=rf"Win\.{name}: ") as caught:
+            CALLS[name](win, xp)
+        assert caught.value.Get_error_class() == MPI.ERR_RMA_SYNC
+        win.Fence()
+        win.Fence(MPI.MODE_NOSUCCEED)  # also after a fence epoch that is over
+    assert to_host(win.tomemory().view(np.int64)).tolist() == [6] * 4
+
+
+@pytest.mark.parametrize("name", [*CALLS, "Fence", "Lock", "Shared_query"])
+def test_call_on_a_freed_window_is_refused(comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str) -> None:
+    win = window(1)
+    win.Free()
+    acts = {**CALLS, "Fence": lambda w, _: w.Fence(), "Lock": lambda w, _: w.Lock(0)}
+    acts["Shared_query"] = lambda w, _: w.Shared_query(0)
+    with pytest.raises(MPI.Exception, match="the window was freed") as caught:
+        acts[name](win, xp)
+    assert caught.value.Get_error_class() == MPI.ERR_WIN
+
+
+def test_access_under_the_lock_of_another_rank_is_refused(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow
+) -> None:
+    win = window(1)
+    win.Lock(comm.rank)
+    if comm.size > 1:
+        with pytest.raises(MPI.Exception, match="is in no epoch"):
+            win.Put(xp.ones(1, np.int64), (comm.rank + 1) % comm.size)
+    win.Unlock(comm.rank)

@@ -1,0 +1,158 @@
+"""Groups, locks and flushes of windows of device memory, and ranks that do not come."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import CollectiveTimeoutError
+from tests.helpers.rigs.communicators import array_module, communicator, patience_s, to_host
+from tests.mpi.windows.conftest import MakeWindow
+
+
+def group_of(win: mpicomm.Win, *ranks: int) -> MPI.Group:
+    everyone = win.Get_group()
+    some = everyone.Incl(sorted(set(ranks)))
+    everyone.Free()
+    return some
+
+
+@pytest.mark.parametrize("end", ["Wait", "Test"])
+def test_groups_hand_data_on(comm: mpicomm.Communicator, xp: Any, window: MakeWindow, end: str) -> None:
+    win, right, left = window(3), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    mine = win.tomemory().view(np.int64)
+    sources, targets = group_of(win, left), group_of(win, right)
+    for turn in range(20):
+        win.Post(sources)
+        win.Start(targets)
+        win.Put(xp.array([turn, comm.rank]), right, 1)
+        win.Complete()
+        if end == "Wait":
+            win.Wait()
+        else:
+            while not win.Test():
+                pass
+        assert to_host(mine).tolist() == [0, turn, left]
+    sources.Free()
+    targets.Free()
+
+
+def test_one_rank_accesses_many_and_none(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    win = window(comm.size)
+    everyone, first = group_of(win, *range(comm.size)), group_of(win, 0)
+    win.Post(first)
+    if comm.rank == 0:
+        win.Start(everyone)
+        for rank in range(comm.size):
+            win.Put(xp.array([7 + rank]), rank, rank)
+        win.Complete()
+    win.Wait()
+    assert int(to_host(win.tomemory().view(np.int64))[comm.rank]) == 7 + comm.rank
+    win.Start(MPI.GROUP_EMPTY)
+    win.Complete()
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_target_of_a_lock_takes_no_part(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, everyone: bool
+) -> None:
+    win = window(comm.size)
+    comm.check()
+    comm.Barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(0.05)  # neither in MPI nor in mpicomm
+    else:
+        for _ in range(10):
+            if everyone:
+                win.Lock_all()
+            else:
+                win.Lock(comm.size - 1, MPI.LOCK_SHARED)
+            win.Put(xp.array([1 + comm.rank]), comm.size - 1, comm.rank)
+            win.Flush(comm.size - 1)
+            seen = xp.zeros(1, np.int64)
+            win.Get(seen, comm.size - 1, comm.rank)
+            win.Flush_local_all()
+            win.Unlock_all() if everyone else win.Unlock(comm.size - 1)
+            assert int(to_host(seen)[0]) == 1 + comm.rank
+    comm.check()
+    comm.Barrier()
+    win.Lock(comm.rank)
+    win.Sync()
+    mine = to_host(win.tomemory().view(np.int64)).tolist()
+    win.Unlock(comm.rank)
+    if comm.rank == comm.size - 1:
+        assert mine[:-1] == list(range(1, comm.size))
+
+
+def test_exclusive_lock_keeps_others_out(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    win, rounds = window(1), 30
+    number = xp.zeros(1, np.int64)
+    comm.Barrier()
+    for _ in range(rounds):  # a read and a write that no rank may come between
+        win.Lock(0)
+        win.Get(number, 0)
+        win.Flush(0)
+        number += 1
+        win.Put(number, 0)
+        win.Unlock(0)
+    comm.check()
+    comm.Barrier()
+    if comm.rank == 0:
+        assert int(to_host(win.tomemory().view(np.int64))[0]) == rounds * comm.size
+
+
+def test_assertions_of_mpi_are_taken(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
+    win = window(1)
+    group = group_of(win, *range(comm.size))
+    win.Fence(MPI.MODE_NOPRECEDE)
+    win.Fence(MPI.MODE_NOSUCCEED | MPI.MODE_NOSTORE | MPI.MODE_NOPUT)
+    win.Lock(0, MPI.LOCK_SHARED, MPI.MODE_NOCHECK)
+    win.Unlock(0)
+    win.Lock_all(MPI.MODE_NOCHECK)
+    win.Unlock_all()
+    win.Post(group, MPI.MODE_NOCHECK)
+    win.Start(group, MPI.MODE_NOCHECK)
+    win.Complete()
+    win.Wait()
+    with pytest.raises(MPI.Exception, match=r"Win\.Fence: assertion=") as caught:
+        win.Fence(MPI.MODE_NOCHECK)
+    assert caught.value.Get_error_class() == MPI.ERR_ASSERT
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", ["Fence", "Start", "Wait", "Lock"])
+def test_rank_that_does_not_come_is_named(device: str, call: str) -> None:
+    with communicator(device, timeout_s=patience_s(device)) as comm, array_module(comm):
+        win = mpicomm.Win.Allocate(8, 8, comm=comm, place="device")
+        last, other = comm.size - 1, group_of(win, 0)
+        words = {
+            "Fence": "Win.Fence: number 1 from rank 0 did not come",
+            "Start": "Win.Start: the Post: number 1 from rank 0 did not come",
+            "Wait": "Win.Wait: the Complete: number 1 from rank 0 did not come",
+            "Lock": "Win.Lock: rank 0 holds the lock, and did not give it up",
+        }[call]
+        if call == "Lock" and comm.rank == 0:
+            win.Lock(last)
+            comm.check()
+        comm.Barrier()
+        if comm.rank == last:
+            with pytest.raises(CollectiveTimeoutError, match=words) as caught:
+                if call == "Fence":
+                    win.Fence()
+                elif call == "Start":
+                    win.Start(other)
+                elif call == "Wait":
+                    win.Post(other)
+                    win.Wait()
+                else:
+                    win.Lock(last)
+                comm.check()
+            assert caught.value.ranks == (0,)
+            with pytest.raises(CollectiveTimeoutError, match=words):
+                win.Fence()
+        comm.Barrier()
