@@ -14,19 +14,53 @@ from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
 from mpicomm.devices.cuda.local_event import LocalEvent
 
 
+class _EventPool:
+    """The events of marks, by their addresses. Creating and destroying an event takes longer than all else here.
+
+    Marks have only the addresses, and the pool keeps the events. If a mark had the event, and a cycle of garbage had
+    the mark, the garbage collector would call the finalizers of both. The event would be destroyed, and in the pool.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[int, LocalEvent] = {}
+        self._idle: list[int] = []
+        self._open = True
+
+    def take(self) -> int:
+        """Return the address of an event that nothing else uses. The device must be current."""
+        try:
+            return self._idle.pop()
+        except IndexError:  # a test beforehand is not enough: another thread may take the last event
+            event = LocalEvent()
+            self._events[event.ptr] = event
+            return event.ptr
+
+    def give_back(self, pointer: int) -> None:
+        """Let `take` return an event again."""
+        if self._open:
+            self._idle.append(pointer)
+        else:
+            self._events.pop(pointer, None)
+
+    def close(self) -> None:
+        """Destroy the events, except those of marks, which go with their marks. A second call does nothing."""
+        self._open = False
+        while self._idle:
+            self._events.pop(self._idle.pop(), None)
+
+
 class Mark:
-    """A point in the work of a stream. The last reference to the mark gives its event back to the pool."""
+    """A point in the work of a stream. The last reference to the mark gives its event, at ``ptr``, back to the pool."""
 
-    __slots__ = ("_event", "_pool", "ptr")
+    __slots__ = ("_pool", "ptr")
 
-    def __init__(self, event: LocalEvent, pool: list[LocalEvent]) -> None:
-        self.ptr = event.ptr
-        self._event = event
+    def __init__(self, pointer: int, pool: _EventPool) -> None:
+        self.ptr = pointer
         self._pool = pool
 
     def __del__(self) -> None:
         # A stream that waits for the event waits for the record at that time, whatever comes later.
-        self._pool.append(self._event)
+        self._pool.give_back(self.ptr)
 
 
 class CudaSideStreams:
@@ -38,7 +72,7 @@ class CudaSideStreams:
         self._lock = threading.Lock()
         self._free: list[int] = []
         self._streams: list[Any] = []
-        self._events: list[LocalEvent] = []  # creating and destroying an event takes longer than all else here
+        self._events = _EventPool()
 
     def mark(self, stream: int) -> Mark:
         """Return a mark after the work that ``stream`` has at this call."""
@@ -100,20 +134,17 @@ class CudaSideStreams:
     def close(self) -> None:
         """Destroy the streams; the context must be current, and their work over. A second call does nothing."""
         self._free.clear()
-        self._events.clear()
+        self._events.close()
         while self._streams:
             with contextlib.suppress(DriverShutDownError):
                 call(driver.cuStreamDestroy, self._streams.pop())
 
     def _wait_stream(self, stream: int, other: int) -> None:
         event = self._recorded(other)
-        runtime.streamWaitEvent(stream, event.ptr)
-        self._events.append(event)  # the stream waits for this record, whatever is recorded later
+        runtime.streamWaitEvent(stream, event)
+        self._events.give_back(event)  # the stream waits for this record, whatever is recorded later
 
-    def _recorded(self, stream: int) -> LocalEvent:
-        try:
-            event = self._events.pop()
-        except IndexError:  # a test beforehand is not enough: another thread may take the last event
-            event = LocalEvent()
-        runtime.eventRecord(event.ptr, stream)
+    def _recorded(self, stream: int) -> int:
+        event = self._events.take()
+        runtime.eventRecord(event, stream)
         return event

@@ -169,6 +169,9 @@ class FakeCuda:
 
     # ---- cupy.cuda.runtime
 
+    def getDevice(self) -> int:
+        return 0
+
     @_may_fail
     def eventCreateWithFlags(self, flags: int) -> int:
         assert flags in (self.eventDefault, self.eventDisableTiming)
