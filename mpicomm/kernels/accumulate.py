@@ -16,6 +16,8 @@ MOVING = ("replace", "no_op")
 """The operations that move the bits of any type."""
 _TYPE_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 """For each size of an element a type that `MOVING` operations take."""
+UPDATED_SIZES = tuple(_TYPE_OF_SIZE)
+"""The sizes of elements that `accumulate_kernel` has."""
 SWAPPED_SIZES = (1, 2, 4, 8)
 """The sizes of elements that `swap_kernel` has."""
 WIDE_NBYTES = 16

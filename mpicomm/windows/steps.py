@@ -15,6 +15,8 @@ from mpicomm.devices.base import GpuBackend, Scratch
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.accumulate import (
     ACCUMULATE_THREADS,
+    MOVING,
+    UPDATED_SIZES,
     WIDE_NBYTES,
     AccumulateArguments,
     SwapArguments,
@@ -38,6 +40,7 @@ from mpicomm.kernels.window import (
 )
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.packing import table_for
+from mpicomm.mpi.types import is_covered
 from mpicomm.windows.buffers import Target
 from mpicomm.windows.updates import Update, is_aligned
 
@@ -178,7 +181,11 @@ class GpuSteps:
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
         """Raise for addresses and sizes that the instructions of the GPU do not update."""
-        nbytes = update.dtype.itemsize
+        dtype, nbytes = update.dtype, update.dtype.itemsize
+        if nbytes not in UPDATED_SIZES or (update.op not in MOVING and not is_covered(dtype)):
+            raise InvalidUsageError(
+                f"{what}: a GPU does not update elements of {dtype}: convert them to a type that it computes with"
+            )
         if nbytes == WIDE_NBYTES and self._backend.info.compute_capability < (9, 0):
             raise InvalidUsageError(
                 f"{what}: elements of {update.dtype} have {nbytes} bytes, which only GPUs of compute capability 9.0 or "

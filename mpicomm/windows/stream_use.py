@@ -6,6 +6,8 @@ from typing import Any
 
 from mpicomm.devices.base import GpuBackend
 
+_DEFAULT_STREAMS = (0, 1, 2)  # the null stream, cudaStreamLegacy and cudaStreamPerThread
+
 
 class StreamUse:
     """The streams on which this rank has accessed a window. All methods are local, and do not block.
@@ -21,6 +23,7 @@ class StreamUse:
         self._mark: Any = None  # the point after the last synchronisation; None if no other work has to follow it
         self._followed: set[int] = set()  # streams that follow the last synchronisation
         self._accesses: dict[int, Any] = {}  # the point after the last access, by stream
+        self._accessed_here = False  # whether a default stream has accesses after a synchronisation on it
 
     def before_access(self, stream: int) -> None:
         """Let ``stream``, on which an access goes next, follow the last synchronisation."""
@@ -32,10 +35,13 @@ class StreamUse:
 
     def after_access(self, stream: int) -> None:
         """Note an access on ``stream``, which is enqueued."""
-        if self._backend is None or (stream == self._stream and self._mark is not None):
+        if self._backend is None:
             return
-        # Marks, not streams, because the program may destroy the stream before the synchronisation.
-        if not self._backend.is_capturing(stream):
+        # Marks, not streams, because the program may destroy the stream before the synchronisation. A default stream
+        # lasts, and an access there needs no mark of its own, which would take a microsecond.
+        if stream in _DEFAULT_STREAMS and stream == self._stream:
+            self._accessed_here = True
+        elif not self._backend.is_capturing(stream):
             self._accesses[stream] = self._backend.side_streams.mark(stream)
 
     def before_synchronisation(self, stream: int) -> None:
@@ -44,7 +50,11 @@ class StreamUse:
             return
         for mark in self._accesses.values():
             self._backend.side_streams.follow(stream, mark)
-        if self._mark is not None and stream != self._stream:
+        if stream == self._stream:
+            return
+        if self._accessed_here:
+            self._backend.side_streams.wait_stream(stream, self._stream)
+        elif self._mark is not None:
             self._backend.side_streams.follow(stream, self._mark)
 
     def after_synchronisation(self, stream: int) -> None:
@@ -53,4 +63,5 @@ class StreamUse:
             return
         self._stream, self._mark = stream, self._backend.side_streams.mark(stream)
         self._accesses.clear()
+        self._accessed_here = False
         self._followed.clear()

@@ -15,7 +15,6 @@ from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.windows.buffers import LocalBuffer, TypedElements
 
-_SIZES = (1, 2, 4, 8, 16)
 _UNABLE = {MPI.MINLOC.handle: "MPI.MINLOC", MPI.MAXLOC.handle: "MPI.MAXLOC"}
 
 
@@ -53,19 +52,14 @@ def name_of(op: MPI.Op, what: str) -> str:
 def update_of(name: str, elements: TypedElements, what: str) -> Update:
     """Return the update of ``elements`` by the operation ``name``. Raises for a type that has no such update. Local."""
     dtype = elements.dtype
-    if dtype is None or dtype.itemsize not in _SIZES:
+    if dtype is None:
         raise RefusedByMpiError(
-            f"{what}: elements of {'several types or a type that NumPy lacks' if dtype is None else dtype} cannot be "
-            "updated: pass elements of one basic type of 1, 2, 4, 8 or 16 bytes",
+            f"{what}: elements of several types, or of a type that NumPy lacks, cannot be updated: pass elements of "
+            "one basic type",
             MPI.ERR_TYPE,
         )
     if name not in MOVING:
         check_legal(name, dtype)
-        if dtype != types.BYTE and not types.is_covered(dtype):
-            raise RefusedByMpiError(
-                f"{what}: kernels do not compute with {dtype}: convert the elements, or pass op=MPI.REPLACE",
-                MPI.ERR_TYPE,
-            )
     return Update(name, np.dtype(np.uint8) if dtype == types.BYTE else dtype)
 
 

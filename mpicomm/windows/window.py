@@ -76,17 +76,20 @@ class Window(Synchronisation):
         local = before or values if values is None else values
         assert local is not None
         there = read_target(target, target_rank, self.memory, local, what)
+        if before is not None and values is not None:
+            require_bytes(before, values.nbytes, "origin", what)
+        if not local.nbytes:
+            self.epochs.require_access(what, target_rank)
+            return local
         update = update_of(name, there.elements, what)
         for each in (values, before):
             if each is not None:
                 require_alike(there.elements, each, what)
-        if before is not None and values is not None:
-            require_bytes(before, values.nbytes, "origin", what)
         self.require_atomics(what, 1 << target_rank)
         self.steps.require_updatable(update, there, what)
         self.epochs.require_access(what, target_rank)
         with self._accessing(stream, local) as where:
-            if local.nbytes and (before is not None or name != "no_op"):
+            if before is not None or name != "no_op":
                 self._update(update, there, values, before, where)
         return local
 
@@ -96,7 +99,12 @@ class Window(Synchronisation):
         """Do as `accumulate` with one element."""
         if self._is_nowhere(what, target_rank):
             return
-        require_one(read_buffer(result, self._backend, writable=True, name="result"), what)
+        before = read_buffer(result, self._backend, writable=True, name="result")
+        require_one(before, what)
+        if origin is not None:  # mpi4py compares an origin also if the operation does not read it
+            value = read_buffer(origin, self._backend, writable=False, name="origin")
+            require_one(value, what)
+            require_alike(before.elements, value, what)
         self.accumulate(what, origin, result, target_rank, (target_disp, 1), op, stream)
 
     def compare_and_swap(

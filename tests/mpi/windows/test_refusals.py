@@ -81,6 +81,11 @@ REFUSED: dict[str, tuple[int, str, Act]] = {
         "Win.Fetch_and_op: result has 2 elements",
         lambda win, xp: win.Fetch_and_op(xp.ones(1, np.int64), xp.ones(2, np.int64), 0),
     ),
+    "several origins of one element": (
+        MPI.ERR_COUNT,
+        "Win.Fetch_and_op: origin has 2 elements",
+        lambda win, xp: win.Fetch_and_op(xp.ones(2, np.int64), xp.ones(1, np.int64), 0, op=MPI.NO_OP),
+    ),
     "swap of types that differ": (
         MPI.ERR_TYPE,
         "Win.Compare_and_swap: compare has elements of int32",

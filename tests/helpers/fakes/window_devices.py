@@ -1,0 +1,193 @@
+"""A double of a GPU for tests of windows: a `ThreadDevice` that carries out the kernels of windows in Python."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.collectives.host.reduction import Reducer
+from mpicomm.devices.base import Scratch
+from mpicomm.devices.host import HostSegment, array_at, fence
+from mpicomm.kernels.accumulate import AccumulateArguments, SwapArguments
+from mpicomm.kernels.packing import PackTable
+from mpicomm.kernels.team import Faults
+from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.window import EXCLUSIVE_SHIFT, LOCK, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, SynchronisationArguments
+from mpicomm.mpi.types import covered_dtype
+from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
+from tests.helpers.references.reference_packing import runs_of
+
+_BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
+
+
+class WindowDevice(ThreadDevice):
+    """Its kernels check what the kernels of a GPU need: alignment, memory of the device, kernels that are loaded."""
+
+    multiprocessors = 4
+    info = SimpleNamespace(compute_capability=(9, 0))
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        super().__init__(rank, timeout_s)
+        self.timeout_ns = int(timeout_s * 1e9)
+        self.faults = Faults(0, 0)
+        self.loaded: set[Variant] = set()
+        self._tables: dict[int, PackTable] = {}
+        self._scratch: list[npt.NDArray[np.uint8]] = []
+
+    def load(self, variant: Variant) -> object:
+        self.loaded.add(variant)
+        return variant
+
+    def asarray(self, array: Any, name: str = "array") -> Any:
+        assert isinstance(array, DeviceArray), name
+        return array.memory
+
+    def adopt(self, array: npt.NDArray[Any]) -> HostSegment:
+        raise NotImplementedError
+
+    def view(self, segment: HostSegment, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        assert segment.content is not None
+        return segment.content[: shape[0] * dtype.itemsize].view(dtype)
+
+    def pointer_table(self, pointers: list[int]) -> Any:
+        table = self.scratch(8 * len(pointers))
+        array_at(table.pointer, len(pointers), _WORD)[:] = pointers
+        return SimpleNamespace(data=SimpleNamespace(ptr=table.pointer))
+
+    def scratch(self, nbytes: int) -> Scratch:
+        self._scratch.append(np.full(max(nbytes, 1) + 128, 0xDB, np.uint8))
+        self.own(self._scratch[-1])
+        return Scratch(-(-self._scratch[-1].ctypes.data // 128) * 128, nbytes, None)
+
+    def pack_table(self, table: PackTable) -> int:
+        self._tables[id(table)] = table
+        return id(table)
+
+    def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
+        assert blocks > 0 and threads > 0
+        given = type(arguments).from_buffer_copy(arguments)
+        carry = {
+            "mpicomm_window_meet": self._meet,
+            "mpicomm_window_lock": self._lock,
+            "mpicomm_accumulate": self._accumulate,
+            "mpicomm_compare_and_swap": self._swap,
+        }[variant.entry]
+        if variant.entry.startswith("mpicomm_window"):
+            assert variant in self.loaded, "a kernel that waits is loaded beforehand"
+
+        def act() -> None:
+            if self.missed is None:
+                carry(given, variant)
+
+        self.enqueue(stream, act)
+
+    def _meet(self, x: SynchronisationArguments, _: Variant) -> None:
+        inbox, sent, expected = self._rows(x, x.rank)
+        fence()
+        for peer in _ranks(x.signals):
+            sent[peer] += np.uint64(1)
+            self._rows(x, peer)[0][x.rank] = sent[peer]
+        for peer in _ranks(x.waits):
+            target = int(expected[peer]) + 1
+            if not self._wait(lambda: int(inbox[peer]) >= target):  # noqa: B023
+                self.missed = f"operation {x.operation}: number {target} from rank {peer} did not come", peer
+                return
+            expected[peer] = target
+        fence()
+
+    def _lock(self, x: SynchronisationArguments, _: Variant) -> None:
+        assert x.operation == LOCK
+        mine = (x.rank + 1) << EXCLUSIVE_SHIFT if x.exclusive else 1 << x.rank
+        for owner in _ranks(x.signals):
+            with _alone():
+                word = self._board(x, owner)[LOCK_ROW]
+                assert int(word[0]) & mine, "gave up a lock that it did not hold"
+                word[0] = int(word[0]) & ~mine
+        for owner in _ranks(x.waits):
+            word = self._board(x, owner)[LOCK_ROW]
+
+            def take() -> bool:
+                with _alone():
+                    seen = int(word[0])  # noqa: B023
+                    if (seen if x.exclusive else seen >> EXCLUSIVE_SHIFT) != 0:
+                        return False
+                    word[0] = seen | mine  # noqa: B023
+                    return True
+
+            if not self._wait(take):
+                self.missed = "operation 8: the lock is held", (int(word[0]) >> EXCLUSIVE_SHIFT) - 1
+                return
+
+    def _accumulate(self, x: AccumulateArguments, variant: Variant) -> None:
+        named = dict(option[2:].split("=", 1) for option in variant.options if "=" in option and "-D" in option)
+        dtype, op = covered_dtype(named["MPICOMM_DTYPE"].replace("boolean", "bool")), named["MPICOMM_OP"]
+        walk = x.walk
+        one = [(int(walk.first.memory), 0, int(walk.first.run_nbytes))]
+        runs = list(runs_of(self._tables[walk.regions])) if walk.regions else one
+        assert walk.regions or walk.num_regions == 1
+        with _alone():
+            for start, packed, nbytes in runs:
+                count = nbytes // dtype.itemsize
+                assert count * dtype.itemsize == nbytes
+                now = self._elements(walk.memory + start, count, dtype)
+                if x.result:
+                    self._elements(x.result + packed, count, dtype)[:] = now
+                if op == "no_op":
+                    continue
+                values = self._elements(walk.packed + packed, count, dtype)
+                if op == "replace":
+                    now[:] = values
+                else:
+                    Reducer(op, dtype).reduce([now.copy(), values], now)
+
+    def _swap(self, x: SwapArguments, variant: Variant) -> None:
+        name = next(option for option in variant.options if "DTYPE" in option).split("=")[1]
+        places = (x.target, x.value, x.compare, x.result)
+        with _alone():
+            now, value, compare, result = (self._elements(place, 1, np.dtype(name)) for place in places)
+            result[:] = now
+            if now[0] == compare[0]:
+                now[:] = value
+
+    def _elements(self, pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        assert pointer % dtype.itemsize == 0, "misaligned"
+        assert self.owns(pointer) or count == 0, "a kernel accesses memory of the host"
+        return array_at(pointer, count, dtype)
+
+    def _board(self, x: SynchronisationArguments, owner: int) -> npt.NDArray[np.uint64]:
+        board = int(array_at(x.boards, owner + 1, _WORD)[owner])
+        return array_at(board, (LOCK_ROW + 1) * ROW_WORDS, _WORD).reshape(LOCK_ROW + 1, ROW_WORDS)
+
+    def _rows(self, x: SynchronisationArguments, owner: int) -> npt.NDArray[np.uint64]:
+        return self._board(x, owner)[x.kind * ROWS_OF_COUNTS : (x.kind + 1) * ROWS_OF_COUNTS]
+
+    def _wait(self, ready: Any) -> bool:
+        end = time.monotonic() + self.timeout_s
+        while not ready():
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-4)
+        return True
+
+
+def _ranks(ranks: int) -> list[int]:
+    return [rank for rank in range(64) if ranks >> rank & 1]
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Let no other rank into such a block: all ranks are children of one process."""
+    with (Path(tempfile.gettempdir()) / f"window-devices-{os.getppid()}").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,324 @@
+"""Windows of GPUs, on devices that are made of threads: the steps, streams and scratch memory of each call."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.cluster.placement import Placement
+from mpicomm.devices.base import GpuBackend, Link
+from mpicomm.session import Session
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.fakes.window_devices import WindowDevice
+from tests.helpers.rigs.communicators import communicator
+
+COUNT = 40
+
+
+class Rig:
+    """A window of int64 on every rank, whose parts hold -1."""
+
+    def __init__(self, comm: mpicomm.Communicator, device: WindowDevice, dtype: Any) -> None:
+        self.comm, self.device, self.dtype = comm, device, np.dtype(dtype)
+        self.rank, self.size = comm.rank, comm.size
+        self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        nbytes = COUNT * self.dtype.itemsize
+        self.win = mpicomm.Win.Allocate(nbytes, self.dtype.itemsize, MPI.INFO_NULL, comm)
+        self.part = self.win.tomemory().view(self.dtype)
+        self.part[:] = -1
+        MPI.Intracomm.Barrier(comm)
+
+    def of(self, values: Any, dtype: Any = None) -> DeviceArray:
+        return DeviceArray(self.device, np.array(values, self.dtype if dtype is None else dtype))
+
+    def mine(self) -> list[Any]:
+        """Return this rank's part after all work of the device."""
+        self.device.synchronize()
+        self.device.check()
+        found: list[Any] = self.part.tolist()
+        return found
+
+    def barrier(self) -> None:
+        """Wait for the work of all ranks."""
+        self.device.synchronize()
+        MPI.Intracomm.Barrier(self.comm)
+
+
+@contextlib.contextmanager
+def rig_of(
+    dtype: Any = np.int64, *, timeout_s: float = 20, atomics: Callable[[int], bool] = lambda rank: True
+) -> Iterator[Rig]:
+    with communicator("cpu") as parent:
+        comm = parent.Dup()
+        was = comm._session.placement
+        device = WindowDevice(comm.rank, timeout_s)
+        placement = Placement([replace(place, device=0, handle="ipc") for place in was.places], was.rank)
+        session = Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device))
+        session.links = lambda: tuple(  # type: ignore[method-assign]
+            Link("PCIe" if not atomics(rank) else "NVLink", native_atomics=atomics(rank)) for rank in range(comm.size)
+        )
+        comm._begin(session)
+        rig = Rig(comm, device, dtype)
+        yield rig
+        if device.missed is None:
+            rig.barrier()
+            rig.win.Free()
+        comm.Free()
+        assert device.closed
+
+
+def spread(count: int, datatype: MPI.Datatype = MPI.INT64_T) -> MPI.Datatype:
+    return datatype.Create_vector(count, 1, 2).Commit()
+
+
+def test_data_goes_around_in_the_order_of_streams() -> None:
+    with rig_of() as rig:
+        win = rig.win
+        win.Fence()
+        for turn in range(10):
+            win.Put(rig.of([turn]), rig.right, 3, stream=1)
+            win.Put(rig.of([turn + 1]), rig.right, 4, stream=2)
+            win.Fence()
+            assert rig.mine()[2:6] == [-1, turn, turn + 1, -1]
+            seen = rig.of([0, 0])
+            win.Fence()
+            win.Get(seen, rig.left, 3, stream=3)
+            win.Fence(stream=4)
+            assert seen.get().tolist() == [turn, turn + 1]
+
+
+def test_synchronisations_follow_accesses_on_other_streams_and_precede_them() -> None:
+    with rig_of() as rig:
+        win, late, seen = rig.win, rig.of([7]), rig.of([0])
+        win.Fence(stream=2)
+        rig.device.enqueue(1, lambda: time.sleep(0.1))
+        win.Put(late, rig.right, stream=1)
+        win.Fence(stream=2)
+        win.Get(seen, rig.rank, stream=3)
+        rig.device.synchronize(3)
+        assert seen.memory.tolist() == [7]
+        for number, stream in ((8, 2), (9, 7)):  # 2 is a default stream, which lasts
+            win.Fence(stream=stream)
+            rig.device.enqueue(stream, lambda: time.sleep(0.1))
+            win.Put(rig.of([number]), rig.right, stream=stream)
+            win.Fence(stream=4)
+            win.Get(seen, rig.rank, stream=5)
+            rig.device.synchronize(5)
+            assert seen.memory.tolist() == [number]
+
+
+@pytest.mark.parametrize("of_host", [False, True])
+def test_derived_datatypes_and_host_arrays_go_through_scratch_memory(of_host: bool) -> None:
+    with rig_of() as rig:
+        make: Any = (lambda values: np.array(values, np.int64)) if of_host else rig.of
+        win, three = rig.win, spread(3)
+        given, seen = make(np.arange(8)), make(np.zeros(8))
+        win.Fence()
+        win.Put([given, 1, three], rig.right, (0, 3, MPI.INT64_T))
+        win.Put([given, 3, MPI.INT64_T], rig.right, (4, 1, three))
+        win.Put([given, 1, three], rig.right, (10, 1, three))
+        win.Put([given, 2, MPI.INT64_T], rig.right, 20)
+        win.Fence()
+        win.Get([seen, 1, three], rig.right, (10, 1, three))
+        win.Fence()
+        mine = rig.mine()
+        assert mine[:10] == [0, 2, 4, -1, 0, -1, 1, -1, 2, -1]
+        assert mine[10:15] == [0, -1, 2, -1, 4] and mine[20:23] == [0, 1, -1]
+        found = seen if of_host else seen.get()
+        assert found.tolist() == [0, 0, 2, 0, 4, 0, 0, 0]
+        three.Free()
+
+
+def test_groups_wait_and_test() -> None:
+    with rig_of() as rig:
+        win = rig.win
+        everyone = win.Get_group()
+        right, left = everyone.Incl([rig.right]), everyone.Incl([rig.left])
+        for turn in range(6):
+            win.Post(left)
+            win.Start(right)
+            win.Put(rig.of([turn, turn]), rig.right, turn)
+            win.Complete()
+            if turn % 2:
+                win.Wait()
+            else:
+                while not win.Test():
+                    pass
+            assert rig.mine()[turn : turn + 2] == [turn, turn]
+        for group in (everyone, right, left):
+            group.Free()
+
+
+def test_locks_keep_other_ranks_out() -> None:
+    with rig_of() as rig:
+        win, number = rig.win, rig.of([0])
+        for turn in range(8):
+            win.Lock(0, stream=turn % 2)
+            win.Get(number, 0, stream=turn % 2)
+            win.Flush(0, stream=turn % 2)
+            rig.device.enqueue(turn % 2, lambda: np.add(number.memory, 1, out=number.memory))
+            win.Put(number, 0, stream=turn % 2)
+            win.Unlock(0, stream=turn % 2)
+        rig.barrier()
+        if rig.rank == 0:
+            assert rig.mine()[0] == 8 * rig.size - 1
+        win.Lock_all()
+        win.Put(rig.of([5]), rig.right, 1)
+        win.Unlock_all()
+        rig.barrier()
+        assert rig.mine()[1] == 5
+
+
+def placed(rig: Rig, values: npt.NDArray[Any]) -> Any:
+    """Return a device buffer that does not begin at a multiple of its elements' size."""
+    holder = DeviceArray(rig.device, np.zeros(values.nbytes + 1, np.uint8))
+    holder.memory[1:] = values.view(np.uint8)
+    return MPI.memory.fromaddress(holder.memory.ctypes.data + 1, values.nbytes), holder
+
+
+@pytest.mark.parametrize("origin", ["device", "host", "misaligned"])
+def test_accumulates_combine_and_fetch(origin: str) -> None:
+    with rig_of() as rig:
+        win, values = rig.win, np.arange(4) + 10
+        holder: Any = None
+        given: Any = values if origin == "host" else rig.of(values)
+        seen: Any = np.zeros(4, np.int64) if origin == "host" else rig.of(np.zeros(4))
+        if origin == "misaligned":
+            given, holder = placed(rig, values)
+            given = [given, MPI.INT64_T]
+        win.Fence()
+        win.Accumulate(given, 0, 5)
+        win.Fence()
+        win.Get_accumulate(None, seen, 0, 5, MPI.NO_OP)
+        win.Fence()
+        found = seen if origin == "host" else seen.get()
+        assert found.tolist() == [rig.size * each - 1 for each in range(10, 14)]
+        win.Fence()
+        win.Get_accumulate(given, seen, rig.right, 5, MPI.REPLACE)
+        win.Fence()
+        assert rig.mine()[4:10] == [-1, 10, 11, 12, 13, -1]
+        assert holder is None or holder.memory.size
+
+
+@pytest.mark.parametrize("of_host", [False, True])
+def test_accumulates_take_derived_datatypes(of_host: bool) -> None:
+    with rig_of(np.float32) as rig:
+        win, three = rig.win, spread(3, MPI.FLOAT)
+        numbers = np.arange(6, dtype=np.float32)
+        given: Any = numbers if of_host else rig.of(numbers)
+        seen: Any = np.zeros(6, np.float32) if of_host else rig.of(np.zeros(6))
+        win.Fence()
+        win.Accumulate([given, 1, three], 0, (2, 1, three))
+        win.Fence()
+        win.Get_accumulate([given, 3, MPI.FLOAT], [seen, 1, three], 0, (2, 1, three), MPI.NO_OP)
+        win.Fence()
+        expected = [rig.size * each - 1 for each in (0, 2, 4)]
+        found = seen if of_host else seen.get()
+        assert found[[0, 2, 4]].tolist() == expected and not found[[1, 3, 5]].any()
+        if rig.rank == 0:
+            assert rig.mine()[2:7] == [expected[0], -1, expected[1], -1, expected[2]]
+        three.Free()
+
+
+@pytest.mark.parametrize("of_host", [False, True])
+def test_numbers_are_fetched_and_swapped(of_host: bool) -> None:
+    with rig_of() as rig:
+        make: Any = (lambda value: np.array([value])) if of_host else (lambda value: rig.of([value]))
+        win, before = rig.win, [make(0) for _ in range(5)]
+        win.Lock_all()
+        for each in before:
+            win.Fetch_and_op(make(1), each, 0, 7)
+        win.Unlock_all()
+        rig.barrier()
+        drawn = [int((each if of_host else each.get())[0]) for each in before]
+        everyone = MPI.Intracomm.allgather(rig.comm, drawn)
+        assert sorted(n for each in everyone for n in each) == list(range(-1, 5 * rig.size - 1))
+        won = make(0)
+        win.Lock(0)
+        win.Compare_and_swap(make(100 + rig.rank), make(5 * rig.size - 1), won, 0, 7)
+        win.Unlock(0)
+        rig.barrier()
+        seen = MPI.Intracomm.allgather(rig.comm, int((won if of_host else won.get())[0]))
+        assert seen.count(5 * rig.size - 1) == 1
+
+
+def test_requests_are_done_with_their_work() -> None:
+    with rig_of() as rig:
+        rig.win.Lock(rig.rank)
+        requests = [rig.win.Rput(rig.of([each]), rig.rank, each, stream=each) for each in range(4)]
+        requests.append(rig.win.Raccumulate(rig.of([6]), rig.rank, 8))
+        MPI.Request.Waitall(requests)
+        assert rig.part[:4].tolist() == [0, 1, 2, 3] and rig.part[8] == 5
+        rig.win.Unlock(rig.rank)
+
+
+def test_graphs_take_device_arrays_and_refuse_copies_to_the_host() -> None:
+    with rig_of() as rig:
+        rig.win.Fence()
+        rig.device.capturing = True
+        rig.win.Put(rig.of([4]), rig.rank, 1, stream=5)
+        rig.win.Fence(stream=5)
+        with pytest.raises(InvalidUsageError, match="origin is in host memory"):
+            rig.win.Get([np.zeros(4, np.int64), 1, spread(2)], rig.rank)
+        rig.device.capturing = False
+        assert rig.mine()[1] == 4
+
+
+def test_elements_that_kernels_cannot_update_are_refused() -> None:
+    with rig_of(np.float32) as rig:
+        win = rig.win
+        win.Fence()
+        with pytest.raises(InvalidUsageError, match="do not lie at multiples of 8 bytes"):
+            win.Accumulate(rig.of([1.0], np.float64), 0, (1, 1, MPI.DOUBLE))
+        pair = MPI.FLOAT.Create_hvector(2, 1, 6).Commit()
+        with pytest.raises(InvalidUsageError, match="do not lie at multiples of 4 bytes"):
+            win.Accumulate(rig.of([1.0, 2.0]), 0, (0, 1, pair))
+        pair.Free()
+        with pytest.raises(InvalidUsageError, match="a GPU does not update elements of"):
+            win.Accumulate(np.ones(1, np.longdouble), 0)
+        rig.device.info = type(rig.device.info)(compute_capability=(8, 0))
+        with pytest.raises(InvalidUsageError, match=r"only GPUs of compute capability 9\.0"):
+            win.Accumulate(rig.of([1.0], complex), 0, (0, 1, MPI.C_DOUBLE_COMPLEX))
+        win.Fence()
+        assert rig.mine() == [-1] * COUNT
+
+
+def test_links_without_atomics_carry_puts_and_refuse_accumulates_and_locks() -> None:
+    with rig_of(atomics=lambda rank: False) as rig:
+        win = rig.win
+        win.Fence()
+        win.Put(rig.of([3]), rig.right)
+        for act in (
+            lambda: win.Accumulate(rig.of([1]), rig.right),
+            lambda: win.Fetch_and_op(rig.of([1]), rig.of([1]), rig.right),
+            lambda: win.Compare_and_swap(rig.of([1]), rig.of([1]), rig.of([1]), rig.right),
+        ):
+            with pytest.raises(InvalidUsageError, match=rf"memory of rank {rig.right} \(PCIe\) carries no atomics"):
+                act()
+        win.Fence(MPI.MODE_NOSUCCEED)
+        for act in (lambda: win.Lock(rig.right), win.Lock_all):
+            with pytest.raises(InvalidUsageError, match="carries no atomics"):
+                act()
+        assert rig.mine()[0] == 3
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_that_does_not_come_fails_the_device() -> None:
+    with rig_of(timeout_s=0.3) as rig:
+        if rig.rank == 1:
+            rig.win.Fence()
+            rig.device.synchronize()
+            with pytest.raises(CollectiveTimeoutError, match="operation 5: number 1 from rank"):
+                rig.win.Fence()
+        rig.device.missed = rig.device.missed or ("the test is over", 0)
+        MPI.Intracomm.Barrier(rig.comm)
