@@ -16,7 +16,8 @@ from cuda.bindings import driver
 from cupy.cuda import get_current_stream, runtime
 
 from mpicomm.devices.base import DifferingCalls, Link, Scratch
-from mpicomm.devices.cuda.arrays import allocations_of, as_cupy
+from mpicomm.devices.cuda import segments
+from mpicomm.devices.cuda.arrays import as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
 from mpicomm.devices.cuda.completion import Completions
 from mpicomm.devices.cuda.context import PrimaryContext
@@ -25,14 +26,13 @@ from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
-from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment
+from mpicomm.devices.cuda.memory import CudaSegment
 from mpicomm.devices.cuda.message_steps import CudaMessageSteps
 from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
 from mpicomm.devices.cuda.signal_kernels import SignalKernels
 from mpicomm.devices.cuda.streams import is_tensor, resolve_stream, threads_of
-from mpicomm.devices.cuda.virtual_memory import AdoptedVirtualSegment, VirtualSegment
-from mpicomm.devices.handle import FD_KINDS, Exported, Kind
+from mpicomm.devices.handle import Exported, Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.devices.stream_threads import StreamThreads
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
@@ -45,7 +45,7 @@ from mpicomm.kernels.variant import Variant
 class CudaBackend:
     """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, and keep the current device of the thread."""
 
-    kinds: tuple[Kind, ...] = ("ipc", "fd", "fabric", "staged")
+    kinds = segments.KINDS
 
     def __init__(self, ordinal: int, timeout_s: float) -> None:
         devices = visible_devices()
@@ -95,28 +95,11 @@ class CudaBackend:
 
     def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
         """Allocate memory in whole blocks of 2 MiB that hold nothing else."""
-        with uninterrupted():
-            if kind == "ipc":
-                return IpcSegment.allocate(self._context, nbytes)
-            if kind == "staged":
-                return StagedSegment.allocate(self._context, nbytes)
-            if kind in ("fd", "fabric"):
-                return VirtualSegment.allocate(self._context, kind, nbytes)
-        raise HandleError(f"handle={kind!r}: GPU memory is shared as {', '.join(self.kinds)}; use one of them")
+        return segments.allocate(self._context, kind, nbytes)
 
     def adopt(self, array: Any) -> CudaSegment:
         """Return the memory of a C-contiguous ``cupy.ndarray``. Peers open the whole allocations that hold it."""
-        if array.nbytes == 0:
-            # An empty array lies in no allocation, but peers expect a handle that opens.
-            segment = IpcSegment.allocate(self._context, 1)
-            segment.nbytes = 0
-            return segment
-        with self._context.current():
-            kind, allocations = allocations_of(array, self._ordinal)
-        if kind == "fd":
-            return AdoptedVirtualSegment(self._context, allocations, array)
-        ((base, size),) = allocations
-        return IpcSegment(self._context, array.data.ptr, array.nbytes, base=base, size=size, array=array)
+        return segments.adopt(self._context, array)
 
     def export(self, segment: Any) -> Exported:
         """Return the parts of a segment of this process. The caller closes the descriptors."""
@@ -125,22 +108,7 @@ class CudaBackend:
 
     def open(self, parts: Exported) -> CudaSegment:
         """Map a peer's memory for this GPU. The caller still owns the descriptors."""
-        for handle, fd in parts:
-            if handle.kind not in self.kinds:
-                raise HandleError(
-                    f"a GPU communicator cannot open a {handle.kind} handle, which comes from a cpu communicator: pass "
-                    "the same device= on all ranks"
-                )
-            if handle.kind in FD_KINDS and fd is None:
-                raise HandleError(f"a {handle.kind} handle arrived without its file descriptor")
-        handle, fd = parts[0]
-        with uninterrupted():
-            if handle.kind == "ipc":
-                return OpenedIpcSegment(self._context, handle)
-            if handle.kind == "staged":
-                assert fd is not None
-                return StagedSegment.open(self._context, handle, fd)
-            return VirtualSegment.open(self._context, parts)
+        return segments.open_parts(self._context, parts)
 
     def asarray(self, array: Any, name: str = "array") -> Any:
         """Return ``array`` as a ``cupy.ndarray`` without copying."""
