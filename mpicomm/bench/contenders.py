@@ -11,7 +11,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Machine
 from mpicomm.bench.operations import Case, CaseBuffers, buffers
 from mpicomm.bench.own import Mpicomm
-from mpicomm.bench.peers import PEERS, module_of
+from mpicomm.bench.peers import PEERS, module_of, open_peer
 from mpicomm.bench.peers.base import Peer, UnsupportedError
 from mpicomm.cli import options as command_line
 
@@ -104,13 +104,12 @@ class Contenders:
     def _open(self, name: str) -> Contender:
         if self._machine.stream is None and name != "mpi":
             raise UnsupportedError("it is for arrays on GPUs")
-        module = module_of(name)
         # All ranks check before one of them waits for another rank.
-        reasons = self._comm.allgather(module.missing())
+        reasons = self._comm.allgather(module_of(name).missing())
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is not None:
             raise UnsupportedError(reason)
-        return self._with_arrays(name, module.open_peer(self._comm, self._machine))
+        return self._with_arrays(name, open_peer(name, self._comm, self._machine))
 
     def _with_arrays(self, name: str, peer: Peer) -> Contender:
         first, second = peer.allocate(self._nbytes), peer.allocate(self._nbytes)
