@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,9 +107,28 @@ def require_matplotlib(plot: Path | None, *, installed: bool) -> None:
         raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
 
 
-def output_file_or_stdout(text: str) -> Path | None:
-    """As `output_file`. For "-", which is standard output, return None."""
-    return None if text == "-" else output_file(text)
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands whose whole output may be JSON.
+
+    Without the option its value is False. For standard output, which "-" also names, it is None.
+    """
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=None,
+        default=False,
+        type=lambda text: None if text == "-" else output_file(text),
+        metavar="FILE",
+        help="write one JSON object, by default to standard output",
+    )
+
+
+def write_json_or_show(path: Path | None, document: object) -> None:
+    """Write JSON to a file, or to standard output for None."""
+    if path is None:
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    else:
+        write_json(path, document)
 
 
 def write_json(path: Path, document: object) -> None:
