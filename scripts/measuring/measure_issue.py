@@ -43,7 +43,6 @@ from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, C
 from mpicomm.bench.own import Mpicomm
 from mpicomm.bench.peers import open_peer
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -337,7 +336,7 @@ def table(
     return Table(
         "Calls",
         f"The host's time in a call, known and new, {WORLD.size} ranks, {options.kib} KiB",
-        hardware(records, processor()),
+        hardware(records),
         columns,
         rows,
         text=(
