@@ -11,7 +11,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Machine
 from mpicomm.bench.operations import Case, CaseBuffers, buffers
 from mpicomm.bench.own import Mpicomm
-from mpicomm.bench.peers import PEERS, module_of, open_peer
+from mpicomm.bench.peers import module_of, open_peer
 from mpicomm.bench.peers.base import Peer, UnsupportedError
 from mpicomm.cli import options as command_line
 
@@ -118,12 +118,3 @@ class Contenders:
                 array.fill(0)  # because calls that vary read bytes that no case has written, perhaps slow numbers
         self._machine.finish()
         return Contender(name, peer, first, second)
-
-
-def known_peers(text: str) -> list[str]:
-    """Split a list of peers from the command line. Raises ValueError for an unknown peer."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PEERS:
-            raise ValueError(f"{name!r} is no peer: use {', '.join(PEERS)}")
-    return list(dict.fromkeys(names))

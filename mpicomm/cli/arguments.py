@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from mpicomm import environment
@@ -76,6 +76,24 @@ def count_from(smallest: int) -> Callable[[str], int]:
         return int(text)
 
     return parse_count
+
+
+def name_from(known: Collection[str], what: str, *, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """Return an argparse type that reads one of the ``known`` names, or its alias. ``what`` says what they name."""
+
+    def parse_name(text: str) -> str:
+        name = (aliases or {}).get(text, text)
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}: use {', '.join(known)}")
+        return name
+
+    return parse_name
+
+
+def names_from(known: Collection[str], what: str) -> Callable[[str], list[str]]:
+    """Return an argparse type that reads a list of ``known`` names, each of them once."""
+    parse_name = name_from(known, what)
+    return lambda text: list(dict.fromkeys(parse_name(name.strip()) for name in text.split(",")))
 
 
 def output_file(text: str) -> Path:
