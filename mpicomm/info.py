@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -163,15 +162,7 @@ def parser() -> argparse.ArgumentParser:
         "and the versions in use.",
     )
     arguments.add_communicator_arguments(result)
-    result.add_argument(
-        "--json",
-        nargs="?",
-        const=None,
-        default=False,
-        type=arguments.output_file_or_stdout,
-        metavar="FILE",
-        help="write one JSON object, by default to standard output",
-    )
+    arguments.add_json_argument(result)
     return result
 
 
@@ -184,11 +175,8 @@ def main() -> int:
     comm.Free()
     if rank != 0:
         return 0
-    if options.json:
-        arguments.write_json(options.json, found)
-        return 0
-    if options.json is None:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    if options.json is not False:
+        arguments.write_json_or_show(options.json, found)
         return 0
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False, highlight=False)
     for table in tables(found):

@@ -11,7 +11,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Machine
 from mpicomm.bench.operations import Case, CaseBuffers, buffers
 from mpicomm.bench.own import Mpicomm
-from mpicomm.bench.peers import PEERS, module_of
+from mpicomm.bench.peers import module_of, open_peer
 from mpicomm.bench.peers.base import Peer, UnsupportedError
 from mpicomm.cli import options as command_line
 
@@ -104,13 +104,12 @@ class Contenders:
     def _open(self, name: str) -> Contender:
         if self._machine.stream is None and name != "mpi":
             raise UnsupportedError("it is for arrays on GPUs")
-        module = module_of(name)
         # All ranks check before one of them waits for another rank.
-        reasons = self._comm.allgather(module.missing())
+        reasons = self._comm.allgather(module_of(name).missing())
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is not None:
             raise UnsupportedError(reason)
-        return self._with_arrays(name, module.open_peer(self._comm, self._machine))
+        return self._with_arrays(name, open_peer(name, self._comm, self._machine))
 
     def _with_arrays(self, name: str, peer: Peer) -> Contender:
         first, second = peer.allocate(self._nbytes), peer.allocate(self._nbytes)
@@ -119,12 +118,3 @@ class Contenders:
                 array.fill(0)  # because calls that vary read bytes that no case has written, perhaps slow numbers
         self._machine.finish()
         return Contender(name, peer, first, second)
-
-
-def known_peers(text: str) -> list[str]:
-    """Split a list of peers from the command line. Raises ValueError for an unknown peer."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PEERS:
-            raise ValueError(f"{name!r} is no peer: use {', '.join(PEERS)}")
-    return list(dict.fromkeys(names))

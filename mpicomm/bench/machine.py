@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,31 +19,6 @@ class CallTimes:
 
     complete: float
     issue: float | None = None
-
-
-class Machine(Protocol):
-    """One rank's processor."""
-
-    xp: Any
-    stream: Any
-
-    def current(self) -> AbstractContextManager[object]:
-        """Return a context in which array expressions go to the stream of the calls."""
-
-    def empty(self, nbytes: int) -> Any:
-        """Return ordinary memory of the array library, as bytes."""
-
-    def finish(self) -> None:
-        """Wait for all work that was enqueued."""
-
-    def capture(self, call: Call, count: int) -> Any:
-        """Return a graph of ``count`` calls, or None on a processor without graphs."""
-
-    def launch(self, graph: Any) -> None:
-        """Enqueue a graph that `capture` returned."""
-
-    def time_graph(self, graph: Any) -> CallTimes:
-        """Time one launch of a graph that `capture` returned. Return the share of one call."""
 
 
 def time_calls(machine: Machine, call: Call, count: int) -> CallTimes:
@@ -61,7 +36,7 @@ class HostMachine:
     """The host: calls block, and the wall clock times them."""
 
     xp: Any = np
-    stream = None
+    stream: Any = None
 
     def current(self) -> AbstractContextManager[object]:
         """Return an empty context, because the host has no streams."""
@@ -97,7 +72,7 @@ class GpuMachine:
         self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
 
     def current(self) -> AbstractContextManager[object]:
-        """Make the stream CuPy's current stream."""
+        """Make the stream CuPy's current stream, so that array expressions go there, too."""
         context: AbstractContextManager[object] = self.stream
         return context
 
@@ -143,3 +118,7 @@ class GpuMachine:
         self._stop.synchronize()
         milliseconds: float = self.xp.cuda.get_elapsed_time(self._start, self._stop)
         return CallTimes(milliseconds / 1e3 / count)
+
+
+Machine = HostMachine | GpuMachine
+"""One rank's processor. ``xp`` is its array library, and ``stream`` the stream of the calls, or None."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import known_peers
 from mpicomm.bench.content import OPS
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.operations import ALIASES, BARRIER, OPERATIONS
@@ -58,9 +57,11 @@ def parser() -> argparse.ArgumentParser:
         "nccl-tests; on GPUs -n calls make a CUDA graph, which is timed -G times (-G 0 or --eager: call by call).",
     )
     count = arguments.count_from
-    result.add_argument("collective", type=_collective, metavar="COLLECTIVE", help=", ".join(OPERATIONS))
+    collective = arguments.name_from(OPERATIONS, "collective", aliases=ALIASES)
+    result.add_argument("collective", type=collective, metavar="COLLECTIVE", help=", ".join(OPERATIONS))
     arguments.add_sweep_arguments(result, smallest=8, factor=2)
-    result.add_argument("-d", "--datatype", type=_dtype_name, default="float32", metavar="TYPE", help=", ".join(DTYPES))
+    dtype_name = arguments.name_from(DTYPES, "type", aliases=_NCCL_TESTS_NAMES)
+    result.add_argument("-d", "--datatype", type=dtype_name, default="float32", metavar="TYPE", help=", ".join(DTYPES))
     result.add_argument("-o", "--op", choices=OPS, default="sum", help="default: sum")
     result.add_argument("-c", "--check", type=count(0), default=1, metavar="N", help="checked calls; default: 1")
     result.add_argument("-G", "--cudagraph", type=count(0), default=7, metavar="N", help="timed launches; default: 7")
@@ -79,7 +80,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
     )
-    result.add_argument("--compare", type=_peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
+    peers = arguments.names_from(PEERS, "peer")
+    result.add_argument("--compare", type=peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
     result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
     result.add_argument("-J", "--json", type=arguments.output_file, metavar="FILE", help="write the results there")
     result.add_argument(
@@ -162,27 +164,6 @@ def forbid_model_arguments(options: argparse.Namespace) -> None:
     for option, value in (("--network", options.network), ("--from", options.sources), ("--against", options.against)):
         if value is not None:
             raise InvalidUsageError(f"{option} is for --model NODES: add that, or leave {option} out")
-
-
-def _collective(text: str) -> str:
-    name = ALIASES.get(text, text)
-    if name not in OPERATIONS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no collective: use {', '.join(OPERATIONS)}")
-    return name
-
-
-def _dtype_name(text: str) -> str:
-    name = _NCCL_TESTS_NAMES.get(text, text)
-    if name not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no type: use {', '.join(DTYPES)}")
-    return name
-
-
-def _peers(text: str) -> list[str]:
-    try:
-        return known_peers(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _nodes(text: str) -> list[int]:

@@ -7,7 +7,8 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from mpicomm import environment
@@ -77,6 +78,24 @@ def count_from(smallest: int) -> Callable[[str], int]:
     return parse_count
 
 
+def name_from(known: Collection[str], what: str, *, aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """Return an argparse type that reads one of the ``known`` names, or its alias. ``what`` says what they name."""
+
+    def parse_name(text: str) -> str:
+        name = (aliases or {}).get(text, text)
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}: use {', '.join(known)}")
+        return name
+
+    return parse_name
+
+
+def names_from(known: Collection[str], what: str) -> Callable[[str], list[str]]:
+    """Return an argparse type that reads a list of ``known`` names, each of them once."""
+    parse_name = name_from(known, what)
+    return lambda text: list(dict.fromkeys(parse_name(name.strip()) for name in text.split(",")))
+
+
 def output_file(text: str) -> Path:
     """Return a path, after a check that a file can be written there, because the run may be long. An argparse type."""
     path = Path(text).absolute()
@@ -106,9 +125,28 @@ def require_matplotlib(plot: Path | None, *, installed: bool) -> None:
         raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
 
 
-def output_file_or_stdout(text: str) -> Path | None:
-    """As `output_file`. For "-", which is standard output, return None."""
-    return None if text == "-" else output_file(text)
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands whose whole output may be JSON.
+
+    Without the option its value is False. For standard output, which "-" also names, it is None.
+    """
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=None,
+        default=False,
+        type=lambda text: None if text == "-" else output_file(text),
+        metavar="FILE",
+        help="write one JSON object, by default to standard output",
+    )
+
+
+def write_json_or_show(path: Path | None, document: object) -> None:
+    """Write JSON to a file, or to standard output for None."""
+    if path is None:
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    else:
+        write_json(path, document)
 
 
 def write_json(path: Path, document: object) -> None:

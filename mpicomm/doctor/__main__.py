@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import os
 import sys
 import time
@@ -99,10 +98,8 @@ def _examine_ranks(facts: RankFacts) -> int:
     if MPI.COMM_WORLD.rank == 0 and (MPI.COMM_WORLD.size > 1 or facts.launch.rank == 0):
         if options.json is False:
             sys.stdout.write("".join(f"{line}\n" for line in lines(results)))
-        elif options.json is None:
-            sys.stdout.write(json.dumps(record(job, results), indent=2) + "\n")
         else:
-            arguments.write_json(options.json, record(job, results))
+            arguments.write_json_or_show(options.json, record(job, results))
     return int(any(faults for _, faults in results))
 
 
@@ -143,15 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         help="waits of this many seconds count for the exit code; default: 2",
     )
     arguments.add_communicator_arguments(result)
-    result.add_argument(
-        "--json",
-        nargs="?",
-        const=None,
-        default=False,
-        type=arguments.output_file_or_stdout,
-        metavar="FILE",
-        help="write one JSON object, by default to standard output",
-    )
+    arguments.add_json_argument(result)
     return result
 
 

@@ -14,7 +14,6 @@ from mpi4py import MPI
 from mpicomm.cluster.agreement import abandoned
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.mpi_transfers import Direct, Transfers, arrived
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.domains.transport import Name
@@ -61,10 +60,6 @@ class PinnedTransport:
     def tell(self, error: MpicommError) -> None:
         """See `Transport`."""
         self._transfers.tell(error)
-
-    def memory_use(self) -> tuple[MemoryUse, ...]:
-        """Return nothing: pinned memory belongs to a pool, and returns to the pool after each call. Local."""
-        return ()
 
     def close(self) -> None:
         """See `Transport`."""
@@ -190,10 +185,6 @@ class CudaAwareTransport:
     def tell(self, error: MpicommError) -> None:
         """See `Transport`."""
         self._transfers.tell(error)
-
-    def memory_use(self) -> tuple[MemoryUse, ...]:
-        """Return nothing: MPI keeps no memory of the caller. Local."""
-        return ()
 
     def close(self) -> None:
         """Do nothing, because the transport holds no resources."""

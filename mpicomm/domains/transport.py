@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.steps import NetworkStep
 from mpicomm.errors import MpicommError
 
@@ -29,9 +28,6 @@ class Transport(Protocol):
 
     def tell(self, error: MpicommError) -> None:
         """Tell ranks of other domains why this rank has given up a call; local. See `Transfers.tell`."""
-
-    def memory_use(self) -> tuple[MemoryUse, ...]:
-        """Return the memory of this rank; local."""
 
     def close(self) -> None:
         """Release the resources of the transport; its work must be over, or have failed. Local."""

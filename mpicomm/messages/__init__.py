@@ -16,5 +16,4 @@ in place of the array. A receive into a host array must also look for a header.
   the outbox to its teardown.
 - `incoming`, `matched`, `unexpected`, `self_messages`: messages that a probe has matched before a call receives them.
 - `in_stream_order`: messages that kernels match, without MPI and the host.
-- `device`: the operations of a GPU that messages need.
 """

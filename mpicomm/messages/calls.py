@@ -11,7 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.messages.device import MessageDevice, SideStream, beside
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.wait_beside import SideStream, beside
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
@@ -54,7 +55,7 @@ def _waits_beside(received: Endpoint) -> bool:
     return device is not None and stream is not None and device.waits_beside(stream, array_of(received.spec))
 
 
-def _beside(device: MessageDevice, stream: int) -> SideStream:
+def _beside(device: GpuBackend, stream: int) -> SideStream:
     """Return a side stream. Its work follows all earlier work of ``stream``."""
     return SideStream(device.side_streams, device.side_streams.mark(stream))
 
@@ -69,7 +70,7 @@ class Messages:
     rendezvous header, and receives into host arrays must also look for headers.
     """
 
-    def __init__(self, comm: MPI.Intracomm, placement: Placement, gpu: Callable[[str], MessageDevice]) -> None:
+    def __init__(self, comm: MPI.Intracomm, placement: Placement, gpu: Callable[[str], GpuBackend]) -> None:
         here = placement.here
         self.on_gpu = isinstance(here.device, int)
         self.by_rendezvous = here.sends_headers
@@ -327,7 +328,7 @@ class Messages:
             blocks=blocks,
         )
 
-    def _device(self, operation: str) -> MessageDevice:
+    def _device(self, operation: str) -> GpuBackend:
         device = self._gpu(operation)
         device.check()
         return device
@@ -393,5 +394,5 @@ class Messages:
             DeferredWork(pending.done, buffer.device.check, pending.status, pending.cancel), buffer.device
         )
 
-    def _request(self, work: DeferredWork, device: MessageDevice) -> DeferredRequest:
+    def _request(self, work: DeferredWork, device: GpuBackend) -> DeferredRequest:
         return DeferredRequest(self._completer.add(work, device.prepare_thread))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.messages.device import MessageDevice
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.derived import Elements
@@ -39,7 +39,7 @@ class Endpoint:
         pointer: int = 0,
         nbytes: int = 0,
         stream: int | None = None,
-        device: MessageDevice | None = None,
+        device: GpuBackend | None = None,
         is_flat: bool = False,
         operand: Operand | None = None,
         captured: bool = False,
@@ -85,7 +85,7 @@ def refused_capture(endpoint: Endpoint) -> InvalidUsageError:
 
 
 def read_plain(
-    operation: str, array: Any, stream: Any, device: MessageDevice, beside: Endpoint | None = None
+    operation: str, array: Any, stream: Any, device: GpuBackend, beside: Endpoint | None = None
 ) -> Endpoint | None:
     """Read a contiguous array of CuPy or PyTorch on ``device`` with few calls of Python; else return None. Local.
 

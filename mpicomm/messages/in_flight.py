@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.devices.base import GpuBackend
 from mpicomm.kernels.message import MESSAGE_WORDS
-from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
 
 MOST_IN_FLIGHT = 1024
@@ -34,7 +34,7 @@ class InFlight:
     flight, so early that the copy is over when the outbox needs their slots.
     """
 
-    def __init__(self, device: MessageDevice) -> None:
+    def __init__(self, device: GpuBackend) -> None:
         self._device = device
         self.outbox_nbytes = 0
         """The size of the outbox."""

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import release_before_finalize
+from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import MpicommError
 from mpicomm.log import logger
-from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.waiting import wait_until
 
@@ -31,7 +31,7 @@ class MessageMemory:
         self.made: Rendezvous | None = None
         """The rendezvous of the communicator; None until a message needs it."""
 
-    def rendezvous(self, device: MessageDevice) -> Rendezvous:
+    def rendezvous(self, device: GpuBackend) -> Rendezvous:
         """Return the rendezvous of the communicator. ``device`` is the communicator's device."""
         if self.made is None:
             self.made = Rendezvous(device, self._rank, self._secret, self._most_nbytes)

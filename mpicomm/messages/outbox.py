@@ -9,10 +9,9 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
-from mpicomm.devices.base import Segment
+from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
-from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, InFlight
 from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
 from mpicomm.messages.rendezvous_header import MOST_EXTENTS, Extent, is_for_kernels
@@ -54,7 +53,7 @@ class Outbox:
     All blocks together have at most ``most_nbytes``.
     """
 
-    def __init__(self, device: MessageDevice, secret: bytes, most_nbytes: int | None = None) -> None:
+    def __init__(self, device: GpuBackend, secret: bytes, most_nbytes: int | None = None) -> None:
         self._device = device
         self._secret = secret
         self._bound = most_nbytes

@@ -6,12 +6,11 @@ import ctypes
 import threading
 from collections.abc import Callable
 
-from mpicomm.devices.base import MessageCopy, Segment
+from mpicomm.devices.base import GpuBackend, MessageCopy, Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.messages import rendezvous_header
-from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_flight import DONE
 from mpicomm.messages.outbox import Outbox
@@ -34,7 +33,7 @@ class Rendezvous:
     The outbox has at most ``most_nbytes``. Without a ``secret`` no message has a header, and `header` finds none.
     """
 
-    def __init__(self, device: MessageDevice, rank: int, secret: bytes | None, most_nbytes: int | None = None) -> None:
+    def __init__(self, device: GpuBackend, rank: int, secret: bytes | None, most_nbytes: int | None = None) -> None:
         self.device = device
         self._rank = rank
         self._secret = secret

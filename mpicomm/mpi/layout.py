@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -159,18 +159,10 @@ def _vector(parts: Sequence[DatatypeLayout], parameters: dict[str, Any], *, unit
     return repeated(block, parameters["count"], parameters["stride"] * (part.extent if unit is None else unit))
 
 
-def _hvector(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
-    return _vector(parts, parameters, unit=1)
-
-
 def _indexed(parts: Sequence[DatatypeLayout], parameters: dict[str, Any], *, unit: int | None = None) -> Regions:
     part, displs = parts[0], parameters["displacements"]
     lengths = parameters.get("blocklengths") or [parameters.get("blocklength", 0)] * len(displs)
     return at_blocks(part.regions, part.extent, displs, lengths, part.extent if unit is None else unit)
-
-
-def _hindexed(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
-    return _indexed(parts, parameters, unit=1)
 
 
 def _struct(parts: Sequence[DatatypeLayout], parameters: dict[str, Any]) -> Regions:
@@ -196,11 +188,11 @@ _BLOCKS: dict[str, Callable[[Sequence[DatatypeLayout], dict[str, Any]], Regions]
     "RESIZED": _dup,
     "CONTIGUOUS": _contiguous,
     "VECTOR": _vector,
-    "HVECTOR": _hvector,
+    "HVECTOR": partial(_vector, unit=1),
     "INDEXED": _indexed,
-    "HINDEXED": _hindexed,
+    "HINDEXED": partial(_indexed, unit=1),
     "INDEXED_BLOCK": _indexed,
-    "HINDEXED_BLOCK": _hindexed,
+    "HINDEXED_BLOCK": partial(_indexed, unit=1),
     "STRUCT": _struct,
     "SUBARRAY": _subarray,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.host import selection
@@ -18,18 +18,14 @@ from mpicomm.errors import HandleError
 from mpicomm.log import logger
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.clocks import now_ns
-from mpicomm.recording.record import Interval, current, hear_of_slow_way
+from mpicomm.recording.record import current, hear_of_slow_way
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.on_host import InMappedMemory
 
-
-class AnyTimeline(Protocol):
-    """Measures the work of a device's streams, like `mpicomm.devices.cuda.timeline.Timeline`."""
-
-    def begin(self, stream: int) -> Interval | None:
-        """Begin an interval after the work that ``stream`` has at this call; None if it cannot be measured."""
+if TYPE_CHECKING:
+    from mpicomm.devices.cuda.timeline import Timeline
 
 
 class DeviceWork:
@@ -66,7 +62,7 @@ class DeviceWork:
                 interval.extend()
 
 
-def timeline_of(backend: GpuBackend) -> AnyTimeline | None:
+def timeline_of(backend: GpuBackend) -> Timeline | None:
     """Return a timeline of a GPU; None, with a warning, if its work cannot be measured. Local."""
     from mpicomm.devices.cuda.timeline import Timeline
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -29,30 +29,15 @@ class Memory:
         self.words = comm.zeros(3 * _WORDS, np.uint64)
 
 
-class Mover(Protocol):
-    """One rank's way to move bytes. Methods are local, except that `word_us` and ``meet`` need the peer."""
-
-    pattern: Pattern
-    ways: Mapping[str, str]
-    """Names of ways, each with `PUT` or `GET`."""
-    small_ways: tuple[str, ...]
-    """The ways for which small moves are timed."""
-    latency: str
-    """The name of the way of single words."""
-
-    def time_us(self, way: str, peer: int, nbytes: int, count: int, meet: Meet) -> float:
-        """Return the time of ``count`` moves, one after the other. They start when ``meet`` returns."""
-
-    def word_us(self, source: int, target: int, meet: Meet) -> float | None:
-        """Return, on ``source``, the time of a word to ``target``. Both ranks call it. ``meet`` is their barrier."""
-
-
 class HostMover:
     """Ranks on the host: NumPy copies through shared memory."""
 
     ways = {"copies to the target": PUT, "copies from the source": GET}
+    """Names of ways, each with `PUT` or `GET`."""
     small_ways = tuple(ways)
+    """The ways for which small moves are timed."""
     latency = "signal"
+    """The name of the way of single words."""
 
     def __init__(self, comm: Communicator, memory: Memory) -> None:
         self.pattern = Pattern(np)
@@ -60,11 +45,8 @@ class HostMover:
         self._memory = memory
 
     def time_us(self, way: str, peer: int, nbytes: int, count: int, meet: Meet) -> float:
-        """As `Mover.time_us`."""
-        memory = self._memory
-        target, source = (memory.window.peer(peer), memory.data.local)
-        if self.ways[way] == GET:
-            target, source = memory.window.local, memory.data.peer(peer)
+        """Return the time of ``count`` moves, one after the other. They start when ``meet`` returns. Local."""
+        target, source = _ends(self._memory, peer, self.ways[way])
         meet()
         start = time.perf_counter()
         for _ in range(count):
@@ -72,7 +54,10 @@ class HostMover:
         return (time.perf_counter() - start) * 1e6
 
     def word_us(self, source: int, target: int, meet: Meet) -> float | None:
-        """As `Mover.word_us`: a signal, and a signal back."""
+        """Return, on ``source``, the time of a word to ``target``: half of the time of a signal and a signal back.
+
+        Both ranks call it. ``meet`` is their barrier.
+        """
         words: SymmetricArray = self._memory.words
         own = source == target
         meet()
@@ -105,7 +90,7 @@ class GpuMover:
         self._memory = memory
 
     def time_us(self, way: str, peer: int, nbytes: int, count: int, meet: Meet) -> float:
-        """As `Mover.time_us`."""
+        """As `HostMover.time_us`."""
         memory, gpu = self._memory, self._gpu
         stream = gpu.stream
         step: Callable[[], object]
@@ -115,9 +100,7 @@ class GpuMover:
             def step() -> None:
                 memory.window.put(part, peer, stream=stream)
         else:
-            target, source = memory.window.peer(peer), memory.data.local
-            if self.ways[way] == GET:
-                target, source = memory.window.local, memory.data.peer(peer)
+            target, source = _ends(memory, peer, self.ways[way])
 
             def step() -> None:
                 gpu.copy(stream, target.data.ptr, source.data.ptr, nbytes)
@@ -125,7 +108,7 @@ class GpuMover:
         return gpu.time_us(lambda: [step() for _ in range(count)], meet)
 
     def word_us(self, source: int, target: int, meet: Meet) -> float | None:
-        """As `Mover.word_us`: a word of each rank, which a kernel of the other rank stores."""
+        """As `HostMover.word_us`: a word of each rank, which a kernel of the other rank stores."""
         words, gpu = self._memory.words, self._gpu
         words.local[:] = 0
         gpu.synchronize()
@@ -146,3 +129,10 @@ class GpuMover:
 def mover_of(comm: Communicator, memory: Memory) -> HostMover | GpuMover:
     """Return the mover of this rank."""
     return HostMover(comm, memory) if comm.device == "cpu" else GpuMover(comm, memory)
+
+
+def _ends(memory: Memory, peer: int, direction: str) -> tuple[Any, Any]:
+    """Return the arrays to which and from which this rank moves bytes."""
+    if direction == PUT:
+        return memory.window.peer(peer), memory.data.local
+    return memory.window.local, memory.data.peer(peer)

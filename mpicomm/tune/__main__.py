@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--operations",
-        type=_operations,
+        type=arguments.names_from(NAMES, "operation with a choice"),
         default=list(NAMES),
         metavar="NAME,...",
         help=f"default: {','.join(NAMES)}",
@@ -148,14 +148,6 @@ def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
     if table.device != device:
         raise InvalidUsageError(f"{path} is for {table.device}, this is {device}: name another file with --output")
     return path, table
-
-
-def _operations(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no operation with a choice: use {', '.join(NAMES)}")
-    return list(dict.fromkeys(names))
 
 
 if __name__ == "__main__":

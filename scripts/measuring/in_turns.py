@@ -9,21 +9,33 @@ from collections.abc import Callable, Mapping
 from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
+_WARM_UPS = 2
 
 
-def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median of seconds of each way, of the slowest rank; collective. Round 0 warms up and does not count.
+def in_turns(
+    ways: Mapping[str, Callable[[], object]], rounds: int, finish: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """Return the median of seconds of each way, of the slowest rank; collective. Two rounds before warm up.
+
+    ``finish`` waits for a device, before each work and as a part of it.
 
     Each round begins with another way, because a way may leave the caches in another state for the next one.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways)
-    for _ in range(rounds + 1):
+    for _ in range(rounds + _WARM_UPS):
         order.append(order.pop(0))
         for name in order:
             work = ways[name]
+            finish()
             WORLD.Barrier()
             start = time.perf_counter()
             work()
+            finish()
             seconds[name].append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    return {name: statistics.median(values[_WARM_UPS:]) for name, values in seconds.items()}
+
+
+def median_us(work: Callable[[], object], rounds: int, finish: Callable[[], object]) -> float:
+    """Return the median of microseconds of one way, like `in_turns`; collective."""
+    return 1e6 * in_turns({"work": work}, rounds, finish)["work"]

@@ -166,7 +166,7 @@ def main() -> None:
     options = parser.parse_args()
     set_up_ms = set_up()  # first of all: it times the first communicator of the process
     with mpicomm.Communicator(WORLD) as comm:
-        where = hardware(comm.allgather(rank_record(comm.describe())), processor())
+        where = hardware(comm.allgather(rank_record(comm.describe())))
         device, handle = "cpu" if comm.device == "cpu" else "GPUs", comm.handle
     tables = [set_up_table(set_up_ms, where, device, handle), host_table(host_ring(64 << 20), where)]
     if device != "cpu":

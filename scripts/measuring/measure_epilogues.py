@@ -23,8 +23,8 @@ from result_file import Table, add_tables, command, hardware
 
 import mpicomm
 from mpicomm import epilogues
+from mpicomm.bench.machine import GpuMachine
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 from mpicomm.epilogues import Elementwise, Epilogue
 from mpicomm.epilogues.base import BoundEpilogue
@@ -128,27 +128,15 @@ class Calls:
 
 def time_us(comm: mpicomm.Communicator, work: Callable[[], Any]) -> float:
     """Return the microseconds of a call of ``work`` in a CUDA graph of many. Collective."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
+    gpu = GpuMachine()
+    with gpu.current():
         work()  # compiles, and sets up memory
         work()
-        stream.synchronize()
-        stream.begin_capture()
-        for _ in range(CALLS):
-            work()
-        graph = stream.end_capture()
-        graph.launch(stream)
-        times = []
-        for _ in range(ROUNDS):
-            comm.Barrier(stream=stream)
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.append(1000 * cupy.cuda.get_elapsed_time(begin, end) / CALLS)
+        gpu.finish()
+        graph = gpu.capture(work, CALLS)
+    seconds = [gpu.time_graph(graph).complete for _ in range(ROUNDS)]
     comm.check()
-    return float(max(comm.allgather(statistics.median(times))))
+    return 1e6 * float(max(comm.allgather(statistics.median(seconds))))
 
 
 def _words(array: Any) -> Any:
@@ -237,7 +225,7 @@ def main() -> None:
         )
         columns = ["type", "epilogue", "size", *COLUMNS]
         title = f"Epilogues of all-reduces, {len(ranks)} ranks"
-        where = hardware(ranks, processor())
+        where = hardware(ranks)
         add_tables(options.json, [Table("Calls", title, where, columns, rows, text=text, command=command(len(ranks)))])
 
 

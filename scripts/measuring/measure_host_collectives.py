@@ -24,7 +24,6 @@ from mpi4py import MPI
 from result_file import Table, add_tables, command, hardware
 
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_log import CallLog
@@ -124,7 +123,7 @@ def main() -> None:
         columns = ["collective", "size", "way", "this way, ms", "MPI, ms", "MPI's time by this way's"]
         title = f"Collectives on host arrays through mapped memory, {SIZE} ranks"
         text = "`np.copyto` copies as many bytes on all ranks at once."
-        table = Table("Calls", title, hardware([], processor()), columns, rows, text=text, command=command(SIZE))
+        table = Table("Calls", title, hardware([]), columns, rows, text=text, command=command(SIZE))
         add_tables(options.json, [table])
     parts: list[Shared] = [*engines.values(), call_log]
     for part in parts:

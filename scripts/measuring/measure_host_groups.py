@@ -20,7 +20,6 @@ from result_file import Table, add_tables, command, hardware
 from rich.console import Console
 
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.sizes import format_size, nbytes_of
 
 WORLD = MPI.COMM_WORLD
@@ -80,7 +79,7 @@ def main() -> None:
         domains = os.environ.get("MPIR_CVAR_NUM_CLIQUES", "1")
         text = f"{WORLD.size} ranks of one machine that claim to be on 2 hosts; MPIR_CVAR_NUM_CLIQUES={domains}."
         title = f"Host arrays between two peer domains against MPI alone, {WORLD.size} ranks"
-        where = hardware([], processor())
+        where = hardware([])
         add_tables(options.json, [Table("Calls", title, where, COLUMNS, rows, text=text, command=command(WORLD.size))])
 
 

@@ -12,38 +12,23 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
+from in_turns import median_us
 from mpi4py import MPI
 from needed import cupy
 from result_file import Table, add_tables, command, hardware
 from rich.console import Console
 
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 from mpicomm.sizes import format_size, nbytes_of
 
 WORLD = MPI.COMM_WORLD
 COLUMNS = ["size", "engine", "Allreduce", "possible", "possible / Allreduce", "one peer domain"]
-
-
-def median(work: Callable[[], object], rounds: int) -> float:
-    """Return the median of microseconds of some rounds, of the slowest rank."""
-    times = []
-    for _ in range(rounds + 2):
-        cupy.cuda.Device().synchronize()
-        WORLD.Barrier()
-        start = time.perf_counter()
-        work()
-        cupy.cuda.Device().synchronize()
-        times.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
-    return 1e6 * float(statistics.median(times[2:]))
 
 
 def possible(rail: MPI.Intracomm, shards: int, nbytes: int) -> Callable[[], None]:
@@ -79,19 +64,19 @@ def main() -> None:
     assert isinstance(rail, MPI.Intracomm) and isinstance(near, MPI.Intracomm)
     rows: list[list[Any]] = []
     with mpicomm.Communicator(WORLD) as comm, mpicomm.Communicator(near) as group:
-        info = comm.describe()
+        info, finish = comm.describe(), cupy.cuda.Device().synchronize
         if comm.rank == 0:
             Console().print(*(f"{name:>20}" for name in COLUMNS))
         for size in options.sizes.split(","):
             nbytes = nbytes_of(size)
             send = cupy.random.default_rng(comm.rank).random(nbytes // 4, cupy.float32)
             total, expected = cupy.full_like(send, -1), np.empty(nbytes // 4, np.float32)
-            ours = median(partial(comm.Allreduce, send, total), options.rounds)
+            ours = median_us(partial(comm.Allreduce, send, total), options.rounds, finish)
             WORLD.Allreduce(send.get(), expected)
             if not np.allclose(total.get(), expected, rtol=1e-5):
                 raise SystemExit(f"{size}: wrong data")
-            least = median(possible(rail, ranks, nbytes), options.rounds)
-            inside = median(partial(group.Allreduce, send, total), options.rounds)
+            least = median_us(possible(rail, ranks, nbytes), options.rounds, finish)
+            inside = median_us(partial(group.Allreduce, send, total), options.rounds, finish)
             cells = [format_size(nbytes), info.internode, *(round(each, 1) for each in (ours, least))]
             rows.append([*cells, round(least / ours, 2), round(inside, 1)])
             if comm.rank == 0:
@@ -103,7 +88,7 @@ def main() -> None:
                 'between them. *possible* is what the engine "pinned" cannot do without: copies of a shard to the host '
                 "and back, and MPI's own Allreduce of the shards. *one peer domain* is an Allreduce of its ranks."
             )
-            where = hardware(record or [], processor())
+            where = hardware(record or [])
             title = f"Between peer domains: all-reduce, {options.hosts} x {ranks} ranks"
             add_tables(
                 options.json,

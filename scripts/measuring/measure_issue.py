@@ -41,9 +41,8 @@ from mpicomm.bench.machine import Call, GpuMachine, HostMachine, Machine
 from mpicomm.bench.mpi_calls import mpi_call
 from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
 from mpicomm.bench.own import Mpicomm
-from mpicomm.bench.peers import module_of
+from mpicomm.bench.peers import open_peer
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -90,7 +89,7 @@ class Session:
         self.peer_group = dist.new_group(backend=self.peer.lower())
         self.stack = stack
         self.own_arrays = Mpicomm(self.comm, self.machine, symmetric=False, algorithm="auto")
-        self.nccl = module_of("nccl").open_peer(self.comm, self.machine) if device != "cpu" else None
+        self.nccl = open_peer("nccl", self.comm, self.machine) if device != "cpu" else None
         if self.nccl is not None:
             stack.callback(self.nccl.close)
 
@@ -337,7 +336,7 @@ def table(
     return Table(
         "Calls",
         f"The host's time in a call, known and new, {WORLD.size} ranks, {options.kib} KiB",
-        hardware(records, processor()),
+        hardware(records),
         columns,
         rows,
         text=(

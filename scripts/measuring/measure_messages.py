@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from in_turns import median_us
 from mpi4py import MPI
 from needed import cupy
 from result_file import Table, add_tables, command, hardware
@@ -27,7 +28,6 @@ from rich.console import Console
 
 import mpicomm
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 from mpicomm.sizes import format_size, nbytes_of
 
@@ -69,18 +69,6 @@ def ways(comm: mpicomm.Communicator, nbytes: int) -> dict[str, Way]:
     }
 
 
-def median(work: Callable[[], object], rounds: int) -> float:
-    """Return the slower rank's median of some rounds, in microseconds."""
-    times = []
-    for _ in range(rounds + 2):
-        cupy.cuda.Device().synchronize()
-        WORLD.Barrier()
-        start = time.perf_counter()
-        work()
-        times.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
-    return 1e6 * float(statistics.median(times[2:]))
-
-
 def issue(way: Way, sent: Any, received: Any, count: int, rounds: int) -> tuple[float, float]:
     """Return the host's microseconds in a send and in a receive; the messages go from rank 0 to rank 1."""
     send, receive, _ = way
@@ -120,15 +108,14 @@ def measure(name: str, way: Way, nbytes: int, count: int, rounds: int) -> list[A
             else:
                 receive(received)
                 send(sent)
-        cupy.cuda.Device().synchronize()
 
     def exchange_all() -> None:
         for _ in range(count):
             exchange(sent, received)
-        cupy.cuda.Device().synchronize()
 
-    one_way = median(there_and_back, rounds) / 2 / count
-    both = median(exchange_all, rounds) / count
+    finish = cupy.cuda.Device().synchronize
+    one_way = median_us(there_and_back, rounds, finish) / 2 / count
+    both = median_us(exchange_all, rounds, finish) / count
     sending = receiving = None
     if name != "by hand":  # MPI's sends of much data block until the receive has begun
         # In stream order a send of much data waits for the receive, so few are in flight.
@@ -169,7 +156,7 @@ def main() -> None:
                 "Times of `Send` and `Recv` of CuPy arrays are us. *MPI matches* and *stream order* are ways of "
                 "mpicomm. *by hand* copies to the host and back around mpi4py's calls."
             )
-            where = hardware(record or [], processor())
+            where = hardware(record or [])
             title = "Messages of GPU arrays, 2 ranks"
             add_tables(options.json, [Table("Messages", title, where, COLUMNS, rows, text=text, command=command(2))])
 

@@ -24,7 +24,6 @@ from result_file import Table, add_tables, command, hardware
 import mpicomm
 from mpicomm.bench.machine import GpuMachine
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import launching
@@ -176,7 +175,7 @@ def main() -> None:
     with mpicomm.Communicator(MPI.COMM_SELF) as comm:
         if comm.device == "cpu":
             sys.exit("measure_packing.py needs a GPU")
-        device, where = int(comm.device), hardware([rank_record(comm.describe())], processor())
+        device, where = int(comm.device), hardware([rank_record(comm.describe())])
     backend, gpu = CudaBackend(device, timeout_s=30), GpuMachine()
     rows: list[list[Any]] = []
     sys.stdout.write(f"{where}\n{'datatype':28} {'packed':>8}   pack: GB/s, of a copy   unpack: GB/s, of a copy\n")

@@ -143,7 +143,6 @@ def main() -> None:
     from result_file import Table, add_tables, hardware
 
     from mpicomm.cli.arguments import output_file
-    from mpicomm.cli.machine import processor
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in SOURCES:
@@ -161,7 +160,7 @@ def main() -> None:
         best: dict[str, dict[str, float]] = {way: {} for way in WAYS}
         for way in WAYS * options.repeat:
             told = job(name, way, folder.resolve(), options.ranks)
-            where = hardware(told["ranks"], processor()) if told["ranks"] else where
+            where = hardware(told["ranks"]) if told["ranks"] else where
             for part, seconds in told["times"].items():
                 best[way][part] = min(seconds, best[way].get(part, seconds))
         for part, staged in best["staged"].items():

@@ -36,7 +36,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm.torch
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -261,7 +260,7 @@ def tables(peer: Peer, rows: list[list[Any]], steps: dict[Training, list[list[An
                 "Ranks use one GPU in turns of some milliseconds. NCCL goes through sockets, because NCCL_HOSTID makes "
                 "each rank a host, so only the host's time to issue can be compared."
             )
-    where, started = hardware(records, processor()), command(SIZE)
+    where, started = hardware(records), command(SIZE)
     calls = Table(
         "Calls",
         f"PyTorch's all_reduce on {place}, backends mpicomm and {peer.name}, {SIZE} ranks",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm.cli.arguments import write_json
-from mpicomm.cli.machine import versions
+from mpicomm.cli.machine import processor, versions
 
 LONG_RUNS = ["run", "date", "how many", "result"]
 """The columns of tables of reliability: a row is a run."""
@@ -62,13 +62,18 @@ def add_tables(path: Path, tables: Sequence[Table]) -> None:
     write_json(path, documents if len(documents) > 1 else documents[0])
 
 
-def hardware(ranks: Sequence[dict[str, Any]], cpu: str) -> str:
-    """Return the GPUs, the links and the processor of a run; ``ranks`` are records of `cli.options.rank_record`."""
+def hardware(ranks: Sequence[dict[str, Any]], cpu: str = "") -> str:
+    """Return the GPUs, the links and the processor of a run: ``cpu``, or the processor of this machine.
+
+    ``ranks`` are records of `cli.options.rank_record`.
+    """
     gpus = {rank["device_uuid"]: rank["device_name"] for rank in ranks if rank["device_uuid"]}
     links = {link["path"] for rank in ranks for link in rank["links"]} & {"NVLink", "PCIe", "staged"}
     nodes = len({rank["node"] for rank in ranks})
     parts = [f"{count} x {name}" for name, count in Counter(gpus.values()).items()]
-    return "; ".join(filter(None, [", ".join([*parts, *sorted(links)]), f"{nodes} machines" * (nodes > 1), cpu]))
+    return "; ".join(
+        filter(None, [", ".join([*parts, *sorted(links)]), f"{nodes} machines" * (nodes > 1), cpu or processor()])
+    )
 
 
 def command(ranks: int | None = None) -> str:

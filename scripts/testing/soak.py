@@ -30,7 +30,6 @@ from pathlib import Path
 from soak_rounds import MIB, WORLD, Soak
 
 from mpicomm.cli.arguments import output_file
-from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 from tests.helpers.rigs.communicators import array_module, communicator
 
@@ -158,7 +157,7 @@ def _record(file: Path, soak: Soak, what: str, growth: dict[str, int]) -> None:
     parts = ["no wrong bit", *([f"no growth in {same}"] if same else [])]
     parts += [f"{more} {name} more" for name, more in growth.items() if more > 0]
     row = [what, today(), done, "; ".join(parts)]
-    where = hardware(ranks, processor())
+    where = hardware(ranks)
     title = "Long runs on the host" if soak.device == "cpu" else "Long runs on GPUs"
     add_tables(file, [Table("Reliability", title, where, LONG_RUNS, [row])])
 

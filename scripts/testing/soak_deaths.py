@@ -70,7 +70,6 @@ def record(options: argparse.Namespace, victims: int, slowest: float) -> None:
     sys.path.append(str(Path(__file__).parents[1] / "measuring"))
     from result_file import LONG_RUNS, Table, add_tables, hardware, today
 
-    from mpicomm.cli.machine import processor
     from mpicomm.devices.cuda.driver import visible_devices
     from mpicomm.errors import BackendUnavailableError
 
@@ -90,7 +89,7 @@ def record(options: argparse.Namespace, victims: int, slowest: float) -> None:
     )
     title = "Long runs on GPUs" if gpus else "Long runs on the host"
     row = [what, today(), f"{victims:,}", outcome]
-    add_tables(options.json, [Table("Reliability", title, hardware(ranks, processor()), LONG_RUNS, [row])])
+    add_tables(options.json, [Table("Reliability", title, hardware(ranks), LONG_RUNS, [row])])
 
 
 main()

@@ -16,13 +16,8 @@ from mpicomm.bench.peers.base import UnsupportedError, from_first
 missing = nccl_library.missing
 
 
-def open_peer(comm: Communicator, machine: Machine) -> Nccl:
-    """Create an NCCL communicator of all ranks."""
-    return Nccl(comm, machine)
-
-
 class Nccl:
-    """An NCCL communicator. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
+    """An NCCL communicator of all ranks. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
 
     exact = False
     capturable = True

@@ -23,11 +23,6 @@ def missing() -> str | None:
     return reason
 
 
-def open_peer(comm: Communicator, machine: Machine) -> SymmetricNccl:
-    """Create an NCCL communicator of all ranks."""
-    return SymmetricNccl(comm, machine)
-
-
 class SymmetricNccl(Nccl):
     """An NCCL communicator with windows."""
 

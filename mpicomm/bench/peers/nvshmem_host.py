@@ -21,11 +21,6 @@ def missing() -> str | None:
     return None
 
 
-def open_peer(comm: Communicator, machine: Machine) -> Nvshmem:
-    """Initialise NVSHMEM on all ranks."""
-    return Nvshmem(comm, machine)
-
-
 class Nvshmem:
     """NVSHMEM on its symmetric heap."""
 

@@ -23,11 +23,6 @@ def missing() -> str | None:
     return None
 
 
-def open_peer(comm: Communicator, machine: Machine) -> PlainMpi:
-    """Return a peer that calls mpi4py's methods on the communicator."""
-    return PlainMpi(comm, machine)
-
-
 class PlainMpi:
     """mpi4py's own methods."""
 

@@ -23,11 +23,6 @@ def missing() -> str | None:
     return None
 
 
-def open_peer(comm: Communicator, machine: Machine) -> TorchSymmetric:
-    """Create a process group of all ranks."""
-    return TorchSymmetric(comm, machine)
-
-
 class TorchSymmetric:
     """PyTorch's operations on tensors that all ranks have mapped."""
 

@@ -38,13 +38,9 @@ def call(function: Callable[..., Any], *arguments: Any, hint: str = "") -> Any:
 def newest_cuda() -> tuple[int, int] | None:
     """Return the newest CUDA version that the driver supports, without starting it; None without a driver. Local."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        return _newest_cuda()
+    except NoGpuError:
         return None
-    version = ctypes.c_int()
-    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 1000, version.value % 1000 // 10
 
 
 def is_over(query: Callable[[Any], Any], handle: int) -> bool:
@@ -87,7 +83,7 @@ def visible_devices() -> list[DeviceInfo]:
     Local; starts the driver, but creates no context. Raises `BackendUnavailableError`, with the reason and the way out,
     if there is no driver, no CuPy, no cuda-bindings, or no device.
     """
-    driver_major = _driver_major()
+    driver_major, _ = _newest_cuda()
     extra = f'pip install -e ".[cuda{13 if driver_major >= 13 else 12}]"'
     try:
         importlib.import_module("cupy")
@@ -114,7 +110,7 @@ def visible_devices() -> list[DeviceInfo]:
     return [_device_info(driver, ordinal) for ordinal in range(count)]
 
 
-def _driver_major() -> int:
+def _newest_cuda() -> tuple[int, int]:
     # Through ctypes, because the error for missing cuda-bindings names the version that fits the driver.
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -125,7 +121,7 @@ def _driver_major() -> int:
         ) from error
     version = ctypes.c_int(0)
     library.cuDriverGetVersion(ctypes.byref(version))
-    return version.value // 1000
+    return version.value // 1000, version.value % 1000 // 10
 
 
 def _device_info(driver: Any, ordinal: int) -> DeviceInfo:

@@ -34,16 +34,17 @@ class Timeline:
     def __init__(self, backend: GpuBackend, now_ns: Callable[[], int]) -> None:
         self._backend = backend
         self._now_ns = now_ns
-        self._idle: list[LocalEvent] = []
+        self.idle: list[LocalEvent] = []
+        """Events for later intervals."""
         self._base: tuple[LocalEvent, int] | None = None
         self._next_ns = 0
-        with backend.loading(), self._guarded():
+        with backend.loading(), self.guarded():
             self._stream: Any = cupy.cuda.Stream(non_blocking=True)
             self._compare(_FIRST_LIMIT_NS)
 
     def begin(self, stream: int) -> StreamInterval | None:
         """Begin an interval after the work that ``stream`` has at this call; None if it cannot be measured."""
-        with contextlib.suppress(HandleError), self._guarded():
+        with contextlib.suppress(HandleError), self.guarded():
             if takes_part(stream):
                 return None
             if self._now_ns() > self._next_ns:
@@ -55,22 +56,6 @@ class Timeline:
             runtime.eventRecord(interval.stop.ptr, stream)
             return interval
         return None  # the call itself says which error has happened
-
-    def extend(self, interval: StreamInterval) -> None:
-        """Let an interval end after the work that its stream has at this call."""
-        with contextlib.suppress(HandleError), self._guarded():
-            runtime.eventRecord(interval.stop.ptr, interval.stream)
-
-    def times_ns(self, interval: StreamInterval) -> tuple[int, int] | None:
-        """Return begin and end of an interval, once; None while it is not over. Raises `HandleError`."""
-        with self._guarded():
-            if not is_over(driver.cuEventQuery, interval.stop.ptr):
-                return None
-            base, base_ns = interval.base
-            start_ns = base_ns + round(runtime.eventElapsedTime(base.ptr, interval.start.ptr) * 1e6)
-            lasted_ns = round(runtime.eventElapsedTime(interval.start.ptr, interval.stop.ptr) * 1e6)
-        self._idle += (interval.start, interval.stop)
-        return start_ns, start_ns + lasted_ns
 
     def _compare(self, limit_ns: int) -> None:
         """Compare the clocks by an event, which happens between its record and the answer that it is over."""
@@ -90,12 +75,12 @@ class Timeline:
 
     def _take(self) -> LocalEvent:
         try:
-            return self._idle.pop()
+            return self.idle.pop()
         except IndexError:
             return LocalEvent(timed=True)
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[None]:
         """Make the device current and the thread relaxed, because a query would spoil a graph that a thread captures.
 
         Errors of CuPy become `HandleError`.
@@ -124,11 +109,19 @@ class StreamInterval:
 
     def extend(self) -> None:
         """Let the interval end after the work that the stream has at this call. Local, does not block."""
-        self._timeline.extend(self)
+        with contextlib.suppress(HandleError), self._timeline.guarded():
+            runtime.eventRecord(self.stop.ptr, self.stream)
 
     def times_ns(self) -> tuple[int, int] | None:
         """Return begin and end of the interval, by the host's clock; None before its end. Local, does not block.
 
         No further call follows after it has returned times. Raises `HandleError` if the device has failed.
         """
-        return self._timeline.times_ns(self)
+        with self._timeline.guarded():
+            if not is_over(driver.cuEventQuery, self.stop.ptr):
+                return None
+            base, base_ns = self.base
+            start_ns = base_ns + round(runtime.eventElapsedTime(base.ptr, self.start.ptr) * 1e6)
+            lasted_ns = round(runtime.eventElapsedTime(self.start.ptr, self.stop.ptr) * 1e6)
+        self._timeline.idle += (self.start, self.stop)
+        return start_ns, start_ns + lasted_ns

@@ -219,10 +219,13 @@ class DomainsEngine:
             return self._order.completion()
 
     def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the scratch memory of this rank; local."""
+        """Return the scratch memory of this rank; local.
+
+        The channels of the transport "mapped" report their slots. The other transports cannot tell the memory of NCCL
+        and MPI, or keep none.
+        """
         nbytes = sum(scratch.nbytes for scratch in (*self._scratch, self._packed, self._tokens))
-        yield MemoryUse("scratch", device_nbytes=nbytes)
-        yield from self._transport.memory_use()
+        return (MemoryUse("scratch", device_nbytes=nbytes),)
 
     def close_peers(self) -> None:
         """Close the transport; local. This rank's work must be over."""

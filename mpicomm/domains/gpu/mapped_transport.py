@@ -7,7 +7,6 @@ from collections.abc import Callable
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.beside_stream import BesideStream
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.steps import NetworkStep
 from mpicomm.domains.transport import Name
@@ -46,10 +45,6 @@ class MappedTransport:
 
     def tell(self, error: MpicommError) -> None:
         """Do nothing, because waits for signals have a deadline."""
-
-    def memory_use(self) -> tuple[MemoryUse, ...]:
-        """Return nothing, because the channels report their memory. Local."""
-        return ()
 
     def close(self) -> None:
         """See `Transport`."""

@@ -6,7 +6,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError
 
@@ -16,78 +16,71 @@ _BYTES = 1  # ncclUint8
 _NO_ERRORS = (0, 7)  # ncclSuccess and ncclInProgress
 
 
-class NcclCommunicator(Protocol):
-    """A communicator of NCCL. Its calls may block until a peer comes: see `bounded`."""
+class NcclCommunicator:
+    """A communicator of NCCL, ``comm`` of one of the bindings. Its calls may block until a peer comes: see `bounded`.
+
+    ``send`` and ``receive`` enqueue bytes. They take pointer, nbytes, peer and stream. ``problem`` returns the error of
+    work that was enqueued, or "", and does not block.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        start_group: Callable[[], object],
+        end_group: Callable[[], object],
+        send: Callable[[int, int, int, int], object],
+        receive: Callable[[int, int, int, int], object],
+        problem: Callable[[], str],
+    ) -> None:
+        self._comm = comm
+        self._start_group, self._end_group = start_group, end_group
+        self._send, self._receive = send, receive
+        self.problem = problem
 
     def exchange(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
         """Enqueue sends and receives, each (peer, pointer, nbytes), as one group."""
-
-    def problem(self) -> str:
-        """Return the error of work that was enqueued, "" if there is none; does not block."""
+        self._start_group()
+        try:
+            for peer, pointer, nbytes in sends:
+                self._send(pointer, nbytes, peer, stream)
+            for peer, pointer, nbytes in receives:
+                self._receive(pointer, nbytes, peer, stream)
+        finally:  # in an open group NCCL only collects the calls of this thread
+            self._end_group()
 
     def abort(self) -> None:
         """End all work that is enqueued, even if a peer does not come, and destroy the communicator."""
+        self._comm.abort()
 
     def destroy(self) -> None:
         """Destroy the communicator; its work must be over."""
-
-
-class Library(Protocol):
-    """A binding of NCCL."""
-
-    name: str
-
-    def unique_id(self) -> bytes:
-        """Return the id of a new communicator."""
-
-    def create(self, size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
-        """Join a communicator; blocks until all ranks have come. The device must be current."""
+        self._comm.destroy()
 
 
 class _Nccl4py:
     def __init__(self) -> None:
         self._core: Any = importlib.import_module("nccl.core")
         self._bindings: Any = importlib.import_module("nccl.bindings.nccl")
-        self.name = f"nccl4py {importlib.import_module('nccl.core').__version__}"
+        self.name = f"nccl4py {self._core.__version__}"
 
     def unique_id(self) -> bytes:
         return bytes(self._core.get_unique_id())
 
     def create(self, size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
-        joined = self._core.Communicator.init(size, rank, self._core.UniqueId.from_bytes(unique_id))
-        return _Nccl4pyCommunicator(joined, self._bindings)
-
-
-class _Nccl4pyCommunicator:
-    def __init__(self, comm: Any, bindings: Any) -> None:
-        self._comm = comm
-        # `send` of nccl.core takes arrays, and takes ten times as long.
-        self._handle: Any = bindings.Comm(comm.ptr)
-        self._bindings = bindings
-
-    def exchange(
-        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
-    ) -> None:
+        comm = self._core.Communicator.init(size, rank, self._core.UniqueId.from_bytes(unique_id))
         bindings = self._bindings
-        bindings.group_start()
-        try:
-            for peer, pointer, nbytes in sends:
-                bindings.send(pointer, nbytes, _BYTES, peer, self._handle, stream)
-            for peer, pointer, nbytes in receives:
-                bindings.recv(pointer, nbytes, _BYTES, peer, self._handle, stream)
-        finally:  # in an open group NCCL only collects the calls of this thread
-            bindings.group_end()
-
-    def problem(self) -> str:
-        return "" if int(self._comm.get_async_error()) in _NO_ERRORS else str(self._comm.get_last_error())
-
-    def abort(self) -> None:
-        self._comm.abort()
-
-    def destroy(self) -> None:
-        self._comm.destroy()
+        # `send` of nccl.core takes arrays, and takes ten times as long.
+        handle = bindings.Comm(comm.ptr)
+        return NcclCommunicator(
+            comm,
+            bindings.group_start,
+            bindings.group_end,
+            lambda pointer, nbytes, peer, stream: bindings.send(pointer, nbytes, _BYTES, peer, handle, stream),
+            lambda pointer, nbytes, peer, stream: bindings.recv(pointer, nbytes, _BYTES, peer, handle, stream),
+            lambda: "" if int(comm.get_async_error()) in _NO_ERRORS else str(comm.get_last_error()),
+        )
 
 
 class _Cupy:
@@ -99,43 +92,32 @@ class _Cupy:
         return bytes(byte % 256 for byte in self._nccl.get_unique_id())
 
     def create(self, size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
+        nccl = self._nccl
         signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)  # C's char
-        return _CupyCommunicator(self._nccl.NcclCommunicator(size, signed, rank), self._nccl)
+        comm = nccl.NcclCommunicator(size, signed, rank)
+
+        def problem() -> str:
+            try:
+                comm.check_async_error()
+            except nccl.NcclError as error:
+                return str(error)
+            return ""
+
+        return NcclCommunicator(
+            comm,
+            nccl.groupStart,
+            nccl.groupEnd,
+            lambda pointer, nbytes, peer, stream: comm.send(pointer, nbytes, _BYTES, peer, stream),
+            lambda pointer, nbytes, peer, stream: comm.recv(pointer, nbytes, _BYTES, peer, stream),
+            problem,
+        )
 
 
-class _CupyCommunicator:
-    def __init__(self, comm: Any, nccl: Any) -> None:
-        self._comm = comm
-        self._nccl = nccl
+def load() -> _Nccl4py | _Cupy:
+    """Return the installed binding, whose ``create`` blocks until all ranks have come and needs a current device.
 
-    def exchange(
-        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
-    ) -> None:
-        self._nccl.groupStart()
-        try:
-            for peer, pointer, nbytes in sends:
-                self._comm.send(pointer, nbytes, _BYTES, peer, stream)
-            for peer, pointer, nbytes in receives:
-                self._comm.recv(pointer, nbytes, _BYTES, peer, stream)
-        finally:  # in an open group NCCL only collects the calls of this thread
-            self._nccl.groupEnd()
-
-    def problem(self) -> str:
-        try:
-            self._comm.check_async_error()
-        except self._nccl.NcclError as error:
-            return str(error)
-        return ""
-
-    def abort(self) -> None:
-        self._comm.abort()
-
-    def destroy(self) -> None:
-        self._comm.destroy()
-
-
-def load() -> Library:
-    """Return the installed binding. Raises ImportError, which says why each binding fails."""
+    Raises ImportError, which says why each binding fails.
+    """
     reasons = []
     for binding in (_Nccl4py, _Cupy):
         try:

@@ -13,7 +13,6 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.devices.cuda.local_event import LocalEvent
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.gpu import nccl_library
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.domains.transport import Name
@@ -105,10 +104,6 @@ class NcclTransport:
 
     def tell(self, error: MpicommError) -> None:
         """Do nothing: ranks that wait for this rank learn from NCCL, or by their deadline, that it is gone."""
-
-    def memory_use(self) -> tuple[MemoryUse, ...]:
-        """Return nothing: NCCL does not tell the memory of its buffers. Local."""
-        return ()
 
     def abort(self) -> None:
         """Close a transport that other ranks could not start. `close` would wait for these ranks. Local."""

@@ -200,7 +200,7 @@ class _Steps:
 
 
 class ThreadDevice:
-    """A `mpicomm.messages.device.MessageDevice`, with counters and switches for tests."""
+    """A `mpicomm.devices.base.GpuBackend` as far as messages use it, with counters and switches for tests."""
 
     device: int | str = 0
     kinds: tuple[Kind, ...] = ("ipc",)

@@ -11,11 +11,11 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import OPERATIONS
+from tests.helpers.rigs.call_forms import complete, method_name
 
 Array = npt.NDArray[Any]
 
 NAMES = tuple(name for name, row in OPERATIONS.items() if not row.of_neighbors)
-METHODS = ("{}", "I{}", "{}_init")
 _INT = np.dtype(np.int32)
 _MOST = 5
 
@@ -129,9 +129,9 @@ class Buffer:
 class Call:
     """One rank's part of a call that ``seed`` draws. All but the forms of the buffers is the same on all ranks."""
 
-    def __init__(self, name: str, method: str, seed: int, rank: int, size: int, gpu: Gpu) -> None:
+    def __init__(self, name: str, form: str, seed: int, rank: int, size: int, gpu: Gpu) -> None:
         self._row = OPERATIONS[name]
-        self.method = method.format(name.lower() if method[0] == "I" else name)
+        self.method = method_name(form, name)
         self._plain_name = name
         self._rank, self._size, self._gpu = rank, size, gpu
         self._rng = np.random.default_rng([seed, rank])  # draws of this rank only
@@ -159,13 +159,7 @@ class Call:
     def run(self, comm: Any) -> Array | None:
         """Make the call; return the content of the receive buffer after it. Collective."""
         arguments = self._arguments(*self._drawn())
-        request = getattr(comm, self.method)(*arguments)
-        if self.method.endswith("_init"):
-            request.Start()
-            request.Wait()
-            request.Free()
-        elif request is not None:
-            request.Wait()
+        complete(getattr(comm, self.method)(*arguments))
         for buffer in (self.send, self.receive):
             for datatype in buffer.datatypes if buffer is not None else ():
                 datatype.Free()

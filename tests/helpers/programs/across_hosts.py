@@ -26,6 +26,7 @@ from mpicomm.mpi.types import COVERED
 from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.inputs.communicator_calls import FORMS, MOVEMENTS, OF_ONE_TYPE, REDUCTIONS, Case, Prepared, legal_ops
 from tests.helpers.references.reductions import OWN, dtype_named
+from tests.helpers.rigs.call_forms import complete
 from tests.helpers.rigs.communicators import array_module, communicator, node_ranks, require_memory_works
 from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi
 
@@ -142,15 +143,9 @@ def run(comm: mpicomm.Communicator, way: str, cases: list[Case]) -> None:
     with array_module(comm) as xp:
         for case in cases:
             prepared = Prepared(case, comm.rank, comm.size, xp)
-            request = getattr(prepared, way)(comm)
-            if way == "prepare":
-                request.Start()
-            if request is not None:
-                request.Wait()
+            complete(getattr(prepared, way)(comm))
             comm.check()
             prepared.check()
-            if way == "prepare":
-                request.Free()
 
 
 def every_form(ranks: Ranks, operation: str) -> None:

@@ -21,6 +21,7 @@ from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.host.engine import HostEngine
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.references.simulated_neighbors import Part
+from tests.helpers.rigs.call_forms import complete
 from tests.helpers.rigs.host_engines import CALL, engine_of
 from tests.helpers.rigs.message_rigs import Rig
 
@@ -80,22 +81,11 @@ def values_of(array: Any) -> Any:
     return array.get() if isinstance(array, DeviceArray) else array
 
 
-FORMS = ("{}", "I{}", "{}_init")
-"""The names of the methods of a collective."""
 MAKERS: dict[str, Callable[[Rig, Any], Any]] = {"gpu": on_gpu, "host": lambda rig, content: np.array(content)}
 
 
 def call(comm: mpicomm.Communicator, method: str, *arguments: Any, **keywords: Any) -> None:
-    request = getattr(comm, method)(*arguments, **keywords)
-    if request is None:
-        return
-    if method.endswith("_init"):
-        for _ in range(2):
-            request.Start()
-            request.Wait()
-        request.Free()
-    else:
-        request.Wait()
+    complete(getattr(comm, method)(*arguments, **keywords), starts=2)
 
 
 def require_one_way(engine: Engine) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from tests.helpers.rigs.call_forms import complete
+
 Array = npt.NDArray[Any]
 
 
@@ -138,11 +140,5 @@ def result_of_mpi(comm: MPI.Topocomm, call: NeighborCall, turn: int, form: str =
     times in another order.
     """
     received = call.nothing()
-    request = getattr(MPI.Topocomm, form.format(call.name))(comm, *call.arguments(call.sent(turn), received))
-    if isinstance(request, MPI.Prequest):
-        request.Start()
-    if request is not None:
-        request.Wait()
-    if isinstance(request, MPI.Prequest):
-        request.Free()
+    complete(getattr(MPI.Topocomm, form.format(call.name))(comm, *call.arguments(call.sent(turn), received)))
     return received

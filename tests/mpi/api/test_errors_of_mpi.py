@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from tests.helpers.rigs.call_forms import FORMS, method_name
 
 COUNTS = (2, 1 << 18)  # MPI's, and mapped memory's if the call is a reduction
-FORMS = ("{}", "I{}", "{}_init")
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
@@ -94,7 +94,7 @@ def test_one_fault_is_one_error(host_comm: mpicomm.Communicator, fault: str) -> 
         error_class, calls = _faults(host_comm, n)[fault]
         for operation, given, keywords in calls:
             for form in FORMS:
-                method = getattr(host_comm, form.format(operation if form != "I{}" else operation.lower()))
+                method = getattr(host_comm, method_name(form, operation))
                 with pytest.raises(MPI.Exception) as raised:
                     method(*given, **keywords)
                 what = f"{form} {operation} of {n}: {raised.value!r}"

@@ -14,11 +14,13 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.buffers import BufferRefusedError
 from mpicomm.mpi.types import COVERED
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.inputs.communicator_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.references.reductions import OWN, dtype_named
+from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 from tests.helpers.rigs.communicators import array_module, communicator
 
 FLOAT32 = np.dtype(np.float32)
@@ -112,7 +114,7 @@ def test_arrays_that_overlap_never_reach_mpi(comm: mpicomm.Communicator, xp: Any
     for operation, (send, receive, more) in calls.items():
         if size == 1 and operation.startswith("Reduce_scatter"):
             continue  # there they are the same memory
-        for method in (operation, "I" + operation.lower(), operation + "_init"):
+        for method in OPERATIONS[operation].methods:
             with pytest.raises(InvalidUsageError, match="sendbuf and recvbuf overlap"):
                 getattr(comm, method)(send, receive, **more)
 
@@ -127,14 +129,10 @@ def test_the_same_array_given_twice_is_in_place(comm: mpicomm.Communicator, xp: 
         "Exscan": (rank or 1, {}),
     }
     for operation, (expected, more) in calls.items():
-        for number, method in enumerate((operation, "I" + operation.lower(), operation + "_init")):
+        for number, method in enumerate(OPERATIONS[operation].methods):
             buffer = Placed(xp, np.ones(count, np.float32))
             twice = (buffer.array, buffer.array if number else buffer.array[:])
-            request = getattr(comm, method)(*twice, **more)
-            if method.endswith("_init"):
-                request.Start()
-            if request is not None:
-                request.Wait()
+            complete(getattr(comm, method)(*twice, **more))
             comm.check()
             assert set(buffer.get().tolist()) == {expected}, method
 
@@ -284,7 +282,7 @@ def test_recvcounts_that_are_no_integers(comm: mpicomm.Communicator, xp: Any, co
         comm.Reduce_scatter(send, receive, counts, algorithm="one_shot")
 
 
-@pytest.mark.parametrize("form", ["{}", "I{}", "{}_init"])
+@pytest.mark.parametrize("form", FORMS)
 def test_algorithm_mpi_refuses_calls_that_mpi_lacks(comm: mpicomm.Communicator, xp: Any, form: str) -> None:
     half = Placed(xp, np.ones(3, np.float32).astype(dtype_named("bfloat16"))).array
     for operation, arguments, text in (
@@ -292,7 +290,7 @@ def test_algorithm_mpi_refuses_calls_that_mpi_lacks(comm: mpicomm.Communicator, 
         ("Scan", ([half, "bfloat16"],) * 2, 'algorithm="mpi": MPI has no type for the bfloat16 of Scan'),
         ("Allreduce", (*(Placed(xp, np.ones(3)).array for _ in range(2)), mpicomm.AVG), "MPI has no AVG for Allreduce"),
     ):
-        method = getattr(comm, form.format(operation.lower() if form == "I{}" else operation))
+        method = getattr(comm, method_name(form, operation))
         with pytest.raises(InvalidUsageError, match=re.escape(text)):
             method(*arguments, algorithm="mpi")
 

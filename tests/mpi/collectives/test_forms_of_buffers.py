@@ -19,7 +19,8 @@ from mpi4py import MPI
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.fakes.message_devices import DeviceArray
-from tests.helpers.inputs.forms_of_buffers import METHODS, NAMES, Call, Gpu
+from tests.helpers.inputs.forms_of_buffers import NAMES, Call, Gpu
+from tests.helpers.rigs.call_forms import FORMS
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.device_calls import on_host_engine
 from tests.helpers.rigs.message_rigs import on_threads
@@ -53,14 +54,14 @@ def gpus(device: str) -> Iterator[tuple[Any, Gpu]]:
 )
 @given(
     calls=st.lists(
-        st.tuples(st.sampled_from(NAMES), st.sampled_from(METHODS), st.integers(0, 1 << 16)), min_size=1, max_size=6
+        st.tuples(st.sampled_from(NAMES), st.sampled_from(FORMS), st.integers(0, 1 << 16)), min_size=1, max_size=6
     )
 )
 def test_forms_of_buffers(gpus: tuple[Any, Gpu], calls: list[tuple[str, str, int]]) -> None:
     comm, gpu = gpus
     comm.Bcast(gpu.make(np.zeros(1, np.int32)))  # there has been a call on GPUs
-    for name, method, seed in calls:
-        call = Call(name, method, seed, comm.rank, comm.size, gpu)
+    for name, form, seed in calls:
+        call = Call(name, form, seed, comm.rank, comm.size, gpu)
         expected = call.expected(MPI.COMM_WORLD)
         failure = ""
         try:
@@ -73,7 +74,7 @@ def test_forms_of_buffers(gpus: tuple[Any, Gpu], calls: list[tuple[str, str, int
             failure = f"rank {comm.rank}: {type(error).__name__}: {error}"
         # All ranks stop at the same call, and Hypothesis goes on alike on all of them.
         failures = [each for each in MPI.COMM_WORLD.allgather(failure) if each]
-        assert not failures, f"{name} {method} {seed}: " + "\n".join(failures)
+        assert not failures, f"{name} {form} {seed}: " + "\n".join(failures)
 
 
 @pytest.mark.parametrize("name", ["Allgather", "Allreduce", "Alltoall", "Gather", "Reduce", "Reduce_scatter_block"])

@@ -12,16 +12,8 @@ from mpi4py import MPI
 from mpicomm import InvalidUsageError
 from mpicomm.collectives import beside
 from mpicomm.log import logger
-from tests.helpers.rigs.device_calls import (
-    FORMS,
-    MAKERS,
-    Engine,
-    call,
-    on_gpu,
-    on_host_engine,
-    require_one_way,
-    values_of,
-)
+from tests.helpers.rigs.call_forms import FORMS, method_name
+from tests.helpers.rigs.device_calls import MAKERS, Engine, call, on_gpu, on_host_engine, require_one_way, values_of
 from tests.helpers.rigs.message_rigs import Rig
 
 if MPI.COMM_WORLD.size == 1:
@@ -72,7 +64,7 @@ def test_a_host_array_beside_a_device_array(
     ]
     for name, send, receive, expected, wrap in rows:
         source, target = makes(rig, send), takes(rig, receive)
-        method = form.format(name.lower() if form[0] == "I" else name)
+        method = method_name(form, name)
         given: Any = source
         if name == "Alltoallw":
             given = [source, counts, [12 * r for r in range(size)], [MPI.INT32_T] * size]
@@ -95,7 +87,7 @@ def test_the_buffers_that_all_ranks_pass_say_where_a_rooted_call_is(
     everybody = (np.arange(3, dtype=np.int32)[None, :] + 10 * np.arange(size)[:, None]).astype(np.int32)
     nothing = np.full(3 * size, -1, np.int32)
     for name in ("Gather", "Gatherv", "Reduce", "Scatter", "Scatterv"):
-        method = form.format(name.lower() if form[0] == "I" else name)
+        method = method_name(form, name)
         scatters = name.startswith("Scatter")
         ours = MAKERS[common](rig, np.full(3, -1, np.int32) if scatters else block)
         roots = MAKERS[alone](rig, everybody if scatters else nothing[:3] if name == "Reduce" else nothing)

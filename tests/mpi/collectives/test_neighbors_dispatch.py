@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 from tests.helpers.rigs.device_calls import Engine, on_host_engine
 from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
 from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
@@ -28,24 +29,6 @@ def engine(made: Any) -> Iterator[Engine]:
         yield engine
 
 
-def blocking(made: Any, name: str, given: Any, **how: str) -> None:
-    getattr(made, f"Neighbor_{name}")(*given, **how)
-
-
-def nonblocking(made: Any, name: str, given: Any, **how: str) -> None:
-    getattr(made, f"Ineighbor_{name}")(*given, **how).Wait()
-
-
-def persistent(made: Any, name: str, given: Any, **how: str) -> None:
-    request = getattr(made, f"Neighbor_{name}_init")(*given, **how)
-    request.Start()
-    request.Wait()
-    request.Free()
-
-
-FORMS = (blocking, nonblocking, persistent)
-
-
 def check_all(made: Any, **how: str) -> None:
     for turn, name in enumerate(CALLS):
         if fails_in_open_mpi(made, name):
@@ -53,8 +36,9 @@ def check_all(made: Any, **how: str) -> None:
         call = NeighborCall(name, made)
         for form in FORMS:
             sent, received = (DeviceArray(made.gpu, content) for content in (call.sent(turn), call.nothing()))
-            form(made, call.name, call.arguments(sent, received), **how)
-            assert received.get().tolist() == result_of_mpi(made, call, turn).tolist(), f"{form.__name__} {name}"
+            method = getattr(made, method_name(form, f"Neighbor_{call.name}"))
+            complete(method(*call.arguments(sent, received), **how))
+            assert received.get().tolist() == result_of_mpi(made, call, turn).tolist(), f"{form} {name}"
         call.free()
 
 

@@ -13,13 +13,13 @@ import mpicomm
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.inputs.communicator_calls import MOVEMENTS
+from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 
 UNIT = 16  # bytes, a multiple of each type
 TYPES: list[tuple[Any, int]] = [
     (MPI.BYTE, 1), (MPI.SIGNED_CHAR, 1), (MPI.DOUBLE, 8), ("bfloat16", 2), (MPI.CHAR, 1), (MPI.UNSIGNED_SHORT, 2),
     (MPI.C_DOUBLE_COMPLEX, 16), ("float8_e5m2", 1), (MPI.INT64_T, 8), ("f", 4), (MPI.AINT, 8), (MPI.C_BOOL, 1),
 ]  # fmt: skip
-FORMS = ("{}", "I{}", "{}_init")
 NEIGHBORS = ("Neighbor_allgather", "Neighbor_allgatherv", "Neighbor_alltoall", "Neighbor_alltoallv")
 
 
@@ -46,12 +46,7 @@ def _plan(row: Operation, rank: int, size: int, count: int) -> tuple[list[int], 
 
 def _call(comm: Any, row: Operation, form: str, send: Any, receive: Any, root: int) -> None:
     given = [receive] if row.rooted == "bcast" else [send, receive]
-    name = row.name.lower() if form == "I{}" else row.name
-    request = getattr(comm, form.format(name))(*given, **({"root": root} if row.rooted else {}))
-    if request is not None:
-        if form.endswith("_init"):
-            request.Start()
-        request.Wait()
+    complete(getattr(comm, method_name(form, row.name))(*given, **({"root": root} if row.rooted else {})))
 
 
 def _check(comm: Any, plain: Any, xp: Any, row: Operation, sizes: tuple[int, int, int], turn: int, count: int) -> None:
@@ -141,12 +136,8 @@ def test_plain_arrays_of_types_that_mpi_lacks(comm: mpicomm.Communicator, xp: An
         calls: list[tuple[Any, str]]
         calls = [(comm, "Alltoall"), (graph, "Neighbor_alltoall"), (graph, "Neighbor_alltoallv")]
         for each, name in calls:
-            method = getattr(each, form.format(name.lower() if form == "I{}" else name))
-            request = method(send.array, receive.array, algorithm=algorithm)
-            if form.endswith("_init"):
-                request.Start()
-            if request is not None:
-                request.Wait()
+            method = getattr(each, method_name(form, name))
+            complete(method(send.array, receive.array, algorithm=algorithm))
             each.check()
             expected = [(3 * comm.rank + i) % 5 + rank for rank in around for i in range(3)]
             assert receive.get().astype(float).tolist() == expected, (name, algorithm, form)

@@ -21,16 +21,8 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
-from tests.helpers.rigs.device_calls import (
-    FORMS,
-    MAKERS,
-    Engine,
-    call,
-    on_gpu,
-    on_host_engine,
-    require_one_way,
-    values_of,
-)
+from tests.helpers.rigs.call_forms import FORMS, method_name
+from tests.helpers.rigs.device_calls import MAKERS, Engine, call, on_gpu, on_host_engine, require_one_way, values_of
 from tests.helpers.rigs.message_rigs import Rig, take_for_gpu
 
 if MPI.COMM_WORLD.size == 1:
@@ -176,7 +168,7 @@ def test_ranks_without_memory_go_the_way_of_the_others(rig: Rig, engine: Engine,
         named = [by_address(each) if where != "host" or not values_of(each).size else each for each in memory]
         if (rank + number) % size == 0:
             time.sleep(0.005)
-        method = form.format(name.lower() if form[0] == "I" else name)
+        method = method_name(form, name)
         before = engine.calls
         call(rig.comm, method, *made.arguments(named), **made.keywords)
         assert np.array_equal(values_of(memory[1]), made.expected), (empty, method)
@@ -235,7 +227,7 @@ def test_neighbours_without_memory(rig: Rig, where: str) -> None:
                     given = [[memory, counts, MPI.DOUBLE] for memory, counts in named]
                     if name == "Neighbor_allgatherv":
                         given[0] = [named[0][0], MPI.DOUBLE]
-                call(made, form.format(name.lower() if form[0] == "I" else name), *given)
+                call(made, method_name(form, name), *given)
                 assert values_of(got).tolist() == [0.0, 1.0, 2.0][: 3 * (rank == 1)], (name, form)
         require_one_way(engine)
         assert (engine.calls > 0) == (where == "gpu")
@@ -259,7 +251,7 @@ def test_an_empty_buffer_fits_every_other_one(rig: Rig, engine: Engine) -> None:
     nothing, some = [NULL, 0, MPI.DOUBLE], on_gpu(rig, np.arange(3.0))
     for each in FORMS:
         for method in ("Allreduce", "Allgather", "Alltoall", "Scan"):
-            call(rig.comm, each.format(method.lower() if each[0] == "I" else method), nothing, list(nothing))
+            call(rig.comm, method_name(each, method), nothing, list(nothing))
     rig.comm.Bcast([NULL, MPI.DOUBLE])
     rig.comm.Bcast(some)
     assert some.get().tolist() == [0.0, 1.0, 2.0]

@@ -13,6 +13,7 @@ import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs.communicator_calls import MOVEMENTS, OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.references.reductions import dtype_or_skip, reduced
+from tests.helpers.rigs.call_forms import complete
 from tests.helpers.rigs.communicators import array_module
 from tests.helpers.rigs.hosts_by_name import PLACEMENTS, groups_of, on_hosts
 
@@ -55,10 +56,7 @@ def check(comm: mpicomm.Communicator, xp: Any, case: Case) -> None:
     prepared.start(comm).Wait()
     prepared.check()
     prepared.renew(4)
-    request = prepared.prepare(comm)
-    request.Start()
-    request.Wait()
-    request.Free()
+    complete(prepared.prepare(comm))
     prepared.check()
 
 

@@ -230,7 +230,7 @@ mpicomm.Communicator.Allreduce = stale
     assert all(int(row[8]) > 0 and row[12] == "0" for row in rows(job.stdout))
 
 
-@pytest.mark.parametrize("step", ["open_peer", "PlainMpi.prepare", "PlainMpi.close"])
+@pytest.mark.parametrize("step", ["PlainMpi", "PlainMpi.prepare", "PlainMpi.close"])
 def test_a_peer_that_fails_is_a_line_and_no_more(step: str, tmp_path: Path) -> None:
     code = f"""
 from mpicomm.bench.peers import plain_mpi

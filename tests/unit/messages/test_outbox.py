@@ -11,11 +11,11 @@ from typing import cast
 import numpy as np
 import pytest
 
+from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox
-from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
 from mpicomm.messages.outbox_slot import OutboxSlot
@@ -35,7 +35,7 @@ def device(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDe
 
 @pytest.fixture
 def box(device: ThreadDevice) -> Iterator[Outbox]:
-    box = Outbox(cast(MessageDevice, device), SECRET)
+    box = Outbox(cast(GpuBackend, device), SECRET)
     yield box
     box.close()
 
@@ -121,7 +121,7 @@ class LateDevice(ThreadDevice):
 def test_a_look_that_began_before_the_last_message_was_read_may_find_all_read(no_leaks: None, late: int) -> None:
     device = LateDevice(0, 5.0, total_nbytes=64 * MOST, slowest_s=0)
     device.late = late
-    box = Outbox(cast(MessageDevice, device), SECRET, 8 << 20)
+    box = Outbox(cast(GpuBackend, device), SECRET, 8 << 20)
     for count in (3, 2, 3, 1, 3, 3):
         for header in [box.reserve(2 << 20) for _ in range(count)]:
             finish(box, header)
@@ -147,7 +147,7 @@ def test_a_place_that_is_put_back_serves_the_next_message(box: Outbox) -> None:
 def test_a_loop_of_many_lengths_takes_no_more_than_the_messages_in_flight(no_leaks: None, late: int) -> None:
     """The receivers copy each message when ``late`` more are sent. Two rounds of messages are of one length."""
     double = ThreadDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
-    box = Outbox(cast(MessageDevice, double), SECRET)
+    box = Outbox(cast(GpuBackend, double), SECRET)
     lengths = [4, 16_384, 12_000_000, 68, 2_800_000, 6_000_004, 256, 12_000_000]
     in_flight: list[OutboxSlot] = []
     most_nbytes = 0
@@ -166,7 +166,7 @@ def test_a_loop_of_many_lengths_takes_no_more_than_the_messages_in_flight(no_lea
 
 def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
     device = ThreadDevice(0, 5.0, total_nbytes=PART * MOST_IN_FLIGHT * (128 << 10), slowest_s=0)
-    box = Outbox(cast(MessageDevice, device), SECRET)
+    box = Outbox(cast(GpuBackend, device), SECRET)
     in_flight = [box.reserve(40_000) for _ in range(MOST_IN_FLIGHT)]
     with pytest.raises(OutboxFullError, match=f"{MOST_IN_FLIGHT} messages are in flight"):
         box.reserve(40_000)
@@ -177,7 +177,7 @@ def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
 
 
 def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -> None:
-    box = Outbox(cast(MessageDevice, device), SECRET, 8 << 20)
+    box = Outbox(cast(GpuBackend, device), SECRET, 8 << 20)
     kept = [box.reserve(2 << 20) for _ in range(3)]
     assert box.memory_use() == MemoryUse("outbox", device_nbytes=device.allocated)
     assert device.allocated <= 8 << 20
@@ -191,7 +191,7 @@ def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -
 
 @pytest.mark.parametrize("most_nbytes", [0, 1 << 20, 3 << 20])
 def test_an_outbox_without_room_for_a_block_takes_no_memory(device: ThreadDevice, most_nbytes: int) -> None:
-    box = Outbox(cast(MessageDevice, device), SECRET, most_nbytes)
+    box = Outbox(cast(GpuBackend, device), SECRET, most_nbytes)
     with pytest.raises(OutboxFullError, match=f"MPICOMM_MEMORY leaves {most_nbytes} bytes"):
         box.reserve(40_000)
     assert device.allocated == 0
