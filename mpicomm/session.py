@@ -10,7 +10,7 @@ from mpicomm import environment, log
 from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.placement import Placement, find_placement
-from mpicomm.cluster.roll_call import private_copy, roll_call
+from mpicomm.cluster.roll_call import PartRollCalls, private_copy, roll_call
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # It keeps the messages of a peer domain apart from the messages of the whole communicator.
 _DOMAIN_TAG = 2
-_PART_TAG = 4
 
 _PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
@@ -68,7 +67,7 @@ class Session:
         self._comm = comm
         self._private: MPI.Intracomm | None = None  # this session frees it
         self._groups: tuple[Group, ...] = ()  # the groups that are different objects; none before `set_up`
-        self._broken_part: CollectiveTimeoutError | PeerError | None = None
+        self._parts: PartRollCalls | None = None
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
         self.row = CommunicatorRow()
@@ -124,7 +123,7 @@ class Session:
     @property
     def intact(self) -> bool:
         """Whether all ranks still answered in the last exchange; collective MPI calls would hang otherwise."""
-        return not (self._missed or any(group.broken for group in self._groups))
+        return not (self._missed or (self._groups and any(group.broken for group in self._groups)))
 
     def set_up(self, what: str, *, patient: bool = False) -> Session:
         """Return this session with its device and groups. Collective the first time, else local.
@@ -146,17 +145,13 @@ class Session:
     def await_ranks(self, what: str, ranks: Sequence[int]) -> None:
         """Return after these ranks have called ``what``, among them this rank; at once before `set_up`.
 
-        Collective over the ranks. Raises `CollectiveTimeoutError` with a missing rank, on all of them alike. Later
-        calls on these ranks raise at once, because they could take the message of a late rank for a message of theirs.
+        Collective over the ranks. Raises as `PartRollCalls.take` does.
         """
-        if not self._groups or self.placement.rank not in ranks:
+        if self._private is None or self.placement.rank not in ranks:
             return
-        part = self._groups[0].subgroup(ranks, tag=_PART_TAG)
-        part.broken = self._broken_part
-        try:
-            part.barrier(what)
-        finally:
-            self._broken_part = part.broken
+        if self._parts is None:
+            self._parts = PartRollCalls(self._private)
+        self._parts.take(ranks, what, self.group.timeout_s)
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -261,6 +256,10 @@ class Session:
         """
         if self._freed:
             return
+        if not (self._groups or self._has_device or self._shared or self._beside or self._opened_unasked):
+            self._freed = True  # most communicators of a program end so, because they carry only host messages
+            self.row.close()
+            return
         if self._groups:
             self.group.patience = self.awaited_elsewhere
         late = self._meet("Free")
@@ -269,8 +268,7 @@ class Session:
         self._freed = True
         everything = [*reversed(self._shared), *self._beside]
         try:
-            if everything or self._groups or self._has_device or self._opened_unasked:
-                self._give_back(everything, "Free", late)
+            self._give_back(everything, "Free", late)
         except PeerError:
             # A Ctrl-C may take a rank out of its `close`. That rank comes to `close` once more, and may still send over
             # the private communicator. So nothing frees that communicator, because MPI would reuse its number.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x33796C706D6F6363
+MAGIC = 0x33796C706D6F6364
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -42,7 +42,8 @@ DEST = 10  # the destination of the send that is in progress, or `NOBODY`
 SEND_TAG = 11
 ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may have enqueued their work
 COUNT = 13  # the number that replaces `COUNT_IN_TEXT` in the text of the last call
-WORDS = 14
+NUMBER = 14  # tells this communicator from other communicators of the same processes, which have the same name
+WORDS = 15
 # Texts of a row, in bytes.
 NAME = slice(128, 256)
 NODE_RANKS = slice(256, ROW_NBYTES)

@@ -15,7 +15,6 @@ import mmap
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -27,22 +26,30 @@ from mpicomm.activity.ranks import ranks_as_text
 _monotonic_ns = time.monotonic_ns
 
 
+class Row(NamedTuple):
+    """The part of the page for one communicator, as bytes and as words."""
+
+    bytes: memoryview
+    words: memoryview
+    is_read: bool
+    """Whether the doctor can read the row."""
+
+
 class Page:
     """The memory of this process. If the system provides no shared memory, no process reads the page."""
 
     def __init__(self) -> None:
         self._bytes = memoryview(_allocate())
         self._words = self._bytes[: layout.HEADER_NBYTES].cast("q")
-        self._free = list(range(layout.ROWS - 1, -1, -1))
+        self._unused = iter(range(layout.ROWS))
+        self._given_back: list[Row] = []
         self._positions: dict[str, int] = {}
-        self._pid = self._words[layout.PID] = os.getpid()
+        self._words[layout.PID] = os.getpid()
         self._words[layout.WORLD_RANK] = -1
         self._words[0] = layout.MAGIC
-
-    @property
-    def is_own(self) -> bool:
+        self.is_own = True
         """Whether this process has made the page; a forked child has not, its parent has."""
-        return os.getpid() == self._pid
+        os.register_at_fork(after_in_child=self._disown)
 
     def introduce(self, world_rank: int, world_size: int) -> None:
         """Say which rank of MPI.COMM_WORLD this process is."""
@@ -91,19 +98,26 @@ class Page:
         self._positions[text] = end
         return end
 
-    def take_row(self) -> tuple[int, memoryview]:
-        """Return a free row and its number. If all rows are taken, return a row that no process reads, and -1."""
+    def take_row(self) -> Row:
+        """Return a free row. If all rows are taken, return a row that no process reads."""
         try:
-            number = self._free.pop()
+            return self._given_back.pop()
         except IndexError:
-            return -1, memoryview(bytearray(layout.ROW_NBYTES))
-        at = layout.ROWS_AT + number * layout.ROW_NBYTES
-        return number, self._bytes[at : at + layout.ROW_NBYTES]
+            number = next(self._unused, None)
+        if number is None:
+            memory = memoryview(bytearray(layout.ROW_NBYTES))
+        else:
+            at = layout.ROWS_AT + number * layout.ROW_NBYTES
+            memory = self._bytes[at : at + layout.ROW_NBYTES]
+        return Row(memory, memory.cast("q"), number is not None)
 
-    def give_row(self, number: int) -> None:
+    def give_row(self, row: Row) -> None:
         """Let another communicator have a row."""
-        if number >= 0:
-            self._free.append(number)
+        if row.is_read:
+            self._given_back.append(row)
+
+    def _disown(self) -> None:
+        self.is_own = False
 
     def _enter(self, text: str, ranks: str) -> None:
         if not self.is_own:  # a forked child must not write into the page of its parent
@@ -134,23 +148,23 @@ class Heading:
         self._digest = int.from_bytes(digest, "big")
         numbers = [process.number for process in processes]
         is_world = numbers == list(range(page().world_size))
-        self._name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
+        name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
         self.row = bytearray(layout.ROW_NBYTES)
         words = memoryview(self.row)[: 8 * layout.WORDS].cast("q")
         words[layout.RANK], words[layout.SIZE] = rank, len(processes)
         words[layout.ON_GPU] = isinstance(device, int)
         words[layout.SOURCE] = words[layout.DEST] = layout.NOBODY
+        _write(memoryview(self.row), layout.NAME, name)
         _write(memoryview(self.row), layout.NODE_RANKS, ranks_as_text(node_ranks))
 
-    def count(self) -> tuple[int, str]:
-        """Return the key and the name of another communicator of these processes.
+    def count(self) -> tuple[int, int]:
+        """Return the key and the number of another communicator of these processes.
 
         They are the same in all its processes, because these make their communicators in one order.
         """
-        _made[self._digest] += 1
-        number = _made[self._digest]
-        name = self._name if number == 1 else f"{self._name} #{number}"
-        return self._digest << 15 | 1 << 14 | number & 0x3FFF, name
+        number = _made.get(self._digest, 0) + 1
+        _made[self._digest] = number
+        return self._digest << 15 | 1 << 14 | number & 0x3FFF, number
 
 
 class CommunicatorRow:
@@ -160,24 +174,26 @@ class CommunicatorRow:
     gets the row only after nothing refers to it.
     """
 
+    __slots__ = ("_page", "_position", "_row", "_text", "words")
+
     def __init__(self) -> None:
         self._page = page()
-        self._number, self._bytes = self._page.take_row()
-        self.words = self._bytes.cast("q")
+        self._row = self._page.take_row()
+        self.words = self._row.words
         self._text = ""
         self._position = 0
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let another communicator have the row. At exit the modules are gone, and the memory ends with the process."""
         if not is_finalizing() and self._page.is_own:
-            self.close()
-            self._page.give_row(self._number)
+            self.words[layout.KEY] = 0
+            self._page.give_row(self._row)
 
     def open(self, heading: Heading) -> None:
         """Let the doctor read the row."""
-        key, name = heading.count()
-        self._bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
-        _write(self._bytes, layout.NAME, name)
+        key, number = heading.count()
+        self._row.bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
+        self.words[layout.NUMBER] = number
         self.words[layout.KEY] = key  # last: pairs with the doctor's read of the key, which comes first
 
     def post(self, text: str, count: int = 0) -> None:
@@ -211,7 +227,7 @@ def page() -> Page:
     return Page()
 
 
-_made: Counter[int] = Counter()
+_made: dict[int, int] = {}  # how many communicators of the same processes there were, by the digest of `Heading`
 
 
 def _allocate() -> mmap.mmap | bytearray:

@@ -119,6 +119,8 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
     if key == 0:
         return None
     name, node_ranks = _text(memory, at, layout.NAME), _text(memory, at, layout.NODE_RANKS)
+    if words[layout.NUMBER] > 1:
+        name = f"{name} #{words[layout.NUMBER]}"
     last = _posted(memory, number - 1) if number > 0 else layout.BY_MPI[-number]
     last = last.replace(layout.COUNT_IN_TEXT, str(words[layout.COUNT]))
     if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator meanwhile

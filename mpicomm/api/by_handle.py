@@ -8,12 +8,13 @@ from typing import Any
 from mpi4py import MPI
 
 _handle_of = MPI.Comm.handle.__get__  # type: ignore[attr-defined]  # MPI's, which a Communicator hides
-_known: weakref.WeakValueDictionary[int, MPI.Comm] = weakref.WeakValueDictionary()
+# A WeakValueDictionary would take several times as long. MPI uses handles again, so the entries do not become many.
+_known: dict[int, weakref.ref[MPI.Comm]] = {}
 
 
 def remember(comm: MPI.Intracomm) -> None:
     """Let `communicator_of` find the Communicator as long as the Communicator exists. Local."""
-    _known[_handle_of(comm)] = comm
+    _known[_handle_of(comm)] = weakref.ref(comm)
 
 
 def communicator_of(plain: Any) -> Any:
@@ -21,5 +22,6 @@ def communicator_of(plain: Any) -> Any:
     if plain == MPI.COMM_NULL:
         return plain
     # MPI may give the handle of a freed communicator to another communicator. The two are not equal.
-    found = _known.get(plain.handle)
+    known = _known.get(plain.handle)
+    found = known and known()
     return plain if found is None or found != plain else found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.activity.layout import by_mpi
 from mpicomm.activity.page import begin_by_mpi
+from mpicomm.api.at_first_use import AtFirstUse
 from mpicomm.api.reorder import (
     Lists,
     edges_of_graph,
@@ -22,7 +23,7 @@ from mpicomm.api.reorder import (
 )
 from mpicomm.api.topologies import require_edges, require_graph, require_matching
 from mpicomm.cluster.linked_order import Edges
-from mpicomm.cluster.roll_call import roll_call
+from mpicomm.cluster.roll_call import RollCalls
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ class Constructors(MPI.Intracomm):
         cannot make this call again.
         """
         begin_by_mpi(self._row, by_mpi("Create_group"))
-        self._session.await_ranks("Create_group", self._ranks_of(group))
-        return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)))
+        ranks = self._ranks_of(group)
+        self._session.await_ranks("Create_group", ranks)
+        return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)), ranks)
 
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
         """Make one communicator per color. A rank with the color ``MPI.UNDEFINED`` gets COMM_NULL."""
@@ -100,8 +102,8 @@ class Constructors(MPI.Intracomm):
         """Make a communicator of a Cartesian grid, a `CartCommunicator`. Ranks beyond the grid get COMM_NULL."""
         self._when_all_are_here("Create_cart")
         edges = partial(edges_of_grid, dims, periods, self.size)
-        with self._linked_well("Create_cart", reorder, edges) as (plain, reorder):
-            return self._adopt_part(plain.Create_cart(dims, periods, reorder))
+        with self._linked_well("Create_cart", reorder, edges) as (plain, moves):
+            return self._adopt_linked(plain.Create_cart(dims, periods, moves), reorder)
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
         """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
@@ -110,8 +112,8 @@ class Constructors(MPI.Intracomm):
         raise it if two ranks do not name each other equally often.
         """
         require_graph(self._when_all_are_here("Create_graph"), index, edges)
-        with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, reorder):
-            return self._adopt_part(plain.Create_graph(index, edges, reorder))
+        with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, moves):
+            return self._adopt_linked(plain.Create_graph(index, edges, moves), reorder)
 
     def Create_dist_graph_adjacent(
         self,
@@ -138,10 +140,10 @@ class Constructors(MPI.Intracomm):
             everyone.extend(MPI.Intracomm.allgather(self, mine))
             return edges_of_lists(everyone)
 
-        with self._linked_well("Create_dist_graph_adjacent", reorder, edges) as (plain, reorder):
+        with self._linked_well("Create_dist_graph_adjacent", reorder, edges) as (plain, moves):
             # The lists belong to a position in the graph. The rank that takes the position passes its lists on.
             passed = everyone[plain.rank] if everyone else lists
-            return self._adopt_part(plain.Create_dist_graph_adjacent(*passed, info, reorder))
+            return self._adopt_linked(plain.Create_dist_graph_adjacent(*passed, info, moves), reorder)
 
     def Create_dist_graph(
         self,
@@ -162,20 +164,30 @@ class Constructors(MPI.Intracomm):
             mine = list(sources), list(degrees), list(destinations), listed(weights)
             return edges_of_parts(MPI.Intracomm.allgather(self, mine))
 
-        with self._linked_well("Create_dist_graph", reorder, edges) as (plain, reorder):
-            return self._adopt_part(plain.Create_dist_graph(sources, degrees, destinations, weights, info, reorder))
+        with self._linked_well("Create_dist_graph", reorder, edges) as (plain, moves):
+            made = plain.Create_dist_graph(sources, degrees, destinations, weights, info, moves)
+            return self._adopt_linked(made, reorder)
 
     def _linked_well(
         self, what: str, reorder: bool, edges: Callable[[], Edges]
     ) -> AbstractContextManager[tuple[MPI.Intracomm, bool]]:
-        return linked_well(MPI.Intracomm(self), self._session, what, reorder, edges)
+        plain = self._roll_calls.comm
+        return linked_well(plain, self._session, what, edges) if reorder else nullcontext((plain, False))
 
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
         """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
         begin_by_mpi(self._row, by_mpi(operation))
-        plain = MPI.Intracomm(self)
-        roll_call(plain, operation, self._session.placement.here.timeout_s)
-        return plain
+        calls = self._roll_calls
+        calls.take(operation, self._session.placement.here.timeout_s)
+        return calls.comm
+
+    @AtFirstUse
+    def _roll_calls(self) -> RollCalls:
+        return RollCalls(MPI.Intracomm(self))
+
+    def _end_roll_calls(self) -> None:
+        if "_roll_calls" in vars(self):
+            self._roll_calls.end()
 
     def _ranks_of(self, group: MPI.Group) -> list[int]:
         """Return the ranks of ``group`` in this communicator. MPI refuses a group with other ranks."""
@@ -188,23 +200,30 @@ class Constructors(MPI.Intracomm):
         """Return a communicator of the same ranks as a Communicator like this one."""
         return self._adopt(comm, type(self), range(self.size))
 
-    def _adopt_part(self, comm: AnyComm) -> AnyComm:
-        """Return ``comm``, which has some of the ranks, as a Communicator with its topology. Keep COMM_NULL."""
+    def _adopt_linked(self, comm: AnyComm, reorder: bool) -> AnyComm:
+        """As `_adopt_part`. Without ``reorder`` the ranks are the first ranks of this communicator, in their order."""
+        return self._adopt_part(comm, None if reorder or comm == MPI.COMM_NULL else range(comm.size))
+
+    def _adopt_part(self, comm: AnyComm, ranks: Sequence[int] | None = None) -> AnyComm:
+        """Return ``comm``, which has some of the ranks, as a Communicator with its topology. Keep COMM_NULL.
+
+        ``ranks`` are its ranks in this communicator, if the caller knows them.
+        """
         if comm == MPI.COMM_NULL:
             return comm
         topology = comm.Get_topology()
         keeps_class = topology == MPI.UNDEFINED and not isinstance(self, MPI.Topocomm)
-        made: AnyComm = self._adopt(comm, type(self) if keeps_class else self._classes[topology])
-        return made
-
-    def _adopt(self, comm: MPI.Intracomm, cls: Any, ranks: Sequence[int] | None = None) -> Any:
-        """Return ``comm``, which MPI made from this communicator, as a ``cls``. It sets itself up at its first use."""
         if ranks is None:
             group, parent_group = comm.Get_group(), self.Get_group()
             # MPICH's group of a grid may also hold ranks beyond the grid.
             ranks = group.Translate_ranks(range(comm.size), parent_group)
             group.Free()
             parent_group.Free()
+        made: AnyComm = self._adopt(comm, type(self) if keeps_class else self._classes[topology], ranks)
+        return made
+
+    def _adopt(self, comm: MPI.Intracomm, cls: Any, ranks: Sequence[int]) -> Any:
+        """Return ``comm``, which MPI made from ``ranks``, as a ``cls``. It sets itself up at its first use."""
         child = MPI.Intracomm.__new__(cls, comm)
         channel = self._session.channel
         made = None if channel is None else channel.child(ranks)

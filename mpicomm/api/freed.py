@@ -50,7 +50,8 @@ def _freed_class(cls: Any) -> Any:
             return functools.partial(_refuse, name)
         raise FreedError(name)
 
-    return type(cls.__name__, (cls,), {"__getattribute__": __getattribute__, "__doc__": cls.__doc__})
+    members = {"__getattribute__": __getattribute__, "__del__": lambda self: None, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), members)
 
 
 def _refuse(call: str, *arguments: Any, **keywords: Any) -> Any:

@@ -277,7 +277,7 @@ def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -
     return CollectiveTimeoutError(f"{text}: {reason or 'let every rank make this call'}", ranks=ranks)
 
 
-abandoned: list[MPI.Request] = []
+abandoned: list[object] = []
 """Requests that may never complete. MPI may still write to their buffers, so the requests stay and keep them."""
 
 

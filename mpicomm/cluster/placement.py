@@ -95,11 +95,15 @@ class Placement:
     def __init__(self, places: Sequence[RankPlace], rank: int) -> None:
         self.places = tuple(places)
         self.rank = rank
+        self.here = self.places[rank]
+        """This rank's place."""
         self.nodes = group_by_node([place.node_key for place in places])
         self.node_index, self.node_ranks = next(
             (index, ranks) for index, ranks in enumerate(self.nodes) if rank in ranks
         )
         self.local_rank = self.node_ranks.index(rank)
+        self._everyone = range(len(self.places))
+        self._all_numbers = tuple(self._everyone)
         self._subsets: dict[tuple[int, ...], Placement] = {}
 
     @cached_property
@@ -126,11 +130,6 @@ class Placement:
         """The largest number of ranks that share a GPU, on whichever nodes they count; 1 without GPUs."""
         gpus = Counter(place.device_uuid for place in self.places if place.device != "cpu")
         return max(gpus.values(), default=1)
-
-    @property
-    def here(self) -> RankPlace:
-        """This rank's place."""
-        return self.places[self.rank]
 
     @property
     def secret(self) -> bytes:
@@ -169,8 +168,7 @@ class Placement:
 
         The placement is kept, because programs make communicators of the same ranks again and again.
         """
-        numbers = tuple(ranks)
-        if numbers == tuple(range(len(self.places))):
+        if ranks == self._everyone or (numbers := tuple(ranks)) == self._all_numbers:
             return self
         found = self._subsets.get(numbers)
         if found is None:

@@ -55,6 +55,30 @@ def test_a_missing_rank_is_named_and_the_communicator_stays_usable(name: str) ->
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("culprit", [0, -1])
+def test_a_rank_may_miss_any_of_many_calls(culprit: int) -> None:
+    world = MPI.COMM_WORLD
+    culprit %= world.size
+    comm = communicator("cpu", timeout_s=LIMIT_S)
+    for _ in range(2):
+        for _ in range(3):
+            made = comm.Dup()
+            assert made.allreduce(1) == world.size
+            made.Free()
+        world.Barrier()
+        if world.rank != culprit:
+            with pytest.raises(mpicomm.CollectiveTimeoutError, match=f"^Dup: rank {culprit} did not arrive") as raised:
+                comm.Dup()
+            assert raised.value.ranks == (culprit,)
+        world.Barrier()
+        if world.rank == culprit:
+            with pytest.raises(mpicomm.CollectiveTimeoutError, match=f"^Dup: rank {culprit} did not arrive"):
+                comm.Dup()
+        world.Barrier()
+    comm.Free()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_missing_rank_of_a_group_is_named() -> None:
     world = MPI.COMM_WORLD
     comm = communicator("cpu", timeout_s=LIMIT_S)
