@@ -28,9 +28,9 @@ def mpiexec_command(nprocs: int, *arguments: str) -> list[str]:
 
 
 def sharing_of_cores(nprocs: int) -> dict[str, str]:
-    """Return the variables for a job of ``nprocs`` ranks, which may be more than there are cores."""
+    """Return the variables for a job of ``nprocs`` ranks, beside which other tests run."""
     variables = {"OMP_NUM_THREADS": "1"}  # ranks compute at once; more threads of a rank only wait for each other
-    if nprocs > (os.cpu_count() or 1):
+    if nprocs >= (os.cpu_count() or 1):
         # A rank of MPICH that waits keeps its core. With this it sleeps in between, so that the awaited rank can run.
         variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
     return variables

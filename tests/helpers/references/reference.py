@@ -68,7 +68,8 @@ def alltoallv(sent: Arrays, send: Sequence[Places], receive: Sequence[Places], o
 
 def allreduce(sent: Arrays, op: str, groups: Groups | None = None) -> list[Array]:
     """Every rank has the reduction of all contributions."""
-    return [reduced(op, sent, groups).copy() for _ in sent]
+    result = reduced(op, sent, groups)
+    return [result.copy() for _ in sent]
 
 
 def reduce(sent: Arrays, op: str, root: int, groups: Groups | None = None) -> Received:
