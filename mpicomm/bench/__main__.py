@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from mpicomm.api.communicator import Communicator
@@ -112,7 +113,7 @@ def finish(
             name: {place: mean for place, (mean, _) in places.items()}
             for name, places in results.geometric_means().items()
         },
-        "beside": [slowdown.record() for slowdown in beside],
+        "beside": [asdict(slowdown) for slowdown in beside],
         "wrong": wrong,
         "ok": wrong == 0,
     }

@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,10 +40,6 @@ class Slowdown:
         short = "" if self.spanned else ", though the collective was over before"
         ratio = self.beside_us / self.alone_us
         return f"{what}: {self.beside_us:.0f} us, alone {self.alone_us:.0f} us: {ratio:.2f} times as long{short}"
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return asdict(self)
 
 
 def slowdowns(comm: Communicator, machine: Machine, contenders: Contenders, case: Case) -> list[Slowdown]:

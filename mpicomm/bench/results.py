@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import geometric_mean
 from typing import Any
 
 from mpicomm.bench.measure import Outcome
@@ -38,14 +38,14 @@ class Results:
 
     def geometric_means(self) -> dict[str, dict[str, tuple[float, int]]]:
         """Return, by contender and place, the geometric mean of time / mpicomm's time, and the number of sizes."""
-        logarithms: dict[str, dict[str, list[float]]] = {}
+        ratios: dict[str, dict[str, list[float]]] = {}
         for row, place, name, outcome in self._outcomes():
             if name != self.own:
                 ratio = outcome.time_us / row.outcomes[place][self.own].time_us
-                logarithms.setdefault(name, {}).setdefault(place, []).append(math.log(ratio))
+                ratios.setdefault(name, {}).setdefault(place, []).append(ratio)
         return {
-            name: {place: (math.exp(sum(logs) / len(logs)), len(logs)) for place, logs in places.items()}
-            for name, places in logarithms.items()
+            name: {place: (geometric_mean(found), len(found)) for place, found in places.items()}
+            for name, places in ratios.items()
         }
 
     def slower(self) -> dict[str, list[tuple[int, str, float]]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
+from statistics import geometric_mean
 
 from bench_tables import COLLECTIVES, OWN, PEERS, Bench, ranks
 from cells import microseconds, nbytes, table
@@ -97,9 +97,9 @@ def _range_of_means(benches: list[Bench]) -> str:
 
 
 def _mean(bench: Bench) -> float:
-    logarithms = []
+    ratios = []
     for row in bench["results"]:
         outcomes = next(iter(row["places"].values()))
         best = min(outcomes[peer]["time_us"] for peer in NCCL)
-        logarithms.append(math.log(best / outcomes[OWN]["time_us"]))
-    return math.exp(sum(logarithms) / len(logarithms))
+        ratios.append(best / outcomes[OWN]["time_us"])
+    return geometric_mean(ratios)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 from mpicomm.errors import InvalidUsageError
 
@@ -57,9 +57,8 @@ def compare(runs: Sequence[Run], predict_us: Callable[[int, int], float]) -> lis
 def error_of(compared: Sequence[Compared]) -> str:
     """Return the error: the geometric mean of predicted / measured, the mean factor between the two, and the range."""
     ratios = [each.ratio for each in compared]
-    logarithms = [math.log(ratio) for ratio in ratios]
-    mean = math.exp(sum(logarithms) / len(ratios))
-    factor = math.exp(sum(map(abs, logarithms)) / len(ratios))
+    mean = geometric_mean(ratios)
+    factor = geometric_mean(max(ratio, 1 / ratio) for ratio in ratios)
     return (
         f"predicted / measured of {len(ratios)} runs: geometric mean {mean:.2f}, from {min(ratios):.2f} to "
         f"{max(ratios):.2f}; a prediction is off by a factor of {factor:.2f} in the mean"
