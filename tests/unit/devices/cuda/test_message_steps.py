@@ -39,7 +39,6 @@ def kernel() -> Launches:
 
 @pytest.fixture
 def steps(cuda: FakeCuda, kernel: Launches) -> Any:
-    cuda.getDevice = lambda: 0  # type: ignore[attr-defined]
     module = importlib.import_module("mpicomm.devices.cuda.message_steps")
     context = SimpleNamespace(device=SimpleNamespace(ordinal=0), current=contextlib.nullcontext)
     faults = SimpleNamespace(record=11, failed=12)
