@@ -236,7 +236,7 @@ def _listed(spec: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tup
 def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
     """Return the bytes from one element to the next; 0 if this file cannot decide about the elements."""
     if datatype is None:
-        return array.itemsize if array.dtype in MPI_TYPES else 0  # type: ignore[no-any-return]
+        return array.itemsize if array.dtype in MPI_TYPES else 0
     own = _OWN_OBJECTS.get(id(datatype))
     if own is not None and not reduces:
         return own.itemsize
