@@ -33,6 +33,9 @@ PARAMETERS = {
     "info": "info: MPI.Info = MPI.INFO_NULL",
 }
 
+KEPT_BY_MPI4PY = ("Allgather", "Alltoall", "Alltoallv", "Bcast")
+"""The collectives with nonblocking methods in mpi4py whose requests keep all buffers, on every rank."""
+
 
 def fold(head: str, items: Sequence[str], tail: str) -> list[str]:
     """Return the lines of ``head``, the items with commas, and ``tail``, broken as ruff breaks them."""
@@ -75,7 +78,9 @@ def has_shortcut(row: Operation) -> bool:
 
 def plainly(row: Operation, name: str) -> list[str]:
     """Return the lines that ask whether a call of the method is certainly MPI's."""
-    buffers = ", ".join([*values(row)[:2], *["op"] * row.reduces])
+    # Only the ranks beside the root may pass None for the output.
+    given = [*values(row)[:2], *(["op"] if row.reduces else ["None"] * (row.rooted == "receive"))]
+    buffers = ", ".join([*given, *["root"] * (row.rooted == "receive")])
     conditions = ["stream is None", 'algorithm == "auto"', *["recvcounts is not None"] * (row.send == "counted")]
     conditions.append(f'self._plain["{name}"]({buffers})')
     condition = f"        if {' and '.join(conditions)}:"
@@ -93,10 +98,10 @@ def shortcut(row: Operation, name: str) -> list[str]:
     """Return the lines by which the method of that name hands plain arrays to MPI."""
     given = ", ".join(row.arguments)
     call = f"_{name.lower()}(self, {given})"
-    # MPI uses the buffers until the request is complete.
+    # MPI uses the buffers until the request is complete. mpi4py itself keeps the buffers of some calls.
     done = (
         [f"                return {call}"]
-        if name == row.name
+        if name == row.name or row.name in KEPT_BY_MPI4PY
         else fold("                return holding(", [call, f"({given})"], ")")
     )
     return [

@@ -26,7 +26,7 @@ from mpicomm.activity.ranks import ranks_as_text
 _monotonic_ns = time.monotonic_ns
 
 
-class Row(NamedTuple):
+class PageRow(NamedTuple):
     """The part of the page for one communicator, as bytes and as words."""
 
     bytes: memoryview
@@ -42,7 +42,7 @@ class Page:
         self._bytes = memoryview(_allocate())
         self._words = self._bytes[: layout.HEADER_NBYTES].cast("q")
         self._unused = iter(range(layout.ROWS))
-        self._given_back: list[Row] = []
+        self._given_back: list[PageRow] = []
         self._positions: dict[str, int] = {}
         self._words[layout.PID] = os.getpid()
         self._words[layout.WORLD_RANK] = -1
@@ -98,7 +98,7 @@ class Page:
         self._positions[text] = end
         return end
 
-    def take_row(self) -> Row:
+    def take_row(self) -> PageRow:
         """Return a free row. If all rows are taken, return a row that no process reads."""
         try:
             return self._given_back.pop()
@@ -109,9 +109,9 @@ class Page:
         else:
             at = layout.ROWS_AT + number * layout.ROW_NBYTES
             memory = self._bytes[at : at + layout.ROW_NBYTES]
-        return Row(memory, memory.cast("q"), number is not None)
+        return PageRow(memory, memory.cast("q"), number is not None)
 
-    def give_row(self, row: Row) -> None:
+    def give_row(self, row: PageRow) -> None:
         """Let another communicator have a row."""
         if row.is_read:
             self._given_back.append(row)

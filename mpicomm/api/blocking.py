@@ -218,7 +218,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
-        if stream is None and algorithm == "auto" and self._plain["Gather"](sendbuf, recvbuf):
+        if stream is None and algorithm == "auto" and self._plain["Gather"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _GATHER)
             try:
                 return _gather(self, sendbuf, recvbuf, root)
@@ -230,7 +230,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Gather, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and self._plain["Gatherv"](sendbuf, recvbuf):
+        if stream is None and algorithm == "auto" and self._plain["Gatherv"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _GATHERV)
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
@@ -249,7 +249,7 @@ class BlockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
-        if stream is None and algorithm == "auto" and self._plain["Reduce"](sendbuf, recvbuf, op):
+        if stream is None and algorithm == "auto" and self._plain["Reduce"](sendbuf, recvbuf, op, root):
             begin_by_mpi(self._row, _REDUCE)
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)

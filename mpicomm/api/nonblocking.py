@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.activity.layout import by_mpi
+from mpicomm.activity.layout import CALL, CALLS, by_mpi
 from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
@@ -50,7 +50,9 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Allreduce`; return its request."""
         finish = as_epilogue(epilogue, operands) if epilogue is not None or operands else None
         if finish is stream is None and algorithm == "auto" and self._plain["Iallreduce"](sendbuf, recvbuf, op):
-            begin_by_mpi(self._row, _ALLREDUCE)
+            row = self._row
+            row[CALLS] += 1
+            row[CALL] = _ALLREDUCE
             try:
                 return holding(_iallreduce(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
@@ -64,7 +66,7 @@ class NonblockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and self._plain["Iallgather"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLGATHER)
             try:
-                return holding(_iallgather(self, sendbuf, recvbuf), (sendbuf, recvbuf))
+                return _iallgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
                 raise self._collectives.refused(error, rows.ALLGATHER, sendbuf, recvbuf) from error
         return self._collectives.start(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf)
@@ -84,7 +86,7 @@ class NonblockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and self._plain["Ialltoall"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLTOALL)
             try:
-                return holding(_ialltoall(self, sendbuf, recvbuf), (sendbuf, recvbuf))
+                return _ialltoall(self, sendbuf, recvbuf)
             except REFUSALS as error:
                 raise self._collectives.refused(error, rows.ALLTOALL, sendbuf, recvbuf) from error
         return self._collectives.start(rows.ALLTOALL, stream, algorithm, sendbuf, recvbuf)
@@ -94,7 +96,7 @@ class NonblockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and self._plain["Ialltoallv"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLTOALLV)
             try:
-                return holding(_ialltoallv(self, sendbuf, recvbuf), (sendbuf, recvbuf))
+                return _ialltoallv(self, sendbuf, recvbuf)
             except REFUSALS as error:
                 raise self._collectives.refused(error, rows.ALLTOALLV, sendbuf, recvbuf) from error
         return self._collectives.start(rows.ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
@@ -108,7 +110,7 @@ class NonblockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and self._plain["Ibcast"](None, buf):
             begin_by_mpi(self._row, _BCAST)
             try:
-                return holding(_ibcast(self, buf, root), (buf, root))
+                return _ibcast(self, buf, root)
             except REFUSALS as error:
                 raise self._collectives.refused(error, rows.BCAST, None, buf, root=root) from error
         return self._collectives.start(rows.BCAST, stream, algorithm, None, buf, root=root)
@@ -129,7 +131,7 @@ class NonblockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Gather`; return its request."""
-        if stream is None and algorithm == "auto" and self._plain["Igather"](sendbuf, recvbuf):
+        if stream is None and algorithm == "auto" and self._plain["Igather"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _GATHER)
             try:
                 return holding(_igather(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
@@ -141,7 +143,7 @@ class NonblockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Gatherv`; return its request."""
-        if stream is None and algorithm == "auto" and self._plain["Igatherv"](sendbuf, recvbuf):
+        if stream is None and algorithm == "auto" and self._plain["Igatherv"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _GATHERV)
             try:
                 return holding(_igatherv(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
@@ -160,7 +162,7 @@ class NonblockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Request:
         """Start `Reduce`; return its request."""
-        if stream is None and algorithm == "auto" and self._plain["Ireduce"](sendbuf, recvbuf, op):
+        if stream is None and algorithm == "auto" and self._plain["Ireduce"](sendbuf, recvbuf, op, root):
             begin_by_mpi(self._row, _REDUCE)
             try:
                 return holding(_ireduce(self, sendbuf, recvbuf, op, root), (sendbuf, recvbuf, op, root))

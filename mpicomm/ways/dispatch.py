@@ -255,7 +255,7 @@ class Dispatcher:
         if algorithm != "auto" or stream is not None or given.epilogue is not None:
             return False
         told = operation.send != "counted" or given.counts is not None
-        return told and self._plain[method](given.send, given.receive, given.op)
+        return told and self._plain[method](given.send, given.receive, given.op, given.root)
 
     def _begin_known(
         self,

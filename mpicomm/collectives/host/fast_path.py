@@ -27,17 +27,24 @@ MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
 """Element types for which MPI keeps all promises of mpicomm."""
 
 PlainCheck = Callable[..., bool]
-"""Returns whether a call with these buffers, and this operation if it reduces, certainly goes to MPI. Local."""
+"""Returns whether a call with these buffers, this operation if it reduces, and this root if it has one, certainly goes
+to MPI. Local."""
 
 _Op = MPI.Op  # the class of MPI's operations; MPI cannot carry out `AVG` and `Op`, which have other classes
 _Datatype = MPI.Datatype
 _LISTS = frozenset((list, tuple))
 _in_place = MPI.IN_PLACE
 _no_type = MPI.DATATYPE_NULL
-_OWN_TYPES = {
+_OWN_TYPES = {  # by the handle
     datatype.handle: dtype
     for datatype in vars(MPI).values()
     if type(datatype) is _Datatype and (dtype := numpy_dtype(datatype)) is not None and dtype in MPI_TYPES
+}
+# By the identity of MPI's own objects, because programs nearly always pass these, and this look-up is the shortest.
+_OWN_OBJECTS = {
+    id(datatype): own
+    for datatype in vars(MPI).values()
+    if type(datatype) is _Datatype and (own := _OWN_TYPES.get(datatype.handle)) is not None
 }
 
 
@@ -92,7 +99,7 @@ def are_apart(a: Any, b: Any) -> bool:
     return not may_share_memory(a, b)
 
 
-def _never(send: Any, receive: Any, op: Any = None) -> bool:
+def _never(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
     return False
 
 
@@ -109,11 +116,12 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
     only_arrays = row.send == "counted" or row.of_neighbors
     reads_in_place = not reduces or row.send == "one"  # else a list counts the blocks in another way
     always = min(least, least_of_others)
+    gathers = row.rooted == "receive"
 
     def is_small(nbytes: int, op: Any) -> bool:
         return nbytes < (least if op_name(op) in OPS_OF_CROSSOVER else least_of_others)
 
-    def is_plain(send: Any, receive: Any, op: Any = None) -> bool:
+    def is_plain(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
         if type(send) is type(receive) is ndarray:
             # This condition begins with the first half of are_apart, because that nearly always answers.
             if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
@@ -123,20 +131,22 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
             if only_arrays or not (receive.base is None or is_host_view(receive)):
                 return False
             array = receive
+        elif receive is None and gathers and rank != root and type(send) is ndarray:
+            if not (send.base is None or is_host_view(send)):
+                return False
+            array = send
         else:
-            return (type(send) in _LISTS or type(receive) in _LISTS) and is_plain_in_lists(send, receive, op)
+            return (type(send) in _LISTS or type(receive) in _LISTS) and is_plain_in_lists(send, receive, op, root)
         if not reduces:
             return array.dtype in MPI_TYPES
         nbytes = array.nbytes
         return array.dtype in MPI_TYPES and type(op) is _Op and (nbytes < always or is_small(nbytes, op))
 
-    def is_plain_in_lists(send: Any, receive: Any, op: Any) -> bool:
-        if reduces and type(op) is not _Op:
-            return False
+    def is_plain_in_lists(send: Any, receive: Any, op: Any, root: int) -> bool:
         sent, received = _own(send), _own(receive)
         if sent is not send or received is not receive:
-            return is_plain(sent, received, op)
-        if only_arrays:
+            return is_plain(sent, received, op, root)
+        if only_arrays or (reduces and type(op) is not _Op):
             return False
         if receive is None or receive is _in_place:
             found = one = _read(send, sent_shape, size, rank, reduces)
@@ -160,13 +170,12 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
 
 def _own(spec: Any) -> Any:
     """Return the array of ``[array, type]`` if the type only repeats the type of the array; else ``spec``."""
-    if (
-        type(spec) is list
-        and len(spec) == 2
-        and type(array := spec[0]) is ndarray
-        and type(datatype := spec[1]) is _Datatype
-    ):
-        return array if _is_own(datatype, array.dtype) else spec
+    if type(spec) is list and len(spec) == 2:
+        array, datatype = spec
+        if type(array) is ndarray:
+            own = _OWN_OBJECTS.get(id(datatype))
+            if own is array.dtype or (type(datatype) is _Datatype and _is_own(datatype, array.dtype)):
+                return array
     return spec
 
 
@@ -227,7 +236,10 @@ def _listed(spec: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tup
 def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
     """Return the bytes from one element to the next; 0 if this file cannot decide about the elements."""
     if datatype is None:
-        return int(array.itemsize) if array.dtype in MPI_TYPES else 0
+        return array.itemsize if array.dtype in MPI_TYPES else 0
+    own = _OWN_OBJECTS.get(id(datatype))
+    if own is not None and not reduces:
+        return own.itemsize
     if type(datatype) is not _Datatype or datatype == _no_type:
         return 0
     if reduces:

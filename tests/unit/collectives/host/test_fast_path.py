@@ -103,6 +103,17 @@ def test_lists_are_plain_if_the_array_holds_their_elements() -> None:
     column.Free()
 
 
+@pytest.mark.parametrize("method", ["Gather", "Gatherv", "Reduce", "Igather", "Igatherv", "Ireduce"])
+def test_only_ranks_beside_the_root_need_no_output(method: str) -> None:
+    check = plain_calls(2, RANK, 1)[method]
+    four = np.zeros(4)
+    for send in (four, [four, MPI.DOUBLE]):
+        assert check(send, None, MPI.SUM, RANK - 1)
+        assert not check(send, None, MPI.SUM, RANK)
+    assert not check(np.zeros(4, np.float16), None, MPI.SUM, RANK - 1)
+    assert not plain("Allgather", four, None)
+
+
 def test_the_count_of_a_list_decides_on_the_way() -> None:
     large, small = np.zeros(1 << 22), np.zeros(4)
     assert plain("Allreduce", [large, 4, MPI.DOUBLE], small) and plain("Allreduce", MPI.IN_PLACE, [large, 4])
