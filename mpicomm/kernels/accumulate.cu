@@ -164,6 +164,19 @@ MPICOMM_DEVICE T update_element(T* p, T x) {
   }
 }
 
+// The same, without the previous element.
+template <class Update, class T>
+MPICOMM_DEVICE void apply_to_element(T* p, T x) {
+  if constexpr (kSame<Update, op::sum<T>> && (kSame<T, float> || kSame<T, double>)) {
+    add_to(p, x);
+  } else if constexpr (kSame<Update, op::sum<T>> && kIsWord<T>) {
+    using Word = typename WordOf<sizeof(T)>::Type;
+    add_to(reinterpret_cast<Word*>(p), static_cast<Word>(x));
+  } else {
+    update_element<Update>(p, x);
+  }
+}
+
 constexpr bool kOnlyReads = kSame<Op, op::no_op<Element>>;
 
 MPICOMM_DEVICE void accumulate(u8* target, const u8* contribution, u8* result) {
@@ -171,7 +184,7 @@ MPICOMM_DEVICE void accumulate(u8* target, const u8* contribution, u8* result) {
   // The contributions of an operation that only reads do not exist.
   const Element x = kOnlyReads ? Element{} : *reinterpret_cast<const Element*>(contribution);
   if (result == nullptr) {
-    update_element<Op>(element, x);
+    apply_to_element<Op>(element, x);
   } else {
     *reinterpret_cast<Element*>(result) = update_element<Op>(element, x);
   }

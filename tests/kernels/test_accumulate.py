@@ -125,8 +125,8 @@ def test_update_that_is_not_atomic_is_seen(builds: Builds, dtype: str, change: C
 @pytest.mark.parametrize(
     ("dtype", "change"),
     [
-        ("int64", Change("accumulate.cu", "fetch_add(word, bits)", "(*word += bits)")),
-        ("float64", Change("accumulate.cu", "return fetch_add(p, x);", "return *p += x;")),
+        ("int64", Change("accumulate.cu", "add_to(reinterpret_cast<Word*>(p), static_cast<Word>(x));", "*p += x;")),
+        ("float64", Change("accumulate.cu", "add_to(p, x);", "*p += x;")),
     ],
     ids=["integers", "floats"],
 )
