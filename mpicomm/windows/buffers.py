@@ -115,25 +115,14 @@ def read_target(spec: Any, rank: int, memory: WindowMemory, like: LocalBuffer, w
     if count < 0:
         raise RefusedByMpiError(f"{what}: target: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
     elements = _retyped(like.elements, count, items[2])
-    part = memory.parts[rank]
-    if disp < 0:
-        raise RefusedByMpiError(f"{what}: target: displacement {disp} is negative: pass 0 or more", MPI.ERR_DISP)
-    start = disp * part.disp_unit
-    begin, end = (start + each for each in elements.ends)
-    if elements.nbytes and (begin < 0 or end > part.nbytes):
-        raise RefusedByMpiError(
-            f"{what}: target: displacement {disp} with {elements.count} elements reaches from byte {begin} to byte "
-            f"{end} of the window on rank {rank}, which has {part.nbytes} bytes (disp_unit={part.disp_unit}): pass "
-            "another displacement or count",
-            MPI.ERR_RMA_RANGE,
-        )
+    address = memory.locate(rank, disp, elements.ends, what)
     if elements.nbytes != like.nbytes:
         raise RefusedByMpiError(
             f"{what}: target has {elements.nbytes} bytes, and {like.name} has {like.nbytes}: pass as many elements of "
             "the same types",
             MPI.ERR_TRUNCATE if elements.nbytes > like.nbytes else MPI.ERR_COUNT,
         )
-    return Target(rank, memory.pointers[rank] + start, elements)
+    return Target(rank, address, elements)
 
 
 def _items(spec: Any) -> tuple[Any, Any, Any]:
