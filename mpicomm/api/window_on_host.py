@@ -40,36 +40,42 @@ class HostWindowCalls(MPI.Win):
 
     def Put(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> None:
         """Copy ``origin`` into the part of ``target_rank``; see mpi4py."""
-        require_on_host("Put", stream, origin=origin)
+        if type(origin) is not ndarray or origin.base is not None or stream is not None:
+            require_on_host("Put", stream, origin=origin)
         _put(self, origin, target_rank, target)
 
     def Get(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> None:
         """Copy from the part of ``target_rank`` into ``origin``; see mpi4py."""
-        require_on_host("Get", stream, origin=origin)
+        if type(origin) is not ndarray or origin.base is not None or stream is not None:
+            require_on_host("Get", stream, origin=origin)
         _get(self, origin, target_rank, target)
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Put`; return its request."""
-        require_on_host("Rput", stream, origin=origin)
+        if type(origin) is not ndarray or origin.base is not None or stream is not None:
+            require_on_host("Rput", stream, origin=origin)
         return _rput(self, origin, target_rank, target)
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Get`; return its request."""
-        require_on_host("Rget", stream, origin=origin)
+        if type(origin) is not ndarray or origin.base is not None or stream is not None:
+            require_on_host("Rget", stream, origin=origin)
         return _rget(self, origin, target_rank, target)
 
     def Accumulate(
         self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
     ) -> None:
         """Combine ``origin`` with the part of ``target_rank``, element by element; see mpi4py."""
-        require_on_host("Accumulate", stream, origin=origin)
+        if type(origin) is not ndarray or origin.base is not None or stream is not None:
+            require_on_host("Accumulate", stream, origin=origin)
         _accumulate(self, origin, target_rank, target, op)
 
     def Raccumulate(
         self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
     ) -> MPI.Request:
         """Start `Accumulate`; return its request."""
-        require_on_host("Raccumulate", stream, origin=origin)
+        if type(origin) is not ndarray or origin.base is not None or stream is not None:
+            require_on_host("Raccumulate", stream, origin=origin)
         return _raccumulate(self, origin, target_rank, target, op)
 
     def Get_accumulate(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -42,9 +41,10 @@ class Window(Synchronisation):
         local = read_buffer(origin, self._backend, writable=False, name="origin")
         there = read_target(target, target_rank, self.memory, local, what)
         self.epochs.require_access(what, target_rank)
-        with self._accessing(stream, local) as where:
-            if local.nbytes:
-                self._move_out(local, there, where)
+        if local.nbytes:
+            where = self._begin_access(stream, local)
+            self._move_out(local, there, where)
+            self.streams.after_access(where)
         return local
 
     def get(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Get") -> LocalBuffer | None:
@@ -54,9 +54,10 @@ class Window(Synchronisation):
         local = read_buffer(origin, self._backend, writable=True, name="origin")
         there = read_target(target, target_rank, self.memory, local, what)
         self.epochs.require_access(what, target_rank)
-        with self._accessing(stream, local) as where:
-            if local.nbytes:
-                self._move_in(local, there, where)
+        if local.nbytes:
+            where = self._begin_access(stream, local)
+            self._move_in(local, there, where)
+            self.streams.after_access(where)
         return local
 
     def accumulate(
@@ -88,9 +89,10 @@ class Window(Synchronisation):
         self.require_atomics(what, 1 << target_rank)
         self.steps.require_updatable(update, there, what)
         self.epochs.require_access(what, target_rank)
-        with self._accessing(stream, local) as where:
-            if before is not None or name != "no_op":
-                self._update(update, there, values, before, where)
+        if before is not None or name != "no_op":
+            where = self._begin_access(stream, local)
+            self._update(update, there, values, before, where)
+            self.streams.after_access(where)
         return local
 
     def fetch_and_op(
@@ -130,17 +132,18 @@ class Window(Synchronisation):
         self.require_atomics(what, 1 << target_rank)
         self.steps.require_updatable(update, there, what)
         self.epochs.require_access(what, target_rank)
-        with self._accessing(stream, before) as where:
-            places = self._staging.places([value, expected, before], there.elements.nbytes, where)
-            self.steps.compare_and_swap(
-                there,
-                self._staging.packed(value, where, places[0]),
-                self._staging.packed(expected, where, places[1]),
-                places[2] or before.pointer,
-                where,
-            )
-            if places[2]:
-                self._staging.unpack(before, places[2], where)
+        where = self._begin_access(stream, before)
+        places = self._staging.places([value, expected, before], there.elements.nbytes, where)
+        self.steps.compare_and_swap(
+            there,
+            self._staging.packed(value, where, places[0]),
+            self._staging.packed(expected, where, places[1]),
+            places[2] or before.pointer,
+            where,
+        )
+        if places[2]:
+            self._staging.unpack(before, places[2], where)
+        self.streams.after_access(where)
 
     def _update(
         self, update: Update, there: Target, values: LocalBuffer | None, before: LocalBuffer | None, stream: int
@@ -186,13 +189,11 @@ class Window(Synchronisation):
         """Prepare a thread of mpicomm for work on the device."""
         self._backend.prepare_thread()
 
-    @contextlib.contextmanager
-    def _accessing(self, stream: Any, local: LocalBuffer) -> Iterator[int]:
-        """Give the stream of an access in a ``with`` block, after the last synchronisation."""
+    def _begin_access(self, stream: Any, local: LocalBuffer) -> int:
+        """Return the stream of an access, after the last synchronisation. The caller calls ``after_access`` later."""
         resolved = self._stream(stream, local)
         self.streams.before_access(resolved)
-        yield resolved
-        self.streams.after_access(resolved)
+        return resolved
 
     def _stream(self, stream: Any, local: LocalBuffer) -> int:
         return self._backend.stream(stream, local.array if local.on_device else self.array)
