@@ -15,7 +15,37 @@
 #include "regions.cuh"
 
 namespace mpicomm {
+
+// A value and its index, the elements of MINLOC and MAXLOC, with the gaps of C.
+template <class Value>
+struct alignas(sizeof(Value) < 8 ? 8 : 16) Located {
+  Value value;
+  i32 index;
+};
+
+namespace dtype {
+using pair_f4 = Located<float>;
+using pair_f8 = Located<double>;
+using pair_i8 = Located<i64>;
+using pair_i4 = Located<i32>;
+using pair_i2 = Located<i16>;
+}  // namespace dtype
+
 namespace op {
+
+// Of two pairs the pair with the smaller or larger value, and of equal values the smaller index.
+template <class T>
+struct minloc : Numeric<T> {
+  MPICOMM_DEVICE static T next(T a, T b) {
+    return b.value < a.value || (b.value == a.value && b.index < a.index) ? b : a;
+  }
+};
+template <class T>
+struct maxloc : Numeric<T> {
+  MPICOMM_DEVICE static T next(T a, T b) {
+    return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
+  }
+};
 
 // The operations of MPI that only accumulates have. They move the bits of any type of their size.
 template <class T>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,18 +105,25 @@ def derived(datatype: MPI.Datatype, count: int, layout: DatatypeLayout) -> Typed
     return TypedElements(count, datatype.Get_extent()[1], layout.dtype, layout, datatype)
 
 
-def read_target(spec: Any, rank: int, memory: WindowMemory, like: LocalBuffer, what: str) -> Target:
+def read_target(
+    spec: Any,
+    rank: int,
+    memory: WindowMemory,
+    like: LocalBuffer,
+    what: str,
+    convert: Callable[[TypedElements], TypedElements] = lambda elements: elements,
+) -> Target:
     """Read the argument ``target`` of the call ``what``: None, a displacement, or (displacement, count, datatype).
 
     Local. Missing items are the items of ``like``, a buffer of this rank. Raises `InvalidUsageError` for elements
-    outside the part of ``rank``, and for other bytes than the bytes of ``like``.
+    outside the part of ``rank``, and for other bytes than the bytes of ``like``. ``convert`` has converted ``like``.
     """
     items = _items(spec)
     disp = 0 if items[0] is None else index_of(items[0], "displacement", "target")
     count = like.elements.count if items[1] is None else index_of(items[1], "count", "target")
     if count < 0:
         raise RefusedByMpiError(f"{what}: target: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
-    elements = _retyped(like.elements, count, items[2])
+    elements = convert(_retyped(like.elements, count, items[2]))
     address = memory.locate(rank, disp, elements.ends, what)
     if elements.nbytes != like.nbytes:
         raise RefusedByMpiError(

@@ -12,6 +12,7 @@ from mpicomm.kernels.accumulate import SWAPPED_SIZES
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
 from mpicomm.windows.memory import WindowMemory
+from mpicomm.windows.pairs import as_pairs
 from mpicomm.windows.staging import Staging
 from mpicomm.windows.synchronisation import Synchronisation
 from mpicomm.windows.updates import Update, name_of, require_alike, require_bytes, require_one, update_of
@@ -70,13 +71,13 @@ class Window(Synchronisation):
         if self._is_nowhere(what, target_rank):
             return None
         name = name_of(op, what)
-        before = None if result is None else read_buffer(result, self._backend, writable=True, name="result")
+        before = None if result is None else self._read_pairs(result, "result", writable=True)
         values = None
         if name != "no_op" or before is None:
-            values = read_buffer(origin, self._backend, writable=False, name="origin")
+            values = self._read_pairs(origin, "origin")
         local = before or values if values is None else values
         assert local is not None
-        there = read_target(target, target_rank, self.memory, local, what)
+        there = read_target(target, target_rank, self.memory, local, what, as_pairs)
         if before is not None and values is not None:
             require_bytes(before, values.nbytes, "origin", what)
         if not local.nbytes:
@@ -101,10 +102,10 @@ class Window(Synchronisation):
         """Do as `accumulate` with one element."""
         if self._is_nowhere(what, target_rank):
             return
-        before = read_buffer(result, self._backend, writable=True, name="result")
+        before = self._read_pairs(result, "result", writable=True)
         require_one(before, what)
         if origin is not None:  # mpi4py compares an origin also if the operation does not read it
-            value = read_buffer(origin, self._backend, writable=False, name="origin")
+            value = self._read_pairs(origin, "origin")
             require_one(value, what)
             require_alike(before.elements, value, what)
         self.accumulate(what, origin, result, target_rank, (target_disp, 1), op, stream)
@@ -188,6 +189,12 @@ class Window(Synchronisation):
     def prepare_thread(self) -> None:
         """Prepare a thread of mpicomm for work on the device."""
         self._backend.prepare_thread()
+
+    def _read_pairs(self, spec: Any, name: str, *, writable: bool = False) -> LocalBuffer:
+        """Read a buffer whose elements may be pairs."""
+        local = read_buffer(spec, self._backend, writable=writable, name=name)
+        local.elements = as_pairs(local.elements)
+        return local
 
     def _begin_access(self, stream: Any, local: LocalBuffer) -> int:
         """Return the stream of an access, after the last synchronisation. The caller calls ``after_access`` later."""

@@ -15,6 +15,7 @@ from tests.helpers.rigs.communicators import to_host
 from tests.mpi.windows.conftest import MakeWindow
 
 Act = Callable[[mpicomm.Win, Any], object]
+USERS = MPI.Op.Create(lambda a, b, datatype: None)
 REFUSED: dict[str, tuple[int, str, Act]] = {
     "displacement outside": (
         MPI.ERR_RMA_RANGE,
@@ -63,8 +64,18 @@ REFUSED: dict[str, tuple[int, str, Act]] = {
     ),
     "operation of pairs": (
         MPI.ERR_OP,
-        "Win.Accumulate: op=MPI.MAXLOC cannot update single elements",
+        "Win.Accumulate: op=maxloc is not defined for int64",
         lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, op=MPI.MAXLOC),
+    ),
+    "sum of pairs": (
+        MPI.ERR_OP,
+        "Win.Accumulate: op=sum is not defined for",
+        lambda win, xp: win.Accumulate([xp.ones(2, np.int64), 2, MPI.TWOINT], 0),
+    ),
+    "operation of the program": (
+        MPI.ERR_OP,
+        "Win.Accumulate: op=<mpi4py.MPI.Op object",
+        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, op=USERS),
     ),
     "average": (
         MPI.ERR_OP,
