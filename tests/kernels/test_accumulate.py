@@ -210,8 +210,8 @@ def test_pairs_are_compared(builds: Builds, name: str, op: str) -> None:
         machine.launch(rank, kernel, [AccumulateArguments(walk, 0)], blocks=1, threads=32)
     machine.run(seed=5, jitter_us=100, limit_s=30)
     expected = parts[0, 0].copy()
-    for part in parts.reshape(-1, 12):
-        pairs.combine(op, expected, part)
+    for row in parts.reshape(-1, 12):
+        pairs.combine(op, expected, row)
     found = target.view(dtype)
     assert [found[field].tolist() for field in ("value", "index")] == [
         expected[field].tolist() for field in ("value", "index")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from mpicomm.devices.host import array_at
 from mpicomm.kernels.window import BOARD_NBYTES
 from mpicomm.windows import mutex
 from mpicomm.windows.mutex import holding_mutex, make_mutex
@@ -40,7 +41,7 @@ def in_child(act: object) -> int:
 
 
 def test_processes_add_up(board: int) -> None:
-    number = np.frombuffer((ctypes.c_int64 * 1).from_address(board), np.int64)
+    number = array_at(board, 1, np.dtype(np.int64))
 
     def add() -> None:
         for _ in range(500):
@@ -91,5 +92,7 @@ def test_thread_that_waits_lets_another_thread_go_on(board: int) -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     assert entered.wait(10)
-    with holding_mutex(board):
-        assert not thread.is_alive() or thread.join(10) is None
+    with holding_mutex(board):  # a wait that kept Python's lock would keep the other thread in its block for ever
+        pass
+    thread.join(10)
+    assert not thread.is_alive()
