@@ -30,6 +30,7 @@ from mpicomm.windows.memory import (
 _create = MPI.Win.Create.__func__  # type: ignore[attr-defined]
 _allocate = MPI.Win.Allocate.__func__  # type: ignore[attr-defined]
 _allocate_shared = MPI.Win.Allocate_shared.__func__  # type: ignore[attr-defined]
+_free = MPI.Win.Free
 _create_dynamic = MPI.Win.Create_dynamic.__func__  # type: ignore[attr-defined]
 _PLACES = ("auto", "device", "mpi")
 
@@ -202,5 +203,11 @@ def _made(
 ) -> DeviceWin:
     # MPI's part of the window has no memory. It carries the group, the name, the attributes and the error handler.
     made: DeviceWin = _create(DeviceWin, None, 1, info, comm)
-    made._begin(session, memory, array, flavor)
+    try:
+        # All ranks together, because a rank whose kernels do not load would raise alone.
+        session.group.agree("Win: load kernels", lambda: made._begin(session, memory, array, flavor))
+    except Exception:
+        session.close_shared(memory, "Win")  # all ranks fail together
+        _free(made)
+        raise
     return made

@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import CollectiveTimeoutError, InvalidUsageError
+from mpicomm import CollectiveTimeoutError, InvalidUsageError, KernelCompileError
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.session import Session
@@ -312,6 +312,21 @@ def test_links_without_atomics_carry_puts_and_refuse_accumulates_and_locks() -> 
         with pytest.raises(InvalidUsageError, match="carries no atomics"):
             win.Lock_all()
         assert rig.mine()[0] == 3
+
+
+@pytest.mark.mpi(min_size=2)
+def test_kernels_that_do_not_load_on_one_rank_make_no_window() -> None:
+    with rig_of() as rig:
+        load = rig.device.load
+
+        def fail(variant: Any) -> object:
+            raise KernelCompileError("NVRTC cannot compile it")
+
+        rig.device.load = fail if rig.rank == 1 else load  # type: ignore[method-assign]
+        with pytest.raises(KernelCompileError, match="rank 1: NVRTC cannot compile it"):
+            mpicomm.Win.Allocate(8, comm=rig.comm)
+        rig.device.load = load  # type: ignore[method-assign]
+        mpicomm.Win.Allocate(8, comm=rig.comm).Free()
 
 
 @pytest.mark.mpi(min_size=2)
