@@ -43,9 +43,9 @@ class Window(Synchronisation):
         there = read_target(target, target_rank, self.memory, local, what)
         self.epochs.require_access(what, target_rank)
         if local.nbytes:
-            where = self._begin_access(stream, local)
+            where, captures = self._begin_access(stream, local)
             self._move_out(local, there, where)
-            self.streams.after_access(where)
+            self.streams.after_access(where, captures=captures)
         return local
 
     def get(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Get") -> LocalBuffer | None:
@@ -56,9 +56,9 @@ class Window(Synchronisation):
         there = read_target(target, target_rank, self.memory, local, what)
         self.epochs.require_access(what, target_rank)
         if local.nbytes:
-            where = self._begin_access(stream, local)
+            where, captures = self._begin_access(stream, local)
             self._move_in(local, there, where)
-            self.streams.after_access(where)
+            self.streams.after_access(where, captures=captures)
         return local
 
     def accumulate(
@@ -91,9 +91,9 @@ class Window(Synchronisation):
         self.steps.require_updatable(update, there, what)
         self.epochs.require_access(what, target_rank)
         if before is not None or name != "no_op":
-            where = self._begin_access(stream, local)
+            where, captures = self._begin_access(stream, local)
             self._update(update, there, values, before, where)
-            self.streams.after_access(where)
+            self.streams.after_access(where, captures=captures)
         return local
 
     def fetch_and_op(
@@ -133,7 +133,7 @@ class Window(Synchronisation):
         self.require_atomics(what, 1 << target_rank)
         self.steps.require_updatable(update, there, what)
         self.epochs.require_access(what, target_rank)
-        where = self._begin_access(stream, before)
+        where, captures = self._begin_access(stream, before)
         places = self._staging.places([value, expected, before], there.elements.nbytes, where)
         self.steps.compare_and_swap(
             there,
@@ -144,7 +144,7 @@ class Window(Synchronisation):
         )
         if places[2]:
             self._staging.unpack(before, places[2], where)
-        self.streams.after_access(where)
+        self.streams.after_access(where, captures=captures)
 
     def _update(
         self, update: Update, there: Target, values: LocalBuffer | None, before: LocalBuffer | None, stream: int
@@ -184,7 +184,11 @@ class Window(Synchronisation):
 
     def completion(self, local: LocalBuffer | None, stream: Any) -> Callable[[], bool]:
         """Return a function that says whether the last call on ``local`` is done."""
-        return (lambda: True) if local is None else self._backend.completion(self._stream(stream, local))
+        return (
+            (lambda: True)
+            if local is None
+            else self._backend.completion(self._resolve(stream, self._array_of(local))[0])
+        )
 
     def prepare_thread(self) -> None:
         """Prepare a thread of mpicomm for work on the device."""
@@ -196,14 +200,18 @@ class Window(Synchronisation):
         local.elements = as_pairs(local.elements)
         return local
 
-    def _begin_access(self, stream: Any, local: LocalBuffer) -> int:
-        """Return the stream of an access, after the last synchronisation. The caller calls ``after_access`` later."""
-        resolved = self._stream(stream, local)
-        self.streams.before_access(resolved)
-        return resolved
+    def _begin_access(self, stream: Any, local: LocalBuffer) -> tuple[int, bool]:
+        """Return the stream of an access, after the last synchronisation, and whether it captures a graph.
 
-    def _stream(self, stream: Any, local: LocalBuffer) -> int:
-        return self._backend.stream(stream, local.array if local.on_device else self.array)
+        The caller calls ``after_access`` later.
+        """
+        where, captures = self._resolve(stream, self._array_of(local))
+        self.streams.before_access(where, captures=captures)
+        return where, captures
+
+    def _array_of(self, local: LocalBuffer) -> Any:
+        """Return the array whose library says which stream is current."""
+        return local.array if local.on_device else self.array
 
     def _is_nowhere(self, what: str, target_rank: int) -> bool:
         self.require_usable(what)
