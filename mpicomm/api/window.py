@@ -13,9 +13,12 @@ from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.location import is_on_device
 from mpicomm.session import Session
+from mpicomm.windows.dynamic import share_dynamic_window
 from mpicomm.windows.memory import (
+    BYTES,
     Part,
     Provider,
+    WindowMemory,
     adopted,
     allocated,
     checked_part,
@@ -27,14 +30,16 @@ from mpicomm.windows.memory import (
 _create = MPI.Win.Create.__func__  # type: ignore[attr-defined]
 _allocate = MPI.Win.Allocate.__func__  # type: ignore[attr-defined]
 _allocate_shared = MPI.Win.Allocate_shared.__func__  # type: ignore[attr-defined]
+_free = MPI.Win.Free
+_create_dynamic = MPI.Win.Create_dynamic.__func__  # type: ignore[attr-defined]
 _PLACES = ("auto", "device", "mpi")
 
 
 class Win(HostWindowCalls):
     """A window for one-sided calls: ``MPI.Win``, whose memory may be device memory of a `Communicator`.
 
-    `Create`, `Allocate` and `Allocate_shared` make it. All of them are *collective* and blocking. ``place`` says whose
-    memory it has:
+    `Create`, `Allocate`, `Allocate_shared` and `Create_dynamic` make it. All of them are *collective* and blocking.
+    ``place`` says whose memory it has:
 
     - ``"device"``: memory of the device of ``comm``, a Communicator. All ranks map it, as the memory of
       ``comm.register`` and ``comm.empty``. On a ``"cpu"`` communicator it is shared host memory.
@@ -129,6 +134,21 @@ class Win(HostWindowCalls):
             return _allocate_shared(cls, size, disp_unit, info, comm)  # type: ignore[no-any-return]
         return _new(comm, "Win.Allocate_shared", size, disp_unit, info, MPI.WIN_FLAVOR_SHARED)
 
+    @classmethod
+    def Create_dynamic(
+        cls, info: MPI.Info = MPI.INFO_NULL, comm: MPI.Intracomm = MPI.COMM_SELF, *, place: str = "auto"
+    ) -> Win:
+        """Make a window to which ranks attach memory of this place. Collective, blocking."""
+        comm = communicator_of(comm)
+        if not _may_be_device(comm, place, "Win.Create_dynamic"):
+            return _create_dynamic(cls, info, comm)  # type: ignore[no-any-return]
+        session: Session = comm._session.set_up("Win.Create_dynamic")  # type: ignore[attr-defined]
+        require_one_node(session, "Win.Create_dynamic")
+        memory = share_dynamic_window(session, "Win.Create_dynamic")
+        return _made(
+            session, comm, info, memory, session.backend.view(memory.own_board, (0,), BYTES), MPI.WIN_FLAVOR_DYNAMIC
+        )
+
 
 class DeviceWin(DeviceWindowCalls, Win):
     """A `Win` of device memory."""
@@ -175,8 +195,19 @@ def _on_device(
     """Make a window of device memory. Collective. ``array`` is memory of the caller."""
     require_one_node(session, what)
     memory = share_window(session, what, parts, provide, allocated=flavor != MPI.WIN_FLAVOR_CREATE)
+    return _made(session, comm, info, memory, memory.view(comm.rank) if array is None else array, flavor)
+
+
+def _made(
+    session: Session, comm: MPI.Intracomm, info: MPI.Info, memory: WindowMemory, array: Any, flavor: int
+) -> DeviceWin:
     # MPI's part of the window has no memory. It carries the group, the name, the attributes and the error handler.
-    made = _create(DeviceWin, None, 1, info, comm)
-    made._begin(session, memory, memory.view(comm.rank) if array is None else array, flavor)
-    assert isinstance(made, Win)
+    made: DeviceWin = _create(DeviceWin, None, 1, info, comm)
+    try:
+        # All ranks together, because a rank whose kernels do not load would raise alone.
+        session.group.agree("Win: load kernels", lambda: made._begin(session, memory, array, flavor))
+    except Exception:
+        session.close_shared(memory, "Win")  # all ranks fail together
+        _free(made)
+        raise
     return made

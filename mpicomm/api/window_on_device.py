@@ -13,6 +13,7 @@ from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork
 from mpicomm.session import Session
 from mpicomm.windows.buffers import LocalBuffer
+from mpicomm.windows.dynamic import DynamicMemory
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.window import Window
 
@@ -221,6 +222,25 @@ class DeviceWindowCalls(HostWindowCalls):
 
     # The window itself.
 
+    def Attach(self, memory: Any) -> None:
+        """Let all ranks access ``memory`` through a window of `Create_dynamic`. Local.
+
+        It is an array of the place of the window, which ``comm.register`` takes. Displacements are addresses on its
+        rank: ``MPI.Get_address(memory)``. It must stay allocated until no rank accesses it again.
+        """
+        self._dynamic("Win.Attach").attach(memory)
+
+    def Detach(self, memory: Any) -> None:
+        """Let no rank access ``memory`` any more. Local; all accesses must be over."""
+        self._dynamic("Win.Detach").detach(memory)
+
+    def _dynamic(self, what: str) -> DynamicMemory:
+        self._window.require_usable(what)
+        memory = self._window.memory
+        if not isinstance(memory, DynamicMemory):
+            raise RefusedByMpiError(f"{what}: the window has its memory: make it by Create_dynamic", MPI.ERR_RMA_FLAVOR)
+        return memory
+
     def Shared_query(self, rank: int) -> tuple[Any, int]:
         """Return the part of ``rank``, an array of bytes that this rank has mapped, and its displacement unit. Local.
 
@@ -228,6 +248,11 @@ class DeviceWindowCalls(HostWindowCalls):
         """
         window = self._window
         window.require_usable("Win.Shared_query")
+        if isinstance(window.memory, DynamicMemory):
+            raise RefusedByMpiError(
+                "Win.Shared_query: ranks attach the memory of this window: make a window by Allocate",
+                MPI.ERR_RMA_FLAVOR,
+            )
         parts = window.memory.parts
         if rank == MPI.PROC_NULL:
             rank = next((number for number, part in enumerate(parts) if part.nbytes), 0)
@@ -242,6 +267,8 @@ class DeviceWindowCalls(HostWindowCalls):
     def attrs(self) -> tuple[int, int, int]:  # type: ignore[override]
         """The address, the bytes and the displacement unit of this rank's part."""
         memory, rank = self._window.memory, self._window.rank
+        if isinstance(memory, DynamicMemory):
+            return 0, 0, 1
         return memory.pointers[rank], memory.parts[rank].nbytes, memory.parts[rank].disp_unit
 
     @property

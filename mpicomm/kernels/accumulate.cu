@@ -15,7 +15,37 @@
 #include "regions.cuh"
 
 namespace mpicomm {
+
+// A value and its index, the elements of MINLOC and MAXLOC, with the gaps of C.
+template <class Value>
+struct alignas(sizeof(Value) < 8 ? 8 : 16) Located {
+  Value value;
+  i32 index;
+};
+
+namespace dtype {
+using pair_f4 = Located<float>;
+using pair_f8 = Located<double>;
+using pair_i8 = Located<i64>;
+using pair_i4 = Located<i32>;
+using pair_i2 = Located<i16>;
+}  // namespace dtype
+
 namespace op {
+
+// Of two pairs the pair with the smaller or larger value, and of equal values the smaller index.
+template <class T>
+struct minloc : Numeric<T> {
+  MPICOMM_DEVICE static T next(T a, T b) {
+    return b.value < a.value || (b.value == a.value && b.index < a.index) ? b : a;
+  }
+};
+template <class T>
+struct maxloc : Numeric<T> {
+  MPICOMM_DEVICE static T next(T a, T b) {
+    return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
+  }
+};
 
 // The operations of MPI that only accumulates have. They move the bits of any type of their size.
 template <class T>
@@ -164,6 +194,19 @@ MPICOMM_DEVICE T update_element(T* p, T x) {
   }
 }
 
+// The same, without the previous element.
+template <class Update, class T>
+MPICOMM_DEVICE void apply_to_element(T* p, T x) {
+  if constexpr (kSame<Update, op::sum<T>> && (kSame<T, float> || kSame<T, double>)) {
+    add_to(p, x);
+  } else if constexpr (kSame<Update, op::sum<T>> && kIsWord<T>) {
+    using Word = typename WordOf<sizeof(T)>::Type;
+    add_to(reinterpret_cast<Word*>(p), static_cast<Word>(x));
+  } else {
+    update_element<Update>(p, x);
+  }
+}
+
 constexpr bool kOnlyReads = kSame<Op, op::no_op<Element>>;
 
 MPICOMM_DEVICE void accumulate(u8* target, const u8* contribution, u8* result) {
@@ -171,7 +214,7 @@ MPICOMM_DEVICE void accumulate(u8* target, const u8* contribution, u8* result) {
   // The contributions of an operation that only reads do not exist.
   const Element x = kOnlyReads ? Element{} : *reinterpret_cast<const Element*>(contribution);
   if (result == nullptr) {
-    update_element<Op>(element, x);
+    apply_to_element<Op>(element, x);
   } else {
     *reinterpret_cast<Element*>(result) = update_element<Op>(element, x);
   }

@@ -6,7 +6,7 @@ import ctypes
 
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.packing import PackArguments
-from mpicomm.kernels.reductions import OPTIONS, Reduction, cpp_name, options_for
+from mpicomm.kernels.reductions import OPTIONS, Reduction, options_for
 from mpicomm.kernels.variant import Variant
 
 ACCUMULATE_THREADS = 256  # kAccumulateThreads in accumulate.cu; a test compares them
@@ -14,6 +14,8 @@ _BLOCKS_OF_A_MULTIPROCESSOR = 8  # they fill it
 
 MOVING = ("replace", "no_op")
 """The operations that move the bits of any type."""
+LOCATING = ("minloc", "maxloc")
+"""The operations on pairs of a value and an index."""
 _TYPE_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 """For each size of an element a type that `MOVING` operations take."""
 UPDATED_SIZES = tuple(_TYPE_OF_SIZE)
@@ -45,10 +47,15 @@ class SwapArguments(ctypes.Structure):
 def accumulate_kernel(reduction: Reduction, itemsize: int) -> Variant:
     """Return the kernel that updates elements of ``itemsize`` bytes by ``(dtype, op)``; raises as `options_for`.
 
-    ``op`` may be one of `MOVING`, for any dtype.
+    ``op`` may be one of `MOVING`, for any dtype, or one of `LOCATING`, for a type of pairs in accumulate.cu.
     """
-    op = reduction[1]
-    options = _moving(op, itemsize) if op in MOVING else options_for(reduction)
+    dtype, op = reduction
+    if op in MOVING:
+        options = _moving(op, itemsize)
+    elif op in LOCATING:
+        options = _options(dtype, op)
+    else:
+        options = options_for(reduction)
     return Variant(SHARED / "accumulate.cu", "mpicomm_accumulate", options)
 
 
@@ -63,4 +70,8 @@ def blocks_for(count: int, multiprocessors: int) -> int:
 
 
 def _moving(op: str, itemsize: int) -> tuple[str, ...]:
-    return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(_TYPE_OF_SIZE[itemsize])}", f"-DMPICOMM_OP={op}")
+    return _options(_TYPE_OF_SIZE[itemsize], op)
+
+
+def _options(dtype: str, op: str) -> tuple[str, ...]:
+    return (*OPTIONS, f"-DMPICOMM_DTYPE={dtype}", f"-DMPICOMM_OP={op}")

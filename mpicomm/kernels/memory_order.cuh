@@ -263,8 +263,21 @@ MPICOMM_DEVICE Pair compare_and_swap(Pair* p, const Pair& expected, const Pair& 
   return before;
 }
 
-// Updates a word, and returns its previous content. All of them are relaxed. If no code uses the
-// previous content, the compiler takes an instruction that does not wait for it.
+// Adds to a word, and does not wait for its previous content. All updates here are relaxed.
+MPICOMM_DEVICE void add_to(u32* p, u32 value) {
+  asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+MPICOMM_DEVICE void add_to(u64* p, u64 value) {
+  asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+MPICOMM_DEVICE void add_to(float* p, float value) {
+  asm volatile("red.relaxed.sys.global.add.f32 [%0], %1;" ::"l"(p), "f"(value) : "memory");
+}
+MPICOMM_DEVICE void add_to(double* p, double value) {
+  asm volatile("red.relaxed.sys.global.add.f64 [%0], %1;" ::"l"(p), "d"(value) : "memory");
+}
+
+// Updates a word, and returns its previous content.
 MPICOMM_DEVICE u32 fetch_add(u32* p, u32 value) { return atomicAdd_system(p, value); }
 MPICOMM_DEVICE u64 fetch_add(u64* p, u64 value) { return atomicAdd_system(p, value); }
 MPICOMM_DEVICE float fetch_add(float* p, float value) { return atomicAdd_system(p, value); }
@@ -377,6 +390,10 @@ MPICOMM_DEVICE T fetch_add(T* p, T value) {
     while (!__atomic_compare_exchange(p, &before, &sum, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return before;
   }
+}
+template <class T>
+MPICOMM_DEVICE void add_to(T* p, T value) {
+  fetch_add(p, value);
 }
 template <class T>
 MPICOMM_DEVICE T fetch_and(T* p, T value) {

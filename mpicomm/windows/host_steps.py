@@ -12,6 +12,7 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.base import Scratch
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import CollectiveTimeoutError
+from mpicomm.kernels.accumulate import LOCATING
 from mpicomm.kernels.window import (
     EXCLUSIVE_SHIFT,
     FENCE,
@@ -23,7 +24,7 @@ from mpicomm.kernels.window import (
 )
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.waiting import wait_until
-from mpicomm.windows import host_layouts
+from mpicomm.windows import host_layouts, pairs
 from mpicomm.windows.buffers import Target
 from mpicomm.windows.mutex import holding_mutex
 from mpicomm.windows.steps import Count, ranks_in
@@ -127,17 +128,19 @@ class HostSteps:
         layout, dtype = elements.layout, update.dtype
         with holding_mutex(self._addresses[target.rank]):
             if layout is None:
-                now = array_at(address, count, dtype)
+                now = _elements_at(address, count, dtype)
             else:
                 now = np.empty(count, dtype)
                 host_layouts.gather(layout, address, now.ctypes.data)
             if result:
-                np.copyto(array_at(result, count, dtype), now)
+                np.copyto(_elements_at(result, count, dtype), now)
             if update.reads_only:
                 return
-            contribution = array_at(values, count, dtype)
+            contribution = _elements_at(values, count, dtype)
             if update.op == "replace":
                 np.copyto(now, contribution)
+            elif update.op in LOCATING:
+                pairs.combine(update.op, now, contribution)
             else:
                 with np.errstate(all="ignore"):
                     Reducer(update.op, dtype).reduce([now, contribution], now)
@@ -165,6 +168,11 @@ class HostSteps:
         within = f"{text} within {self._backend.timeout_s:g} s; the communicator is unusable: create another"
         self._backend.fail(CollectiveTimeoutError(within, ranks=[peer]))
         self._backend.check()
+
+
+def _elements_at(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    # Bytes, because the array interface would forget the fields of a pair.
+    return array_at(pointer, count * dtype.itemsize, _BYTE).view(dtype)
 
 
 def _holder_of(lock: int) -> int:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from mpicomm.devices.base import Segment
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
 from mpicomm.symmetric.owner import Owner
@@ -54,6 +56,31 @@ class WindowMemory:
     def view(self, rank: int) -> Any:
         """Return the part of a rank: a NumPy or CuPy array of bytes, mapped on this rank. Local."""
         return self.owner.backend.view(self._segments[rank], (self.parts[rank].nbytes,), BYTES)
+
+    @property
+    def own_board(self) -> Segment:
+        """The board of this rank."""
+        return self._board_segments.own
+
+    def locate(self, rank: int, disp: int, ends: tuple[int, int], what: str) -> int:
+        """Return the address on this rank of the displacement ``disp`` in the part of ``rank``. Local.
+
+        ``ends`` are the ends of the elements there, in bytes from the displacement. Raises `RefusedByMpiError` for
+        elements outside of the part.
+        """
+        part = self.parts[rank]
+        if disp < 0:
+            raise RefusedByMpiError(f"{what}: target: displacement {disp} is negative: pass 0 or more", MPI.ERR_DISP)
+        start = disp * part.disp_unit
+        begin, end = (start + each for each in ends)
+        if begin != end and (begin < 0 or end > part.nbytes):
+            raise RefusedByMpiError(
+                f"{what}: target: displacement {disp} reaches from byte {begin} to byte {end} of the window on rank "
+                f"{rank}, which has {part.nbytes} bytes (disp_unit={part.disp_unit}): pass another displacement or "
+                "count",
+                MPI.ERR_RMA_RANGE,
+            )
+        return self.pointers[rank] + start
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's part, unless the caller owns it, and of the board; local."""
@@ -121,6 +148,18 @@ def allocated(owner: Owner, nbytes: int) -> Provider:
 def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, *, allocated: bool) -> WindowMemory:
     """Let all ranks open each other's parts. Collective, blocking; a failure raises the same error on all ranks."""
 
+    segments = share(owner.node, owner.backend, what, provide, lambda: what, sealed=allocated)
+    try:
+        boards = share_boards(owner, what)
+    except Exception:
+        segments.close(f"{what}: undo boards")  # all ranks fail together
+        raise
+    return owner.keep(WindowMemory(owner, parts, segments, boards, allocated=allocated))
+
+
+def share_boards(owner: Owner, what: str) -> SharedSegments:
+    """Let all ranks open each other's boards. Collective, blocking; a failure raises the same error on all ranks."""
+
     def board() -> Segment:
         backend = owner.backend
         segment = backend.allocate(owner.kind, BOARD_NBYTES)
@@ -134,10 +173,4 @@ def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, 
             raise
         return segment
 
-    segments = share(owner.node, owner.backend, what, provide, lambda: what, sealed=allocated)
-    try:
-        boards = share(owner.node, owner.backend, f"{what}: boards", board, lambda: what)
-    except Exception:
-        segments.close(f"{what}: undo boards")  # all ranks fail together
-        raise
-    return owner.keep(WindowMemory(owner, parts, segments, boards, allocated=allocated))
+    return share(owner.node, owner.backend, f"{what}: boards", board, lambda: what)

@@ -15,6 +15,7 @@ from mpicomm.devices.base import GpuBackend, Scratch
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.accumulate import (
     ACCUMULATE_THREADS,
+    LOCATING,
     MOVING,
     UPDATED_SIZES,
     WIDE_NBYTES,
@@ -182,14 +183,14 @@ class GpuSteps:
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
         """Raise for addresses and sizes that the instructions of the GPU do not update."""
         dtype, nbytes = update.dtype, update.dtype.itemsize
-        if nbytes not in UPDATED_SIZES or (update.op not in MOVING and not is_covered(dtype)):
+        if nbytes not in UPDATED_SIZES or not (update.op in (*MOVING, *LOCATING) or is_covered(dtype)):
             raise InvalidUsageError(
                 f"{what}: a GPU does not update elements of {dtype}: convert them to a type that it computes with"
             )
         if nbytes == WIDE_NBYTES and self._backend.info.compute_capability < (9, 0):
             raise InvalidUsageError(
                 f"{what}: elements of {update.dtype} have {nbytes} bytes, which only GPUs of compute capability 9.0 or "
-                "newer update at once: accumulate the real and imaginary parts as floats"
+                "newer update at once: pass smaller elements"
             )
         if target.address % nbytes or not is_aligned(target.elements.layout, nbytes):
             raise InvalidUsageError(
@@ -205,7 +206,7 @@ class GpuSteps:
         regions = 0 if elements.layout is None and table.num_regions == 1 else backend.pack_table(table)
         walk = table.arguments(regions, target.address, values, backend.faults.failed, unpacks=True)
         itemsize = update.dtype.itemsize
-        kernel = accumulate_kernel((update.dtype.name, update.op), itemsize)
+        kernel = accumulate_kernel((update.kernel_type, update.op), itemsize)
         blocks = blocks_for(elements.nbytes // itemsize, backend.multiprocessors)
         arguments = AccumulateArguments(walk, result)
         backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)

@@ -25,28 +25,37 @@ class StreamUse:
         self._accesses: dict[int, Any] = {}  # the point after the last access, by stream
         self._accessed_here = False  # whether a default stream has accesses after a synchronisation on it
 
-    def before_access(self, stream: int) -> None:
+    def resolve(self, stream: Any, array: Any) -> tuple[int, bool]:
+        """Return the address of a ``stream=`` argument, and whether the stream captures a graph; as ``Backend.stream``.
+
+        Raises the error of earlier work, if there is one.
+        """
+        assert self._backend is not None
+        eager = self._backend.eager_stream(stream, array)  # one question is cheaper than two
+        return (self._backend.stream(stream, array), True) if eager is None else (eager, False)
+
+    def before_access(self, stream: int, *, captures: bool) -> None:
         """Let ``stream``, on which an access goes next, follow the last synchronisation."""
         if self._backend is None or self._mark is None or stream == self._stream or stream in self._followed:
             return
-        if not self._backend.is_capturing(stream):
+        if not captures:
             self._backend.side_streams.follow(stream, self._mark)
             self._followed.add(stream)
 
-    def after_access(self, stream: int) -> None:
+    def after_access(self, stream: int, *, captures: bool) -> None:
         """Note an access on ``stream``, which is enqueued."""
-        if self._backend is None:
+        if self._backend is None or captures:
             return
         # Marks, not streams, because the program may destroy the stream before the synchronisation. A default stream
         # lasts, and an access there needs no mark of its own, which would take a microsecond.
         if stream in _DEFAULT_STREAMS and stream == self._stream:
             self._accessed_here = True
-        elif not self._backend.is_capturing(stream):
+        else:
             self._accesses[stream] = self._backend.side_streams.mark(stream)
 
-    def before_synchronisation(self, stream: int) -> None:
+    def before_synchronisation(self, stream: int, *, captures: bool) -> None:
         """Let ``stream``, on which a synchronisation goes next, follow all accesses and the last synchronisation."""
-        if self._backend is None or self._backend.is_capturing(stream):
+        if self._backend is None or captures:
             return
         for mark in self._accesses.values():
             self._backend.side_streams.follow(stream, mark)
@@ -57,9 +66,9 @@ class StreamUse:
         elif self._mark is not None:
             self._backend.side_streams.follow(stream, self._mark)
 
-    def after_synchronisation(self, stream: int) -> None:
+    def after_synchronisation(self, stream: int, *, captures: bool) -> None:
         """Note a synchronisation on ``stream``, which is enqueued."""
-        if self._backend is None or self._backend.is_capturing(stream):
+        if self._backend is None or captures:
             return
         self._stream, self._mark = stream, self._backend.side_streams.mark(stream)
         self._accesses.clear()

@@ -216,10 +216,16 @@ class Synchronisation:
     @contextlib.contextmanager
     def _synchronising(self, stream: Any) -> Iterator[int]:
         """Give the stream of a synchronisation in a ``with`` block, after all accesses of this rank."""
-        resolved = self._backend.stream(stream, self.array)
-        self.streams.before_synchronisation(resolved)
-        yield resolved
-        self.streams.after_synchronisation(resolved)
+        where, captures = self._resolve(stream, self.array)
+        self.streams.before_synchronisation(where, captures=captures)
+        yield where
+        self.streams.after_synchronisation(where, captures=captures)
+
+    def _resolve(self, stream: Any, array: Any) -> tuple[int, bool]:
+        """Return the address of a ``stream=`` argument, and whether the stream captures a graph."""
+        if self._gpu is None:
+            return self._backend.stream(stream, array), False
+        return self.streams.resolve(stream, array)
 
     def _order_host_memory(self, stream: int) -> None:
         """Order this rank's accesses before and after the call, in the view of other ranks. A stream does so itself."""

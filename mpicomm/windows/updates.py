@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.kernels.accumulate import MOVING
+from mpicomm.kernels.accumulate import LOCATING, MOVING
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.ops import check_legal, op_name
+from mpicomm.windows import pairs
 from mpicomm.windows.buffers import LocalBuffer, TypedElements
-
-_UNABLE = {MPI.MINLOC.handle: "MPI.MINLOC", MPI.MAXLOC.handle: "MPI.MAXLOC"}
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,11 @@ class Update:
     op: str
     """A word of kernels.reductions or kernels.accumulate, or an expression of the user."""
     dtype: np.dtype[Any]
+
+    @property
+    def kernel_type(self) -> str:
+        """The name of the type of the elements for kernels."""
+        return pairs.kernel_type(self.dtype) or self.dtype.name
 
     @property
     def reads_only(self) -> bool:
@@ -38,12 +42,13 @@ def name_of(op: MPI.Op, what: str) -> str:
         return "replace"
     if isinstance(op, MPI.Op) and op == MPI.NO_OP:
         return "no_op"
+    if isinstance(op, MPI.Op) and op.handle in pairs.OPERATIONS:
+        return pairs.OPERATIONS[op.handle]
     name = op_name(op)
     if name is None or name == "avg":
-        shown = _UNABLE.get(op.handle, repr(op))
         raise RefusedByMpiError(
-            f"{what}: op={shown} cannot update single elements of device memory: pass MPI.REPLACE, MPI.NO_OP, MPI.SUM, "
-            "another arithmetic, logical or bitwise operation of MPI, or an mpicomm.Op",
+            f"{what}: op={op!r} cannot update single elements of device memory: pass an operation that MPI defines, or "
+            "an mpicomm.Op",
             MPI.ERR_OP,
         )
     return name
@@ -58,7 +63,13 @@ def update_of(name: str, elements: TypedElements, what: str) -> Update:
             "one basic type",
             MPI.ERR_TYPE,
         )
-    if name not in MOVING:
+    if (name in LOCATING) != (pairs.kernel_type(dtype) is not None) and name not in MOVING:
+        raise RefusedByMpiError(
+            f"{what}: op={name} is not defined for {dtype}: MINLOC and MAXLOC are for pairs such as MPI.DOUBLE_INT, "
+            "and pairs have no other operations",
+            MPI.ERR_OP,
+        )
+    if name not in (*MOVING, *LOCATING):
         check_legal(name, dtype)
     return Update(name, np.dtype(np.uint8) if dtype == types.BYTE else dtype)
 

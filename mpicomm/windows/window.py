@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -13,6 +12,7 @@ from mpicomm.kernels.accumulate import SWAPPED_SIZES
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
 from mpicomm.windows.memory import WindowMemory
+from mpicomm.windows.pairs import as_pairs
 from mpicomm.windows.staging import Staging
 from mpicomm.windows.synchronisation import Synchronisation
 from mpicomm.windows.updates import Update, name_of, require_alike, require_bytes, require_one, update_of
@@ -42,9 +42,10 @@ class Window(Synchronisation):
         local = read_buffer(origin, self._backend, writable=False, name="origin")
         there = read_target(target, target_rank, self.memory, local, what)
         self.epochs.require_access(what, target_rank)
-        with self._accessing(stream, local) as where:
-            if local.nbytes:
-                self._move_out(local, there, where)
+        if local.nbytes:
+            where, captures = self._begin_access(stream, local)
+            self._move_out(local, there, where)
+            self.streams.after_access(where, captures=captures)
         return local
 
     def get(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Get") -> LocalBuffer | None:
@@ -54,9 +55,10 @@ class Window(Synchronisation):
         local = read_buffer(origin, self._backend, writable=True, name="origin")
         there = read_target(target, target_rank, self.memory, local, what)
         self.epochs.require_access(what, target_rank)
-        with self._accessing(stream, local) as where:
-            if local.nbytes:
-                self._move_in(local, there, where)
+        if local.nbytes:
+            where, captures = self._begin_access(stream, local)
+            self._move_in(local, there, where)
+            self.streams.after_access(where, captures=captures)
         return local
 
     def accumulate(
@@ -69,13 +71,13 @@ class Window(Synchronisation):
         if self._is_nowhere(what, target_rank):
             return None
         name = name_of(op, what)
-        before = None if result is None else read_buffer(result, self._backend, writable=True, name="result")
+        before = None if result is None else self._read_pairs(result, "result", writable=True)
         values = None
         if name != "no_op" or before is None:
-            values = read_buffer(origin, self._backend, writable=False, name="origin")
+            values = self._read_pairs(origin, "origin")
         local = before or values if values is None else values
         assert local is not None
-        there = read_target(target, target_rank, self.memory, local, what)
+        there = read_target(target, target_rank, self.memory, local, what, as_pairs)
         if before is not None and values is not None:
             require_bytes(before, values.nbytes, "origin", what)
         if not local.nbytes:
@@ -88,9 +90,10 @@ class Window(Synchronisation):
         self.require_atomics(what, 1 << target_rank)
         self.steps.require_updatable(update, there, what)
         self.epochs.require_access(what, target_rank)
-        with self._accessing(stream, local) as where:
-            if before is not None or name != "no_op":
-                self._update(update, there, values, before, where)
+        if before is not None or name != "no_op":
+            where, captures = self._begin_access(stream, local)
+            self._update(update, there, values, before, where)
+            self.streams.after_access(where, captures=captures)
         return local
 
     def fetch_and_op(
@@ -99,10 +102,10 @@ class Window(Synchronisation):
         """Do as `accumulate` with one element."""
         if self._is_nowhere(what, target_rank):
             return
-        before = read_buffer(result, self._backend, writable=True, name="result")
+        before = self._read_pairs(result, "result", writable=True)
         require_one(before, what)
         if origin is not None:  # mpi4py compares an origin also if the operation does not read it
-            value = read_buffer(origin, self._backend, writable=False, name="origin")
+            value = self._read_pairs(origin, "origin")
             require_one(value, what)
             require_alike(before.elements, value, what)
         self.accumulate(what, origin, result, target_rank, (target_disp, 1), op, stream)
@@ -130,17 +133,18 @@ class Window(Synchronisation):
         self.require_atomics(what, 1 << target_rank)
         self.steps.require_updatable(update, there, what)
         self.epochs.require_access(what, target_rank)
-        with self._accessing(stream, before) as where:
-            places = self._staging.places([value, expected, before], there.elements.nbytes, where)
-            self.steps.compare_and_swap(
-                there,
-                self._staging.packed(value, where, places[0]),
-                self._staging.packed(expected, where, places[1]),
-                places[2] or before.pointer,
-                where,
-            )
-            if places[2]:
-                self._staging.unpack(before, places[2], where)
+        where, captures = self._begin_access(stream, before)
+        places = self._staging.places([value, expected, before], there.elements.nbytes, where)
+        self.steps.compare_and_swap(
+            there,
+            self._staging.packed(value, where, places[0]),
+            self._staging.packed(expected, where, places[1]),
+            places[2] or before.pointer,
+            where,
+        )
+        if places[2]:
+            self._staging.unpack(before, places[2], where)
+        self.streams.after_access(where, captures=captures)
 
     def _update(
         self, update: Update, there: Target, values: LocalBuffer | None, before: LocalBuffer | None, stream: int
@@ -180,22 +184,34 @@ class Window(Synchronisation):
 
     def completion(self, local: LocalBuffer | None, stream: Any) -> Callable[[], bool]:
         """Return a function that says whether the last call on ``local`` is done."""
-        return (lambda: True) if local is None else self._backend.completion(self._stream(stream, local))
+        return (
+            (lambda: True)
+            if local is None
+            else self._backend.completion(self._resolve(stream, self._array_of(local))[0])
+        )
 
     def prepare_thread(self) -> None:
         """Prepare a thread of mpicomm for work on the device."""
         self._backend.prepare_thread()
 
-    @contextlib.contextmanager
-    def _accessing(self, stream: Any, local: LocalBuffer) -> Iterator[int]:
-        """Give the stream of an access in a ``with`` block, after the last synchronisation."""
-        resolved = self._stream(stream, local)
-        self.streams.before_access(resolved)
-        yield resolved
-        self.streams.after_access(resolved)
+    def _read_pairs(self, spec: Any, name: str, *, writable: bool = False) -> LocalBuffer:
+        """Read a buffer whose elements may be pairs."""
+        local = read_buffer(spec, self._backend, writable=writable, name=name)
+        local.elements = as_pairs(local.elements)
+        return local
 
-    def _stream(self, stream: Any, local: LocalBuffer) -> int:
-        return self._backend.stream(stream, local.array if local.on_device else self.array)
+    def _begin_access(self, stream: Any, local: LocalBuffer) -> tuple[int, bool]:
+        """Return the stream of an access, after the last synchronisation, and whether it captures a graph.
+
+        The caller calls ``after_access`` later.
+        """
+        where, captures = self._resolve(stream, self._array_of(local))
+        self.streams.before_access(where, captures=captures)
+        return where, captures
+
+    def _array_of(self, local: LocalBuffer) -> Any:
+        """Return the array whose library says which stream is current."""
+        return local.array if local.on_device else self.array
 
     def _is_nowhere(self, what: str, target_rank: int) -> bool:
         self.require_usable(what)

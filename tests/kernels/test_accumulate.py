@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from mpicomm.kernels.accumulate import (
+    LOCATING,
     MOVING,
     SWAPPED_SIZES,
     AccumulateArguments,
@@ -21,6 +22,7 @@ from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.packing import PackJob, table_of
 from mpicomm.mpi.types import covered_dtype
+from mpicomm.windows import pairs
 from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds, Change
@@ -125,8 +127,8 @@ def test_update_that_is_not_atomic_is_seen(builds: Builds, dtype: str, change: C
 @pytest.mark.parametrize(
     ("dtype", "change"),
     [
-        ("int64", Change("accumulate.cu", "fetch_add(word, bits)", "(*word += bits)")),
-        ("float64", Change("accumulate.cu", "return fetch_add(p, x);", "return *p += x;")),
+        ("int64", Change("accumulate.cu", "add_to(reinterpret_cast<Word*>(p), static_cast<Word>(x));", "*p += x;")),
+        ("float64", Change("accumulate.cu", "add_to(p, x);", "*p += x;")),
     ],
     ids=["integers", "floats"],
 )
@@ -187,6 +189,33 @@ def test_elements_are_replaced_and_read_as_wholes(builds: Builds, dtype: str, op
         assert (seen == 7).all() and (now == 7).all()
     else:  # each of the four values of an element was either seen once, or is there now
         assert (np.sort(np.vstack([seen, now[None]]), axis=0) == np.array([7, 10, 11, 12])[:, None]).all()
+
+
+@pytest.mark.parametrize("op", LOCATING)
+@pytest.mark.parametrize("name", ["pair_f4", "pair_f8", "pair_i2"])
+def test_pairs_are_compared(builds: Builds, name: str, op: str) -> None:
+    dtype = next(dtype for dtype, named in pairs._KERNEL_TYPES.items() if named == name)
+    machine, rng = Machine(builds, 3), np.random.default_rng(4)
+    parts = np.zeros((3, 5, 12), dtype)
+    parts["value"] = rng.integers(0, 3, parts.shape)
+    parts["index"] = rng.permutation(parts.size).reshape(parts.shape)
+    target = machine.place(0, parts[0, 0])
+    kernel = kernel_of(builds, accumulate_kernel((name, op), dtype.itemsize))
+    table = table_of([PackJob(0, run_of(parts[0, 0].nbytes), 0)])
+    for part, rank in ((part, rank) for part in range(5) for rank in range(3)):
+        given, regions = machine.place(rank, parts[rank, part]), machine.place(rank, np.zeros(8))
+        walk = table.arguments(
+            regions.address, machine.address(0, target, rank), given.address, machine.faults[rank].failed, unpacks=True
+        )
+        machine.launch(rank, kernel, [AccumulateArguments(walk, 0)], blocks=1, threads=32)
+    machine.run(seed=5, jitter_us=100, limit_s=30)
+    expected = parts[0, 0].copy()
+    for row in parts.reshape(-1, 12):
+        pairs.combine(op, expected, row)
+    found = target.view(dtype)
+    assert [found[field].tolist() for field in ("value", "index")] == [
+        expected[field].tolist() for field in ("value", "index")
+    ]
 
 
 @pytest.mark.parametrize("nbytes", SWAPPED_SIZES)

@@ -8,7 +8,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,12 +77,13 @@ class WindowDevice(ThreadDevice):
     def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
         assert blocks > 0 and threads > 0
         given = type(arguments).from_buffer_copy(arguments)
-        carry = {
+        carriers: dict[str, Callable[[Any, Variant], None]] = {
             "mpicomm_window_meet": self._meet,
             "mpicomm_window_lock": self._lock,
             "mpicomm_accumulate": self._accumulate,
             "mpicomm_compare_and_swap": self._swap,
-        }[variant.entry]
+        }
+        carry = carriers[variant.entry]
         if variant.entry.startswith("mpicomm_window"):
             assert variant in self.loaded, "a kernel that waits is loaded beforehand"
 

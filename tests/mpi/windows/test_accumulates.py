@@ -47,6 +47,46 @@ def test_all_ranks_accumulate_into_the_same_elements(
     assert np.array_equal(to_host(before), expected)
 
 
+PAIRS = {
+    "FLOAT_INT": (MPI.FLOAT_INT, np.float32, 4, 8),
+    "DOUBLE_INT": (MPI.DOUBLE_INT, np.float64, 8, 16),
+    "LONG_INT": (MPI.LONG_INT, np.int64, 8, 16),
+    "TWOINT": (MPI.TWOINT, np.int32, 4, 8),
+    "SHORT_INT": (MPI.SHORT_INT, np.int16, 4, 8),
+}
+
+
+@pytest.mark.parametrize("op", ["MINLOC", "MAXLOC"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_a_value_and_an_index_are_compared(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str, op: str
+) -> None:
+    datatype, value, index_at, extent = PAIRS[name]
+    dtype = np.dtype(
+        {"names": ["value", "index"], "formats": [value, np.int32], "offsets": [0, index_at], "itemsize": extent}
+    )
+    parts = np.zeros((comm.size, 6), dtype)
+    parts["value"] = np.random.default_rng(1).integers(0, 4, parts.shape)
+    parts["index"] = 10 * np.arange(comm.size)[:, None] + np.arange(6)
+    win = window(6 * extent, np.uint8, disp_unit=extent)
+    win.Fence()
+    win.Accumulate([xp.asarray(parts[0].view(np.uint8)), 6, datatype], 0, (0, 6, datatype), MPI.REPLACE)
+    win.Fence()
+    before = xp.zeros(6 * extent, np.uint8)
+    win.Get_accumulate([xp.asarray(parts[comm.rank].view(np.uint8)), 6, datatype], [before, 6, datatype], 0, 0,
+                       getattr(MPI, op))  # fmt: skip
+    win.Fence()
+    win.Fetch_and_op(None, [before, 1, datatype], 0, 5, MPI.NO_OP)
+    win.Get([before[extent:], 5, datatype], 0, 0)
+    win.Fence()
+    expected = []
+    for column in range(6):
+        best = parts["value"][:, column].min() if op == "MINLOC" else parts["value"][:, column].max()
+        expected.append((best, parts["index"][parts["value"][:, column] == best, column].min()))
+    found = to_host(before).view(dtype)
+    assert [(each["value"], each["index"]) for each in found] == [expected[5], *expected[:5]]
+
+
 def test_an_operation_of_the_user_accumulates(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
     win = window(3, np.float64)
     win.Fence()

@@ -53,7 +53,10 @@ def test_ranks_without_memory_take_part(comm: mpicomm.Communicator, xp: Any) -> 
 
 def test_memory_of_the_caller_becomes_a_window(comm: mpicomm.Communicator, xp: Any, device: str) -> None:
     block = shared_memory.SharedMemory(create=True, size=64) if device == "cpu" else None
-    array = np.frombuffer(block.buf, np.int64) if block else xp.zeros(8, np.int64)
+    array: Any = xp.zeros(8, np.int64)
+    if block:
+        assert block.buf is not None
+        array = np.frombuffer(block.buf, np.int64)
     array[...] = comm.rank
     win = mpicomm.Win.Create(array, 8, MPI.INFO_NULL, comm, place="device")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -95,7 +98,8 @@ def test_windows_without_memory_are_mpis(comm: mpicomm.Communicator) -> None:
 
 def test_bad_arguments_raise_on_all_ranks(comm: mpicomm.Communicator) -> None:
     wrong = comm.rank == comm.size - 1
-    for size, disp_unit, words in ((-1, 1, "size=-1"), (8, 0, "disp_unit=0"), (8.5, 1, "size=8.5")):
+    wrongs: list[tuple[Any, int, str]] = [(-1, 1, "size=-1"), (8, 0, "disp_unit=0"), (8.5, 1, "size=8.5")]
+    for size, disp_unit, words in wrongs:
         with pytest.raises(InvalidUsageError, match=f"rank {comm.size - 1}: Win.Allocate: {words}"):
             mpicomm.Win.Allocate(size if wrong else 8, disp_unit if wrong else 1, comm=comm, place="device")
     with pytest.raises(InvalidUsageError, match="place='gpu': use one of auto, device, mpi"):

@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import CollectiveTimeoutError, InvalidUsageError
+from mpicomm import CollectiveTimeoutError, InvalidUsageError, KernelCompileError
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.session import Session
@@ -298,18 +298,56 @@ def test_links_without_atomics_carry_puts_and_refuse_accumulates_and_locks() -> 
         win = rig.win
         win.Fence()
         win.Put(rig.of([3]), rig.right)
-        for act in (
+        acts: list[Callable[[], object]] = [
             lambda: win.Accumulate(rig.of([1]), rig.right),
             lambda: win.Fetch_and_op(rig.of([1]), rig.of([1]), rig.right),
             lambda: win.Compare_and_swap(rig.of([1]), rig.of([1]), rig.of([1]), rig.right),
-        ):
+        ]
+        for act in acts:
             with pytest.raises(InvalidUsageError, match=rf"memory of rank {rig.right} \(PCIe\) carries no atomics"):
                 act()
         win.Fence(MPI.MODE_NOSUCCEED)
-        for act in (lambda: win.Lock(rig.right), win.Lock_all):
-            with pytest.raises(InvalidUsageError, match="carries no atomics"):
-                act()
+        with pytest.raises(InvalidUsageError, match="carries no atomics"):
+            win.Lock(rig.right)
+        with pytest.raises(InvalidUsageError, match="carries no atomics"):
+            win.Lock_all()
         assert rig.mine()[0] == 3
+
+
+@pytest.mark.mpi(min_size=2)
+def test_kernels_that_do_not_load_on_one_rank_make_no_window() -> None:
+    with rig_of() as rig:
+        load = rig.device.load
+
+        def fail(variant: Any) -> object:
+            raise KernelCompileError("NVRTC cannot compile it")
+
+        rig.device.load = fail if rig.rank == 1 else load  # type: ignore[method-assign]
+        with pytest.raises(KernelCompileError, match="rank 1: NVRTC cannot compile it"):
+            mpicomm.Win.Allocate(8, comm=rig.comm)
+        rig.device.load = load  # type: ignore[method-assign]
+        mpicomm.Win.Allocate(8, comm=rig.comm).Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_of_two_kinds_is_refused_on_all_ranks() -> None:
+    with rig_of() as rig:
+        memory: Any = rig.of([1, 2]) if rig.rank == 0 else np.zeros(2, np.int64)
+        with pytest.raises(InvalidUsageError, match="memory is device memory on rank 0 and host memory on rank"):
+            mpicomm.Win.Create(memory, 8, MPI.INFO_NULL, rig.comm)
+        win = mpicomm.Win.Create(np.zeros(2) if rig.rank else None, 8, MPI.INFO_NULL, rig.comm)
+        assert type(win) is mpicomm.Win  # host memory, and no memory, make a window of MPI
+        win.Lock(1)
+        for call in (win.Put, win.Get, win.Rput, win.Rget, win.Accumulate, win.Raccumulate):
+            with pytest.raises(InvalidUsageError, match="origin lies in device memory, and the window in host memory"):
+                call(rig.of([1]), 1)
+        for fetch in (win.Get_accumulate, win.Rget_accumulate, win.Fetch_and_op):
+            with pytest.raises(InvalidUsageError, match="result lies in device memory"):
+                fetch(np.ones(1, np.int64), rig.of([1]), 1)
+        with pytest.raises(InvalidUsageError, match="compare lies in device memory"):
+            win.Compare_and_swap(np.ones(1), rig.of([1]), np.ones(1), 1)
+        win.Unlock(1)
+        win.Free()
 
 
 @pytest.mark.mpi(min_size=2)

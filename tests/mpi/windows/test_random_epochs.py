@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpicomm
 from tests.helpers.rigs.communicators import to_host
 
-EXAMPLES = int(os.environ.get("TEST_EPOCHS", "25"))
+EXAMPLES = int(os.environ.get("TEST_EPOCHS", "10"))
 COUNT = 24
 KINDS = ("Fence", "Lock", "Lock_all", "Post")
 UPDATES = {"SUM": (MPI.SUM, np.add), "MAX": (MPI.MAX, np.maximum), "BXOR": (MPI.BXOR, np.bitwise_xor)}

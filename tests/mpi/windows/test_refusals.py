@@ -15,10 +15,11 @@ from tests.helpers.rigs.communicators import to_host
 from tests.mpi.windows.conftest import MakeWindow
 
 Act = Callable[[mpicomm.Win, Any], object]
+USERS = MPI.Op.Create(lambda a, b, datatype: None)
 REFUSED: dict[str, tuple[int, str, Act]] = {
     "displacement outside": (
         MPI.ERR_RMA_RANGE,
-        r"Win.Put: target: displacement 3 with 2 elements reaches from byte 24 to byte 40 of the window on rank 0",
+        r"Win.Put: target: displacement 3 reaches from byte 24 to byte 40 of the window on rank 0",
         lambda win, xp: win.Put(xp.ones(2, np.int64), 0, 3),
     ),
     "displacement negative": (
@@ -63,8 +64,18 @@ REFUSED: dict[str, tuple[int, str, Act]] = {
     ),
     "operation of pairs": (
         MPI.ERR_OP,
-        "Win.Accumulate: op=MPI.MAXLOC cannot update single elements",
+        "Win.Accumulate: op=maxloc is not defined for int64",
         lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, op=MPI.MAXLOC),
+    ),
+    "sum of pairs": (
+        MPI.ERR_OP,
+        "Win.Accumulate: op=sum is not defined for",
+        lambda win, xp: win.Accumulate([xp.ones(2, np.int64), 2, MPI.TWOINT], 0),
+    ),
+    "operation of the program": (
+        MPI.ERR_OP,
+        "Win.Accumulate: op=<mpi4py.MPI.Op object",
+        lambda win, xp: win.Accumulate(xp.ones(2, np.int64), 0, op=USERS),
     ),
     "average": (
         MPI.ERR_OP,
@@ -94,7 +105,7 @@ REFUSED: dict[str, tuple[int, str, Act]] = {
     "swap of wide elements": (
         MPI.ERR_TYPE,
         "Win.Compare_and_swap: elements of complex128 have 16 bytes",
-        lambda win, xp: win.Compare_and_swap(*(xp.ones(1, complex) for _ in range(3)), 0),
+        lambda win, xp: win.Compare_and_swap(xp.ones(1, complex), xp.ones(1, complex), xp.ones(1, complex), 0),
     ),
     "second lock": (MPI.ERR_RMA_SYNC, "Win.Lock_all: the epoch of Lock", lambda win, xp: win.Lock_all()),
     "lock of no type": (MPI.ERR_LOCKTYPE, "Win.Lock: lock_type=7", lambda win, xp: win.Lock(0, 7)),
@@ -130,7 +141,9 @@ CALLS: dict[str, Act] = {
     "Get": lambda win, xp: win.Get(xp.ones(1, np.int64), 0),
     "Accumulate": lambda win, xp: win.Accumulate(xp.ones(1, np.int64), 0),
     "Fetch_and_op": lambda win, xp: win.Fetch_and_op(xp.ones(1, np.int64), xp.ones(1, np.int64), 0),
-    "Compare_and_swap": lambda win, xp: win.Compare_and_swap(*(xp.ones(1, np.int64) for _ in range(3)), 0),
+    "Compare_and_swap": lambda win, xp: win.Compare_and_swap(
+        xp.ones(1, np.int64), xp.ones(1, np.int64), xp.ones(1, np.int64), 0
+    ),
     "Flush": lambda win, xp: win.Flush(0),
     "Flush_all": lambda win, xp: win.Flush_all(),
     "Unlock": lambda win, xp: win.Unlock(0),
@@ -156,7 +169,7 @@ def test_call_outside_of_an_epoch_is_refused(
 def test_call_on_a_freed_window_is_refused(comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str) -> None:
     win = window(1)
     win.Free()
-    acts = {**CALLS, "Fence": lambda w, _: w.Fence(), "Lock": lambda w, _: w.Lock(0)}
+    acts: dict[str, Act] = {**CALLS, "Fence": lambda w, _: w.Fence(), "Lock": lambda w, _: w.Lock(0)}
     acts["Shared_query"] = lambda w, _: w.Shared_query(0)
     with pytest.raises(MPI.Exception, match="the window was freed") as caught:
         acts[name](win, xp)
