@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.devices.base import Segment
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import MemoryHandle
-from mpicomm.errors import HandleError
+from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.array import require_contiguous, require_writable
@@ -41,7 +41,17 @@ class DynamicMemory(WindowMemory):
         segment = backend.adopt(view)
         fd: Descriptor | None = None
         try:
-            handle, fd = backend.export(segment)
+            parts = backend.export(segment)
+            handle, fd = parts[0]
+            if fd is not None and backend.device != "cpu":
+                for _, each in parts[1:]:
+                    assert each is not None
+                    each.close()
+                # A descriptor of GPU memory opens only in a process to which a message has carried it.
+                raise InvalidUsageError(
+                    "Win.Attach: memory lies in virtual memory, which other ranks can open only together: attach memory "
+                    "of cudaMalloc, such as of CuPy's default pool, or pass the array to Win.Create"
+                )
             number = 0 if fd is None else int(fd)
             self._directory.add(segment.pointer, view.nbytes, os.getpid(), number, handle.pack())
         except Exception:
@@ -119,11 +129,11 @@ def _opened(owner: Owner, rank: int, found: Attached) -> Segment:
     try:
         handle = MemoryHandle.unpack(found.packet)
         if not found.fd:
-            return owner.backend.open(handle, None)
+            return owner.backend.open(((handle, None),))
         # The kernel lets processes of one user open each other's descriptors, so the owner takes no part.
         fd = Descriptor.of(os.open, f"/proc/{found.pid}/fd/{found.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            return owner.backend.open(handle, fd)
+            return owner.backend.open(((handle, fd),))
         finally:
             fd.close()
     except (HandleError, OSError) as error:
