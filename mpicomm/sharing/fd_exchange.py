@@ -203,25 +203,24 @@ class FdExchange:
             content, fds, flags = _receive(connection)
         except OSError:
             return None
-        message = self._message(content, others)
-        expected = 0 if message is None else due.get(message, 0)
-        if message is not None and message in due and len(fds) == expected and not flags & socket.MSG_CTRUNC:
+        message = self._message(content, others, due)
+        if message is not None and len(fds) == due[message] and not flags & socket.MSG_CTRUNC:
             return message, fds
         for fd in fds:
             fd.close()
         if message is None:
             return None
-        rank, _ = message
+        rank, expected = message[0], due[message]
         if flags & socket.MSG_CTRUNC and len(fds) < expected:
             # The kernel drops the descriptors that it cannot install, and sets nothing but this flag.
             raise HandleError(f"no room for the descriptors of local rank {rank}{way_out(errno.EMFILE)}")
         raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of {expected}")
 
-    def _message(self, content: bytes, others: Mapping[int, Address]) -> _Message | None:
+    def _message(self, content: bytes, others: Mapping[int, Address], due: Mapping[_Message, int]) -> _Message | None:
         if len(content) != _HELLO.size:
             return None
         magic, sender, receiver, number, secret = _HELLO.unpack(content)
-        if magic != _MAGIC or receiver != self._rank or sender not in others:
+        if magic != _MAGIC or receiver != self._rank or (sender, number) not in due:
             return None
         return (sender, number) if hmac.compare_digest(secret, others[sender].secret) else None
 
