@@ -20,7 +20,7 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
+from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
@@ -196,12 +196,15 @@ class DeviceEngine:
             self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
         return plan
 
-    def form_plan(self, call: Call, asked: str) -> FormPlan | None:
-        """Return one plan for all calls of a call's form; None if the engine has to plan each call. Local."""
+    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | None:
+        """Return one plan for all calls of a call's form; None if the engine has to plan each call. Local.
+
+        ``mappings`` are the symmetric arrays.
+        """
         if self._node.size == 1 or not has_form(call):
             return None
         form = Form(call, self._node.rank, self._node.size)
-        return form_plan(form, call.signature, asked, self.tuning, self._node, self._launcher)
+        return form_plan(form, call.signature, asked, self.tuning, self._node, self._launcher, mappings)
 
     def _launcher(self, variant: Variant, arguments: Any, early: bool) -> Launcher:
         if self._kernels.find(variant) is None:
@@ -224,7 +227,7 @@ class DeviceEngine:
         signature = Signature("Barrier", "uint8")
         self._require_open(signature.operation)
         self._call_log.post(str(signature))
-        barrier = DirectPlanner.of(self._node).barrier(signature.hash32, after_copies=False)
+        barrier = DirectTemplate.of(self._node).barrier(signature.hash32, after_copies=False)
         return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:

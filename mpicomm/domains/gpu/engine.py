@@ -106,7 +106,7 @@ class DomainsEngine:
             after = self._engine.prepare_alone(str(call.signature), steps)
         return DomainsPlan(call.signature, planned, self._choice(asked), before, after)
 
-    def form_plan(self, call: Call, asked: str) -> None:
+    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> None:
         """Return None: calls over several peer domains are planned one by one."""
 
     def prepare_barrier(self) -> DomainsPlan:

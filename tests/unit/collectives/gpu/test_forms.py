@@ -92,18 +92,18 @@ def call_of(
     return Call(operation, Arguments(send, receive, op, root), rank, size)
 
 
-def plan_of(call: Call, device: Device, asked: str) -> FormPlan:
+def plan_of(call: Call, device: Device, asked: str, mappings: Mappings | None = None) -> FormPlan:
     node = device.node
     form = Form(call, node.rank, node.size)
-    return form_plan(form, call.signature, asked, BUILT_IN, node, device.launcher)
+    return form_plan(form, call.signature, asked, BUILT_IN, node, device.launcher, mappings or Mappings())
 
 
-def fill(plan: FormPlan, call: Call, *, registered: bool = False) -> bool:
+def fill(plan: FormPlan, call: Call) -> bool:
     (send, sent), (receive, received) = (
         (0, 0) if operand is None else (operand.pointer, operand.total) for operand in (call.send, call.receive)
     )
     first = (0, 0, None) if call.in_place else (send, sent, None)
-    return plan.fill(first, (receive, received, None), registered=registered)
+    return plan.fill(first, (receive, received, None))
 
 
 @given(data=st.data())
@@ -125,15 +125,15 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
     )
     first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, in_place=in_place, at=0)
     assume(has_form(first))
-    plan = plan_of(first, device, asked)
     symmetric, mappings = data.draw(st.booleans(), "symmetric"), Mappings()
+    plan = plan_of(first, device, asked, mappings)
     if symmetric:
         mappings.add([(1 << 51) + (abs(each - rank) << 48) for each in range(size)], rank, 1 << 45)
     for number in range(1, 4):  # later calls follow earlier ones in the same memory
         count = data.draw(counts, "count")
         call = call_of(operation, rank, size, count, dtype, root, in_place=in_place, at=number)
         planned = GpuCall.of(call, mappings, None)
-        filled = fill(plan, call, registered=symmetric and operation.into_all)
+        filled = fill(plan, call)
         try:
             algorithm = choose(planned, asked, BUILT_IN, device.node)
         except InvalidUsageError:
@@ -147,7 +147,7 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
             (launch,) = cast(list[Launch], [*algorithm.plan(planned, device.node)])
             expected = launch.variant, bytes(launch.arguments), launch.blocks, launch.threads, launch.early
             assert device.launched == expected
-            assert plan.text == planned.text(into_memory=False)
+            assert plan.text == planned.text(into_memory=algorithm.into_memory)
             assert plan.choice.algorithm == algorithm.name
 
 
@@ -165,12 +165,12 @@ def test_a_call_is_filled_in_if_its_algorithm_has_a_template(name: str, symmetri
         call_of(operation, 1, 4, kib << 8, np.dtype("f4"), 0, in_place=False, at=0)
         for kib in (1, 64, 400, 600, 3000, 4097, 40_000, 50_000, 70_000, 100_000, 200_000)
     ]
-    plan = plan_of(calls[0], device, "auto")
+    plan = plan_of(calls[0], device, "auto", mappings)
     ways = []
     for call in calls:
         planned = GpuCall.of(call, mappings, None)
         algorithm = choose(planned, "auto", BUILT_IN, device.node)
-        filled = fill(plan, call, registered=symmetric)
+        filled = fill(plan, call)
         assert filled == (algorithm.template(Form(call, 1, 4), device.node) is not None)
         ways.append(filled)
         if filled:
@@ -180,15 +180,25 @@ def test_a_call_is_filled_in_if_its_algorithm_has_a_template(name: str, symmetri
     assert True in ways and (False in ways or name == "Bcast")
 
 
-@pytest.mark.parametrize(("name", "asked"), [("Allreduce", "one_shot"), ("Allreduce", "two_shot"), ("Bcast", "chain")])
-def test_the_launch_of_another_call_is_another_one(name: str, asked: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "asked", "symmetric"),
+    [
+        ("Allreduce", "one_shot", False),
+        ("Allreduce", "two_shot", False),
+        ("Bcast", "chain", False),
+        ("Alltoall", "one_shot", True),
+    ],
+)
+def test_the_launch_of_another_call_is_another_one(name: str, asked: str, symmetric: bool) -> None:
     """A stale address or count would be noticed above."""
-    operation, dtype = OPERATIONS[name], np.dtype("f4")
+    operation, dtype, mappings = OPERATIONS[name], np.dtype("f4"), Mappings()
+    if symmetric:
+        mappings.add([1 << 52, 1 << 51, 1 << 53], 1, 1 << 45)
     device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
     launched = set()
-    for count, at in ((40_000, 1), (40_000, 2), (44_000, 1), (4_000_000, 1)):
+    for count, at in ((4_000_000, 1), (4_000_000, 2), (4_400_000, 1), (40_000, 1)):
         call = call_of(operation, 1, 3, count, dtype, 0, in_place=False, at=at)
-        plan = plan_of(call, device, asked)
+        plan = plan_of(call, device, asked, mappings)
         assert fill(plan, call)
         plan.launch(7)
         launched.add(device.launched[:2])
