@@ -114,8 +114,9 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
         699,
     ):
         checks = [calls.allreduce(name, "sum", count, two_shot=two_shot) for two_shot in (False, True)]
-        checks += [calls.bcast(4 * count, algorithm) for algorithm in ("two_shot", "chain")]
-        checks.append(calls.reduce(name, "sum", count, "chain"))
+        checks += [calls.bcast(4 * count, algorithm) for algorithm in ("one_shot", "two_shot", "chain")]
+        checks += [calls.reduce(name, "sum", count, algorithm) for algorithm in ("one_shot", "chain")]
+        checks.append(calls.scan(name, "sum", count))
         checks.append(calls.allgather(4 * count))
         checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
         checks.append(calls.allreduce(name, "sum", count))
@@ -124,6 +125,7 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
             check()
         rig.machine.clear()
     assert {*rig.launched} == {"one_shot", "two_shot", "chain"}
+    assert rig.kernels == {"mpicomm_packets", "mpicomm_chain", "mpicomm_exchange"}
 
 
 class Straight:
