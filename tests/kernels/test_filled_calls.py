@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
+from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.plain_arrays import plain_array
@@ -50,7 +53,7 @@ class FilledRig(ProgramRig):
         self.launched: list[str] = []
         """The algorithms of the launches of filled calls."""
         self.kernels: set[str] = set()
-        """The names of their kernels."""
+        """The names of the kernels of calls that are one launch."""
         self._nap_us = 0
 
     def run(
@@ -70,9 +73,11 @@ class FilledRig(ProgramRig):
         key = rank, operation, b.dtype, b.root, pattern.algorithm, type(send), type(receive)
         if key not in self._plans:
             form = Form(call, rank, self.size)
-            load = partial(self._launcher, rank)
-            facts = form, call.signature, pattern.algorithm, BUILT_IN, self.nodes[rank], load, self._mappings[rank]
-            self._plans[key] = form_plan(*facts)
+            loader: Any = SimpleNamespace(
+                launcher=partial(self._launcher, rank), enqueuers=partial(self._enqueuers, rank)
+            )
+            fillings = Fillings(form, pattern.algorithm, BUILT_IN, self.nodes[rank], loader)
+            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank])
         plan, (sent, received) = self._plans[key], map(plain_array, (send, receive))
         assert sent is not None and received is not None and plan.takes(sent, received)
         assert plan.fill(sent, received)
@@ -88,6 +93,9 @@ class FilledRig(ProgramRig):
             self.machine.launch(rank, kernel, [arguments], blocks=blocks, threads=threads, nap_us=self._nap_us)
 
         return SimpleNamespace(launch=launch)
+
+    def _enqueuers(self, rank: int, steps: Sequence[Step]) -> list[Any]:
+        return [lambda stream, step=step: self.enqueue(rank, step, nap_us=0) for step in steps]
 
 
 def _argument(span: Span | None, blocks: Sequence[Span] | None, dtype: np.dtype[Any]) -> Any:
@@ -137,7 +145,7 @@ class Straight:
         self.rig = FilledRig(Machine(builds, size), 256 << 10)
         self._rng = np.random.default_rng(size)
 
-    def run(self, name: str, nbytes: int, offset: int) -> None:
+    def run(self, name: str, nbytes: int, offset: int, algorithm: str = "one_shot") -> None:
         """Make a call into the bytes from ``offset`` on, and require NumPy's results."""
         rig, size = self.rig, self.rig.size
         data = self._rng.integers(0, 256, (size, size, nbytes), dtype=np.uint8)  # from each rank to each
@@ -156,7 +164,7 @@ class Straight:
             else:
                 rig.outputs[rank].bytes[offset : offset + nbytes] = data[root, 0] if rank == root else 0
                 pattern = patterns.bcast(rank, size, BYTES, blocks[0], root)
-            rig.run(rank, pattern, Signature(name, "uint8"))
+            rig.run(rank, replace(pattern, algorithm=algorithm), Signature(name, "uint8"))
         rig.machine.run(seed=nbytes, jitter_us=200)
         for rank in range(size):
             expected = {"Allgather": data[:, 0], "Alltoall": data[:, rank], "Bcast": data[root, 0]}[name].reshape(-1)
@@ -164,14 +172,16 @@ class Straight:
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("algorithm", ["one_shot", "copy_engine"])
 def test_filled_calls_straight_into_symmetric_memory(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int, algorithm: str
 ) -> None:
     calls = Straight(builds, monkeypatch, size)
     for nbytes, offset in ((700, 0), (700, 4096), (16, 3), (40_000, 1), (701, 4096)):
         for name in ("Allgather", "Alltoall", "Bcast"):
-            calls.run(name, nbytes, offset)
-    assert calls.rig.kernels == {"mpicomm_direct"}
+            calls.run(name, nbytes, offset, algorithm)
+    assert {*calls.rig.launched} == {algorithm}
+    assert calls.rig.kernels == ({"mpicomm_direct"} if algorithm == "one_shot" else set())
 
 
 @pytest.mark.parametrize("stale", [(), ("sends",), ("targets",), ("going", "coming")])

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from functools import cache, partial
+from functools import cached_property
 from itertools import accumulate
 from operator import add
 from typing import Any
 
 from mpicomm.activity.layout import COUNT_IN_TEXT
-from mpicomm.collectives.gpu.algorithms.base import Node, with_place
-from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.fillings import Filling, Load, fillings
-from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.collectives.gpu.fillings import Filling, Fillings, Launches
 from mpicomm.collectives.signature import Signature, counted_hash
-from mpicomm.devices.cuda.load import Launcher
 from mpicomm.mpi.plain_arrays import is_counted
 from mpicomm.symmetric.registry import Mappings
 
@@ -35,16 +32,15 @@ class FormPlan(ABC):
     private_nbytes: int | None = None
     """See `Plan.private_nbytes`."""
 
-    def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
+    def __init__(self, signature: Signature, fillings: Fillings) -> None:
         self.words = self._text = signature.text_without_count()
         self.count = 0
         """The text and the count of the filled-in call, for `CallLog.post`."""
         self._hash = signature.hash_without_count
-        self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'
-        self._filling_of = cache(partial(Filling, form=form, node=node, load=load))
-        self._into_any = fillings(form, asked, tuning, node, self._filling_of, symmetric=False)
+        self._why = "by the table" if fillings.asked == "auto" else f'algorithm="{fillings.asked}"'
+        self._into_any = fillings.by_length(symmetric=False)
         self._filling = self._into_any[1][0]
-        self._launcher: Launcher | None = None
+        self._launcher: Launches | None = None
         self._blocks = self._threads = 0
 
     @abstractmethod
@@ -82,25 +78,19 @@ class FormPlan(ABC):
 class EvenPlan(FormPlan):
     """The calls of a form with blocks of one length. ``mappings`` are the symmetric arrays."""
 
-    def __init__(
-        self,
-        form: Form,
-        signature: Signature,
-        asked: str,
-        tuning: Tuning,
-        node: Node,
-        load: Load,
-        mappings: Mappings,
-    ) -> None:
-        super().__init__(form, signature, asked, tuning, node, load)
-        self._into_memory = self._into_any
-        self._mappings = Mappings()  # without arrays, because it does not matter where the output lies
-        if form.has_common_output:
-            self._into_memory = fillings(form, asked, tuning, node, self._filling_of, symmetric=True)
-            self._mappings = mappings
+    def __init__(self, signature: Signature, fillings: Fillings, mappings: Mappings) -> None:
+        super().__init__(signature, fillings)
+        form = fillings.form
+        self._fillings = fillings
+        # Without arrays, if it does not matter where the output lies.
+        self._mappings = mappings if form.has_common_output else Mappings()
         self._unit_nbytes = form.itemsize
         self._send_nbytes, self._receive_nbytes = form.element_nbytes
         self._sent, self._received = form.blocks_sent, form.blocks_received
+
+    @cached_property
+    def _into_memory(self) -> tuple[list[int], list[Filling]]:
+        return self._fillings.by_length(symmetric=True)
 
     def takes(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
@@ -143,8 +133,9 @@ class EvenPlan(FormPlan):
 class BlocksPlan(FormPlan):
     """The calls of a form with blocks of any lengths and places."""
 
-    def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
-        super().__init__(form, signature, asked, tuning, node, load)
+    def __init__(self, signature: Signature, fillings: Fillings) -> None:
+        super().__init__(signature, fillings)
+        form = fillings.form
         self._element_nbytes = form.element_nbytes
         self._vectors = form.sends == "vector", form.receives == "vector"
         self._singles = form.sends == "one", form.receives == "one"
@@ -153,8 +144,8 @@ class BlocksPlan(FormPlan):
         sent, received = form.parts
         self._own = None
         if sent and received:
-            self._own = node.rank * self._vectors[0], sent + node.rank * self._vectors[1]
-        self._size = node.size
+            self._own = form.rank * self._vectors[0], sent + form.rank * self._vectors[1]
+        self._size = form.size
         self._call_hash = counted_hash(self._hash, None)
 
     def takes(self, sent: Any, received: Any) -> bool:
@@ -217,10 +208,7 @@ class BlocksPlan(FormPlan):
         return not (send < receive + receives * of_receive and receive < send + sends * of_send)
 
 
-def form_plan(
-    form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load, mappings: Mappings
-) -> FormPlan:
-    """Return the plan of all calls of a form."""
-    if form.is_even:
-        return EvenPlan(form, signature, asked, tuning, node, load, mappings)
-    return BlocksPlan(form, signature, asked, tuning, node, load)
+def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings) -> FormPlan:
+    """Return the plan of all calls of a form, which differ from ``signature`` only in the count."""
+    is_even = fillings.form.is_even
+    return EvenPlan(signature, fillings, mappings) if is_even else BlocksPlan(signature, fillings)

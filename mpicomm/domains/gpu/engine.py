@@ -149,7 +149,7 @@ class DomainsEngine:
         if isinstance(step, NetworkStep):
             yield step.without_empty()  # even if nothing is left, because all ranks make equally many network steps
         elif isinstance(step, Local):
-            local = GpuCall(step.operation, call, step.buffers, _nbytes_of(step))
+            local = GpuCall(step.operation, str(call), call.hash32, step.buffers, _nbytes_of(step))
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
             yield self._engine.prepare(local, named)
         elif isinstance(step, Combine):

@@ -21,7 +21,6 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
@@ -73,7 +72,10 @@ class GpuCall:
     """One rank's collective call on device arrays."""
 
     operation: Operation
-    signature: Signature
+    words: str
+    """The text of the call, without the place of its output."""
+    hash32: int
+    """See `Signature.hash32`."""
     buffers: Buffers
     nbytes: int
     """Bytes of the whole call, by which a table chooses; 0 if ranks may know different numbers."""
@@ -90,7 +92,8 @@ class GpuCall:
         finish = None
         if call.epilogue is not None and call.receive is not None:
             finish = CallEpilogue(call.epilogue, call.receive.pointer)
-        return cls(call.operation, call.signature, call.buffers(scratch), call.nbytes or 0, memory, finish)
+        facts, buffers = call.signature, call.buffers(scratch)
+        return cls(call.operation, str(facts), facts.hash32, buffers, call.nbytes or 0, memory, finish)
 
     @property
     def lengths_are_private(self) -> bool:
@@ -115,11 +118,11 @@ class GpuCall:
 
     def tag(self, step: int = 0, *, into_memory: bool = False) -> int:
         """Return `launch_tag` of one launch of the call."""
-        return launch_tag(self.signature.hash32, step, self.memory if into_memory else None)
+        return launch_tag(self.hash32, step, self.memory if into_memory else None)
 
     def text(self, *, into_memory: bool) -> str:
         """Return the text of the call for errors."""
-        return with_place(str(self.signature), self.memory if into_memory else None)
+        return with_place(self.words, self.memory if into_memory else None)
 
 
 def launch_tag(hash32: int, step: int = 0, memory: Mapped | None = None) -> int:

@@ -14,7 +14,10 @@ Lengths = tuple[float, float]
 ALL_LENGTHS: Lengths = 0, inf
 
 Filled = tuple[Any, int, int]
-"""A launch with the arguments in `Template.arguments`: its kernel among the template's kernels, blocks, threads."""
+"""A launch with the arguments in `Template.arguments`: its kernel among the template's kernels, blocks, threads.
+
+A call of several steps is a list of its steps, and two zeros.
+"""
 
 
 class Template(Protocol):

@@ -35,7 +35,6 @@ from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
@@ -202,8 +201,7 @@ def call_of(
     buffers = Buffers(rank, size, element, send, send_blocks, output, blocks, op * operation.reduces, root)
     nbytes = 0 if operation.counts == "private" else max(counts) * element.itemsize
     memory = Mapped(1, 0, tuple(received for _ in counts)) if symmetric and operation.into_all else None
-    count = counts[0] if operation.counts == "same" else None
-    return GpuCall(operation, Signature(operation.name, dtype, count), buffers, nbytes, memory)
+    return GpuCall(operation, operation.name, 0, buffers, nbytes, memory)
 
 
 def choice(call: GpuCall, asked: str, node: Node) -> tuple[Any, ...]:

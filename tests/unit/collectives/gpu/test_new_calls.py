@@ -128,6 +128,18 @@ def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, kib: int, 
     assert len(entered) <= most and len(files) <= 20, entered
 
 
+def test_copy_engines_copy_the_data_of_each_new_call(calls: Calls, cuda: FakeCuda) -> None:
+    calls.add_symmetric_memory()
+    rng = random.Random(4)
+    for number in range(4):
+        cuda.copied.clear()
+        call = call_of("Allgather", (100 << 18) + number, rng)
+        calls.run(*call)
+        calls.finish()
+        assert {source for source, _ in cuda.copied} == {call[1].data.ptr}
+    assert calls.planned == 1
+
+
 def test_arrays_beside_symmetric_memory_may_have_a_datatype(calls: Calls) -> None:
     calls.add_symmetric_memory()
     rng = random.Random(3)

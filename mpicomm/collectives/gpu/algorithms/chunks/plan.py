@@ -66,6 +66,6 @@ class Ring(Algorithm):
 def _launched(call: GpuCall, node: Node, exchanges: Sequence[Exchange]) -> Iterator[Launch]:
     template, slots = ChunkTemplate(node.team, node.arena.layout), node.arena.region(slots_of(node.arena.layout))
     for step, exchange in enumerate(exchanges):
-        launch = template.launch(exchange, (call.signature.hash32, step), slots.pointers)
+        launch = template.launch(exchange, (call.hash32, step), slots.pointers)
         if launch is not None:
             yield launch
