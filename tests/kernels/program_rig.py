@@ -112,7 +112,7 @@ class ProgramRig:
         """Enqueue a rank's part of a collective on one stream; ``symmetric`` if its output lies in `outputs`."""
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         call, node = pattern.call(signature, memory), self.nodes[rank]
-        algorithm = ANY_LENGTH if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)
+        algorithm = ANY_LENGTH if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)[0]
         self.requests += algorithm.memory(call, node)
         for step in algorithm.plan(call, node):
             self.enqueue(rank, step, nap_us=nap_us)

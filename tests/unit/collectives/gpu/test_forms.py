@@ -148,7 +148,7 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
         planned = GpuCall.of(call, mappings, None)
         filled = fill(plan, call)
         try:
-            algorithm = choose(planned, asked, BUILT_IN, device.node)
+            algorithm, _ = choose(planned, asked, BUILT_IN, device.node)
         except InvalidUsageError:
             assert not filled
             return
@@ -177,7 +177,7 @@ def test_a_call_of_any_length_is_filled_in(operation: Operation, rank: int, symm
     ways = []
     for call in calls:
         planned = GpuCall.of(call, mappings, None)
-        algorithm = choose(planned, "auto", BUILT_IN, device.node)
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
         assert fill(plan, call)
         ways.append(algorithm)
         plan.launch(7)
@@ -260,7 +260,7 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
         arguments = draw(number)
         read = call(arguments)
         planned = GpuCall.of(read, Mappings(), None)
-        algorithm = choose(planned, "auto", BUILT_IN, device.node)
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
         requests = algorithm.memory(planned, device.node)
         plan = plan or plan_of(read, device, "auto")
         sent, received = map(plain_array, arguments)
