@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.gpu.algorithms.chunks.template import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
@@ -35,7 +37,7 @@ from tests.helpers.references.reductions import require_same
 from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls, random_counts
 from tests.kernels.launches import kernel_of
-from tests.kernels.machine import Machine
+from tests.kernels.machine import Machine, RunFailedError
 from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 
 BYTES = np.dtype(np.uint8)
@@ -184,20 +186,25 @@ def test_filled_calls_straight_into_symmetric_memory(
     assert calls.rig.kernels == ({"mpicomm_direct"} if algorithm == "one_shot" else set())
 
 
+def keep_first(monkeypatch: pytest.MonkeyPatch, template: Any, stale: Sequence[str]) -> None:
+    """Let the arguments of a template keep these values of its first call, as if later calls did not write them."""
+    write, names = template.write, [*inspect.signature(template.write).parameters][1:]
+    first: dict[int, dict[str, Any]] = {}
+
+    def write_stale(self: Any, *values: Any) -> Any:
+        given = dict(zip(names, values, strict=True))
+        kept = first.setdefault(id(self), given)
+        return write(self, *(kept[name] if name in stale else given[name] for name in names))
+
+    monkeypatch.setattr(template, "write", write_stale)
+
+
 @pytest.mark.parametrize("stale", [(), ("sends",), ("targets",), ("going", "coming")])
-def test_a_call_with_a_stale_address_or_length_is_noticed(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: tuple[str, ...]
+def test_a_stale_value_of_a_call_into_symmetric_memory_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
 ) -> None:
     """The negative control of the test above."""
-    write, first = DirectTemplate.write, dict[int, dict[str, Any]]()
-    names = "sends", "targets", "going", "coming", "longest", "tag"
-
-    def write_stale(template: DirectTemplate, *values: Any) -> Any:
-        given = dict(zip(names, values, strict=True))
-        kept = first.setdefault(id(template), given)
-        return write(template, *(kept[name] if name in stale else given[name] for name in names))
-
-    monkeypatch.setattr(DirectTemplate, "write", write_stale)
+    keep_first(monkeypatch, DirectTemplate, stale)
     calls = Straight(builds, monkeypatch, 2)
     calls.run("Alltoall", 700, 0)
     if stale:
@@ -205,3 +212,27 @@ def test_a_call_with_a_stale_address_or_length_is_noticed(
             calls.run("Alltoall", 900, 4096)
     else:
         calls.run("Alltoall", 900, 4096)
+
+
+@pytest.mark.parametrize("stale", [(), ("sends",), ("own",), ("output",), ("sends", "receives")])
+def test_a_stale_value_of_a_call_in_chunks_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
+) -> None:
+    """The negative control of `test_filled_calls_of_any_size`."""
+    read_device_arrays(monkeypatch)
+    keep_first(monkeypatch, ChunkTemplate, stale)
+    rig = FilledRig(Machine(builds, 2))
+    calls = Calls(rig, np.random.default_rng(7))
+
+    def run(number: int) -> None:
+        check = calls.scan("int32", "sum", INBOX_NBYTES // 4 + 100 * number)
+        rig.machine.run(seed=number)
+        check()
+
+    run(1)
+    if stale:
+        with pytest.raises((AssertionError, RunFailedError)):
+            run(2)
+    else:
+        run(2)
+    assert rig.kernels == {"mpicomm_exchange"}
