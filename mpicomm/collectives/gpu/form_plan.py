@@ -157,7 +157,7 @@ class BlocksPlan(FormPlan):
             if vector or single
         )
 
-    def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
+    def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
         if not self._is_apart(sent, received):
             return False
