@@ -8,6 +8,7 @@ from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import Reduction, cpp_name, options_for
 from mpicomm.kernels.variant import Variant
 
+_SOURCE = SHARED / "combine.cu"
 COMBINE_THREADS = 512  # kCombineThreads in combine.cu; a test compares them
 _BLOCKS_OF_A_MULTIPROCESSOR = 4
 _NBYTES_OF_A_THREAD = 16
@@ -32,7 +33,7 @@ def combine_kernel(reduction: Reduction, result: str) -> Variant:
     The two types differ only in width, and the kernel reduces in the wider type.
     """
     options = (*options_for(reduction), f"-DMPICOMM_RESULT={cpp_name(result)}")
-    return Variant(SHARED / "combine.cu", "mpicomm_combine", options)
+    return Variant(_SOURCE, "mpicomm_combine", options)
 
 
 def blocks_for(nbytes: int, multiprocessors: int) -> int:

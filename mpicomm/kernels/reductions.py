@@ -5,6 +5,7 @@ An operation is a word, such as "sum", or the text of an expression of the user 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,7 @@ def options_for(reduction: Reduction | None) -> tuple[str, ...]:
     return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", f"-DMPICOMM_OP={op}")
 
 
+@lru_cache(256)  # a NumPy type takes some microseconds to name
 def reduction_of(dtype: np.dtype[Any], op: str) -> Reduction:
     """Return the reduction of an element type by an operation; raises `InvalidUsageError` if there is none."""
     reduction = ("uint8" if dtype == np.dtype("V1") else dtype.name, op)  # V1 is MPI.BYTE

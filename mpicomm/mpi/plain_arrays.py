@@ -29,12 +29,6 @@ class ReadArray(tuple[Any, ...]):
 
     __slots__ = ()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the array."""
-        count, (dtype, _) = self[1:3]
-        return int(count * dtype.itemsize)
-
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     """Read a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None. Return None for all others. Local.

@@ -34,6 +34,8 @@ class Mappings:
     def __init__(self) -> None:
         self._arrays: dict[int, _Array] = {}
         self._made = 0
+        self.any = False
+        """Whether there are arrays."""
         self.version = 0
         """It changes with every array that a rank creates or closes: on all ranks at the same point of the program."""
 
@@ -42,17 +44,14 @@ class Mappings:
         self._made += 1
         self.version += 1
         self._arrays[self._made] = _Array(pointers[own], pointers[own] + nbytes, tuple(pointers))
+        self.any = True
         return self._made
 
     def remove(self, number: int) -> None:
         """Remove an array that is about to close."""
         self.version += 1
         self._arrays.pop(number, None)
-
-    @property
-    def any(self) -> bool:
-        """Whether there are arrays."""
-        return bool(self._arrays)
+        self.any = bool(self._arrays)
 
     def find(self, pointer: int, nbytes: int) -> Mapped | None:
         """Return the piece at ``pointer`` in this rank's memory; None if it is not inside one array."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
+from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.launch_numbers import begin_after
@@ -21,7 +21,7 @@ _INBOX_NBYTES = 512  # of packets, whose old flags this kernel wipes
 
 
 class DirectRig:
-    """An arena, symmetric memory of ``nbytes`` and a planner for each rank."""
+    """An arena, symmetric memory of ``nbytes`` and a template for each rank."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class DirectRig:
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         self._changes = changes
-        self._planners = [
-            DirectPlanner(machine.team(self.arenas, rank, timeout_s), layout, blocks, early=False)
+        self._templates = [
+            DirectTemplate(machine.team(self.arenas, rank, timeout_s), layout, blocks, early=False)
             for rank in range(self.size)
         ]
 
@@ -61,12 +61,12 @@ class DirectRig:
         """Enqueue a rank's part of an exchange, of at most ``nbytes`` between two ranks."""
         memory = Mapped(1, 0, tuple(self._addresses(self.outputs, rank)))
         (exchange,) = exchanges
-        launch = self._planners[rank].launch(exchange, memory, tag, nbytes=nbytes)
+        launch = self._templates[rank].launch(exchange, memory, tag, nbytes=nbytes)
         self._enqueue(rank, launch, nap_us)
 
     def barrier(self, rank: int, *, tag: int = 1, nap_us: int = 0) -> None:
         """Enqueue a rank's part of a barrier."""
-        self._enqueue(rank, self._planners[rank].barrier(tag, after_copies=False), nap_us)
+        self._enqueue(rank, self._templates[rank].barrier(tag, after_copies=False), nap_us)
 
     def _enqueue(self, rank: int, launch: Launch, nap_us: int) -> None:
         # Each thread more takes ThreadSanitizer a while.

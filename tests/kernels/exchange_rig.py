@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.chunks.plan import ChannelPlanner
+from mpicomm.collectives.gpu.algorithms.chunks.template import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import LINE_NBYTES
@@ -17,7 +17,7 @@ from tests.kernels.machine import Machine
 
 
 class ExchangeRig:
-    """An arena and a planner for each rank; an exchange has at most ``channels`` blocks.
+    """An arena and a template for each rank; an exchange has at most ``channels`` blocks.
 
     Each launch draws its number of ``threads``; None is the number of the package.
     """
@@ -40,8 +40,8 @@ class ExchangeRig:
         self._threads = threads
         self._rng = np.random.default_rng(machine.size)
         self._changes = changes
-        self._planners = [
-            ChannelPlanner(machine.team(self.arenas, rank, timeout_s), self.layout) for rank in range(self.size)
+        self._templates = [
+            ChunkTemplate(machine.team(self.arenas, rank, timeout_s), self.layout) for rank in range(self.size)
         ]
 
     def start_at(self, epoch: int) -> None:
@@ -62,7 +62,7 @@ class ExchangeRig:
         """Enqueue a rank's part of a collective."""
         for step, exchange in enumerate(exchanges):
             slots = self.machine.addresses(self._slots, rank)
-            launch = self._planners[rank].launch(exchange, (signature.hash32, step), slots)
+            launch = self._templates[rank].launch(exchange, (signature.hash32, step), slots)
             if launch is not None:
                 threads = self._threads[int(self._rng.integers(len(self._threads)))]
                 enqueue(self.machine, rank, launch, changes=self._changes, threads=threads, nap_us=nap_us)

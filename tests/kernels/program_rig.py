@@ -15,7 +15,7 @@ from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaRegion, Inb
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes
 from mpicomm.collectives.gpu.algorithms.registry import ANY_LENGTH
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
 from mpicomm.collectives.signature import Signature
@@ -112,11 +112,15 @@ class ProgramRig:
         """Enqueue a rank's part of a collective on one stream; ``symmetric`` if its output lies in `outputs`."""
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         call, node = pattern.call(signature, memory), self.nodes[rank]
-        algorithm = ANY_LENGTH if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)
+        algorithm = ANY_LENGTH if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)[0]
         self.requests += algorithm.memory(call, node)
         for step in algorithm.plan(call, node):
-            if isinstance(step, Copy):
-                step = local_reduction(Reduce((step.source,), step.target, step.nbytes), ("uint8", "max"))
-            if isinstance(step, Launch):
-                enqueue(self.machine, rank, step, nap_us=nap_us)
-                nap_us = 0
+            self.enqueue(rank, step, nap_us=nap_us)
+            nap_us = 0
+
+    def enqueue(self, rank: int, step: Step, *, nap_us: int) -> None:
+        """Enqueue a step of a rank. Copies run in order with kernels, so forks and joins are nothing here."""
+        if isinstance(step, Copy):
+            step = local_reduction(Reduce((step.source,), step.target, step.nbytes), ("uint8", "max"))
+        if isinstance(step, Launch):
+            enqueue(self.machine, rank, step, nap_us=nap_us)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,30 +16,46 @@ from mpi4py import MPI
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
+from mpicomm.collectives import operations
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.gpu.algorithms.chunks.template import ChunkTemplate
+from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
+from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
+from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.span import Span
+from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
+from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
+from tests.helpers.references.reductions import require_same
 from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls, random_counts
 from tests.kernels.launches import kernel_of
-from tests.kernels.machine import Machine
+from tests.kernels.machine import Machine, RunFailedError
 from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
+
+BYTES = np.dtype(np.uint8)
 
 
 class FilledRig(ProgramRig):
-    """A rig on which each rank fills its calls into the plans of their forms."""
+    """A rig on which each rank fills its calls into the plans of their forms, also calls into `outputs`."""
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine, 16)
+    def __init__(self, machine: Machine, nbytes: int = 16) -> None:
+        super().__init__(machine, nbytes)
+        self._mappings = [Mappings() for _ in range(self.size)]
+        for rank, mappings in enumerate(self._mappings):
+            mappings.add(machine.addresses(self.outputs, rank), rank, nbytes)
         self._plans: dict[Hashable, FormPlan] = {}
         self.launched: list[str] = []
         """The algorithms of the launches of filled calls."""
+        self.kernels: set[str] = set()
+        """The names of the kernels of calls that are one launch."""
         self._nap_us = 0
 
     def run(
@@ -57,8 +75,11 @@ class FilledRig(ProgramRig):
         key = rank, operation, b.dtype, b.root, pattern.algorithm, type(send), type(receive)
         if key not in self._plans:
             form = Form(call, rank, self.size)
-            load = partial(self._launcher, rank)
-            self._plans[key] = form_plan(form, call.signature, pattern.algorithm, BUILT_IN, self.nodes[rank], load)
+            loader: Any = SimpleNamespace(
+                launcher=partial(self._launcher, rank), enqueuers=partial(self._enqueuers, rank)
+            )
+            fillings = Fillings(form, pattern.algorithm, BUILT_IN, self.nodes[rank], loader)
+            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank])
         plan, (sent, received) = self._plans[key], map(plain_array, (send, receive))
         assert sent is not None and received is not None and plan.takes(sent, received)
         assert plan.fill(sent, received)
@@ -68,11 +89,15 @@ class FilledRig(ProgramRig):
 
     def _launcher(self, rank: int, variant: Any, arguments: Any, early: bool) -> Any:
         kernel = kernel_of(self.machine.builds, variant)
+        self.kernels.add(variant.entry)
 
         def launch(stream: int, blocks: int, threads: int) -> None:
             self.machine.launch(rank, kernel, [arguments], blocks=blocks, threads=threads, nap_us=self._nap_us)
 
         return SimpleNamespace(launch=launch)
+
+    def _enqueuers(self, rank: int, steps: Sequence[Step]) -> list[Any]:
+        return [lambda stream, step=step: self.enqueue(rank, step, nap_us=0) for step in steps]
 
 
 def _argument(span: Span | None, blocks: Sequence[Span] | None, dtype: np.dtype[Any]) -> Any:
@@ -99,8 +124,9 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
         699,
     ):
         checks = [calls.allreduce(name, "sum", count, two_shot=two_shot) for two_shot in (False, True)]
-        checks += [calls.bcast(4 * count, algorithm) for algorithm in ("two_shot", "chain")]
-        checks.append(calls.reduce(name, "sum", count, "chain"))
+        checks += [calls.bcast(4 * count, algorithm) for algorithm in ("one_shot", "two_shot", "chain")]
+        checks += [calls.reduce(name, "sum", count, algorithm) for algorithm in ("one_shot", "chain")]
+        checks.append(calls.scan(name, "sum", count))
         checks.append(calls.allgather(4 * count))
         checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
         checks.append(calls.allreduce(name, "sum", count))
@@ -109,3 +135,104 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
             check()
         rig.machine.clear()
     assert {*rig.launched} == {"one_shot", "two_shot", "chain"}
+    assert rig.kernels == {"mpicomm_packets", "mpicomm_chain", "mpicomm_exchange"}
+
+
+class Straight:
+    """Calls into the symmetric memory of a rig, each of other data."""
+
+    def __init__(self, builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        read_device_arrays(monkeypatch)
+        monkeypatch.setattr(direct_plan, "_most_copied_nbytes", lambda size: 15)  # longer messages go straight
+        self.rig = FilledRig(Machine(builds, size), 256 << 10)
+        self._rng = np.random.default_rng(size)
+
+    def run(self, name: str, nbytes: int, offset: int, algorithm: str = "one_shot") -> None:
+        """Make a call into the bytes from ``offset`` on, and require NumPy's results."""
+        rig, size = self.rig, self.rig.size
+        data = self._rng.integers(0, 256, (size, size, nbytes), dtype=np.uint8)  # from each rank to each
+        root = int(self._rng.integers(size))
+        for rank in range(size):
+            base = rig.outputs[rank].address + offset
+            blocks = patterns.blocks(base, [nbytes] * size, range(0, size * nbytes, nbytes), 1)
+            if name == "Allgather":
+                send = Span(rig.machine.place(rank, data[rank, 0]).address, nbytes)
+                pattern = patterns.allgather(rank, size, BYTES, send, blocks)
+            elif name == "Alltoall":
+                sends = rig.machine.place(rank, data[rank].reshape(-1)).address
+                starts = range(0, size * nbytes, nbytes)
+                send_blocks = patterns.blocks(sends, [nbytes] * size, starts, 1)
+                pattern = patterns.alltoall(rank, size, BYTES, send_blocks, blocks, operations.ALLTOALL)
+            else:
+                rig.outputs[rank].bytes[offset : offset + nbytes] = data[root, 0] if rank == root else 0
+                pattern = patterns.bcast(rank, size, BYTES, blocks[0], root)
+            rig.run(rank, replace(pattern, algorithm=algorithm), Signature(name, "uint8"))
+        rig.machine.run(seed=nbytes, jitter_us=200)
+        for rank in range(size):
+            expected = {"Allgather": data[:, 0], "Alltoall": data[:, rank], "Bcast": data[root, 0]}[name].reshape(-1)
+            require_same(rig.outputs[rank].bytes[offset : offset + expected.size].copy(), expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("algorithm", ["one_shot", "copy_engine"])
+def test_filled_calls_straight_into_symmetric_memory(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int, algorithm: str
+) -> None:
+    calls = Straight(builds, monkeypatch, size)
+    for nbytes, offset in ((700, 0), (700, 4096), (16, 3), (40_000, 1), (701, 4096)):
+        for name in ("Allgather", "Alltoall", "Bcast"):
+            calls.run(name, nbytes, offset, algorithm)
+    assert {*calls.rig.launched} == {algorithm}
+    assert calls.rig.kernels == ({"mpicomm_direct"} if algorithm == "one_shot" else set())
+
+
+def keep_first(monkeypatch: pytest.MonkeyPatch, template: Any, stale: Sequence[str]) -> None:
+    """Let the arguments of a template keep these values of its first call, as if later calls did not write them."""
+    write, names = template.write, [*inspect.signature(template.write).parameters][1:]
+    first: dict[int, dict[str, Any]] = {}
+
+    def write_stale(self: Any, *values: Any) -> Any:
+        given = dict(zip(names, values, strict=True))
+        kept = first.setdefault(id(self), given)
+        return write(self, *(kept[name] if name in stale else given[name] for name in names))
+
+    monkeypatch.setattr(template, "write", write_stale)
+
+
+@pytest.mark.parametrize("stale", [(), ("sends",), ("targets",), ("going", "coming")])
+def test_a_stale_value_of_a_call_into_symmetric_memory_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
+) -> None:
+    """The negative control of the test above."""
+    keep_first(monkeypatch, DirectTemplate, stale)
+    calls = Straight(builds, monkeypatch, 2)
+    calls.run("Alltoall", 700, 0)
+    if stale:
+        with pytest.raises(AssertionError):
+            calls.run("Alltoall", 900, 4096)
+    else:
+        calls.run("Alltoall", 900, 4096)
+
+
+@pytest.mark.parametrize("stale", [(), ("sends",), ("own",), ("output",), ("sends", "receives")])
+def test_a_stale_value_of_a_call_in_chunks_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: Sequence[str]
+) -> None:
+    """The negative control of `test_filled_calls_of_any_size`."""
+    read_device_arrays(monkeypatch)
+    keep_first(monkeypatch, ChunkTemplate, stale)
+    rig = FilledRig(Machine(builds, 2))
+    calls = Calls(rig, np.random.default_rng(7))
+
+    def run(number: int) -> None:
+        check = calls.scan("int32", "sum", INBOX_NBYTES // 4 + 100 * number)
+        rig.machine.run(seed=number)
+        check()
+
+    run(1)
+    if stale:
+        with pytest.raises((AssertionError, RunFailedError)):
+            run(2)
+    else:
+        run(2)
+    assert rig.kernels == {"mpicomm_exchange"}

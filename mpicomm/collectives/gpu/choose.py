@@ -23,25 +23,27 @@ from mpicomm.errors import InvalidUsageError, equal_error
 from mpicomm.log import logger
 
 
-def choose(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> Algorithm:
-    """Return the algorithm for a call: the algorithm ``asked``, or with "auto" the fastest by the table. Local.
+def choose(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> tuple[Algorithm, str]:
+    """Return the algorithm for a call, and the reason for the choice as text. Local.
 
-    Raises `InvalidUsageError` with the algorithm's reason if the caller named an algorithm that cannot carry out the
-    call.
+    It is the algorithm ``asked``, or with "auto" the fastest by the table. Raises `InvalidUsageError` with the
+    algorithm's reason if the caller named an algorithm that cannot carry out the call.
     """
-    name = asked
+    name, why = asked, f'algorithm="{asked}"'
     if asked == "auto":
-        registered = call.memory is not None
+        registered, why = call.memory is not None, "by the table"
         name = tuning.algorithm(call.operation.name, call.nbytes, node.size, registered=registered)
-    algorithm, reason = _first(name, call, node)
+    algorithm, refusal = _first(name, call, node)
     if algorithm is None and asked == "auto":
-        return choose(call, asked, tuning.without(name), node)
+        algorithm, _ = choose(call, asked, tuning.without(name), node)
+        why = f"by the table, without {name}: {refusal}"
     if algorithm is None:
-        raise InvalidUsageError(f'algorithm="{asked}" of {call.operation}: {reason}: use "auto"')
-    if node.size == 1 or call.nbytes == 0:  # there is nothing to choose
-        algorithm, reason = _first("one_shot", call, node)
-        assert algorithm is not None, reason
-    return algorithm
+        raise InvalidUsageError(f'algorithm="{asked}" of {call.operation}: {refusal}: use "auto"')
+    if node.size == 1 or call.nbytes == 0:
+        algorithm, refusal = _first("one_shot", call, node)
+        assert algorithm is not None, refusal
+        why = "there is nothing to choose" if asked == "auto" else why
+    return algorithm, why
 
 
 def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]:
@@ -78,17 +80,6 @@ class Prepared(NamedTuple):
     choice: AlgorithmChoice
 
 
-def _reason(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> str:
-    """Return the reason for the choice of `choose`, as text."""
-    if asked != "auto":
-        return f'algorithm="{asked}"'
-    if node.size == 1 or call.nbytes == 0:
-        return "there is nothing to choose"
-    wanted = tuning.algorithm(call.operation.name, call.nbytes, node.size, registered=call.memory is not None)
-    algorithm, refusal = _first(wanted, call, node)
-    return "by the table" if algorithm is not None else f"by the table, without {wanted}: {refusal}"
-
-
 class Preparation:
     """Chooses an algorithm for each call and sets up its memory. Local, except that all ranks meet in a set-up."""
 
@@ -111,8 +102,8 @@ class Preparation:
         """Return this rank's steps of a call; see `DeviceEngine.prepare`."""
         _ = call.reduction  # an undefined reduction raises here, before the call log gets the call
         table = self._tuning
-        algorithm = choose(call, asked, table, self._node)
-        why, slow = _reason(call, asked, table, self._node), ""
+        algorithm, why = choose(call, asked, table, self._node)
+        slow = ""
         while True:
             requests = algorithm.memory(call, self._node)
             text = call.text(into_memory=algorithm.into_memory)
@@ -139,7 +130,7 @@ class Preparation:
                 else:
                     _warn_of_memory(call.operation.name, f"without algorithm {algorithm.name!r}", str(error))
                     table = table.without(algorithm.name)
-                    algorithm = choose(call, asked, table, self._node)
+                    algorithm, _ = choose(call, asked, table, self._node)
 
     def _finish(self, call: GpuCall, algorithm: Algorithm) -> list[Launch]:
         if call.epilogue is None or algorithm.finishes(call, self._node):

@@ -20,31 +20,32 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
+from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice, Preparation
+from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.pack_launches import pack_launches
-from mpicomm.collectives.gpu.plan import Plan, launching
+from mpicomm.collectives.gpu.plan import Plan
+from mpicomm.collectives.gpu.step_loader import StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
-from mpicomm.devices.cuda.load import Launcher, kernels_of
-from mpicomm.devices.cuda.stream_order import Enqueue, StreamOrder
+from mpicomm.devices.cuda.load import kernels_of
+from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.packing import PackJob
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
@@ -154,7 +155,6 @@ class DeviceEngine:
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
         self._scratch = GrowingScratch(backend)
-        self._kernels = kernels_of(backend.info)
         self._plans: WeakSet[Plan] = WeakSet()  # weak, because the callers who enqueue plans keep them alive
         self._open = True
         self._ordinal = backend.info.ordinal
@@ -162,6 +162,7 @@ class DeviceEngine:
             self._order = StreamOrder()
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
+            self._loader = StepLoader(backend, kernels_of(backend.info), self._copies)
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
@@ -196,18 +197,15 @@ class DeviceEngine:
             self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
         return plan
 
-    def form_plan(self, call: Call, asked: str) -> FormPlan | None:
-        """Return one plan for all calls of a call's form; None if the engine has to plan each call. Local."""
+    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | None:
+        """Return one plan for all calls of a call's form; None if the engine has to plan each call. Local.
+
+        ``mappings`` are the symmetric arrays.
+        """
         if self._node.size == 1 or not has_form(call):
             return None
         form = Form(call, self._node.rank, self._node.size)
-        return form_plan(form, call.signature, asked, self.tuning, self._node, self._launcher)
-
-    def _launcher(self, variant: Variant, arguments: Any, early: bool) -> Launcher:
-        if self._kernels.find(variant) is None:
-            with self._backend.loading():
-                self._kernels.load(variant)
-        return self._kernels.load(variant).launcher(arguments, early=early)
+        return form_plan(call.signature, Fillings(form, asked, self.tuning, self._node, self._loader), mappings)
 
     def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
         """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""
@@ -224,7 +222,7 @@ class DeviceEngine:
         signature = Signature("Barrier", "uint8")
         self._require_open(signature.operation)
         self._call_log.post(str(signature))
-        barrier = DirectPlanner.of(self._node).barrier(signature.hash32, after_copies=False)
+        barrier = DirectTemplate.of(self._node).barrier(signature.hash32, after_copies=False)
         return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
@@ -259,14 +257,7 @@ class DeviceEngine:
     def _plan(
         self, text: str, steps: Sequence[Step], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
     ) -> Plan:
-        # All kernels are loaded before any of them can run. Loading may wait for the device, and a kernel that runs
-        # there may wait for the peers.
-        launches = [step for step in steps if isinstance(step, Launch)]
-        if any(self._kernels.find(launch.variant) is None for launch in launches):
-            with self._backend.loading():
-                for launch in launches:
-                    self._kernels.load(launch.variant)
-        plan = Plan(text, [self._enqueuer(step) for step in steps], choice, collective=collective)
+        plan = Plan(text, self._loader.enqueuers(steps), choice, collective=collective)
         self._plans.add(plan)
         return plan
 
@@ -356,12 +347,3 @@ class DeviceEngine:
     def _require_open(self, what: str) -> None:
         if not self._open:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
-
-    def _enqueuer(self, step: Step) -> Enqueue:
-        if isinstance(step, Launch):
-            # `find` comes first, because `load` takes a lock, and another thread may hold the lock while it waits for
-            # the device.
-            return launching(self._kernels.find(step.variant) or self._kernels.load(step.variant), step)
-        if isinstance(step, Copy):
-            return self._copies.copying(step)
-        return self._copies.fork if isinstance(step, Fork) else self._copies.join

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cached_property
 from itertools import accumulate
-from math import inf
 from operator import add
 from typing import Any
 
 from mpicomm.activity.layout import COUNT_IN_TEXT
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, Node
-from mpicomm.collectives.gpu.algorithms.direct.plan import most_copied_nbytes
-from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
-from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.collectives.gpu.fillings import Filling, Fillings, Launches
 from mpicomm.collectives.signature import Signature, counted_hash
-from mpicomm.devices.cuda.load import Launcher
-from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.plain_arrays import is_counted
-
-Load = Callable[[Variant, Any, bool], Launcher]
-"""Returns the launcher of a kernel with these arguments, early or not."""
+from mpicomm.symmetric.registry import Mappings
 
 
 class FormPlan(ABC):
@@ -42,44 +32,26 @@ class FormPlan(ABC):
     private_nbytes: int | None = None
     """See `Plan.private_nbytes`."""
 
-    def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
-        self.words = signature.text_without_count()
+    def __init__(self, signature: Signature, fillings: Fillings) -> None:
+        self.words = self._text = signature.text_without_count()
         self.count = 0
         """The text and the count of the filled-in call, for `CallLog.post`."""
         self._hash = signature.hash_without_count
-        self._load = load
-        self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'
-        if asked == "auto":
-            for name in names_for(form.operation):
-                if not _taking(name, form):
-                    tuning = tuning.without(name)  # as `choose` does
-        algorithm = cache(partial(_Algorithm, form=form, node=node))
-
-        def table(*, registered: bool) -> tuple[list[int], list[_Algorithm]]:
-            choices = [(0, asked)]
-            if asked == "auto":
-                choices = tuning.choices(form.operation.name, node.size, registered=registered)
-            return [begin for begin, _ in choices], [algorithm(name) for _, name in choices]
-
-        self._into_any = self._begins, self._choices = table(registered=False)
-        self._into_memory = table(registered=True) if form.has_common_output else self._into_any
-        # Longer messages go straight into symmetric memory, and then ranks must agree on the place of that memory.
-        straight = form.has_common_output and not form.operation.reduces
-        self._most_nbytes = most_copied_nbytes(form.operation, node) if straight else inf
-        self._chosen = self._choices[0]
+        self._why = "by the table" if fillings.asked == "auto" else f'algorithm="{fillings.asked}"'
+        self._into_any = fillings.by_length(symmetric=False)
+        self._filling = self._into_any[1][0]
+        self._launcher: Launches | None = None
         self._blocks = self._threads = 0
-        self._launcher: Launcher | None = None
 
     @abstractmethod
     def takes(self, sent: Any, received: Any) -> bool:
         """Return whether buffers of these kinds have the fields that `fill` reads."""
 
     @abstractmethod
-    def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
+    def fill(self, sent: Any, received: Any) -> bool:
         """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
 
-        ``registered`` is whether the output of all ranks is symmetric memory. If `fill` returns False, the engine plans
-        the call, which raises the errors of a wrong call.
+        If `fill` returns False, the engine plans the call, which raises the errors of a wrong call.
         """
 
     @property
@@ -93,7 +65,7 @@ class FormPlan(ABC):
     @property
     def choice(self) -> AlgorithmChoice:
         """The algorithm of the filled-in call."""
-        return AlgorithmChoice(self._chosen.name, self._why)
+        return AlgorithmChoice(self._filling.name, self._why)
 
     def launch(self, stream: int) -> None:
         """Enqueue the filled-in call; the device's context must be current."""
@@ -102,32 +74,30 @@ class FormPlan(ABC):
 
     enqueue = launch
 
-    def _filled(self, chosen: _Algorithm, filled: Filled, count: int) -> None:
-        kernel, self._blocks, self._threads = filled
-        launcher = chosen.launchers.get(kernel)
-        if launcher is None:
-            template = chosen.template
-            launcher = self._load(template.variant(kernel), template.arguments, template.early)
-            chosen.launchers[kernel] = launcher
-        self.count, self._chosen, self._launcher = count, chosen, launcher
-
 
 class EvenPlan(FormPlan):
-    """The calls of a form with blocks of one length."""
+    """The calls of a form with blocks of one length. ``mappings`` are the symmetric arrays."""
 
-    def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
-        super().__init__(form, signature, asked, tuning, node, load)
+    def __init__(self, signature: Signature, fillings: Fillings, mappings: Mappings) -> None:
+        super().__init__(signature, fillings)
+        form = fillings.form
+        self._fillings = fillings
+        # Without arrays, if it does not matter where the output lies.
+        self._mappings = mappings if form.has_common_output else Mappings()
         self._unit_nbytes = form.itemsize
-        self._blocks_counted = form.blocks_counted
         self._send_nbytes, self._receive_nbytes = form.element_nbytes
         self._sent, self._received = form.blocks_sent, form.blocks_received
+
+    @cached_property
+    def _into_memory(self) -> tuple[list[int], list[Filling]]:
+        return self._fillings.by_length(symmetric=True)
 
     def takes(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
         buffers = (self._sent, sent), (self._received, received)
         return not any(blocks and (len(plain) > 3 or (blocks > 1 and is_counted(plain))) for blocks, plain in buffers)
 
-    def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
+    def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
         send, receive = sent[0], received[0]
         send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
@@ -145,22 +115,27 @@ class EvenPlan(FormPlan):
         # The engine refuses buffers that overlap, and the same memory passed twice is another form.
         if self._sent and send < receive + receive_nbytes and receive < send + send_nbytes:
             return False
-        begins, choices = self._into_memory if registered else self._into_any
-        chosen = choices[bisect_right(begins, nbytes * self._blocks_counted) - 1]
-        if chosen.template is None or (registered and chosen.name == "one_shot" and nbytes > self._most_nbytes):
-            return False
-        filled = chosen.template.fill(send, receive, nbytes, counted_hash(self._hash, count))
+        (begins, choices), memory = self._into_any, None
+        if self._mappings.any:
+            memory = self._mappings.find(receive, receive_nbytes)
+            if memory is not None:
+                begins, choices = self._into_memory
+        chosen = choices[bisect_right(begins, nbytes) - 1]
+        filled = chosen.fill(send, receive, nbytes, counted_hash(self._hash, count), memory)
         if filled is None:
             return False
-        self._filled(chosen, filled, count)
+        kernel, self._blocks, self._threads = filled
+        self._launcher, self._filling, self.count = chosen.launcher_of(kernel), chosen, count
+        self.words = with_place(self._text, memory) if chosen.into_memory else self._text
         return True
 
 
 class BlocksPlan(FormPlan):
     """The calls of a form with blocks of any lengths and places."""
 
-    def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
-        super().__init__(form, signature, asked, tuning, node, load)
+    def __init__(self, signature: Signature, fillings: Fillings) -> None:
+        super().__init__(signature, fillings)
+        form = fillings.form
         self._element_nbytes = form.element_nbytes
         self._vectors = form.sends == "vector", form.receives == "vector"
         self._singles = form.sends == "one", form.receives == "one"
@@ -169,8 +144,8 @@ class BlocksPlan(FormPlan):
         sent, received = form.parts
         self._own = None
         if sent and received:
-            self._own = node.rank * self._vectors[0], sent + node.rank * self._vectors[1]
-        self._size = node.size
+            self._own = form.rank * self._vectors[0], sent + form.rank * self._vectors[1]
+        self._size = form.size
         self._call_hash = counted_hash(self._hash, None)
 
     def takes(self, sent: Any, received: Any) -> bool:
@@ -182,10 +157,9 @@ class BlocksPlan(FormPlan):
             if vector or single
         )
 
-    def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
+    def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
-        chosen = self._choices[0]
-        if chosen.template is None or not self._is_apart(sent, received):
+        if not self._is_apart(sent, received):
             return False
         lengths: list[int] = []
         begins: list[int] = []
@@ -195,11 +169,15 @@ class BlocksPlan(FormPlan):
             to_itself, of_itself = self._own
             if lengths[to_itself] != lengths[of_itself]:
                 return False  # this rank sends itself more than it takes, or less
-        filled = chosen.template.fill_blocks(lengths, begins, self._call_hash)
+        longest = max(lengths)
+        bounds, choices = self._into_any
+        chosen = choices[bisect_right(bounds, longest) - 1]
+        filled = chosen.fill(lengths, begins, longest, self._call_hash)
         if filled is None:
             return False
+        kernel, self._blocks, self._threads = filled
+        self._launcher, self._filling = chosen.launcher_of(kernel), chosen
         self.private_nbytes = chosen.template.private_nbytes
-        self._filled(chosen, filled, 0)
         return True
 
     def _add(self, buffer: Any, number: int, lengths: list[int], begins: list[int]) -> bool:
@@ -230,23 +208,7 @@ class BlocksPlan(FormPlan):
         return not (send < receive + receives * of_receive and receive < send + sends * of_send)
 
 
-class _Algorithm:
-    """An algorithm for calls of a form: its template, and the launchers of its kernels."""
-
-    def __init__(self, name: str, form: Form, node: Node) -> None:
-        self.name = name
-        self.template: Any = None
-        """An `EvenTemplate` or a `BlocksTemplate`, by the form; None if the engine plans each call."""
-        self.launchers: dict[Any, Launcher] = {}
-        for algorithm in _taking(name, form)[:1]:
-            self.template = algorithm.template(form, node)
-
-
-def _taking(name: str, form: Form) -> list[Algorithm]:
-    """Return the algorithms of that name that carry out calls of a form, the first choice first."""
-    return [each for each in ALGORITHMS if each.name == name and each.serves(form.operation) and each.takes(form)]
-
-
-def form_plan(form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> FormPlan:
-    """Return the plan of all calls of a form."""
-    return (EvenPlan if form.is_even else BlocksPlan)(form, signature, asked, tuning, node, load)
+def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings) -> FormPlan:
+    """Return the plan of all calls of a form, which differ from ``signature`` only in the count."""
+    is_even = fillings.form.is_even
+    return EvenPlan(signature, fillings, mappings) if is_even else BlocksPlan(signature, fillings)

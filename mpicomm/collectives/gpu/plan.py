@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice
-from mpicomm.devices.cuda.load import Kernel
 from mpicomm.devices.cuda.stream_order import Enqueue
 
 if TYPE_CHECKING:
@@ -70,9 +68,3 @@ class Plan:
     def drop_graph(self) -> None:
         """Destroy the graph, if there is one."""
         self.launch = self._graph = None
-
-
-def launching(kernel: Kernel, launch: Launch) -> Enqueue:
-    """Return the step that launches a loaded kernel."""
-    launcher = kernel.launcher(launch.arguments, early=launch.early)
-    return partial(launcher.launch, blocks=launch.blocks, threads=launch.threads)

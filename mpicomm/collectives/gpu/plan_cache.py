@@ -50,7 +50,7 @@ class Engine(Protocol):
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
         """See `DeviceEngine.prepare_call`."""
 
-    def form_plan(self, call: Call, asked: str) -> AnyFormPlan | None:
+    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> AnyFormPlan | None:
         """See `DeviceEngine.form_plan`."""
 
     def prepare_barrier(self) -> AnyPlan:
@@ -84,7 +84,7 @@ class AnyFormPlan(AnyPlan, Protocol):
     def takes(self, sent: Any, received: Any) -> bool:
         """See `FormPlan.takes`."""
 
-    def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
+    def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan.fill`."""
 
 
@@ -124,7 +124,7 @@ class PlanCache:
         # How often a call was filled into the plan of its form, by the hash of its key. Hashes leave no objects to the
         # garbage collector. Calls with equal hashes count together, so they get separate plans earlier.
         self._times: dict[int, int] = {}
-        self._version, self._any_mapped = session.mappings.version, session.mappings.any
+        self._version = session.mappings.version
         self._cupy = _of_library("cupy", "ndarray")
         self._identify: dict[type, Callable[[Any], Hashable]] = {
             type(None): id,
@@ -180,8 +180,7 @@ class PlanCache:
         if len(self._times) >= _MOST:
             self._times.clear()
         self._times[digest] = times + 1
-        registered = self._any_mapped and self._into_memory(operation, receive, received[0])
-        return form.filled if form.fill(sent, received, registered=registered) else None
+        return form.filled if form.fill(sent, received) else None
 
     def find_message(
         self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]
@@ -273,7 +272,7 @@ class PlanCache:
             key = form, sent, received
             # The same memory passed twice means in place, and calls with two arrays of these kinds have another form.
             if form.filled is None and read is not None and not (read.in_place and sent[1]):
-                plan_of_all = self.engine.form_plan(read, algorithm)
+                plan_of_all = self.engine.form_plan(read, self._session.mappings, algorithm)
                 if plan_of_all is not None and plan_of_all.takes(sent, received):
                     form.fill = plan_of_all.fill
                 form.filled = KnownCall(plan_of_all or plan, op, by_output, by_address)
@@ -300,16 +299,12 @@ class PlanCache:
 
     def _forget_memory(self) -> None:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
-        self._version, self._any_mapped = self._session.mappings.version, self._session.mappings.any
+        self._version = self._session.mappings.version
         self._calls.clear()
 
     def _usable(self, key: Hashable) -> KnownCall | None:
         known = None if key is None else self._calls.get(key)
         return None if known is None or known.plan.is_old else known
-
-    def _into_memory(self, operation: Operation, receive: Any, pointer: int) -> bool:
-        """Return whether the output of all ranks lies in a symmetric array, into which an algorithm may store."""
-        return operation.into_all and self._session.mappings.find(pointer, receive.nbytes) is not None
 
     def _key(
         self,

@@ -93,20 +93,21 @@ class DomainsEngine:
         buffers = call.buffers(scratch)
         if call.operation.reduces:
             reduction_of(buffers.dtype, buffers.op)  # it raises here if the reduction is not defined
-        planned = self._plan(call.operation, buffers, call.signature, call.nbytes or 0, asked)
+        signature = call.signature
+        planned = self._plan(call.operation, buffers, signature, call.nbytes or 0, asked)
         before = after = None
         if call.packed is not None and scratch is not None:
             packs = pack_launches(self._backend, call.packed.before, scratch.pointer, unpacks=False)
             unpacks = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
-            before, after = (self._engine.prepare_alone(str(call.signature), steps) for steps in (packs, unpacks))
+            before, after = (self._engine.prepare_alone(str(signature), steps) for steps in (packs, unpacks))
         if call.epilogue is not None and call.receive is not None and buffers.output is not None:
             finish = CallEpilogue(call.epilogue, call.receive.pointer)
             backend = self._backend
             steps = finish_launches(finish, buffers.output, backend.faults, backend.multiprocessors)
-            after = self._engine.prepare_alone(str(call.signature), steps)
-        return DomainsPlan(call.signature, planned, self._choice(asked), before, after)
+            after = self._engine.prepare_alone(str(signature), steps)
+        return DomainsPlan(signature, planned, self._choice(asked), before, after)
 
-    def form_plan(self, call: Call, asked: str) -> None:
+    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> None:
         """Return None: calls over several peer domains are planned one by one."""
 
     def prepare_barrier(self) -> DomainsPlan:
@@ -132,11 +133,11 @@ class DomainsEngine:
     def _plan(
         self, operation: Operation, buffers: Buffers, call: Signature, nbytes: int, asked: str
     ) -> list[list[Item]]:
-        schedule = schedule_of(operation, nbytes, self._layout, asked)
+        schedule, facts = schedule_of(operation, nbytes, self._layout, asked), (str(call), call.hash32)
         planned: list[list[Item]] = []
         for number, part in enumerate(schedule(buffers, self._layout)):
             planned += (
-                [item for step in steps for item in self._planned(step, call, asked)]
+                [item for step in steps for item in self._planned(step, facts, asked)]
                 for steps in steps_of(part, partial(self._memory, number % DEPTH))
             )
         return planned
@@ -145,21 +146,23 @@ class DomainsEngine:
         memory = self._scratch[part].of(nbytes)
         return 0 if memory is None else memory.pointer
 
-    def _planned(self, step: Step, call: Signature, asked: str) -> Iterable[Item]:
+    def _planned(self, step: Step, facts: tuple[str, int], asked: str) -> Iterable[Item]:
+        """Yield the plan of a step. ``facts`` are the text and the hash of the whole call."""
+        words, hash32 = facts
         if isinstance(step, NetworkStep):
             yield step.without_empty()  # even if nothing is left, because all ranks make equally many network steps
         elif isinstance(step, Local):
-            local = GpuCall(step.operation, call, step.buffers, _nbytes_of(step))
+            local = GpuCall(step.operation, words, hash32, step.buffers, _nbytes_of(step))
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
             yield self._engine.prepare(local, named)
         elif isinstance(step, Combine):
             if step.count:
-                yield self._engine.prepare_alone(str(call), [_launch(step, self._backend.multiprocessors)])
+                yield self._engine.prepare_alone(words, [_launch(step, self._backend.multiprocessors)])
         elif isinstance(step, Pack):
             if step.blocks:
-                yield self._engine.prepare_alone(str(call), [_pack_launch(step, self._backend)])
+                yield self._engine.prepare_alone(words, [_pack_launch(step, self._backend)])
         elif step.nbytes:
-            yield self._engine.prepare_alone(str(call), [Copy(step.target, step.source, step.nbytes, local=True)])
+            yield self._engine.prepare_alone(words, [Copy(step.target, step.source, step.nbytes, local=True)])
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's domain."""

@@ -57,7 +57,7 @@ class Pattern(Sequence[Exchange]):
         """Return it as a call of a communicator of GPUs; ``memory`` holds the output of all ranks."""
         private = self.operation.counts == "private"
         nbytes = 0 if private else self.operation.one_shot(self.buffers).longest_nbytes
-        return GpuCall(self.operation, signature, self.buffers, nbytes, memory)
+        return GpuCall(self.operation, str(signature), signature.hash32, self.buffers, nbytes, memory)
 
     @cached_property
     def _exchanges(self) -> list[Exchange]:

@@ -39,7 +39,7 @@ class Engine:
         self._post(text)
         return SimpleNamespace(part=Part(call), text=text, is_old=False)
 
-    def form_plan(self, call: Call, asked: str) -> None:
+    def form_plan(self, call: Call, mappings: object, asked: str) -> None:
         return None
 
     def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:

@@ -18,10 +18,9 @@ from mpicomm.collectives.exchange import Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Arena, Request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
-from mpicomm.collectives.gpu.algorithms.template import Template
+from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
@@ -73,7 +72,10 @@ class GpuCall:
     """One rank's collective call on device arrays."""
 
     operation: Operation
-    signature: Signature
+    words: str
+    """The text of the call, without the place of its output."""
+    hash32: int
+    """See `Signature.hash32`."""
     buffers: Buffers
     nbytes: int
     """Bytes of the whole call, by which a table chooses; 0 if ranks may know different numbers."""
@@ -90,7 +92,8 @@ class GpuCall:
         finish = None
         if call.epilogue is not None and call.receive is not None:
             finish = CallEpilogue(call.epilogue, call.receive.pointer)
-        return cls(call.operation, call.signature, call.buffers(scratch), call.nbytes or 0, memory, finish)
+        facts, buffers = call.signature, call.buffers(scratch)
+        return cls(call.operation, str(facts), facts.hash32, buffers, call.nbytes or 0, memory, finish)
 
     @property
     def lengths_are_private(self) -> bool:
@@ -114,15 +117,28 @@ class GpuCall:
         return self.operation.two_shot(self.buffers)
 
     def tag(self, step: int = 0, *, into_memory: bool = False) -> int:
-        """Return a number made of the facts in which ranks must agree in one launch."""
-        if into_memory and self.memory is not None:
-            return zlib.crc32(_TAG.pack(self.signature.hash32, step, self.memory.array, self.memory.offset))
-        return zlib.crc32(_TAG.pack(self.signature.hash32, step, 0, 0)) if step else self.signature.hash32
+        """Return `launch_tag` of one launch of the call."""
+        return launch_tag(self.hash32, step, self.memory if into_memory else None)
 
     def text(self, *, into_memory: bool) -> str:
         """Return the text of the call for errors."""
-        place = f", into {self.memory}" if into_memory and self.memory is not None else ""
-        return f"{self.signature}{place}"
+        return with_place(self.words, self.memory if into_memory else None)
+
+
+def launch_tag(hash32: int, step: int = 0, memory: Mapped | None = None) -> int:
+    """Return a number made of the facts in which ranks must agree in one launch.
+
+    ``hash32`` is `Signature.hash32`, and ``step`` is the number of the launch in its call. The ranks store into
+    ``memory``, if it is not None.
+    """
+    if memory is not None:
+        return zlib.crc32(_TAG.pack(hash32, step, memory.array, memory.offset))
+    return zlib.crc32(_TAG.pack(hash32, step, 0, 0)) if step else hash32
+
+
+def with_place(text: str, memory: Mapped | None) -> str:
+    """Return the text of a call, with the symmetric ``memory`` into which ranks store, if it is not None."""
+    return text if memory is None else f"{text}, into {memory}"
 
 
 def moved(exchange: Exchange) -> Iterator[Copy]:
@@ -147,9 +163,12 @@ class Algorithm(ABC):
     def serves(self, operation: Operation) -> bool:
         """Return whether it can carry out some calls of this collective."""
 
-    def takes(self, form: Form) -> bool:
-        """Return whether `accepts` returns None for some lengths of calls of this form, without symmetric output."""
-        return True
+    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
+        """Return the lengths of calls of this form for which `accepts` returns None; None if it takes no such call.
+
+        ``symmetric`` is whether the output is symmetric memory.
+        """
+        return ALL_LENGTHS
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """Return the reason, for an error, why it cannot carry out a call that it `serves`; None if it can."""

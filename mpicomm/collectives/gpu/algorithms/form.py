@@ -8,7 +8,7 @@ form has its data.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from mpicomm.mpi.span import Span
 
 # A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines never cut a unit.
 _UNIT = np.dtype("V128")
+_BYTE = np.dtype(np.uint8)
 _BUFFER = 1 << 40
 """The distance between the two buffers of a form, in bytes."""
 
@@ -62,8 +63,10 @@ class Form:
         self.dtype = call.dtype
         self.op = call.op or ""
         self.reduction: Reduction | None = reduction_of(call.dtype, self.op) if operation.reduces else None
-        self._rank = rank
+        self.rank = rank
         self.root = call.arguments.root
+        self.has_common_output = call.common_output is not None
+        """Whether all ranks have output of the same form: see `Call.common_output`."""
         self._in_place = call.in_place
         # In place, the receive buffer holds the input of a reduction and has the shape of the input.
         self.sends: Shape | None = operation.send if call.send is not None and not self._in_place else None
@@ -85,11 +88,6 @@ class Form:
     def blocks_received(self) -> int:
         """The number of equal blocks in the receive buffer; 0 if this rank has no receive buffer."""
         return self._blocks_in(self.receives)
-
-    @property
-    def has_common_output(self) -> bool:
-        """Whether all ranks have output of the same form: see `Call.common_output`."""
-        return self.operation.into_all and not (self._in_place and self.operation.send == "blocks")
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -139,29 +137,36 @@ class Form:
         buffer, offset = divmod(span.pointer, _BUFFER)
         return Piece(buffer, offset // (_UNIT.itemsize * span.count))
 
+    def buffers(self, send: int, receive: int, nbytes: int) -> Buffers:
+        """Return this rank's memory in a call: the addresses of both buffers, and the bytes of each block."""
+        dtype = self.dtype if self.operation.reduces else _BYTE
+        return self._buffers(dtype, send, receive, nbytes // self.itemsize)
+
     def _units(self, count: int) -> Buffers:
         """Return this rank's memory with ``count`` units in each block."""
-        operation = self.operation
-        given = 2 if self._in_place else 1
+        return self._buffers(_UNIT, _BUFFER, 2 * _BUFFER, count)
+
+    def _buffers(self, dtype: np.dtype[Any], send_pointer: int, receive_pointer: int, count: int) -> Buffers:
+        operation, nbytes = self.operation, count * dtype.itemsize
+        given = receive_pointer if self._in_place else send_pointer
         send = send_blocks = output = blocks = None
         if self.sends is not None or self._in_place:
             if operation.send == "one":
-                send = Span(given * _BUFFER, count)
+                send = Span(given, count)
             else:
-                send_blocks = self._blocks(given, count)
+                send_blocks = self._blocks(given, count, nbytes)
         if self.receives is not None:
             if operation.receive == "one":
-                output = Span(2 * _BUFFER, count)
+                output = Span(receive_pointer, count)
             else:
-                blocks = self._blocks(2, count)
-        return Buffers(self._rank, self.size, _UNIT, send, send_blocks, output, blocks, self.op, self.root)
+                blocks = self._blocks(receive_pointer, count, nbytes)
+        return Buffers(self.rank, self.size, dtype, send, send_blocks, output, blocks, self.op, self.root)
 
     def _blocks_in(self, shape: Shape | None) -> int:
         return 0 if shape is None else self.size if shape == "blocks" else 1
 
-    def _blocks(self, buffer: int, count: int) -> list[Span]:
-        step = count * _UNIT.itemsize
-        return [Span(buffer * _BUFFER + rank * step, count) for rank in range(self.size)]
+    def _blocks(self, pointer: int, count: int, nbytes: int) -> list[Span]:
+        return [Span(pointer + rank * nbytes, count) for rank in range(self.size)]
 
 
 def _element_nbytes(operand: Operand | None) -> int:

@@ -35,7 +35,6 @@ from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
@@ -202,13 +201,12 @@ def call_of(
     buffers = Buffers(rank, size, element, send, send_blocks, output, blocks, op * operation.reduces, root)
     nbytes = 0 if operation.counts == "private" else max(counts) * element.itemsize
     memory = Mapped(1, 0, tuple(received for _ in counts)) if symmetric and operation.into_all else None
-    count = counts[0] if operation.counts == "same" else None
-    return GpuCall(operation, Signature(operation.name, dtype, count), buffers, nbytes, memory)
+    return GpuCall(operation, operation.name, 0, buffers, nbytes, memory)
 
 
 def choice(call: GpuCall, asked: str, node: Node) -> tuple[Any, ...]:
     """The algorithm, its memory, and its launches if every rank has the same."""
-    algorithm = choose(call, asked, BUILT_IN, node)
+    algorithm, _ = choose(call, asked, BUILT_IN, node)
     launches = [step for step in algorithm.plan(call, node) if isinstance(step, Launch)]
     # By copy engines, in a ring and in chunks a rank without a part launches less.
     alike = algorithm.name in ("one_shot", "two_shot") and call.operation.traffic == "even"
@@ -240,7 +238,7 @@ def test_all_ranks_choose_alike(operation: Operation, asked: str, symmetric: boo
 def test_messages_whose_length_only_two_ranks_know_go_in_packets(counts: list[int], operation: Operation) -> None:
     """In one kernel, whose launch does not depend on the lengths of the messages."""
     call, node = call_of(operation, 0, counts), node_of(0, 3)
-    algorithm = choose(call, "auto", BUILT_IN, node)
+    algorithm, _ = choose(call, "auto", BUILT_IN, node)
     (launch,) = algorithm.plan(call, node)
     assert isinstance(launch, Launch) and launch.variant.source.name == "packets.cu"
     assert "-DMPICOMM_SENTINEL" in launch.variant.options
@@ -253,7 +251,7 @@ def test_messages_whose_length_only_two_ranks_know_go_in_packets(counts: list[in
 def test_parts_of_any_lengths_go_in_packets(operation: Operation, least: int, largest: int) -> None:
     for rank in range(3):
         call, node = call_of(operation, rank, [largest, least, least]), node_of(rank, 3)
-        (launch,) = choose(call, "auto", BUILT_IN, node).plan(call, node)
+        (launch,) = choose(call, "auto", BUILT_IN, node)[0].plan(call, node)
         assert isinstance(launch, Launch) and "-DMPICOMM_SENTINEL" in launch.variant.options
 
 
@@ -262,7 +260,7 @@ def test_sizes_are_scaled_by_the_speed_of_the_links(link_speed: float) -> None:
     def way(nbytes: float) -> tuple[str, bool]:
         call = call_of(operations.ALLGATHER, 0, [int(nbytes)] * 4, dtype="uint8", symmetric=True)
         node = node_of(0, 4, link_speed=link_speed)
-        (launch,) = choose(call, "one_shot", BUILT_IN, node).plan(call, node)
+        (launch,) = choose(call, "one_shot", BUILT_IN, node)[0].plan(call, node)
         assert isinstance(launch, Launch)
         return launch.variant.source.stem, "-DMPICOMM_SENTINEL" in launch.variant.options
 
@@ -292,7 +290,7 @@ def test_a_chain_is_chosen_if_it_is_possible() -> None:
 
     def chosen(asked: str, nbytes: int, *, root: int) -> str:
         call = call_of(operations.REDUCE, 0, [nbytes] * 4, dtype="uint8", op="max", root=root)
-        return choose(call, asked, tuning, node_of(0, 4)).name
+        return choose(call, asked, tuning, node_of(0, 4))[0].name
 
     for nbytes, expected in ((99, "one_shot"), (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")):
         assert chosen("auto", nbytes, root=0) == expected

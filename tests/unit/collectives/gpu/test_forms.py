@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.registry import names_for
-from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
+from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.longest_message import longest_with_peers
 from mpicomm.collectives.operations import OPERATIONS, Operation
@@ -53,21 +55,32 @@ class Arena:
         return ArenaRegion(tuple(rank << 43 for rank in range(1, self.layout.size + 1)), request.slots_nbytes)
 
 
+def as_enqueued(step: Step) -> Any:
+    """Return a step as the device gets it."""
+    if isinstance(step, Launch):
+        return step.variant, bytes(step.arguments), step.blocks, step.threads, step.early
+    return step
+
+
 class Device:
-    """The arguments of a launch."""
+    """A device that notes the steps of the latest call."""
 
     def __init__(self, *, regions: bool, size: int, rank: int, blocks: int, link_speed: float) -> None:
         team = Team(size=size, rank=rank, timeout_ns=7)
         for index in range(size):
             team.arenas[index], team.names[index] = (index + 1) << 40, index + 3
         self.node = Node(team, Arena(size, regions=regions), blocks, link_speed, most_staged_nbytes=1 << 30)
-        self.launched: tuple[Any, ...] = ()
+        self.launched: list[Any] = []
 
     def launcher(self, variant: Any, arguments: ctypes.Structure, early: bool) -> Any:
         def launch(stream: int, blocks: int, threads: int) -> None:
-            self.launched = variant, bytes(arguments), blocks, threads, early
+            self.launched = [as_enqueued(Launch(variant, arguments, blocks, threads, early))]
 
         return SimpleNamespace(launch=launch)
+
+    def enqueuers(self, steps: Sequence[Step]) -> list[Any]:
+        self.launched = []
+        return [lambda stream, step=step: self.launched.append(as_enqueued(step)) for step in steps]
 
 
 @pytest.fixture(autouse=True)
@@ -92,25 +105,25 @@ def call_of(
     return Call(operation, Arguments(send, receive, op, root), rank, size)
 
 
-def plan_of(call: Call, device: Device, asked: str) -> FormPlan:
+def plan_of(call: Call, device: Device, asked: str, mappings: Mappings | None = None) -> FormPlan:
     node = device.node
     form = Form(call, node.rank, node.size)
-    return form_plan(form, call.signature, asked, BUILT_IN, node, device.launcher)
+    return form_plan(call.signature, Fillings(form, asked, BUILT_IN, node, device), mappings or Mappings())
 
 
-def fill(plan: FormPlan, call: Call, *, registered: bool = False) -> bool:
+def fill(plan: FormPlan, call: Call) -> bool:
     (send, sent), (receive, received) = (
         (0, 0) if operand is None else (operand.pointer, operand.total) for operand in (call.send, call.receive)
     )
     first = (0, 0, None) if call.in_place else (send, sent, None)
-    return plan.fill(first, (receive, received, None), registered=registered)
+    return plan.fill(first, (receive, received, None))
 
 
 @given(data=st.data())
 def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     rank, root = data.draw(st.integers(0, size - 1), "rank"), data.draw(st.integers(0, size - 1), "root")
-    asked = data.draw(st.sampled_from(["auto", "one_shot", "two_shot", "chain"]), "asked")
+    asked = data.draw(st.sampled_from(["auto", "one_shot", "two_shot", "chain", "ring", "copy_engine"]), "asked")
     serving = [row for row in OPERATIONS_OF_FORMS if asked == "auto" or asked in names_for(row)]
     operation = data.draw(st.sampled_from(serving), "operation")
     dtype = np.dtype(data.draw(st.sampled_from(["f4", "f8", "i2", "u1", "c16", *["g"] * (not operation.reduces)])))
@@ -125,73 +138,79 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
     )
     first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, in_place=in_place, at=0)
     assume(has_form(first))
-    plan = plan_of(first, device, asked)
     symmetric, mappings = data.draw(st.booleans(), "symmetric"), Mappings()
+    plan = plan_of(first, device, asked, mappings)
     if symmetric:
         mappings.add([(1 << 51) + (abs(each - rank) << 48) for each in range(size)], rank, 1 << 45)
     for number in range(1, 4):  # later calls follow earlier ones in the same memory
         count = data.draw(counts, "count")
         call = call_of(operation, rank, size, count, dtype, root, in_place=in_place, at=number)
         planned = GpuCall.of(call, mappings, None)
-        filled = fill(plan, call, registered=symmetric and operation.into_all)
+        filled = fill(plan, call)
         try:
-            algorithm = choose(planned, asked, BUILT_IN, device.node)
+            algorithm, _ = choose(planned, asked, BUILT_IN, device.node)
         except InvalidUsageError:
             assert not filled
             return
         requests = algorithm.memory(planned, device.node)
-        has_template = algorithm.template(Form(call, rank, size), device.node) is not None
-        assert filled == (has_template and all(map(device.node.arena.has, requests)))
+        assert filled == all(map(device.node.arena.has, requests))
         if filled:
             plan.launch(7)
-            (launch,) = cast(list[Launch], [*algorithm.plan(planned, device.node)])
-            expected = launch.variant, bytes(launch.arguments), launch.blocks, launch.threads, launch.early
-            assert device.launched == expected
-            assert plan.text == planned.text(into_memory=False)
+            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+            assert plan.text == planned.text(into_memory=algorithm.into_memory)
             assert plan.choice.algorithm == algorithm.name
 
 
-@pytest.mark.parametrize("name", ["Allreduce", "Allgather", "Alltoall", "Bcast"])
+@pytest.mark.parametrize("operation", OPERATIONS_OF_FORMS, ids=str)
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_call_is_filled_in_if_its_algorithm_has_a_template(name: str, symmetric: bool) -> None:
-    device, mappings, operation = (
-        Device(regions=True, size=4, rank=1, blocks=132, link_speed=1.0),
-        Mappings(),
-        OPERATIONS[name],
-    )
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_call_of_any_length_is_filled_in(operation: Operation, rank: int, symmetric: bool, in_place: bool) -> None:
+    device, mappings = Device(regions=True, size=4, rank=rank, blocks=132, link_speed=1.0), Mappings()
     if symmetric:
-        mappings.add([1 << 52, 1 << 51, 1 << 53, 1 << 54], 1, 1 << 45)
+        mappings.add([(1 << 51) + (abs(each - rank) << 48) for each in range(4)], rank, 1 << 45)
     calls = [
-        call_of(operation, 1, 4, kib << 8, np.dtype("f4"), 0, in_place=False, at=0)
+        call_of(operation, rank, 4, kib << 8, np.dtype("f4"), 0, in_place=in_place, at=0)
         for kib in (1, 64, 400, 600, 3000, 4097, 40_000, 50_000, 70_000, 100_000, 200_000)
     ]
-    plan = plan_of(calls[0], device, "auto")
+    plan = plan_of(calls[0], device, "auto", mappings)
     ways = []
     for call in calls:
         planned = GpuCall.of(call, mappings, None)
-        algorithm = choose(planned, "auto", BUILT_IN, device.node)
-        filled = fill(plan, call, registered=symmetric)
-        assert filled == (algorithm.template(Form(call, 1, 4), device.node) is not None)
-        ways.append(filled)
-        if filled:
-            plan.launch(7)
-            (launch,) = cast(list[Launch], [*algorithm.plan(planned, device.node)])
-            assert device.launched[:2] == (launch.variant, bytes(launch.arguments))
-    assert True in ways and (False in ways or name == "Bcast")
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        assert fill(plan, call)
+        ways.append(algorithm)
+        plan.launch(7)
+        assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+    assert len({*ways}) > 1
 
 
-@pytest.mark.parametrize(("name", "asked"), [("Allreduce", "one_shot"), ("Allreduce", "two_shot"), ("Bcast", "chain")])
-def test_the_launch_of_another_call_is_another_one(name: str, asked: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "asked", "symmetric"),
+    [
+        ("Allreduce", "one_shot", False),
+        ("Allreduce", "two_shot", False),
+        ("Bcast", "chain", False),
+        ("Alltoall", "one_shot", True),
+        ("Gather", "one_shot", False),
+        ("Allreduce", "ring", False),
+        ("Allgather", "copy_engine", False),
+        ("Bcast", "copy_engine", True),
+    ],
+)
+def test_the_launch_of_another_call_is_another_one(name: str, asked: str, symmetric: bool) -> None:
     """A stale address or count would be noticed above."""
-    operation, dtype = OPERATIONS[name], np.dtype("f4")
+    operation, dtype, mappings = OPERATIONS[name], np.dtype("f4"), Mappings()
+    if symmetric:
+        mappings.add([1 << 52, 1 << 51, 1 << 53], 1, 1 << 45)
     device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
     launched = set()
-    for count, at in ((40_000, 1), (40_000, 2), (44_000, 1), (4_000_000, 1)):
+    for count, at in ((4_000_000, 1), (4_000_000, 2), (4_400_000, 1), (40_000, 1)):
         call = call_of(operation, 1, 3, count, dtype, 0, in_place=False, at=at)
-        plan = plan_of(call, device, asked)
+        plan = plan_of(call, device, asked, mappings)
         assert fill(plan, call)
         plan.launch(7)
-        launched.add(device.launched[:2])
+        launched.add(str([each[:2] if isinstance(each, tuple) else each for each in device.launched]))
     assert len(launched) == 4
 
 
@@ -241,7 +260,7 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
         arguments = draw(number)
         read = call(arguments)
         planned = GpuCall.of(read, Mappings(), None)
-        algorithm = choose(planned, "auto", BUILT_IN, device.node)
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
         requests = algorithm.memory(planned, device.node)
         plan = plan or plan_of(read, device, "auto")
         sent, received = map(plain_array, arguments)
@@ -251,9 +270,7 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
         assert filled == (packets and all(map(device.node.arena.has, requests)))
         if filled:
             plan.launch(7)
-            (launch,) = cast(list[Launch], [*algorithm.plan(planned, device.node)])
-            expected = launch.variant, bytes(launch.arguments), launch.blocks, launch.threads, launch.early
-            assert device.launched == expected
+            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
             assert plan.text == planned.text(into_memory=False)
             longest = longest_with_peers(planned.one_shot, rank) if operation.counts == "private" else None
             assert plan.private_nbytes == longest

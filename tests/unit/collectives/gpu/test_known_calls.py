@@ -77,7 +77,7 @@ def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: b
     backend: Any = known._calls._session.backend
     backend.is_capturing, backend.synchronize = (lambda stream: stream == "captures"), waited.append
     backend.meets = lambda stream, array: False
-    known._calls.engine.form_plan = lambda call, asked: None  # type: ignore[method-assign]
+    known._calls.engine.form_plan = lambda call, mappings, asked: None  # type: ignore[method-assign]
     read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
     plan: Any = SimpleNamespace(text="Allreduce", is_old=False)
     call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None, ())

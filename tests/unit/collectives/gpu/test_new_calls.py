@@ -56,6 +56,10 @@ class Calls:
         self._cache = PlanCache(session, rig.engine)
         self.planned = 0
 
+    def add_symmetric_memory(self) -> None:
+        """Let the receive buffers of `call_of` lie in a symmetric array."""
+        self._session.mappings.add([2 << 50, 3 << 50], 0, 1 << 49)
+
     def run(self, operation: Operation, send: Any, receive: Any, op: MPI.Op | None) -> None:
         """Make a call as the dispatcher does."""
         known = self._cache.find(operation, "auto", send, receive, op, 0, None)
@@ -83,17 +87,30 @@ def call_of(name: str, count: int, rng: random.Random) -> tuple[Operation, Any, 
     if name == "Alltoallv":
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], [Array(send, 2 * count), counts], [Array(receive, 2 * count), counts], None
+    if name == "Bcast":
+        return OPERATIONS[name], None, Array(receive, count), None
     blocks = 2 if name == "Allgather" else 1
     op = MPI.SUM if name == "Allreduce" else None
     return OPERATIONS[name], Array(send, count), Array(receive, blocks * count), op
 
 
-@pytest.mark.parametrize(("name", "most"), [("Allreduce", 40), ("Allgather", 40), ("Alltoallv", 60)])
-def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, most: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "kib", "symmetric", "most"),
+    [
+        ("Allreduce", 4, False, 40),
+        ("Allreduce", 4, True, 40),
+        ("Allgather", 4, False, 40),
+        ("Bcast", 40 << 10, True, 40),
+        ("Alltoallv", 4, False, 60),
+    ],
+)
+def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, kib: int, symmetric: bool, most: int) -> None:
     rng = random.Random(1)
-    for count in (1000, 1010, 1020):
+    if symmetric:
+        calls.add_symmetric_memory()
+    for count in range(256 * kib, 256 * kib + 3):
         calls.run(*call_of(name, count, rng))
-    call = call_of(name, 1030, rng)
+    call = call_of(name, 256 * kib + 3, rng)
     entered, files = [], set()
 
     def note(frame: Any, event: str, argument: object) -> None:
@@ -109,6 +126,27 @@ def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, most: int)
         sys.setprofile(before)
     assert calls.planned == 1
     assert len(entered) <= most and len(files) <= 20, entered
+
+
+def test_copy_engines_copy_the_data_of_each_new_call(calls: Calls, cuda: FakeCuda) -> None:
+    calls.add_symmetric_memory()
+    rng = random.Random(4)
+    for number in range(4):
+        cuda.copied.clear()
+        call = call_of("Allgather", (100 << 18) + number, rng)
+        calls.run(*call)
+        calls.finish()
+        assert {source for source, _ in cuda.copied} == {call[1].data.ptr}
+    assert calls.planned == 1
+
+
+def test_arrays_beside_symmetric_memory_may_have_a_datatype(calls: Calls) -> None:
+    calls.add_symmetric_memory()
+    rng = random.Random(3)
+    for count in range(100, 200, 10):
+        operation, send, receive, op = call_of("Allreduce", count, rng)
+        calls.run(operation, [send, MPI.FLOAT], [receive, count, MPI.FLOAT], op)
+    assert calls.planned == 1
 
 
 def test_calls_of_random_sizes_and_addresses_take_no_memory(calls: Calls) -> None:

@@ -9,6 +9,8 @@ from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 
+_SOURCE = Path(__file__).with_name("chain.cu")
+
 # Constants and structures of chain.cu; a test compares them.
 CHAIN_THREADS = 256
 CHAIN_SLOTS = 2
@@ -54,7 +56,7 @@ def chain_kernel(reduction: tuple[str, str] | None, *, host_slots: bool = False)
     ``host_slots`` is whether slots lie in host memory.
     """
     return Variant(
-        Path(__file__).with_name("chain.cu"),
+        _SOURCE,
         "mpicomm_chain",
         options_for(reduction) + (HOST_SLOTS if host_slots else ()),
     )

@@ -21,12 +21,13 @@ from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Filled, Lengths
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.types import is_narrow
+from mpicomm.symmetric.registry import Mapped
 
 # The most blocks of one launch, as measured on H200s. Half of them are used if a batch would not be full, or if a rank
 # has two hops.
@@ -60,9 +61,9 @@ class AlongRanks(Algorithm):
             "to reduce (not avg, float16, bfloat16 or float8)"
         )
 
-    def takes(self, form: Form) -> bool:
+    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
         """See `Algorithm`."""
-        return _serves(form.operation, form.root, form.size, form.op, form.dtype)
+        return ALL_LENGTHS if _serves(form.operation, form.root, form.size, form.op, form.dtype) else None
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
@@ -187,7 +188,7 @@ class ChainCalls(ChainTemplate):
         pairs = [(hop.own, hop.output) for hop in form.chain.hops]
         self._buffers = [(form.piece(own).buffer, form.piece(output).buffer) for own, output in pairs]
 
-    def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:
+    def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
         """See `EvenTemplate`."""
         buffers = 0, send, receive
         return self.write([(buffers[own], buffers[output]) for own, output in self._buffers], nbytes, hash32)

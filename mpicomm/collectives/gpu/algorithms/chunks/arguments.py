@@ -9,6 +9,8 @@ from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 
+_SOURCE = Path(__file__).with_name("exchange.cu")
+
 # Constants and structures of exchange.cu; a test compares them.
 THREADS = 512
 SLOTS = 2
@@ -49,4 +51,4 @@ class ExchangeArguments(ctypes.Structure):
 
 def exchange_kernel(reduction: tuple[str, str] | None) -> Variant:
     """Return the kernel for ``(dtype, op)``, or the kernel that does not reduce; raises as `options_for`."""
-    return Variant(Path(__file__).with_name("exchange.cu"), "mpicomm_exchange", options_for(reduction))
+    return Variant(_SOURCE, "mpicomm_exchange", options_for(reduction))

@@ -9,6 +9,8 @@ from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.kernels.variant import Variant
 
+_SOURCE = Path(__file__).with_name("local_reduction.cu")
+
 REDUCTION_THREADS = 512  # kReductionThreads in local_reduction.cu; a test compares them
 
 
@@ -26,4 +28,4 @@ class LocalReductionArguments(ctypes.Structure):
 
 def local_reduction_kernel(reduction: tuple[str, str]) -> Variant:
     """Return the kernel for ``(dtype, op)``; raises as `options_for`."""
-    return Variant(Path(__file__).with_name("local_reduction.cu"), "mpicomm_local_reduction", options_for(reduction))
+    return Variant(_SOURCE, "mpicomm_local_reduction", options_for(reduction))

@@ -39,7 +39,7 @@ from mpicomm.collectives.gpu.algorithms.copies.landing import (
     aligned,
 )
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, Reduce, allreduce, movement
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
+from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.operations import Operation
@@ -91,10 +91,10 @@ class CopyEngines(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        planner, barriers = DirectPlanner.of(node), 0  # counted, because ranks without a part have fewer steps
+        template, barriers = DirectTemplate.of(node), 0  # counted, because ranks without a part have fewer steps
         for action in _actions(call, node):
             if isinstance(action, Barrier):
-                yield planner.barrier(call.tag(barriers, into_memory=True), after_copies=True)
+                yield template.barrier(call.tag(barriers, into_memory=True), after_copies=True)
                 barriers += 1
             elif isinstance(action, Reduce):
                 assert call.reduction is not None

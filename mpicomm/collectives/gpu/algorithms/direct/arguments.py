@@ -10,6 +10,8 @@ from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 
+_SOURCE = Path(__file__).with_name("direct.cu")
+
 # Constants and structures of direct.cu; a test compares them.
 DIRECT_THREADS = 512
 _LINE_NBYTES = 128
@@ -21,12 +23,6 @@ class Cut(ctypes.Structure):
     """The host's copy of ``Cut`` in direct.cu: a message from one rank to another, cut into parts for blocks."""
 
     _fields_ = [("nbytes", ctypes.c_uint64), ("part", ctypes.c_uint64)]
-
-    @classmethod
-    def of(cls, nbytes: int, blocks: int) -> Cut:
-        """Return the cut of a message of ``nbytes`` for ``blocks`` blocks."""
-        lines = -(-nbytes // (blocks * _LINE_NBYTES))  # parts are whole lines, so a part begins at a whole packet
-        return cls(nbytes, lines * _LINE_NBYTES)
 
 
 class DirectArguments(ctypes.Structure):
@@ -43,6 +39,12 @@ class DirectArguments(ctypes.Structure):
     ]
 
 
+def part_of(nbytes: int, blocks: int) -> int:
+    """Return the bytes of each block's part of a message of ``nbytes``, for `Cut.part`."""
+    lines = -(-nbytes // (blocks * _LINE_NBYTES))  # parts are whole lines, so a part begins at a whole packet
+    return lines * _LINE_NBYTES
+
+
 def direct_kernel() -> Variant:
     """Return the kernel."""
-    return Variant(Path(__file__).with_name("direct.cu"), "mpicomm_direct", OPTIONS)
+    return Variant(_SOURCE, "mpicomm_direct", OPTIONS)

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
-from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
-from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_THREADS, Cut, DirectArguments, direct_kernel
+from mpicomm.collectives.gpu.algorithms.direct.template import DirectCalls, DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.algorithms.template import Lengths, Template
 from mpicomm.collectives.operations import Operation
-from mpicomm.kernels.team import Team
-from mpicomm.symmetric.registry import Mapped
-
-MAX_BLOCKS = 128
-"""All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
-_FEWEST_THREADS = 64  # one thread for each rank, and one thread that checks the health of the team
-_MOST_THREADS_FOR_ALL_BLOCKS = 256
 
 
 class IntoMemory(Algorithm):
@@ -32,9 +23,9 @@ class IntoMemory(Algorithm):
         """See `Algorithm`."""
         return operation.into_all and not operation.reduces
 
-    def takes(self, form: Form) -> bool:
+    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
         """See `Algorithm`."""
-        return False  # the output of a form is not symmetric memory
+        return (int(most_copied_nbytes(form.operation, node)) + 1, inf) if symmetric else None
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`."""
@@ -49,7 +40,11 @@ class IntoMemory(Algorithm):
         """See `Algorithm`."""
         assert call.memory is not None
         exchange, tag = call.one_shot, call.tag(into_memory=True)
-        yield DirectPlanner.of(node).launch(exchange, call.memory, tag, nbytes=exchange.longest_nbytes)
+        yield DirectTemplate.of(node).launch(exchange, call.memory, tag, nbytes=exchange.longest_nbytes)
+
+    def template(self, form: Form, node: Node) -> Template | None:
+        """See `Algorithm`."""
+        return DirectCalls(form, node)
 
 
 def most_copied_nbytes(operation: Operation, node: Node) -> float:
@@ -67,60 +62,3 @@ def _most_copied_nbytes(size: int) -> int:
     that send to it at once.
     """
     return 76 << 20 if size == 2 else (36 << 20) // (size - 1) ** 2
-
-
-class DirectPlanner:
-    """Makes launches of exchanges. Every kernel of this rank gets ``team``."""
-
-    def __init__(self, team: Team, layout: ArenaLayout, most_blocks: int, *, early: bool = True) -> None:
-        self._team = team
-        self._layout = layout
-        self._most_blocks = most_blocks
-        self._early = early
-
-    @classmethod
-    def of(cls, node: Node) -> DirectPlanner:
-        """Return the planner for this rank of a node."""
-        return cls(node.team, node.arena.layout, min(MAX_BLOCKS, node.multiprocessors), early=node.early)
-
-    def launch(self, exchange: Exchange, memory: Mapped, tag: int, *, nbytes: int) -> Launch:
-        """Return the launch for an exchange into symmetric ``memory``; a message has at most ``nbytes``."""
-        rank, itemsize = self._team.rank, exchange.dtype.itemsize
-        arguments = self._arguments(tag)
-        blocks, threads = self._geometry(-(-nbytes // PACKET_NBYTES))
-        for peer in range(self._team.size):
-            send, receive = exchange.sends[peer], exchange.receives[peer]
-            target = 0
-            if peer == rank:
-                target = receive.pointer if receive is not None else 0
-            elif send is not None and send.count:
-                target = landing_place(exchange, peer, memory, memory.pointers[rank])
-            if send is not None and send.count and target not in (0, send.pointer):
-                arguments.sends[peer], arguments.targets[peer] = send.pointer, target
-                arguments.going[peer] = Cut.of(send.count * itemsize, blocks)
-            if receive is not None and peer != rank and receive.count:
-                arguments.coming[peer] = Cut.of(receive.count * itemsize, blocks)
-        return Launch(direct_kernel(), arguments, blocks=blocks, threads=threads, early=self._early)
-
-    def barrier(self, tag: int, *, after_copies: bool) -> Launch:
-        """Return a launch that ends when all earlier work of all ranks has ended.
-
-        With ``after_copies``, copies may precede it on the stream, so its blocks are not set up early.
-        """
-        early = self._early and not after_copies
-        return Launch(direct_kernel(), self._arguments(tag), blocks=1, threads=_FEWEST_THREADS, early=early)
-
-    def _arguments(self, tag: int) -> DirectArguments:
-        flagged = self._layout.flagged_inboxes(self._team.arenas[self._team.rank])
-        arguments = DirectArguments(team=self._team, arrivals=self._layout.arrivals, flagged=flagged)
-        arguments.team.tags[:] = [tag] * len(arguments.team.tags)
-        return arguments
-
-    def _geometry(self, packets: int) -> tuple[int, int]:
-        """Return the blocks and threads for ``packets`` from one rank to another; the same on all ranks."""
-        threads = _FEWEST_THREADS
-        while threads < _MOST_THREADS_FOR_ALL_BLOCKS and packets > threads * self._most_blocks:
-            threads *= 2
-        if packets > 4 * threads * self._most_blocks:
-            threads = DIRECT_THREADS
-        return max(1, min(self._most_blocks, -(-packets // threads))), threads

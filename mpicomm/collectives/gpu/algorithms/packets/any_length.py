@@ -17,7 +17,7 @@ from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within,
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_way, any_length_ways, inboxes_of, large_inboxes
 from mpicomm.collectives.gpu.algorithms.steps import Step
-from mpicomm.collectives.gpu.algorithms.template import Template
+from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
 
 
@@ -34,9 +34,9 @@ class AnyLengthPackets(Algorithm):
         """See `Algorithm`."""
         return True
 
-    def takes(self, form: Form) -> bool:
+    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
         """See `Algorithm`."""
-        return form.operation.counts == "private"
+        return ALL_LENGTHS if form.operation.counts == "private" else None
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""

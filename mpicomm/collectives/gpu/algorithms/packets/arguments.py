@@ -12,6 +12,8 @@ from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 
+_SOURCE = Path(__file__).with_name("packets.cu")
+
 # Constants and structures of packet_worker.cuh; a test compares them.
 OVERSEERS = 32
 STAGES = 2
@@ -99,7 +101,7 @@ def packet_kernel(
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
     ways = (*_PROTOCOLS[protocol], *_STEPS[steps], *fans, *fences)
     options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue)
-    return Variant(Path(__file__).with_name("packets.cu"), "mpicomm_packets", options)
+    return Variant(_SOURCE, "mpicomm_packets", options)
 
 
 def flags_can_carry(dtype: str) -> bool:

@@ -8,6 +8,7 @@ from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import WayOf
 from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.collectives.patterns import shard_count
+from mpicomm.symmetric.registry import Mapped
 
 
 class PacketCalls(PacketTemplate):
@@ -26,7 +27,7 @@ class PacketCalls(PacketTemplate):
         self._way_of = way_of
         self._itemsize = form.itemsize
 
-    def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:
+    def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
         """See `EvenTemplate`."""
         parts = self._parts
         if not self._fans:
@@ -66,9 +67,8 @@ class PacketBlocks(PacketTemplate):
         self._way_of = way_of
         self._is_private = form.operation.counts == "private"
 
-    def fill_blocks(self, lengths: list[int], begins: list[int], hash32: int) -> Filled | None:
+    def fill_blocks(self, lengths: list[int], begins: list[int], longest: int, hash32: int) -> Filled | None:
         """See `BlocksTemplate`."""
-        longest = max(lengths)
         way = self._way_of(longest)
         if way is None:
             return None

@@ -24,7 +24,7 @@ from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geo
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Step
-from mpicomm.collectives.gpu.algorithms.template import Template
+from mpicomm.collectives.gpu.algorithms.template import Lengths, Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import Fused
 
@@ -44,6 +44,10 @@ class PacketOneShot(Algorithm):
             return "there is one rank"
         protocol = packet_protocol(call.one_shot.longest_nbytes, self._limits(call, node))
         return None if protocol else "the inboxes are smaller than the data that goes one way"
+
+    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
+        """See `Algorithm`."""
+        return 1, max(one_shot_limits(form.operation, form.reduction, node))
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""

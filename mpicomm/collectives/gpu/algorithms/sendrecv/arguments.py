@@ -9,6 +9,8 @@ from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 
+_SOURCE = Path(__file__).with_name("sendrecv.cu")
+
 # Constants and structures of sendrecv.cu; a test compares them.
 SENDRECV_THREADS = 256
 SENDRECV_BLOCKS = 2
@@ -49,4 +51,4 @@ class SendrecvArguments(ctypes.Structure):
 
 def sendrecv_kernel() -> Variant:
     """Return the kernel."""
-    return Variant(Path(__file__).with_name("sendrecv.cu"), "mpicomm_sendrecv", OPTIONS)
+    return Variant(_SOURCE, "mpicomm_sendrecv", OPTIONS)

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES, stride_of, threads_for
+from mpicomm.collectives.gpu.algorithms.chunks.template import CHANNEL_NBYTES, stride_of, threads_for
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
     SENDRECV_SLOT_NBYTES,

@@ -1,0 +1,140 @@
+"""Fillings: the algorithms of a form by the length of a call, each of which fills its calls in by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import pairwise
+from math import floor, inf
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, Node
+from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
+from mpicomm.collectives.gpu.algorithms.step_calls import StepCalls
+from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.kernels.variant import Variant
+
+if TYPE_CHECKING:
+    from mpicomm.devices.cuda.stream_order import Enqueue
+
+_NO_END = 1 << 62  # more bytes than any call has
+
+
+class Launches(Protocol):
+    """Launches a call: a `Launcher` of one kernel, or several steps."""
+
+    def launch(self, stream: int, blocks: int, threads: int) -> None:
+        """See `Launcher.launch`."""
+
+
+class Loader(Protocol):
+    """Makes launches and steps ready: see `StepLoader`."""
+
+    def launcher(self, variant: Variant, arguments: Any, early: bool) -> Launches:
+        """See `StepLoader.launcher`."""
+
+    def enqueuers(self, steps: Sequence[Step]) -> Sequence[Enqueue]:
+        """See `StepLoader.enqueuers`."""
+
+
+class Filling:
+    """An algorithm for calls of a form. ``algorithm`` is None for calls that no algorithm of that name takes."""
+
+    def __init__(self, algorithm: Algorithm | None, form: Form, node: Node, loader: Loader) -> None:
+        self.name = algorithm.name if algorithm else ""
+        self.into_memory = algorithm is not None and algorithm.into_memory
+        self._made_of = algorithm, form, node, loader
+        self.template: Any = None
+        """An `EvenTemplate` or a `BlocksTemplate`, by the form; None before the first call, or if calls have several
+        steps."""
+        self.fill: Callable[..., Filled | None] = self._fill_first
+        """The function of the template that fills in a call, or `StepCalls.fill`."""
+        self.launcher_of: Callable[[Any], Launches]
+        """Returns the launcher for the first item of a `Filled`."""
+
+    def _fill_first(self, *call: Any) -> Filled | None:
+        """Make the template and fill in the first call. Most forms use only one or two of their algorithms."""
+        algorithm, form, node, loader = self._made_of
+        self.template = algorithm and algorithm.template(form, node)
+        if self.template is not None:
+            self.fill = self.template.fill if form.is_even else self.template.fill_blocks
+            self.launcher_of = _Launchers(self.template, loader).__getitem__
+        elif algorithm is not None and form.is_even:
+            self.fill = StepCalls(algorithm, form, node).fill
+            self.launcher_of = lambda steps: _InTurn(loader.enqueuers(steps))
+        else:
+            self.fill = _not_filled
+        return self.fill(*call)
+
+
+def _not_filled(*call: Any) -> None:
+    return None
+
+
+class _Launchers(dict[Any, Launches]):
+    """The launchers of a template's kernels, which are loaded at first need."""
+
+    def __init__(self, template: Any, loader: Loader) -> None:
+        self._template = template
+        self._loader = loader
+
+    def __missing__(self, kernel: Any) -> Launches:
+        template = self._template
+        self[kernel] = launcher = self._loader.launcher(template.variant(kernel), template.arguments, template.early)
+        return launcher
+
+
+class _InTurn:
+    """Launches the steps of a call, one after the other."""
+
+    def __init__(self, steps: Sequence[Enqueue]) -> None:
+        self._steps = steps
+
+    def launch(self, stream: int, blocks: int, threads: int) -> None:
+        """Enqueue all steps; ``blocks`` and ``threads`` have no meaning here."""
+        for step in self._steps:
+            step(stream)
+
+
+class Fillings:
+    """The algorithms for calls of a form on a node. ``asked`` is ``algorithm=``."""
+
+    def __init__(self, form: Form, asked: str, tuning: Tuning, node: Node, loader: Loader) -> None:
+        self.form = form
+        self.asked = asked
+        self._tuning = tuning
+        self._node = node
+        self._filling = cache(partial(Filling, form=form, node=node, loader=loader))
+
+    def by_length(self, *, symmetric: bool) -> tuple[list[int], list[Filling]]:
+        """Return the algorithms that `choose` takes, by the bytes of the longest message of a call.
+
+        They are numbers of bytes in ascending order, and for each of them the algorithm from there on. The first number
+        is 0. ``symmetric`` is whether the output of all ranks is symmetric memory.
+        """
+        form, node, tuning = self.form, self._node, self._tuning
+        taking = [
+            (algorithm, *lengths)
+            for algorithm in ALGORITHMS
+            if algorithm.serves(form.operation)
+            and (lengths := algorithm.lengths(form, node, symmetric=symmetric)) is not None
+        ]
+        by_table = [(0, self.asked)]
+        if self.asked == "auto":
+            for name in {*names_for(form.operation)} - {algorithm.name for algorithm, *_ in taking}:
+                tuning = tuning.without(name)  # as `choose` does
+            by_table = tuning.choices(form.operation.name, node.size, registered=symmetric)
+        begins: list[int] = []
+        found: list[Filling] = []
+        for (begin, name), (end, _) in pairwise([*by_table, (_NO_END, "")]):
+            named = [each for each in taking if each[0].name == name]
+            bounds = {at for _, fewest, most in named for at in (fewest, most if most == inf else floor(most) + 1)}
+            first, last = (-(-nbytes // form.blocks_counted) for nbytes in (begin, end))
+            for bound in sorted({first, *(int(bound) for bound in bounds if first < bound < last)}):
+                algorithm = next((each for each, fewest, most in named if fewest <= bound <= most), None)
+                begins.append(bound)
+                found.append(self._filling(algorithm))
+        return begins, found

@@ -1,0 +1,62 @@
+"""StepLoader: makes steps ready to be enqueued. It loads their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.load import Kernel, KernelCache, Launcher
+from mpicomm.devices.cuda.stream_order import Enqueue
+from mpicomm.kernels.variant import Variant
+
+
+class StepLoader:
+    """Makes the steps of one communicator ready. If a kernel is not loaded, the device's context must be current."""
+
+    def __init__(self, backend: GpuBackend, kernels: KernelCache, copies: CopyStream) -> None:
+        self._backend = backend
+        self._kernels = kernels
+        self._copies = copies
+
+    def launcher(self, variant: Variant, arguments: Any, early: bool) -> Launcher:
+        """Return a launcher of a kernel with these arguments."""
+        self._load([variant])
+        return self._loaded(variant).launcher(arguments, early=early)
+
+    def enqueuers(self, steps: Sequence[Step]) -> list[Enqueue]:
+        """Return for each step a function that enqueues it."""
+        # All kernels are loaded before any of them can run. Loading may wait for the device, and a kernel that runs
+        # there may wait for the peers.
+        self._load([step.variant for step in steps if isinstance(step, Launch)])
+        return [self._enqueuer(step) for step in steps]
+
+    def _load(self, variants: Sequence[Variant]) -> None:
+        # `find` comes first, because `load` takes a lock, and another thread may hold the lock while it waits for the
+        # device.
+        missing = [variant for variant in variants if self._kernels.find(variant) is None]
+        if missing:
+            with self._backend.loading():
+                for variant in missing:
+                    self._kernels.load(variant)
+
+    def _loaded(self, variant: Variant) -> Kernel:
+        kernel = self._kernels.find(variant)
+        assert kernel is not None
+        return kernel
+
+    def _enqueuer(self, step: Step) -> Enqueue:
+        if isinstance(step, Launch):
+            return launching(self._loaded(step.variant), step)
+        if isinstance(step, Copy):
+            return self._copies.copying(step)
+        return self._copies.fork if isinstance(step, Fork) else self._copies.join
+
+
+def launching(kernel: Kernel, launch: Launch) -> Enqueue:
+    """Return the step that launches a loaded kernel."""
+    launcher = kernel.launcher(launch.arguments, early=launch.early)
+    return partial(launcher.launch, blocks=launch.blocks, threads=launch.threads)
