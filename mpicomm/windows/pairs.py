@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,16 @@ def _dtype(datatype: MPI.Datatype, value: str) -> np.dtype[Any]:
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": extent})
 
 
-_DTYPES = {datatype.handle: _dtype(datatype, value) for datatype, value in _VALUES}
-_KERNEL_TYPES = {_dtype(datatype, value): f"pair_{value}" for datatype, value in _VALUES}
+@lru_cache
+def _dtypes() -> dict[int, np.dtype[Any]]:
+    """Return the dtypes of pairs by MPI's handle. Not at import, because MPI need not be initialised then."""
+    return {datatype.handle: _dtype(datatype, value) for datatype, value in _VALUES}
+
+
+@lru_cache
+def kernel_types() -> dict[np.dtype[Any], str]:
+    """Return the names of the types of pairs in accumulate.cu."""
+    return {_dtype(datatype, value): f"pair_{value}" for datatype, value in _VALUES}
 
 
 def as_pairs(elements: TypedElements) -> TypedElements:
@@ -38,15 +47,10 @@ def as_pairs(elements: TypedElements) -> TypedElements:
 
     MPI packs the gap out of a pair with a gap. An atomic update takes the word with the gap.
     """
-    if elements.datatype is None or elements.datatype.handle not in _DTYPES:
+    dtype = None if elements.datatype is None else _dtypes().get(elements.datatype.handle)
+    if dtype is None:
         return elements
-    dtype = _DTYPES[elements.datatype.handle]
     return TypedElements(elements.count, dtype.itemsize, dtype, None, elements.datatype)
-
-
-def kernel_type(dtype: np.dtype[Any]) -> str | None:
-    """Return the name of a type of pairs in accumulate.cu; None for all other types."""
-    return _KERNEL_TYPES.get(dtype)
 
 
 def combine(op: str, now: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:

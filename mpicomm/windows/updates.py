@@ -28,7 +28,8 @@ class Update:
     @property
     def kernel_type(self) -> str:
         """The name of the type of the elements for kernels."""
-        return pairs.kernel_type(self.dtype) or self.dtype.name
+        named: str = pairs.kernel_types().get(self.dtype, self.dtype.name)
+        return named
 
     @property
     def reads_only(self) -> bool:
@@ -63,7 +64,7 @@ def update_of(name: str, elements: TypedElements, what: str) -> Update:
             "one basic type",
             MPI.ERR_TYPE,
         )
-    if (name in LOCATING) != (pairs.kernel_type(dtype) is not None) and name not in MOVING:
+    if (name in LOCATING) != (dtype in pairs.kernel_types()) and name not in MOVING:
         raise RefusedByMpiError(
             f"{what}: op={name} is not defined for {dtype}: MINLOC and MAXLOC are for pairs such as MPI.DOUBLE_INT, "
             "and pairs have no other operations",

@@ -194,7 +194,7 @@ def test_elements_are_replaced_and_read_as_wholes(builds: Builds, dtype: str, op
 @pytest.mark.parametrize("op", LOCATING)
 @pytest.mark.parametrize("name", ["pair_f4", "pair_f8", "pair_i2"])
 def test_pairs_are_compared(builds: Builds, name: str, op: str) -> None:
-    dtype = next(dtype for dtype, named in pairs._KERNEL_TYPES.items() if named == name)
+    dtype = next(dtype for dtype, named in pairs.kernel_types().items() if named == name)
     machine, rng = Machine(builds, 3), np.random.default_rng(4)
     parts = np.zeros((3, 5, 12), dtype)
     parts["value"] = rng.integers(0, 3, parts.shape)
