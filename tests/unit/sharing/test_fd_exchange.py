@@ -43,8 +43,13 @@ def test_every_rank_gets_every_other_ranks_descriptor(size: int, dropped: list[s
     assert dropped == []
 
 
-@pytest.mark.parametrize("counts", [(0, 1, 2), (3, 0, 0), (65, 64, 130)], ids=str)
-def test_ranks_swap_any_numbers_of_descriptors_in_order(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("counts", [(0, 1, 2), (3, 0, 0), (4, 3, 8)], ids=str)
+def test_ranks_swap_any_numbers_of_descriptors_in_order(
+    counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Few are in flight then, because other tests of this user count descriptors in flight.
+    monkeypatch.setattr(fd_exchange, "MOST_FDS", 3)
+
     def swap_some(exchange: FdExchange, rank: int) -> dict[int, list[str]]:
         with contextlib.ExitStack() as stack:
             own = [stack.enter_context(memory(f"{rank}.{number}")) for number in range(counts[rank])]
