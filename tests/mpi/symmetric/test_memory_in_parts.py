@@ -21,6 +21,9 @@ from tests.helpers.faults.raising import raises_everywhere
 
 PART = 4096
 
+# The first communicator of a process makes memory that stays, which is no leak of these tests.
+pytestmark = pytest.mark.usefixtures("host_comm")
+
 
 class InParts(HostBackend):
     """Shows one shared mapping as ``parts`` parts of a page each; as a handle without a descriptor if it is 0."""
