@@ -59,6 +59,7 @@ class _Offer:
 
     signature: Hashable
     packets: tuple[bytes, ...]
+    descriptors: int
     address: Address | None  # for the exchange of descriptors, if the segment has any
 
 
@@ -95,22 +96,24 @@ def share(
             own_fds[:] = [fd for _, fd in exported if fd is not None]
             for fd in own_fds:
                 temporary.callback(fd.close)
-            return _Offer(mine, tuple(handle.pack() for handle, _ in exported), listen() if own_fds else None)
+            packets = tuple(handle.pack() for handle, _ in exported)
+            return _Offer(mine, packets, len(own_fds), listen() if own_fds else None)
 
         def open_peers(offers: list[_Offer], addresses: list[Address]) -> None:
-            handles = [_unpacked(offer, rank) for offer, rank in zip(offers, node.ranks, strict=True)]
             received: dict[int, list[Descriptor]] = {}
             if swap is not None:
-                counts = [sum(handle.kind in FD_KINDS for handle in parts) for parts in handles]
-                # Half the deadline, so that the ranks have time to agree that a descriptor has not come.
+                counts = [offer.descriptors for offer in offers]
+                # Before this rank looks at a packet, because its peers wait for its descriptors even if a packet is
+                # damaged. Half the deadline, so that the ranks have time to agree that a descriptor has not come.
                 received = swap.swap(addresses, own_fds, counts, node.timeout_s / 2)
                 for fds in received.values():
                     for fd in fds:
                         temporary.callback(fd.close)
-            for index, rank in enumerate(node.ranks):
+            for index, offer in enumerate(offers):
                 if index != node.rank:
-                    with _naming(rank):
-                        parts = _with_descriptors(handles[index], received.get(index, []))
+                    with _naming(node.ranks[index]):
+                        handles = [MemoryHandle.unpack(packet) for packet in offer.packets]
+                        parts = _with_descriptors(handles, received.get(index, []))
                         for handle, descriptor in parts:
                             if sealed and descriptor is not None and handle.kind in SEALED_KINDS:
                                 require_sealed(descriptor)
@@ -144,11 +147,6 @@ def _naming(rank: int) -> Iterator[None]:
         yield
     except HandleError as error:
         raise HandleError(f"memory of rank {rank}: {error}") from error
-
-
-def _unpacked(offer: _Offer, rank: int) -> list[MemoryHandle]:
-    with _naming(rank):
-        return [MemoryHandle.unpack(packet) for packet in offer.packets]
 
 
 def _with_descriptors(handles: list[MemoryHandle], fds: list[Descriptor]) -> Exported:
