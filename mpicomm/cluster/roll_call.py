@@ -200,7 +200,11 @@ class _Move:
 
     def end(self) -> None:
         """Free the persistent request, if there is one. If the movement is not complete, its request stays."""
-        if not self.request.Test():
+        try:
+            complete = self.request.Test()
+        except MPI.Exception:  # MPI knows that a rank is gone, and the caller has an error that names the rank
+            complete = False
+        if not complete:
             abandoned.append(self.request)
         elif self._kept is not None:
             self._kept.Free()
