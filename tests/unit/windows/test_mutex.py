@@ -77,8 +77,10 @@ def test_error_in_the_block_gives_the_mutex_up(board: int) -> None:
         with holding_mutex(board):
             taken.set()
 
-    threading.Thread(target=take, daemon=True).start()
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
     assert taken.wait(10)
+    thread.join(10)  # it gives the mutex up before the memory goes
 
 
 def test_thread_that_waits_lets_another_thread_go_on(board: int) -> None:
