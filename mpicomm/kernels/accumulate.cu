@@ -10,6 +10,7 @@
 // element lies, until no other access came between. So an update of a small element leaves its
 // neighbours as they are, even if another thread stores to them meanwhile.
 
+#include "atomic_updates.cuh"
 #include "faults.cuh"
 #include "reduce.cuh"
 #include "regions.cuh"
