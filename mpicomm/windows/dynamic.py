@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -39,14 +40,14 @@ class DynamicMemory(WindowMemory):
         require_contiguous(view, "memory")
         require_writable(view, "memory")
         segment = backend.adopt(view)
-        fd: Descriptor | None = None
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(segment.close)
             parts = backend.export(segment)
+            for _, each in parts:
+                if each is not None:
+                    on_failure.callback(each.close)
             handle, fd = parts[0]
             if fd is not None and backend.device != "cpu":
-                for _, each in parts[1:]:
-                    assert each is not None
-                    each.close()
                 # A descriptor of GPU memory opens only in a process to which a message has carried it.
                 raise InvalidUsageError(
                     "Win.Attach: memory lies in virtual memory, which ranks can open only together: attach memory of "
@@ -54,11 +55,7 @@ class DynamicMemory(WindowMemory):
                 )
             number = 0 if fd is None else int(fd)
             self._directory.add(segment.pointer, view.nbytes, os.getpid(), number, handle.pack())
-        except Exception:
-            segment.close()
-            if fd is not None:
-                fd.close()
-            raise
+            on_failure.pop_all()
         self._attached[segment.pointer] = segment, fd
 
     def detach(self, array: Any) -> None:

@@ -122,7 +122,7 @@ class HostSteps:
         """Return, because NumPy updates elements of any size at any address."""
 
     def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
-        """Update elements under the mutex of their owner, so that no other update comes between."""
+        """Update elements while this rank holds the mutex of the target, so that no other update comes between."""
         elements, address = target.elements, target.address
         count = elements.nbytes // update.dtype.itemsize
         layout, dtype = elements.layout, update.dtype
@@ -148,7 +148,7 @@ class HostSteps:
                 host_layouts.scatter(layout, address, now.ctypes.data)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
-        """Compare and swap one element under the mutex of its owner."""
+        """Compare and swap one element while this rank holds the mutex of the target."""
         nbytes = target.elements.nbytes
         now, new, expected, before = (array_at(at, nbytes, _BYTE) for at in (target.address, value, compare, result))
         with holding_mutex(self._addresses[target.rank]):

@@ -46,8 +46,8 @@ class StreamUse:
         """Note an access on ``stream``, which is enqueued."""
         if self._backend is None or captures:
             return
-        # Marks, not streams, because the program may destroy the stream before the synchronisation. A default stream
-        # lasts, and an access there needs no mark of its own, which would take a microsecond.
+        # A mark takes a microsecond. It is needed because the program may destroy the stream before the next
+        # synchronisation. No program destroys a default stream, so that synchronisation waits for the stream itself.
         if stream in _DEFAULT_STREAMS and stream == self._stream:
             self._accessed_here = True
         else:

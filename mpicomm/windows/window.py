@@ -37,27 +37,32 @@ class Window(Synchronisation):
 
     def put(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Put") -> LocalBuffer | None:
         """Copy ``origin`` into the part of ``target_rank``. Return the buffer; None for MPI.PROC_NULL."""
-        if self._is_nowhere(what, target_rank):
-            return None
-        local = read_buffer(origin, self._backend, writable=False, name="origin")
-        there = read_target(target, target_rank, self.memory, local, what)
-        self.epochs.require_access(what, target_rank)
-        if local.nbytes:
-            where, captures = self._begin_access(stream, local)
-            self._move_out(local, there, where)
-            self.streams.after_access(where, captures=captures)
-        return local
+        return self._access(what, origin, target_rank, target, stream, self._move_out, writable=False)
 
     def get(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Get") -> LocalBuffer | None:
         """Copy from the part of ``target_rank`` into ``origin``. Return the buffer; None for MPI.PROC_NULL."""
+        return self._access(what, origin, target_rank, target, stream, self._move_in, writable=True)
+
+    def _access(
+        self,
+        what: str,
+        origin: Any,
+        target_rank: int,
+        target: Any,
+        stream: Any,
+        move: Callable[[LocalBuffer, Target, int], None],
+        *,
+        writable: bool,
+    ) -> LocalBuffer | None:
+        """Read the arguments of `put` or `get`, and ``move`` the elements. Return the buffer as `put` does."""
         if self._is_nowhere(what, target_rank):
             return None
-        local = read_buffer(origin, self._backend, writable=True, name="origin")
+        local = read_buffer(origin, self._backend, writable=writable, name="origin")
         there = read_target(target, target_rank, self.memory, local, what)
         self.epochs.require_access(what, target_rank)
         if local.nbytes:
             where, captures = self._begin_access(stream, local)
-            self._move_in(local, there, where)
+            move(local, there, where)
             self.streams.after_access(where, captures=captures)
         return local
 

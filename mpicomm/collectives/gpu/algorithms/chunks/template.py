@@ -43,7 +43,7 @@ class ChunkTemplate:
     """Launches of exchange.cu. Every kernel of this rank gets ``team``.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
-    between. `launch` returns a launch with arguments of its own.
+    between. `launch` returns a launch with separate arguments.
     """
 
     early = False

@@ -35,7 +35,7 @@ class DirectTemplate:
     """Launches of direct.cu. Every kernel of this rank gets ``team``.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
-    between. `launch` and `barrier` return launches with arguments of their own.
+    between. `launch` and `barrier` return launches with separate arguments.
     """
 
     def __init__(self, team: Team, layout: ArenaLayout, most_blocks: int, *, early: bool = True) -> None:
