@@ -32,10 +32,9 @@ def headline(benches: list[Bench]) -> list[str]:
             times = [outcomes[name]["time_us"] for name in (OWN, *COMPARED)]
             cells += [f"**{microseconds(time)}**" if time == min(times) else microseconds(time) for time in times]
         rows.append(cells)
-    versions = ", ".join(f"{PEERS[peer]} {chosen[0]['peers'][peer]}" for peer in COMPARED)
-    where = " ".join(f"{bench['date'][:10]}: {bench['hardware']}." for bench in chosen)
+    where = " ".join(f"{bench['date'][:10]}: {bench['hardware']}; {_versions(bench)}." for bench in chosen)
     text = (
-        f"float32 symmetric arrays, out of place, in CUDA graphs; {versions}. NCCL symm. is NCCL with symmetric "
+        "float32 symmetric arrays, out of place, in CUDA graphs. NCCL symm. is NCCL with symmetric "
         f"windows, torch is PyTorch's symmetric memory. {where} {_range_of_means(benches)}"
     )
     return ["", *table(head, rows), "", *textwrap.wrap(text, 120), ""]
@@ -54,6 +53,10 @@ def figure(benches: list[Bench]) -> list[str]:
         f"us with NCCL {bench['peers']['nccl']} ({bench['date'][:10]})."
     )
     return ["", *textwrap.wrap(text, 120), ""]
+
+
+def _versions(bench: Bench) -> str:
+    return ", ".join(f"{PEERS[peer]} {bench['peers'][peer]}" for peer in COMPARED)
 
 
 def _gpus(bench: Bench) -> str:
