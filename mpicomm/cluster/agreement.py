@@ -169,10 +169,10 @@ class Group:
         text = "; ".join(f"{name_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())
         # If an error names ranks, such as the late rank of a timeout, these are at fault, else the ranks that raised.
         at_fault = sorted({culprit for rank, error in failed.items() for culprit in error.ranks or (rank,)})
-        cls = type(next(iter(failed.values())))
+        first = next(iter(failed.values()))
         # An argument or a variable is wrong at every step, so the step would only mislead.
-        said = text if issubclass(cls, InvalidUsageError) else f"{outcomes[0].step} failed on {text}"
-        return cls(said, ranks=at_fault)
+        said = text if isinstance(first, InvalidUsageError) else f"{outcomes[0].step} failed on {text}"
+        return first.like(said, at_fault)
 
     def _different(self, outcomes: dict[int, _Outcome]) -> str:
         """Return the steps of ranks in words, "" if all ranks are in the same step."""
