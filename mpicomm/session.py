@@ -311,6 +311,7 @@ class Session:
         self._freed = True
         with contextlib.suppress(MpicommError):
             self.backend.synchronize()
+            self._tell_error("MPI_Finalize")
             for member in (*self._shared, *self._beside):
                 member.close_peers()
 
@@ -390,6 +391,7 @@ class Session:
                     then.callback(member.close_peers)
                 if self._has_device:
                     self.backend.synchronize()
+                    self._tell_error(step)
 
         with contextlib.ExitStack() as last:
             for member in reversed(shared):
@@ -409,6 +411,12 @@ class Session:
                 stop_and_unmap()
             if late is not None:
                 raise late
+
+    def _tell_error(self, step: str) -> None:
+        """Log the error of work on the GPU if no call has raised it, because the program may have used the results."""
+        error = None if isinstance(self.backend, HostBackend) else self.backend.untold()
+        if error is not None:
+            log.logger.error("%s: earlier calls on GPUs have failed, and their results are wrong: %s", step, error)
 
     def _meet_without_groups(self, step: str) -> None:
         """Wait until all ranks have unmapped the peers' memory. Collective."""
