@@ -14,6 +14,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import CollectiveTimeoutError, PeerError
+from mpicomm.log import logger
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s
 from tests.helpers.rigs.device_calls import on_host_engine
@@ -107,3 +108,27 @@ def test_a_late_rank_is_in_no_other_call(device: str) -> None:
                 comm.check()
             assert info.value.ranks == (0,) and "on the host" not in str(info.value)
         WORLD.Barrier()
+
+
+def test_free_tells_of_a_call_on_the_host(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        pytest.skip("calls of the host's engine raise at once")
+    said: list[str] = []
+    monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
+    with on_gpus(device) as (comm, make):
+        total = make(np.zeros(3))
+        comm.Allreduce(make(np.ones(3)), total)
+        comm.check()
+        WORLD.Barrier()
+        if comm.rank == 0:
+            request = comm.Iallreduce(np.ones(3), np.zeros(3))
+            WORLD.Barrier()
+        else:
+            comm.Allreduce(make(np.ones(3)), total)
+            total.get()  # waits for the kernel, and gets a wrong result
+            WORLD.Barrier()
+            request = MPI.Intracomm(comm).Iallreduce(np.ones(3), np.zeros(3))
+        request.Wait()
+    assert len(said) == (WORLD.rank != 0)
+    assert all("Free: earlier calls on GPUs have failed" in each for each in said)
+    assert all("rank 0: Allreduce on the host" in each for each in said)
