@@ -14,7 +14,10 @@ All ranks of a communicator raise a set-up error together, with the same class a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -28,6 +31,13 @@ class MpicommError(Exception):
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+    def like(self, message: str, ranks: Iterable[int]) -> Self:
+        """Return an error of this class with another text and other ranks, without a traceback. Local.
+
+        A class overrides it if its errors have more than a text and ranks.
+        """
+        return type(self)(message, ranks=ranks)
 
 
 class InvalidUsageError(MpicommError, ValueError):
@@ -63,4 +73,4 @@ def equal_error(error: _Error) -> _Error:
     A traceback keeps the frames of the error, and the arrays in them. So code that keeps an error keeps and raises
     equal errors.
     """
-    return type(error)(str(error), ranks=error.ranks)
+    return error.like(str(error), error.ranks)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mpicomm import environment, log
 from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
+from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.roll_call import PartRollCalls, private_copy, roll_call
 from mpicomm.devices.base import GpuBackend, Link
@@ -73,6 +74,7 @@ class Session:
         self.row = CommunicatorRow()
         """The doctor reads this rank's calls here."""
         self.row.open(placement.heading)
+        self.calls_on_host = CallsOnHost(placement, self.row.words)
         self._missed = False
         self._freed = False
         self.awaited_elsewhere: Callable[[], bool] = lambda: False
@@ -134,7 +136,11 @@ class Session:
         if not self._groups:
             self._require_unfreed(what)
             limit_s = _PATIENCE_S if patient else self.placement.here.timeout_s
-            private = private_copy(self._comm, what, limit_s)
+            try:
+                private = private_copy(self._comm, what, limit_s)
+            except CollectiveTimeoutError as error:
+                reason = self.calls_on_host.absence_reason(error.ranks)
+                raise CollectiveTimeoutError(f"{error}; {reason}", ranks=error.ranks) if reason else error from None
             group = Group(private, range(private.size), limit_s)
             with _freed_on_failure(private, group), self._opened_on_all_ranks(group):
                 self._join(private, group)
@@ -288,7 +294,7 @@ class Session:
         reason = f"rank {self.placement.rank} left its with block by {type(error).__name__}: {error}"
         self.awaited_elsewhere = lambda: True
         if self._groups:
-            self.group.absence_reason = lambda: reason
+            self.group.absence_reason = lambda ranks: reason
 
     def hasten(self, limit_s: float) -> None:
         """Let later exchanges wait at most ``limit_s`` seconds for a rank. Local."""
@@ -305,6 +311,7 @@ class Session:
         self._freed = True
         with contextlib.suppress(MpicommError):
             self.backend.synchronize()
+            self._tell_error("MPI_Finalize")
             for member in (*self._shared, *self._beside):
                 member.close_peers()
 
@@ -353,6 +360,8 @@ class Session:
         members = self.placement.domain_ranks
         self.domain = self.node if len(members) == self.node.size else group.subgroup(members, tag=_DOMAIN_TAG)
         self._groups = tuple({id(each): each for each in (group, self.node, self.domain)}.values())
+        for each in self._groups:
+            each.absence_reason = self.calls_on_host.absence_reason
         release_before_finalize(self)
 
     def _meet(self, step: str) -> MpicommError | None:
@@ -382,6 +391,7 @@ class Session:
                     then.callback(member.close_peers)
                 if self._has_device:
                     self.backend.synchronize()
+                    self._tell_error(step)
 
         with contextlib.ExitStack() as last:
             for member in reversed(shared):
@@ -401,6 +411,12 @@ class Session:
                 stop_and_unmap()
             if late is not None:
                 raise late
+
+    def _tell_error(self, step: str) -> None:
+        """Log the error of work on the GPU if no call has raised it, because the program may have used the results."""
+        error = None if isinstance(self.backend, HostBackend) else self.backend.untold()
+        if error is not None:
+            log.logger.error("%s: earlier calls on GPUs have failed, and their results are wrong: %s", step, error)
 
     def _meet_without_groups(self, step: str) -> None:
         """Wait until all ranks have unmapped the peers' memory. Collective."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x33796C706D6F6364
+MAGIC = 0x33796C706D6F6365
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -31,7 +31,7 @@ STEP_SINCE = 6  # when the step began, in nanoseconds of the monotonic clock
 KEY = 0  # names the communicator, the same in all its processes; 0 if the row is free
 RANK = 1
 SIZE = 2
-CALLS = 3  # how many collective calls this rank has begun
+CALLS_BY_MPI = 3  # how many collective calls this rank has begun that MPI carries out
 CALL = 4  # the last collective call: the position of its text plus 1, or `by_mpi` of its name
 SINCE = 5  # when the last call that has a text began, in nanoseconds of the monotonic clock
 RECEIVES = 6  # how many blocking receives and probes this rank has begun
@@ -43,7 +43,8 @@ SEND_TAG = 11
 ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may have enqueued their work
 COUNT = 13  # the number that replaces `COUNT_IN_TEXT` in the text of the last call
 NUMBER = 14  # tells this communicator from other communicators of the same processes, which have the same name
-WORDS = 15
+POSTS = 15  # how many other collective calls this rank has begun: kernels or mapped memory carry these out
+WORDS = 16
 # Texts of a row, in bytes.
 NAME = slice(128, 256)
 NODE_RANKS = slice(256, ROW_NBYTES)

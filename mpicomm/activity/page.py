@@ -204,7 +204,7 @@ class CommunicatorRow:
         if text is not self._text:
             self._text, self._position = text, self._page.position(text) + 1
         words = self.words
-        words[layout.CALLS] += 1
+        words[layout.POSTS] += 1
         words[layout.COUNT] = count
         words[layout.CALL] = self._position
         words[layout.SINCE] = _monotonic_ns()
@@ -217,7 +217,7 @@ class CommunicatorRow:
 
 def begin_by_mpi(words: memoryview, call: int) -> None:
     """Say that this rank begins a collective call that MPI carries out; ``call`` is `layout.by_mpi` of its name."""
-    words[layout.CALLS] += 1
+    words[layout.CALLS_BY_MPI] += 1
     words[layout.CALL] = call
 
 

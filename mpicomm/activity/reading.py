@@ -50,6 +50,8 @@ class RankCalls:
     """Whether the communicator has GPUs, so that its calls return when they are enqueued."""
     receive: BlockedMessage | None
     send: BlockedMessage | None
+    by_mpi: int = 0
+    """How many of the begun calls MPI carries out."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,34 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
         words[layout.RANK],
         words[layout.SIZE],
         ranks_of_text(node_ranks),
-        words[layout.CALLS],
+        words[layout.CALLS_BY_MPI] + words[layout.POSTS],
         last,
         words[layout.SINCE] if number > 0 else None,
         bool(words[layout.ON_GPU]),
         None if receive.peer == layout.NOBODY else receive,
         None if send.peer == layout.NOBODY else send,
+        words[layout.CALLS_BY_MPI],
+    )
+
+
+def call_by_mpi(pid: int, own: memoryview) -> str:
+    """Return the name of a call by MPI that a process has begun and this process has not; "" if there is none. Local.
+
+    ``own`` has the words of this process in the communicator. The caller waits in another call, to which that process
+    has not come. Ranks make the same calls in the same order, so that process is in another call, or has left it. A
+    process that is only late has begun no more calls by MPI than this process.
+    """
+    try:
+        found = read_activity(pid)
+    except (OSError, OtherVersionError):  # the process is in another container, or has ended
+        return ""
+    return next(
+        (
+            calls.last
+            for calls in (found.communicators if found else ())
+            if calls.key == own[layout.KEY] and calls.since_ns is None and calls.by_mpi > own[layout.CALLS_BY_MPI]
+        ),
+        "",
     )
 
 

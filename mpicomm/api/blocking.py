@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.activity.layout import CALL, CALLS, by_mpi
+from mpicomm.activity.layout import CALL, CALLS_BY_MPI, by_mpi
 from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
@@ -138,7 +138,7 @@ class BlockingCollectives(MPI.Intracomm):
             return self._collectives.run(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish)
         if stream is None and algorithm == "auto" and self._plain["Allreduce"](sendbuf, recvbuf, op):
             row = self._row
-            row[CALLS] += 1
+            row[CALLS_BY_MPI] += 1
             row[CALL] = _ALLREDUCE
             try:
                 return _allreduce(self, sendbuf, recvbuf, op)

@@ -10,30 +10,14 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.errors import InvalidUsageError
-
-
-class FreedError(InvalidUsageError, MPI.Exception):
-    """The error for a call of a freed communicator. It is also ``MPI.Exception``, because mpi4py raises that."""
-
-    def __init__(self, call: str) -> None:
-        InvalidUsageError.__init__(self, f"{call}: the communicator was freed; create another")
-        MPI.Exception.__init__(self, MPI.ERR_COMM)
-        self._call = call
-
-    def __str__(self) -> str:
-        return f"{self._call}: the communicator was freed; create another"
-
-    def __reduce__(self) -> Any:
-        return FreedError, (self._call,)
-
+from mpicomm.mpi.faults import RefusedByMpiError
 
 _WORKING = frozenset(("Compare", "Disconnect", "Free", "free", "handle", "py2f", "toint"))
 """The attributes that work on a freed communicator."""
 
 
 def mark_freed(comm: Any) -> None:
-    """Let every call of ``comm``, which MPI has freed, raise `FreedError`. Local.
+    """Let every call of ``comm``, which MPI has freed, raise `RefusedByMpiError`. Local.
 
     A freed class does not ask MPI, because Open MPI ends the program at a call on a null communicator.
     """
@@ -48,11 +32,15 @@ def _freed_class(cls: Any) -> Any:
             return cls.__getattribute__(self, name)
         if callable(getattr(cls, name)):
             return functools.partial(_refuse, name)
-        raise FreedError(name)
+        raise _error(name)
 
     members = {"__getattribute__": __getattribute__, "__del__": lambda self: None, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), members)
 
 
 def _refuse(call: str, *arguments: Any, **keywords: Any) -> Any:
-    raise FreedError(call)
+    raise _error(call)
+
+
+def _error(call: str) -> RefusedByMpiError:
+    return RefusedByMpiError(f"{call}: the communicator was freed; create another", MPI.ERR_COMM)

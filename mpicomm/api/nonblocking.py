@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.activity.layout import CALL, CALLS, by_mpi
+from mpicomm.activity.layout import CALL, CALLS_BY_MPI, by_mpi
 from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
@@ -51,7 +51,7 @@ class NonblockingCollectives(MPI.Intracomm):
         finish = as_epilogue(epilogue, operands) if epilogue is not None or operands else None
         if finish is stream is None and algorithm == "auto" and self._plain["Iallreduce"](sendbuf, recvbuf, op):
             row = self._row
-            row[CALLS] += 1
+            row[CALLS_BY_MPI] += 1
             row[CALL] = _ALLREDUCE
             try:
                 return holding(_iallreduce(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))

@@ -68,8 +68,8 @@ class Group:
         self.rank = self.ranks.index(comm.rank)
         self.size = len(self.ranks)
         self.broken: CollectiveTimeoutError | PeerError | None = None
-        self.absence_reason: Callable[[], str] = lambda: ""
-        """Says why a rank that still runs may not come; "" if nothing is known. An error ends with this text."""
+        self.absence_reason: Callable[[Sequence[int]], str] = lambda ranks: ""
+        """Says why ranks that still run may not come; "" if nothing is known. An error ends with this text."""
         self.patience: Callable[[], bool] = lambda: False
         """Says, after the time of an exchange is over, whether to wait as long once more."""
 
@@ -169,10 +169,10 @@ class Group:
         text = "; ".join(f"{name_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())
         # If an error names ranks, such as the late rank of a timeout, these are at fault, else the ranks that raised.
         at_fault = sorted({culprit for rank, error in failed.items() for culprit in error.ranks or (rank,)})
-        cls = type(next(iter(failed.values())))
+        first = next(iter(failed.values()))
         # An argument or a variable is wrong at every step, so the step would only mislead.
-        said = text if issubclass(cls, InvalidUsageError) else f"{outcomes[0].step} failed on {text}"
-        return cls(said, ranks=at_fault)
+        said = text if isinstance(first, InvalidUsageError) else f"{outcomes[0].step} failed on {text}"
+        return first.like(said, at_fault)
 
     def _different(self, outcomes: dict[int, _Outcome]) -> str:
         """Return the steps of ranks in words, "" if all ranks are in the same step."""
@@ -230,7 +230,7 @@ class Group:
             answer = [heard[rank] for rank in self.ranks]
         else:
             missing = [rank for rank in self.ranks if rank not in heard]
-            late = did_not_arrive(mine.step, missing, self.timeout_s, self.absence_reason())
+            late = did_not_arrive(mine.step, missing, self.timeout_s, self.absence_reason(missing))
             different = self._different(heard)
             answer = CollectiveTimeoutError(f"{late}; {different}", ranks=late.ranks) if different else late
         # A missing rank gets the answer, too, so that it raises at once if it comes late.
@@ -257,7 +257,7 @@ class Group:
             here = self.ranks[self.rank]
             came_late = f"; this is rank {here}, which came later" if here in answer.ranks else ""
             return CollectiveTimeoutError(f"{answer}{came_late}", ranks=answer.ranks)
-        return did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason())
+        return did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason([first]))
 
     def _send(self, message: object, rank: int) -> MPI.Request:
         """Send without waiting. If MPI knows that the rank is dead, send nothing: its silence names it."""

@@ -270,7 +270,8 @@ class Call:
         if send is not None and receive is not None:
             require_separate(send, receive, reduction=operation.reduces)
             same = operation.reduces and send.pointer == receive.pointer
-            if same and send.total and receive.total:  # the caller passed the same memory twice
+            # The caller passed the same memory twice, or two empty buffers. Open MPI refuses these in Reduce_init.
+            if same and bool(send.total) == bool(receive.total):
                 send_in_place, self.arguments = True, replace(self.arguments, send=MPI.IN_PLACE)
         if send_in_place and operation.reduces:
             send = receive

@@ -15,6 +15,9 @@ be the same on all ranks, or that all ranks learn:
   buffer. One array on a GPU makes it a call on GPUs. A host array beside it goes through pinned memory: see `beside`.
 * A buffer without elements at address 0 belongs to no kind of memory. If no other buffer decides, this rank is
   undecided: see `witness`.
+
+If a rank breaks this rule by passing only host arrays, it waits in MPI. The other ranks read its call from its page:
+see `mpicomm.cluster.calls_on_host`.
 """
 
 from __future__ import annotations

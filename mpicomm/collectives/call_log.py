@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -45,14 +45,18 @@ class CallLog:
     notices that a word is not there yet, or that a later call has overwritten it. Marks tell calls on the host from
     calls on the GPUs: see `witness`.
 
-    Construction is collective and raises as `share` does. ``row`` shows this rank's calls to the doctor.
+    Construction is collective and raises as `share` does. ``row`` shows this rank's calls to the doctor. ``by_mpi``
+    returns the call by MPI of a rank that has not posted this rank's call; "" if that rank is only late.
     """
 
-    def __init__(self, node: Group, row: CommunicatorRow | None = None) -> None:
+    def __init__(
+        self, node: Group, row: CommunicatorRow | None = None, by_mpi: Callable[[int], str] = lambda rank: ""
+    ) -> None:
         backend = HostBackend(node.timeout_s)
         self._segments = share(node, backend, "call log", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES)
         self._node = node
         self._row = row or CommunicatorRow()
+        self._by_mpi = by_mpi
         self._memory = [
             backend.view(self._segments[index], (_NBYTES,), np.dtype(np.uint8)).data for index in range(node.size)
         ]
@@ -151,10 +155,11 @@ class CallLog:
         """Return the call of each rank of the node, in the node's order; local.
 
         It is the first of the latest calls in which the ranks differ. If they do not differ, it is each rank's last
-        call.
+        call. A rank that is in a call by MPI in place of this rank's call has that call.
         """
         texts = self._difference() or [None] * self._node.size
-        return [text or self._last(index) for index, text in enumerate(texts)]
+        by_mpi = self.by_mpi()
+        return [by_mpi.get(index) or text or self._last(index) for index, text in enumerate(texts)]
 
     def differ(self) -> bool:
         """Return whether the ranks of the node differ in one of their latest calls; local."""
@@ -164,6 +169,10 @@ class CallLog:
         """Return whether the ranks differ in a call that every rank has posted; local."""
         texts = self._difference()
         return texts is not None and None not in texts
+
+    def by_mpi(self) -> dict[int, str]:
+        """Return the calls by MPI of ranks that have not posted this rank's latest call, by their index; local."""
+        return {index: call for index in self.behind() if (call := self._by_mpi(self._node.ranks[index]))}
 
     def behind(self) -> list[int]:
         """Return the indices of the ranks that have posted fewer calls than this rank; local."""

@@ -283,6 +283,9 @@ class GpuBackend(Backend, Protocol):
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Let every later `check` raise an error of the same class and text."""
 
+    def untold(self) -> CollectiveTimeoutError | PeerError | None:
+        """Return the error that `check` would raise, if no check has raised it so far."""
+
     def current(self) -> AbstractContextManager[None]:
         """Return a ``with`` block in which the device's context is current on the calling thread."""
 

@@ -105,7 +105,8 @@ class Epilogue(ABC):
         try:
             operand = parse(array, writable=writable, name=name)
         except (TypeError, InvalidUsageError) as error:
-            raise type(error)(f"epilogue={self!r}: {name} is no array of numbers: {error}") from error
+            said = f"epilogue={self!r}: {name} is no array of numbers: {error}"
+            raise (TypeError(said) if isinstance(error, TypeError) else error.like(said, error.ranks)) from error
         if operand.dtype is None or not is_covered(operand.dtype) or kind_of(operand.dtype.name) is None:
             raise InvalidUsageError(f"epilogue={self!r}: {name} has no elements that are numbers: convert it")
         if operand.on_device != result.on_device or operand.device != result.device:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class RefusedByMpiError(InvalidUsageError, MPI.Exception):
@@ -15,16 +19,20 @@ class RefusedByMpiError(InvalidUsageError, MPI.Exception):
     So one fault has one class, whether mpicomm or MPI carries the call out.
     """
 
-    def __init__(self, message: str, error_class: int) -> None:
-        InvalidUsageError.__init__(self, message)
+    def __init__(self, message: str, error_class: int, *, ranks: Iterable[int] = ()) -> None:
+        InvalidUsageError.__init__(self, message, ranks=ranks)
         MPI.Exception.__init__(self, error_class)
         self._message = message
 
     def __str__(self) -> str:
         return self._message  # MPI.Exception would show only MPI's words
 
+    def like(self, message: str, ranks: Iterable[int]) -> Self:
+        """See `MpicommError.like`. The error has MPI's class of this error."""
+        return type(self)(message, self.Get_error_class(), ranks=ranks)
+
     def __reduce__(self) -> Any:
-        return RefusedByMpiError, (self._message, self.Get_error_class())
+        return type(self), (self._message, self.Get_error_class()), {"ranks": self.ranks}
 
 
 class UnknownTypeError(InvalidUsageError, KeyError):

@@ -92,4 +92,4 @@ def _complete(group: Group, rank: int, requests: list[MPI.Request]) -> None:
         raise
     if not done:
         abandoned.extend(requests)
-        raise did_not_arrive("clocks: times", [rank], group.timeout_s, group.absence_reason())
+        raise did_not_arrive("clocks: times", [rank], group.timeout_s, group.absence_reason([rank]))

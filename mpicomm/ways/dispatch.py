@@ -133,7 +133,8 @@ class Dispatcher:
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
     ) -> MPI.Prequest:
         """Return a persistent collective."""
-        if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
+        # A reduction is read, because MPI may refuse two empty buffers at one address: see `Call`.
+        if not operation.reduces and self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
             return self._mpi.prepare(operation, arguments, info)
         call = self._reader.read(operation, arguments, algorithm, stream, only_to_check=True)
         way = self._way_of(call, blocking=False)

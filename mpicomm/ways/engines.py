@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -87,7 +87,8 @@ class Engines:
                 session = self._session.set_up(operation)
                 session.require_usable(operation)
                 call_log = self._shared_call_log(session, session.node)
-                self._host = session.keep(HostEngine(session.node, call_log))
+                beside_gpus = isinstance(session.backend.device, int)
+                self._host = session.keep(HostEngine(session.node, call_log, beside_gpus=beside_gpus))
             except CollectiveTimeoutError as error:
                 text = str(error).removeprefix(f"{operation}: ")
                 raise CollectiveTimeoutError(
@@ -169,7 +170,7 @@ class Engines:
 
     def _shared_call_log(self, session: Session, group: Group) -> CallLog:
         if group not in self._call_logs:
-            self._call_logs[group] = session.keep(CallLog(group, session.row))
+            self._call_logs[group] = session.keep(CallLog(group, session.row, session.calls_on_host.of))
             session.awaited_elsewhere = self._awaited_elsewhere
             session.group.absence_reason = session.node.absence_reason = session.domain.absence_reason = (
                 self._absence_reason
@@ -179,9 +180,10 @@ class Engines:
     def _awaited_elsewhere(self) -> bool:
         return any(call_log.ahead() for call_log in self._call_logs.values())
 
-    def _absence_reason(self) -> str:
+    def _absence_reason(self, ranks: Sequence[int]) -> str:
         """Return why ranks that still run may not come to an exchange, and the way out; local."""
         failed = self._host and self._host.broken
         if failed:
             return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
-        return next((said for call_log in self._call_logs.values() if (said := call_log.absence_reason())), "")
+        ahead = (said for call_log in self._call_logs.values() if (said := call_log.absence_reason()))
+        return next(ahead, "") or self._session.calls_on_host.absence_reason(ranks)

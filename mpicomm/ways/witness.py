@@ -17,6 +17,7 @@ undecided ranks, and there are other peer domains, no rank of it can know: this 
 
 from __future__ import annotations
 
+from mpicomm.cluster.calls_on_host import on_host as text_on_host
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.operations import Operation
@@ -48,7 +49,7 @@ class Witness:
         if self.is_needed and operation.counts != "same":
             call_log = self._engines.call_log(operation.name, patient=on_host)
             if on_host:
-                call_log.post_on_host(f"{operation} on the host")
+                call_log.post_on_host(text_on_host(operation.name))
             else:
                 call_log.post(f"{operation}: set-up")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.calls_on_host import way_out
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.devices.base import GpuBackend
@@ -27,13 +28,16 @@ class LoggedCalls:
     def different(self, *, wait: bool) -> list[str]:
         """Return the text of each rank's call if the ranks called different things; else an empty list.
 
+        A rank that has not come may be in a call by MPI instead.
+
         ``wait`` gives ranks some time to post their calls, because the data of a rank may arrive before its post.
         """
         if wait:
             wait_until(self._call_log.all_differ, _LATE_S)
-        if not self._call_log.differ():
+        if not (self._call_log.differ() or self._call_log.by_mpi()):
             return []
-        return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, self._call_log.read(), strict=True)]
+        said = self._call_log.read()
+        return [*(f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, said, strict=True)), *way_out(said)]
 
     def require_same(self) -> None:
         """Wait until all ranks are in this rank's call, before they set up memory together.
@@ -58,8 +62,10 @@ class LoggedCalls:
         """
         wait_until(lambda: not missing() or self._call_log.differ(), self._node.timeout_s)
         behind = [self._node.ranks[index] for index in missing()]
-        if self._call_log.differ():
-            error = called_differently(self.different(wait=True), self._node.ranks)
+        differ = self._call_log.differ()
+        different = self.different(wait=differ) if differ or behind else []
+        if different:
+            error = called_differently(different, self._node.ranks)
             self._arena.abort()  # so that ranks in a kernel leave before their time is up
             self._fail(error)
         if behind:

@@ -261,6 +261,10 @@ class CudaBackend:
         """
         (self._faults or self._fault_page()).check(self.calls)
 
+    def untold(self) -> CollectiveTimeoutError | PeerError | None:
+        """Return the error that `check` would raise, if no check has raised it so far."""
+        return None if self._faults is None else self._faults.untold(self.calls)
+
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Let every later `check` raise an error of the same class and text."""
         self._fault_page().fail(error)

@@ -56,6 +56,9 @@ class FaultPage:
     Kernels get ``faults``, the addresses of both.
     """
 
+    _is_told = False
+    """Whether a check has raised the error."""
+
     def __init__(self, context: PrimaryContext, stream: int) -> None:
         self._context = context
         flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
@@ -83,11 +86,21 @@ class FaultPage:
 
         Local; does not wait for the device. ``calls`` gives the text of a `PeerError`.
         """
+        error = self._found(calls)
+        if error is not None:
+            self._is_told = True
+            raise error
+
+    def untold(self, calls: DifferingCalls | None = None) -> CollectiveTimeoutError | PeerError | None:
+        """Return the error that `check` would raise, if no check has raised it so far. Local."""
+        return None if self._is_told else self._found(calls)
+
+    def _found(self, calls: DifferingCalls | None) -> CollectiveTimeoutError | PeerError | None:
         if self.error is not None:
-            raise equal_error(self.error)
+            return equal_error(self.error)
         # A record without its last field does not count yet. Its kernel still runs, and the next check sees the record.
         if self.record is None or self.record.state != _WRITTEN:
-            return
+            return None
         # An acquire: it pairs with the store_release of `state` in report_fault. It orders the loads of the fields
         # after the load of the state that publishes them.
         fence()
@@ -101,16 +114,16 @@ class FaultPage:
         # Ranks that wait in different kernels do not meet. Their record is a timeout, and their calls tell the cause.
         if self._calls or record.operation == MISMATCH:
             said = self._calls or [f"rank {record.peer} sent data of another call or message than this rank expected"]
-            raise called_differently(said, [record.peer])
+            return called_differently(said, [record.peer])
         if record.operation == LOCK:
-            raise CollectiveTimeoutError(
+            return CollectiveTimeoutError(
                 f"Win.Lock: rank {record.peer} holds the lock, and did not give it up within "
                 f"{record.elapsed_ns / 1e9:.3g} s; {_UNUSABLE}",
                 ranks=[record.peer],
             )
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
-        raise CollectiveTimeoutError(
+        return CollectiveTimeoutError(
             f"{operation}: {where} did not come {time} (block {record.block}); {_UNUSABLE}", ranks=[record.peer]
         )
 

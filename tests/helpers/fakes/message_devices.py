@@ -221,6 +221,7 @@ class ThreadDevice:
         self.timeout_s = timeout_s
         self._streams: dict[int, _Stream] = {}
         self.missed: tuple[str, int] | None = None
+        self.is_told = False
         self._own: list[npt.NDArray[Any]] = []
         self._segments: list[HostSegment] = []
         self.closed = False
@@ -313,7 +314,13 @@ class ThreadDevice:
 
     def check(self) -> None:
         if self.missed is not None:
+            self.is_told = True
             raise CollectiveTimeoutError(self.missed[0], ranks=[self.missed[1]])
+
+    def untold(self) -> CollectiveTimeoutError | None:
+        if self.missed is None or self.is_told:
+            return None
+        return CollectiveTimeoutError(self.missed[0], ranks=[self.missed[1]])
 
     def is_capturing(self, stream: int) -> bool:
         return self.capturing

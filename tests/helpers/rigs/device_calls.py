@@ -58,7 +58,9 @@ class Engine:
 @contextlib.contextmanager
 def on_host_engine(comm: Any) -> Iterator[Engine]:
     """Let a communicator whose GPU is a `ThreadDevice` carry out calls on device arrays. Collective over all ranks."""
-    with engine_of(MPI.COMM_WORLD) as (host, _, _), pytest.MonkeyPatch.context() as patch:
+    session = comm._session
+    made = engine_of(MPI.COMM_WORLD, timeout_s=session.placement.here.timeout_s, by_mpi=session.calls_on_host.of)
+    with made as (host, _, _), pytest.MonkeyPatch.context() as patch:
         engines = comm._collectives.engines
         engine = Engine(host, lambda text: engines.call_log("test", patient=False).post(text))
         cache = PlanCache(comm._session, engine)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,18 @@ FLOAT32 = np.dtype(np.float32)
 
 @contextlib.contextmanager
 def engine_of(
-    comm: MPI.Intracomm, *, slot_nbytes: int = SMALL, slots: int = 2, first: int = 0, timeout_s: float = 20.0
+    comm: MPI.Intracomm,
+    *,
+    slot_nbytes: int = SMALL,
+    slots: int = 2,
+    first: int = 0,
+    timeout_s: float = 20.0,
+    by_mpi: Callable[[int], str] = lambda rank: "",
 ) -> Iterator[tuple[HostEngine, CallLog, Group]]:
     """An engine of all ranks; given back in two steps, as a communicator does it, also if it is broken."""
     private = comm.Dup()
     node = Group(private, range(comm.size), timeout_s)
-    call_log = CallLog(node)
+    call_log = CallLog(node, by_mpi=by_mpi)
     engine = HostEngine(node, call_log, slot_nbytes=slot_nbytes, slots=slots, first=first)
     try:
         yield engine, call_log, node

@@ -169,6 +169,7 @@ def test_bad_epilogues(comm: mpicomm.Communicator, xp: Any) -> None:
         (InvalidUsageError, "'v' is no name here: use i", "v + few[v]", {"few": few}),
         (InvalidUsageError, "out overlaps recvbuf: copy one", "v + out[i]", {"out": receive}),
         (TypeError, "x is no array of numbers: x is a str", "v + x[i]", {"x": "text"}),
+        (MPI.Exception, "few is no array of numbers: few: count -1 is negative", "v + few[i]", {"few": [few, -1, "f"]}),
         (InvalidUsageError, "the operand sqrt has a name that means", "v", {"sqrt": 3}),
         (InvalidUsageError, "has 9 operands: pass up to 8", "v", dict.fromkeys("abcdefghj", 1)),
         (InvalidUsageError, "^Allreduce: epilogue='v' does not use the operand extra: leave", "v", {"extra": 3}),

@@ -18,6 +18,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE
+from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 
 EXAMPLES = int(os.environ.get("TEST_BUFFERS", "60"))
 UNIT = 16  # bytes, a multiple of each type
@@ -93,21 +94,13 @@ def _units(row: Operation, rank: int, size: int, n: int) -> tuple[list[int], lis
     return whole.get(row.send, ragged), whole.get(row.receive, ragged)
 
 
-def _outcome(comm: Any, row: Operation, form: str, given: list[Any], more: dict[str, Any]) -> None:
-    request = getattr(comm, form.format(row.name.lower() if form == "I{}" else row.name))(*given, **more)
-    if request is not None:
-        if form.endswith("_init"):
-            request.Start()
-        request.Wait()
-
-
 @settings(
     max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(
     name=st.sampled_from(NAMES),
     n=st.sampled_from(COUNTS),
-    form=st.sampled_from(("{}", "I{}", "{}_init")),
+    form=st.sampled_from(FORMS),
     seed=st.integers(0, 1 << 20),
 )
 def test_collectives(pair: tuple[Any, Any], name: str, n: int, form: str, seed: int) -> None:
@@ -143,10 +136,35 @@ def test_collectives(pair: tuple[Any, Any], name: str, n: int, form: str, seed: 
                 given[1] = None
             if row.rooted == "send" and rank != root:
                 given[0] = None
-        _outcome(each, row, how, given, more)
+        failure = ""
+        try:
+            complete(getattr(each, method_name(how, name))(*given, **more))
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        require_success(failure, f"{how} {name} of {n}, seed {seed}")
         results.append(memory)
-    alike = bool((results[0] == results[1]).all())
-    assert MPI.COMM_WORLD.allreduce(alike, MPI.LAND), f"{form} {name} of {n}, seed {seed}: rank {rank} {alike}"
+    different = "" if (results[0] == results[1]).all() else "another result"
+    require_success(different, f"{form} {name} of {n}, seed {seed}")
+
+
+def require_success(failure: str, what: str) -> None:
+    """Fail on all ranks if there is a failure on any rank, because Hypothesis must go on alike on all of them."""
+    failures = [f"rank {rank}: {each}" for rank, each in enumerate(MPI.COMM_WORLD.allgather(failure)) if each]
+    assert not failures, f"{what}: {'; '.join(failures)}"
+
+
+@pytest.mark.parametrize("name", ["Reduce", "Allreduce", "Scan", "Exscan", "Reduce_scatter_block"])
+@pytest.mark.parametrize("form", FORMS)
+def test_reductions_of_empty_buffers_at_one_address(pair: tuple[Any, Any], name: str, form: str) -> None:
+    comm, _ = pair
+    array = np.empty(0)
+    for empty in (MPI.memory.fromaddress(0, 0), array):
+        failure = ""
+        try:
+            complete(getattr(comm, method_name(form, name))([empty, MPI.DOUBLE], [empty, MPI.DOUBLE]), starts=2)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        require_success(failure, f"{form} {name}")
 
 
 @settings(

@@ -12,6 +12,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.cluster.placement import Placement
+from mpicomm.devices.base import GpuBackend
+from mpicomm.log import logger
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.faults.leaks import nothing_leaks
@@ -75,8 +77,10 @@ def test_free_without_a_set_up_gives_all_back_although_a_rank_does_not_come(comm
 def test_a_set_up_that_fails_keeps_open_memory_open(comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     with communicator("cpu") as parent:
         comm, device = on_threads(parent)
-        if comm.rank == 1:  # its device opens with the set-up
-            comm._begin(Session(MPI.Intracomm(comm), comm._session.placement))
+        # All ranks make a session, because the pages of all ranks number the sessions alike.
+        opened = None if comm.rank == 1 else cast(GpuBackend, device)  # on rank 1 the device opens with the set-up
+        comm._begin(Session(MPI.Intracomm(comm), comm._session.placement, opened))
+        if comm.rank == 1:
             monkeypatch.setattr(Placement, "create_backend", raising(OSError))
         with raises_everywhere(comm_world, HandleError, match="bind device failed on rank 1: .*injected"):
             comm._session.set_up("set up")
@@ -99,3 +103,22 @@ def test_a_gpu_is_refused_on_the_cpu_and_after_free(comm_world: MPI.Intracomm) -
         with pytest.raises(InvalidUsageError, match="Send: the communicator was freed; create another"):
             comm._session.gpu("Send")
         require_memory_works(parent)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_free_logs_an_error_that_no_call_has_raised(monkeypatch: pytest.MonkeyPatch, checked: bool) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
+    with communicator("cpu") as parent:
+        comm, device = on_threads(parent)
+        exchange(comm, device)
+        comm.check()
+        fails = comm.rank == 0
+        if fails:
+            device.missed = ("rank 1 did not come", 1)
+            if checked:
+                with pytest.raises(CollectiveTimeoutError):
+                    comm.check()
+        comm.Free()
+    told = fails and not checked
+    assert said == ["Free: earlier calls on GPUs have failed, and their results are wrong: rank 1 did not come"] * told

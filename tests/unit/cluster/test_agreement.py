@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from mpicomm import errors
 from mpicomm.cluster.agreement import Group, _Outcome, node_key
 from mpicomm.cluster.roll_call import duplicate
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.mpi.buffers import BufferRefusedError
+from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
 from mpicomm.waiting import wait_until
 
 CLASSES = [
@@ -23,7 +26,10 @@ CLASSES = [
     errors.CollectiveTimeoutError,
     errors.BackendUnavailableError,
     errors.KernelCompileError,
+    BufferRefusedError,
+    UnknownTypeError,
 ]
+ERRORS = [*(each("it is full") for each in CLASSES), RefusedByMpiError("it is full", MPI.ERR_OP)]
 
 
 @pytest.fixture
@@ -53,15 +59,19 @@ def test_agree_and_barrier_return_nothing_and_do_their_part(group: Group) -> Non
     assert done == [1]
 
 
-@pytest.mark.parametrize("error_class", CLASSES)
-def test_mpicomms_errors_keep_their_class(group: Group, error_class: type[MpicommError]) -> None:
-    original = error_class("it is full")
-    step = "" if error_class is InvalidUsageError else "open failed on "
+@pytest.mark.parametrize("original", ERRORS, ids=lambda error: type(error).__name__)
+def test_mpicomms_errors_keep_their_class(group: Group, original: MpicommError) -> None:
+    step = "" if isinstance(original, InvalidUsageError) else "open failed on "
     with pytest.raises(MpicommError, match=f"^{step}rank 0: it is full$") as failure:
         group.exchange("open", raising(original))
-    assert type(failure.value) is error_class
+    assert type(failure.value) is type(original)
     assert failure.value.ranks == (0,)
     assert failure.value.__cause__ is original
+    if isinstance(original, MPI.Exception):
+        assert isinstance(failure.value, MPI.Exception)
+        assert failure.value.Get_error_class() == original.Get_error_class()
+    sent = pickle.loads(pickle.dumps(failure.value))  # as `Group` sends it to other ranks
+    assert (type(sent), str(sent), sent.ranks) == (type(original), str(failure.value), (0,))
 
 
 @pytest.mark.parametrize(

@@ -42,3 +42,17 @@ def test_only_data_of_another_call_lets_a_check_wait_for_the_calls_of_ranks(oper
     with pytest.raises(PeerError if waits else CollectiveTimeoutError) as info:
         page.check(calls)
     assert info.value.ranks == (1,) and asked == [waits]
+
+
+def test_an_error_is_untold_until_a_check_raises_it() -> None:
+    page = object.__new__(FaultPage)
+    page.error = page._calls = None
+    page.record = FaultRecord(state=1, operation=EXCHANGE, peer=1, elapsed_ns=10**9)
+    assert page.untold() is None  # its kernel still runs
+    page.check()
+    page.record.state = 2
+    for _ in range(2):
+        assert "from rank 1 did not come within 1 s" in str(page.untold())
+    with pytest.raises(CollectiveTimeoutError):
+        page.check()
+    assert page.untold() is None

@@ -1,0 +1,52 @@
+"""The calls of other ranks on the host, for the errors of a rank that waits for these ranks in another call.
+
+Most calls on the host go to MPI. They tell other ranks nothing, because they take only about a microsecond. But each
+process describes them on its page for the doctor. So a rank whose wait is over looks at the pages of the ranks that
+have not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mpicomm.activity.reading import call_by_mpi
+from mpicomm.cluster.placement import Placement
+
+_ON_HOST = " on the host"
+_WAY_OUT = "pass a device array on every rank, or on no rank"
+
+
+def on_host(call: str) -> str:
+    """Return the text of a call on the host of a communicator of GPUs."""
+    return call + _ON_HOST
+
+
+def way_out(texts: Iterable[str]) -> list[str]:
+    """Return the way out if one of these calls is on the host and this rank's call is on GPUs; else nothing."""
+    return [_WAY_OUT] if any(_ON_HOST in text for text in texts) else []
+
+
+class CallsOnHost:
+    """The calls by MPI of the ranks of a communicator. ``own`` has the words of this rank's row on its page.
+
+    All methods are local. They take milliseconds, and know nothing of ranks of other nodes and containers.
+    """
+
+    def __init__(self, placement: Placement, own: memoryview) -> None:
+        self._placement = placement
+        self._own = own
+
+    def of(self, rank: int) -> str:
+        """Return the call by MPI of a rank that has not come to this rank's call; "" if it is only late."""
+        placement = self._placement
+        if rank not in placement.node_ranks or rank == placement.rank:
+            return ""
+        name = call_by_mpi(placement.places[rank].pid, self._own)
+        if not name or isinstance(placement.here.device, str):
+            return name and f"{name} by MPI"
+        return on_host(name)
+
+    def absence_reason(self, ranks: Sequence[int]) -> str:
+        """Return a text that names the calls by MPI of ``ranks``, which have not come; "" if they are only late."""
+        calls = [f"rank {rank} is in {call}, or has left it" for rank in ranks if (call := self.of(rank))]
+        return "; ".join([*calls, *way_out(calls)])
