@@ -61,9 +61,9 @@ def _versions(bench: Bench) -> str:
 
 def _gpus(bench: Bench) -> str:
     """Return the GPUs in a few words: "4 H200s"."""
-    found = re.match(r"(\d+) x NVIDIA (\w+) of one machine", bench["hardware"])
+    found = re.match(r"(\d+) x NVIDIA (\w+)", bench["hardware"])
     if found is None:
-        raise SystemExit(f"{bench['file']}: the hardware does not begin with the GPUs of one machine")
+        raise SystemExit(f"{bench['file']}: the hardware does not begin with the GPUs")
     return f"{found[1]} {found[2]}s"
 
 
@@ -76,11 +76,11 @@ def _only(benches: list[Bench], collective: str, buffers: str, count: int) -> Be
 
 
 def _runs(benches: list[Bench], collective: str, buffers: str, count: int) -> list[Bench]:
-    wanted = {"collective": collective, "buffers": buffers, "datatype": "float32", "eager": False, "beside": None}
+    wanted = {"collective": collective, "buffers": buffers, "datatype": "float32", "eager": False, "vary": False, "beside": None}
     return [
         bench
         for bench in benches
-        if ranks(bench) == count and all(bench["options"][name] == value for name, value in wanted.items())
+        if ranks(bench) == count and all(bench["options"].get(name, value) == value for name, value in wanted.items())
     ]
 
 
