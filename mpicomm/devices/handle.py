@@ -17,6 +17,7 @@ from mpicomm.errors import HandleError
 Kind = Literal["memfd", "ipc", "fd", "fabric", "staged"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged"})  # a file descriptor travels beside the packet
+VIRTUAL_KINDS: frozenset[Kind] = frozenset({"fd", "fabric"})  # memory of a GPU that can go and come back at its address
 SEALED_KINDS: frozenset[Kind] = frozenset({"memfd", "staged"})  # the descriptor belongs to host memory, which has seals
 
 KEY_NBYTES = 64  # sizeof(CUipcMemHandle) == sizeof(CUmemFabricHandle)

@@ -14,6 +14,7 @@ from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
+from mpicomm.sharing.content import Content
 from mpicomm.sharing.segments import SharedSegments, share
 
 _PURPOSE = "collectives: arena"
@@ -42,8 +43,10 @@ class DeviceArena:
         self._kind = kind
         self._most_nbytes = most_nbytes
         self.layout = layout
-        allocate = partial(self._allocate, layout.nbytes, layout.sentinels, layout.escapes)
-        self._segments = share(node, backend, _PURPOSE, allocate, lambda: layout.nbytes)
+        fill = partial(self._fill, layout.nbytes, layout.sentinels, layout.escapes)
+        # Everything but the inboxes is words, which later launches compare with.
+        words = (0, layout.flagged), (layout.fences, layout.nbytes)
+        self._segments = self._share(_PURPOSE, layout.nbytes, Content(words, fill))
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = self._pointers(self._segments)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
@@ -78,11 +81,12 @@ class DeviceArena:
         words_nbytes, end = request.words_nbytes, request.words_nbytes
         if request.sentinel:
             end += request.slots_nbytes
-        allocate = partial(self._allocate, request.nbytes, words_nbytes, end)
+        kept = request.nbytes if request.holds_messages else words_nbytes
+        content = Content(((0, kept),) if kept else (), partial(self._fill, request.nbytes, words_nbytes, end))
         try:
             # Only within `loading` may a thread that captures a graph allocate and wait.
             with self._backend.loading():
-                segments = share(self._node, self._backend, request.what, allocate, lambda: request.nbytes)
+                segments = self._share(request.what, request.nbytes, content)
         except HandleError as error:
             raise NoMemoryError(str(error), ranks=error.ranks) from error
         self._regions[request] = segments
@@ -107,14 +111,18 @@ class DeviceArena:
         for request, segments in self._regions.items():
             yield MemoryUse.of_kind(request.what, self._kind, segments.own.nbytes)
 
+    def memories(self) -> tuple[SharedSegments, ...]:
+        """Return the memories of the arena and of all regions; local."""
+        return self._segments, *self._regions.values()
+
     def close_peers(self) -> None:
         """Unmap the peers' memory; local."""
-        for segments in (self._segments, *self._regions.values()):
+        for segments in self.memories():
             segments.close_peers()
 
     def close_own(self) -> None:
         """Free this rank's memory; local, after every peer's `close_peers`."""
-        for segments in (self._segments, *self._regions.values()):
+        for segments in self.memories():
             segments.close_own()
 
     def _find(self, request: Request) -> Request | None:
@@ -127,17 +135,28 @@ class DeviceArena:
         ]
         return min(fitting, key=lambda each: each.slots_nbytes, default=None)
 
-    def _allocate(self, nbytes: int, begin: int, end: int) -> Segment:
-        """Return memory that holds `ABSENT` from offset ``begin`` to ``end``, and zeros elsewhere.
+    def _share(self, what: str, nbytes: int, content: Content) -> SharedSegments:
+        def allocate() -> Segment:
+            segment = self._backend.allocate(self._kind, nbytes)
+            assert content.fill is not None
+            # This rank fills the memory before it exports it to the peers. A later fill could wipe out the first data
+            # that a peer stores there.
+            content.fill(segment.pointer)
+            return segment
 
-        This rank fills the memory before it exports it to the peers. A later fill could wipe out the first data that a
-        peer stores there.
+        segments = share(self._node, self._backend, what, allocate, lambda: nbytes)
+        segments.content = content
+        return segments
+
+    def _fill(self, nbytes: int, begin: int, end: int, pointer: int) -> None:
+        """Fill memory with `ABSENT` from offset ``begin`` to ``end``, and with zeros elsewhere.
+
+        This is also its state between calls, except for the words. A receiver resets each sentinel slot that it takes,
+        and zero is no flag.
         """
-        segment = self._backend.allocate(self._kind, nbytes)
-        self._backend.fill(segment.pointer, begin, 0)
-        self._backend.fill_words(segment.pointer + begin, end - begin, ABSENT)
-        self._backend.fill(segment.pointer + end, nbytes - end, 0)
-        return segment
+        self._backend.fill(pointer, begin, 0)
+        self._backend.fill_words(pointer + begin, end - begin, ABSENT)
+        self._backend.fill(pointer + end, nbytes - end, 0)
 
     def _at(self, offset: int, nbytes: int) -> Inboxes:
         return Inboxes(tuple(pointer + offset for pointer in self.pointers), nbytes)

@@ -202,6 +202,8 @@ class Request:
     slots_nbytes: int
     words_nbytes: int = 0
     sentinel: bool = False
+    holds_messages: bool = False
+    """Whether slots may hold data between calls: a message that the sender has sent, and no rank has received."""
 
     @property
     def nbytes(self) -> int:

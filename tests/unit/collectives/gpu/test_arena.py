@@ -18,6 +18,10 @@ from mpicomm.errors import HandleError, InvalidUsageError
 MIB = 1 << 20
 
 
+class Segments(list[Any]):
+    content: Any
+
+
 class Machine:
     """An arena of two ranks on a machine that has ``free`` bytes for each region."""
 
@@ -33,7 +37,7 @@ class Machine:
         self.asked.append(signature())
         if signature() > self.free:
             raise HandleError("rank 1: out of memory", ranks=[1])
-        return [SimpleNamespace(pointer=100 * len(self.asked) + rank) for rank in range(node.size)]
+        return Segments(SimpleNamespace(pointer=100 * len(self.asked) + rank) for rank in range(node.size))
 
 
 def test_a_request_takes_the_smallest_region_of_its_purpose_that_it_fits_into(monkeypatch: pytest.MonkeyPatch) -> None:
