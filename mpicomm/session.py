@@ -83,7 +83,7 @@ class Session:
         """Says whether messages between peer domains may be in flight that no receive takes."""
         self._left_messages = False
         self.before_suspension: Callable[[], None] = lambda: None
-        """Gives back memory that no graph and no known call refers to. It raises if a message is still in it."""
+        """Gives back memory to which no graph, no known call and no peer refers."""
         self._suspension: Suspension | None = None
         self._is_shut = False  # freed or suspended: every call on a device array reads it
         self._has_device = backend is not None

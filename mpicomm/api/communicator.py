@@ -290,7 +290,7 @@ class Communicator(
         blocks of less than 2 MiB of private memory, and memory of NCCL between peer domains. Communicators of ``Dup``
         and ``Split`` have memory of their own: suspend them, too.
 
-        This call first waits for this rank's device. Receive all messages before. With ``keep`` the contents of
+        This call first waits for this rank's device. With ``keep`` the contents of
         symmetric arrays and of windows of `Win.Allocate` go to pinned memory of the host, and come back. With
         ``keep=False`` their contents are undefined after `resume`. That is faster, and takes no memory of the host.
 
@@ -300,8 +300,8 @@ class Communicator(
 
         The communicator needs ``handle="fd"`` or ``"fabric"``. With ``"ipc"`` this raises `InvalidUsageError`, because
         memory cannot come back at its addresses. On the cpu and with ``"staged"`` all memory stays, because it is
-        memory of the host. Raises the same error on all ranks: `InvalidUsageError` also for a message that is not
-        received and for ranks with different ``keep``; `CollectiveTimeoutError` if a rank does not come.
+        memory of the host. Raises the same error on all ranks: `InvalidUsageError` also if ranks differ in ``keep``;
+        `CollectiveTimeoutError` if a rank does not come.
         """
         self._session.suspend(keep=bool(keep))
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.cluster.agreement import release_before_finalize
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.errors import MpicommError
 from mpicomm.log import logger
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.waiting import wait_until
@@ -54,15 +54,9 @@ class MessageMemory:
             rendezvous.close_own()
 
     def give_back(self) -> None:
-        """Free the outbox, which the next message allocates again. Copies of all ranks must be over.
-
-        Raises `InvalidUsageError` if a message is in the outbox.
-        """
-        if self.made is not None:
-            if not self.made.is_drained():
-                raise InvalidUsageError("a message of this rank is not received yet: receive it before suspend()")
-            self.close_peers()
-            self.close_own()
+        """Free the outbox, which the next call that needs it allocates again. No peer may have opened it."""
+        self.close_peers()
+        self.close_own()
 
     def release(self) -> None:
         """Wait until the receivers have copied all messages, and unmap the peers' outboxes, before MPI_Finalize.

@@ -152,7 +152,7 @@ def allocated(owner: Owner, nbytes: int) -> Provider:
 
 def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, *, allocated: bool) -> WindowMemory:
     """Let all ranks open each other's parts. Collective, blocking; a failure raises the same error on all ranks."""
-
+    owner.require_usable(what)
     segments = share(owner.node, owner.backend, what, provide, lambda: what, sealed=allocated)
     if allocated:
         segments.content = whole(parts[owner.node.rank].nbytes, of_user=True)
@@ -166,6 +166,7 @@ def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, 
 
 def share_boards(owner: Owner, what: str) -> SharedSegments:
     """Let all ranks open each other's boards. Collective, blocking; a failure raises the same error on all ranks."""
+    owner.require_usable(what)
 
     def board() -> Segment:
         backend = owner.backend
