@@ -147,7 +147,7 @@ def can_export(address: int) -> bool:
         properties = call(driver.cuMemGetAllocationPropertiesFromHandle, allocation)
     finally:
         call(driver.cuMemRelease, allocation)
-    return bool(int(properties.requestedHandleTypes) & int(_handle_type("fd")))
+    return bool(int(properties.requestedHandleTypes) & int(handle_type("fd")))
 
 
 def _exported(kind: Kind, address: int) -> Descriptor | bytes:
@@ -157,7 +157,7 @@ def _exported(kind: Kind, address: int) -> Descriptor | bytes:
     try:
         with uninterrupted():  # the driver returns a descriptor as a plain number
             exported: Descriptor | bytes = owned(
-                call(driver.cuMemExportToShareableHandle, allocation, _handle_type(kind), 0)
+                call(driver.cuMemExportToShareableHandle, allocation, handle_type(kind), 0)
             )
     finally:
         call(driver.cuMemRelease, allocation)
@@ -188,7 +188,7 @@ def _imported(parts: Exported) -> Iterator[list[tuple[Any, int]]]:
             if kind == "fabric":
                 ctypes.memmove(fabric.getPtr(), handle.key, KEY_NBYTES)
             name = fabric.getPtr() if kind == "fabric" else fd
-            status, allocation = driver.cuMemImportFromShareableHandle(name, _handle_type(kind))
+            status, allocation = driver.cuMemImportFromShareableHandle(name, handle_type(kind))
             check("cuMemImportFromShareableHandle", status, _refused(kind, status))
             imported.callback(call, driver.cuMemRelease, allocation)
             allocations.append((allocation, handle.size))
@@ -215,10 +215,7 @@ def _map_at(base: int, ordinal: int, allocations: Sequence[tuple[Any, int]]) -> 
             call(driver.cuMemMap, at, size, 0, allocation, 0)
             on_failure.callback(call, driver.cuMemUnmap, at, size)
             at += size
-        access = driver.CUmemAccessDesc()
-        access.location = _location(ordinal)
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call(driver.cuMemSetAccess, base, at - base, [access], 1, hint=_NO_ACCESS)
+        call(driver.cuMemSetAccess, base, at - base, [access_for(ordinal)], 1, hint=_NO_ACCESS)
         on_failure.pop_all()
 
 
@@ -226,7 +223,7 @@ def _properties(ordinal: int, kind: Kind) -> Any:
     properties = driver.CUmemAllocationProp()
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location = _location(ordinal)
-    properties.requestedHandleTypes = _handle_type(kind)
+    properties.requestedHandleTypes = handle_type(kind)
     return properties
 
 
@@ -237,7 +234,16 @@ def _location(ordinal: int) -> Any:
     return location
 
 
-def _handle_type(kind: Kind) -> Any:
+def access_for(ordinal: int) -> Any:
+    """Return the description of a device's access to memory: it may read and write."""
+    access = driver.CUmemAccessDesc()
+    access.location = _location(ordinal)
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
+def handle_type(kind: Kind) -> Any:
+    """Return the driver's name of a handle kind."""
     types = driver.CUmemAllocationHandleType
     return types.CU_MEM_HANDLE_TYPE_FABRIC if kind == "fabric" else types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
