@@ -37,12 +37,12 @@ class Suspension:
         self._backend = backend
         self._kind = kind
         self._memories: list[SharedSegments] = []
-        self._saved: dict[SharedSegments, list[tuple[int, npt.NDArray[np.uint8]]]] = {}
+        self._saved: dict[SharedSegments, npt.NDArray[np.uint8]] = {}
 
     @property
     def host_nbytes(self) -> int:
         """The bytes that are on the host."""
-        return sum(saved.nbytes for shared in self._open() for _, saved in self._saved.get(shared, ()))
+        return sum(self._saved[shared].nbytes for shared in self._open() if shared in self._saved)
 
     def save(self, memories: Callable[[], list[SharedSegments]], before: Callable[[], None], *, keep: bool) -> None:
         """Finish the work of all ranks, and copy the bytes that come back. Collective, blocking.
@@ -112,11 +112,10 @@ class Suspension:
     def _save(self, shared: SharedSegments, keep: bool) -> None:
         content = shared.content
         assert content is not None
-        saved = self._saved[shared] = []
-        for begin, end in content.kept if keep or not content.of_user else ():
-            host = self._backend.pinned(end - begin)
-            self._copy(host.ctypes.data, shared.own.pointer + begin, end - begin)
-            saved.append((begin, host))
+        if content.kept_nbytes and (keep or not content.of_user):
+            host = self._backend.pinned(content.kept_nbytes)
+            self._copy(host.ctypes.data, shared.own.pointer, host.nbytes)
+            self._saved[shared] = host
 
     def _unmap_peers(self) -> None:
         for shared in self._open():
@@ -132,8 +131,8 @@ class Suspension:
             shared.resume_own()
             if shared.content is not None and shared.content.fill is not None:
                 shared.content.fill(shared.own.pointer)
-            for begin, host in self._saved[shared]:
-                self._copy(shared.own.pointer + begin, host.ctypes.data, host.nbytes)
+            if (host := self._saved.get(shared)) is not None:
+                self._copy(shared.own.pointer, host.ctypes.data, host.nbytes)
         self._backend.resume()
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:

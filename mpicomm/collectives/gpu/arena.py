@@ -43,10 +43,7 @@ class DeviceArena:
         self._kind = kind
         self._most_nbytes = most_nbytes
         self.layout = layout
-        fill = partial(self._fill, layout.nbytes, layout.sentinels, layout.escapes)
-        # Everything but the inboxes is words, which later launches compare with.
-        words = (0, layout.flagged), (layout.fences, layout.nbytes)
-        self._segments = self._share(_PURPOSE, layout.nbytes, Content(words, fill))
+        self._segments = self._share(_PURPOSE, layout)
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = self._pointers(self._segments)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
@@ -78,15 +75,10 @@ class DeviceArena:
 
     def set_up(self, request: Request) -> None:
         """Set up a region for a request. Collective; raises `NoMemoryError`, and as ``share`` does."""
-        words_nbytes, end = request.words_nbytes, request.words_nbytes
-        if request.sentinel:
-            end += request.slots_nbytes
-        kept = request.nbytes if request.holds_messages else words_nbytes
-        content = Content(((0, kept),) if kept else (), partial(self._fill, request.nbytes, words_nbytes, end))
         try:
             # Only within `loading` may a thread that captures a graph allocate and wait.
             with self._backend.loading():
-                segments = self._share(request.what, request.nbytes, content)
+                segments = self._share(request.what, request)
         except HandleError as error:
             raise NoMemoryError(str(error), ranks=error.ranks) from error
         self._regions[request] = segments
@@ -135,28 +127,25 @@ class DeviceArena:
         ]
         return min(fitting, key=lambda each: each.slots_nbytes, default=None)
 
-    def _share(self, what: str, nbytes: int, content: Content) -> SharedSegments:
+    def _share(self, what: str, memory: ArenaLayout | Request) -> SharedSegments:
         def allocate() -> Segment:
-            segment = self._backend.allocate(self._kind, nbytes)
-            assert content.fill is not None
+            segment = self._backend.allocate(self._kind, memory.nbytes)
             # This rank fills the memory before it exports it to the peers. A later fill could wipe out the first data
             # that a peer stores there.
-            content.fill(segment.pointer)
+            self._fill(memory, segment.pointer)
             return segment
 
-        segments = share(self._node, self._backend, what, allocate, lambda: nbytes)
-        segments.content = content
+        segments = share(self._node, self._backend, what, allocate, lambda: memory.nbytes)
+        # Between calls no rank waits for another one. So calls go on if the memory of all ranks is as at first.
+        keeps_all = isinstance(memory, Request) and memory.holds_messages
+        segments.content = Content(memory.nbytes) if keeps_all else Content(fill=partial(self._fill, memory))
         return segments
 
-    def _fill(self, nbytes: int, begin: int, end: int, pointer: int) -> None:
-        """Fill memory with `ABSENT` from offset ``begin`` to ``end``, and with zeros elsewhere.
-
-        This is also its state between calls, except for the words. A receiver resets each sentinel slot that it takes,
-        and zero is no flag.
-        """
+    def _fill(self, memory: ArenaLayout | Request, pointer: int) -> None:
+        begin, end = memory.absent
         self._backend.fill(pointer, begin, 0)
         self._backend.fill_words(pointer + begin, end - begin, ABSENT)
-        self._backend.fill(pointer + end, nbytes - end, 0)
+        self._backend.fill(pointer + end, memory.nbytes - end, 0)
 
     def _at(self, offset: int, nbytes: int) -> Inboxes:
         return Inboxes(tuple(pointer + offset for pointer in self.pointers), nbytes)
