@@ -83,7 +83,9 @@ class ProgramRig:
             Request("collectives: chain", chain.nbytes - chain.slots, words_nbytes=chain.slots, sentinel=True),
         ]
         arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
-        places = {each: [machine.allocate(rank, each.nbytes) for rank in range(self.size)] for each in requests}
+        places: dict[Layout | Request, list[Place]] = {
+            each: [machine.allocate(rank, each.nbytes) for rank in range(self.size)] for each in requests
+        }
         self._memory: dict[Layout | Request, list[Place]] = {layout: arenas, **places}
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()

@@ -10,8 +10,7 @@ import cupy
 from cuda.bindings import driver
 
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.pool_memory import pool_can_export
-from mpicomm.devices.cuda.virtual_memory import can_export
+from mpicomm.devices.cuda.virtual_memory import can_export, handle_type
 from mpicomm.devices.handle import Kind
 from mpicomm.errors import InvalidUsageError
 
@@ -113,7 +112,8 @@ def allocations_of(array: Any, ordinal: int) -> tuple[Kind, list[Allocation]]:
             f"array lies in host memory (pinned, or the system's), not on GPU {ordinal}; {_USE_EMPTY}, or copy it with "
             "cupy.array(array)"
         )
-    if int(pool) != 0 and not pool_can_export(pointer):
+    handle_types = attribute.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES
+    if int(pool) != 0 and not call(driver.cuPointerGetAttribute, handle_types, pointer) & int(handle_type("fd")):
         raise InvalidUsageError(
             "array lies in a stream-ordered pool (cudaMallocAsync) that was not made for export, such as the default "
             f"pool; {_USE_EMPTY}, or before it is made create a pool by cudaMemPoolCreate with handle type "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from collections import Counter
 from typing import Any
 
 from cuda.bindings import driver
@@ -11,7 +13,7 @@ from cuda.bindings import driver
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.memory import CudaSegment, bytes_of
-from mpicomm.devices.cuda.virtual_memory import access_for, handle_type
+from mpicomm.devices.cuda.virtual_memory import NO_ACCESS, access_for, handle_type
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, Exported, MemoryHandle
 from mpicomm.errors import HandleError
@@ -51,33 +53,43 @@ class OpenedPoolSegment(CudaSegment):
     """Memory of a peer's pool, mapped into this process. The owner may free it only after the `close` of all peers."""
 
     def __init__(self, context: PrimaryContext, handle: MemoryHandle, fd: int) -> None:
-        with context.current():
+        with _lock, context.current():
             self._pool = call(driver.cuMemPoolImportFromShareableHandle, fd, handle_type("fd"), 0)
             try:
                 # At first only the GPU of the pool has access.
-                call(driver.cuMemPoolSetAccess, self._pool, [access_for(context.device.ordinal)], 1)
+                call(driver.cuMemPoolSetAccess, self._pool, [access_for(context.device.ordinal)], 1, hint=NO_ACCESS)
                 data = driver.CUmemPoolPtrExportData()
                 ctypes.memmove(data.getPtr(), handle.key, KEY_NBYTES)
                 self._base = int(call(driver.cuMemPoolImportPointer, self._pool, data))
             except HandleError:
-                call(driver.cuMemPoolDestroy, self._pool)
+                _destroy(self._pool)
                 raise
+            _users[self._base] += 1
         super().__init__(context, self._base + handle.offset, handle.nbytes)
 
     def _release(self) -> None:
-        try:
-            call(driver.cuMemFree, self._base)
-        finally:
-            call(driver.cuMemPoolDestroy, self._pool)
+        with _lock:
+            _users[self._base] -= 1
+            try:
+                if not _users[self._base]:
+                    del _users[self._base]
+                    call(driver.cuMemFree, self._base)
+            finally:
+                _destroy(self._pool)
 
 
-def pool_can_export(address: int) -> bool:
-    """Return whether the pool of an address can be exported as a descriptor. The device's context must be current."""
-    try:
-        _exported(_pool_of(address)).close()
-    except HandleError:
-        return False
-    return True
+# A process that imports an allocation again gets the same address. The driver does not count these imports, so the
+# first free would unmap the memory of all. A thread holds the lock while the driver works, so that no thread imports an
+# allocation that another one is about to free.
+_users: Counter[int] = Counter()
+_unused_pools: list[Any] = []
+_lock = threading.Lock()
+
+
+def _destroy(pool: Any) -> None:
+    """Destroy an imported pool as soon as the driver permits it: it may wait for allocations of other imports."""
+    _unused_pools.append(pool)
+    _unused_pools[:] = [each for each in _unused_pools if int(driver.cuMemPoolDestroy(each)[0]) != 0]
 
 
 def _pool_of(address: int) -> Any:

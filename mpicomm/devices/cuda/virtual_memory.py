@@ -23,7 +23,8 @@ _NO_FABRIC = (
     "fabric handles need an IMEX channel (a device node in /dev/nvidia-caps-imex-channels, readable by this user) and "
     'GPUs on an NVLink fabric; use handle="fd" or handle="ipc"'
 )
-_NO_ACCESS = 'use handle="staged" if the GPUs cannot reach each other'
+NO_ACCESS = 'use handle="staged" if the GPUs cannot reach each other'
+"""The way out if a device gets no access to memory."""
 
 
 class VirtualSegment(CudaSegment):
@@ -215,7 +216,7 @@ def _map_at(base: int, ordinal: int, allocations: Sequence[tuple[Any, int]]) -> 
             call(driver.cuMemMap, at, size, 0, allocation, 0)
             on_failure.callback(call, driver.cuMemUnmap, at, size)
             at += size
-        call(driver.cuMemSetAccess, base, at - base, [access_for(ordinal)], 1, hint=_NO_ACCESS)
+        call(driver.cuMemSetAccess, base, at - base, [access_for(ordinal)], 1, hint=NO_ACCESS)
         on_failure.pop_all()
 
 

@@ -108,14 +108,14 @@ def test_arrays_windows_and_signals_come_back_with_their_contents(comm: mpicomm.
     assert to_host(win.tomemory().view("i8"))[:8].tolist() == [comm.rank] * 2 + [comm.rank + 1] * 4 + [comm.rank] * 2
     comm.check()
     win.Free()
-    array.close()
+    comm.suspend()  # the communicator and the array are freed so
 
 
 def test_datatypes_epilogues_and_messages_of_before_work_afterwards(comm: mpicomm.Communicator, xp: Any) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     # The table of the regions is larger than a block of memory, and the packed elements lie in scratch memory.
     places = np.cumsum(np.random.default_rng(0).integers(2, 4, 400_000)).astype(np.int32)
-    scattered = MPI.DOUBLE.Create_indexed_block(1, places).Commit()
+    scattered = MPI.DOUBLE.Create_indexed_block(1, places.tolist()).Commit()
     sent, received = xp.arange(places[-1] + 1, dtype="f8") + comm.rank, xp.empty((comm.size, len(places)))
     x, y, bias = xp.ones(70_001, "f4"), xp.empty(70_001, "f4"), xp.arange(70_001, dtype="f4")
     late, message = xp.empty(1000, "i8"), xp.arange(1000) + comm.rank
@@ -141,3 +141,4 @@ def test_datatypes_epilogues_and_messages_of_before_work_afterwards(comm: mpicom
     assert (late == xp.arange(1000) + left).all()
     comm.check()
     scattered.Free()
+    comm.suspend()

@@ -85,9 +85,10 @@ def test_virtual_memory_that_was_not_made_for_export_is_refused(arrays: Any, mon
 
 def find_in_pool(arrays: Any, monkeypatch: pytest.MonkeyPatch, *, exportable: bool) -> Any:
     device = int(arrays.driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
-    answers = iter([(device, False, 7, False), (BASE, 512)])
+    types = arrays.driver.CUmemAllocationHandleType
+    name = "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR" if exportable else "CU_MEM_HANDLE_TYPE_NONE"
+    answers = iter([(device, False, 7, False), int(getattr(types, name)), (BASE, 512)])
     monkeypatch.setattr(arrays, "call", lambda *_, **__: next(answers))
-    monkeypatch.setattr(arrays, "pool_can_export", lambda address: exportable)
     return arrays.allocations_of(SimpleNamespace(data=SimpleNamespace(ptr=BASE), nbytes=512), 0)
 
 

@@ -56,13 +56,6 @@ def test_an_export_that_fails_half_way_keeps_no_descriptor(cuda: FakeCuda, pools
     assert error.tb is not None
 
 
-def test_a_pool_that_refuses_its_export_is_told(cuda: FakeCuda, pools: Any, context: Any) -> None:
-    with nothing_leaks():
-        assert pools.pool_can_export(ADDRESS)
-        cuda.refuses["cuMemPoolExportToShareableHandle"] = HandleError
-        assert not pools.pool_can_export(ADDRESS)
-
-
 def test_opened_memory_is_freed_before_its_pool(cuda: FakeCuda, pools: Any, context: Any) -> None:
     segment = pools.OpenedPoolSegment(context, MemoryHandle("pool", UUID, KEY, 4 * KIB, KIB, 2 * KIB), 7)
     assert (segment.pointer, segment.nbytes) == (ADDRESS + KIB, 2 * KIB)
@@ -70,6 +63,37 @@ def test_opened_memory_is_freed_before_its_pool(cuda: FakeCuda, pools: Any, cont
     cuda.calls.clear()
     segment.close()
     assert cuda.calls == ["cuMemFree", "cuMemPoolDestroy"]
+
+
+def test_memory_that_is_opened_twice_is_freed_once(cuda: FakeCuda, pools: Any, context: Any) -> None:
+    handle = MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB)
+    first, second = (pools.OpenedPoolSegment(context, handle, 7) for _ in range(2))
+    cuda.calls.clear()
+    first.close()
+    assert cuda.calls == ["cuMemPoolDestroy"]
+    second.close()
+    assert cuda.calls == ["cuMemPoolDestroy", "cuMemFree", "cuMemPoolDestroy"]
+    pools.OpenedPoolSegment(context, handle, 7).close()
+    assert cuda.calls[-2:] == ["cuMemFree", "cuMemPoolDestroy"]
+
+
+def test_a_pool_that_is_still_in_use_is_destroyed_later(
+    cuda: FakeCuda, pools: Any, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use, destroyed = True, 0
+
+    def destroy(pool: Any) -> tuple[int]:
+        nonlocal destroyed
+        destroyed += not in_use
+        return (int(in_use),)
+
+    monkeypatch.setattr(cuda, "cuMemPoolDestroy", destroy)
+    handle = MemoryHandle("pool", UUID, KEY, 4 * KIB, 0, KIB)
+    first, second = (pools.OpenedPoolSegment(context, handle, 7) for _ in range(2))
+    first.close()
+    in_use = False
+    second.close()
+    assert destroyed == 2
 
 
 @pytest.mark.parametrize("name", ["cuMemPoolSetAccess", "cuMemPoolImportPointer"])
