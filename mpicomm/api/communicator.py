@@ -269,9 +269,9 @@ class Communicator(
         """Open existing memory, one array per rank, to the other ranks of the node. Collective, blocking.
 
         On a GPU ``array`` is a C-contiguous CuPy, DLPack or ``__cuda_array_interface__`` array in memory of
-        ``cudaMalloc``, or in virtual memory that can be exported as a file descriptor. The default pools of CuPy and
-        PyTorch and PyTorch's expandable segments have such memory. Peers then see the whole block of the pool, or the
-        whole allocations around the array. On the host ``array`` lies in a shared mapping:
+        ``cudaMalloc``, or in virtual memory or a stream-ordered pool that can be exported as a file descriptor. The
+        default pools of CuPy and PyTorch and PyTorch's expandable segments have such memory. Peers then see the whole
+        block of the pool, or the whole allocations around the array. On the host ``array`` lies in a shared mapping:
         ``multiprocessing.shared_memory`` or a writable ``numpy.memmap``. The memory stays the caller's, and must
         outlive the `SymmetricArray`. The `SymmetricArray` closes like an array of `empty`.
 

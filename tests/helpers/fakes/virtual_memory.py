@@ -87,7 +87,9 @@ class VirtualCuda(FakeCuda):
         return (self._status(),)
 
     def cuMemUnmap(self, address: int, size: int) -> tuple[Any]:
-        for at in [at for at in self.mapped if address <= at < address + size]:
+        mapped = [at for at in self.mapped if address <= at < address + size]
+        assert mapped, "nothing is mapped"
+        for at in mapped:
             each, fd = self.mapped.pop(at)
             os.close(fd)
             self.free_nbytes += each
