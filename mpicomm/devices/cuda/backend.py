@@ -26,18 +26,17 @@ from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
-from mpicomm.devices.cuda.memory import BLOCK_NBYTES, CudaSegment
+from mpicomm.devices.cuda.memory import CudaSegment
 from mpicomm.devices.cuda.message_steps import CudaMessageSteps
 from mpicomm.devices.cuda.pack_tables import PackTables
+from mpicomm.devices.cuda.scratch_memory import LEAST_SUSPENDED_NBYTES, ScratchMemory
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
 from mpicomm.devices.cuda.signal_kernels import SignalKernels
 from mpicomm.devices.cuda.streams import is_tensor, resolve_stream, threads_of
-from mpicomm.devices.cuda.virtual_memory import VirtualSegment
-from mpicomm.devices.handle import VIRTUAL_KINDS, Exported, Kind
+from mpicomm.devices.handle import Exported, Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.devices.stream_threads import StreamThreads
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
-from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
@@ -69,11 +68,10 @@ class CudaBackend:
         self._tables = PackTables(self)
         self._stream: Any = None
         self._completions = Completions()
-        self._scratch: list[int] = []
-        self._large_scratch: list[VirtualSegment] = []
         self._faults: FaultPage | None = None
         self._closed = False
         self._context = PrimaryContext(self.info)
+        self._scratch = ScratchMemory(self._context)
         try:
             with self._context.current():
                 # Non-blocking: else this stream would wait for the user's work on the null stream.
@@ -301,30 +299,20 @@ class CudaBackend:
         return np.frombuffer(memory, np.uint8, nbytes)
 
     def scratch(self, nbytes: int) -> Scratch:
-        """Return device memory straight from the driver, which `close` frees.
-
-        A pool could give the memory to other users while a captured graph still uses it. Large memory can be suspended
-        if the communicator's memory can. Small memory stays, because virtual memory has whole blocks.
-        """
-        with self.loading(), uninterrupted():
-            kind = self.kind
-            if kind is not None and kind in VIRTUAL_KINDS and nbytes >= BLOCK_NBYTES:
-                self._large_scratch.append(VirtualSegment.allocate(self._context, kind, nbytes))
-                return Scratch(self._large_scratch[-1].pointer, nbytes, None)
-            pointer = int(call(driver.cuMemAlloc, max(nbytes, 1)))
-            self._scratch.append(pointer)
-        return Scratch(pointer, nbytes, None)
+        """Return device memory straight from the driver, which `close` frees."""
+        with self.loading():
+            return Scratch(self._scratch.allocate(nbytes, self.kind), nbytes, None)
 
     def suspend(self) -> None:
         """Give large scratch memory back, and keep its addresses; local."""
-        for segment in self._large_scratch:
-            segment.suspend()
+        with self._context.current():
+            self._scratch.suspend()
 
     def resume(self) -> None:
         """Take scratch memory again, and write the tables of datatypes into it; local."""
-        for segment in self._large_scratch:
-            segment.resume()
-        self._tables.restore(BLOCK_NBYTES)
+        with self._context.current():
+            self._scratch.resume()
+        self._tables.restore(LEAST_SUSPENDED_NBYTES)
 
     def completion(self, stream: int) -> Callable[[], bool]:
         """Return a function that says whether the work that ``stream`` has at this call is done; for any thread.
@@ -385,8 +373,7 @@ class CudaBackend:
         # context on the first GPU.
         with suppress(DriverShutDownError), self._context.current():
             self._completions.close()
-            while self._scratch:
-                call(driver.cuMemFree, self._scratch.pop())
+            self._scratch.close()
             if faults is not None:
                 self.side_streams.close()
             if self._stream is not None:
