@@ -58,10 +58,14 @@ def run_with_new_memory(builds: Builds, size: int, ranks: list[int] | None) -> N
     rig = ProgramRig(Machine(builds, size), 16, timeout_s=1)
     rng = np.random.default_rng(size)
     calls = Calls(rig, rng, nap_us=100)
-    for turn in range(3):
+    for turn in range(2):
         checks = [calls.allreduce("float32", "sum", count) for count in (1, 700, INBOX_NBYTES // 2)]
-        checks += [calls.allreduce("int32", "sum", 70_000, two_shot=True), calls.allgather(4 * INBOX_NBYTES)]
-        checks += [calls.bcast(4 * INBOX_NBYTES), calls.alltoallv(random_counts(rng, size, (0, 1, INBOX_NBYTES)))]
+        checks += [calls.allreduce("int32", "sum", 40_000, two_shot=True), calls.allgather(2 * INBOX_NBYTES)]
+        checks += [
+            calls.bcast(INBOX_NBYTES),
+            calls.bcast(2 * INBOX_NBYTES, "chain"),
+            calls.alltoallv(random_counts(rng, size, (0, 1, INBOX_NBYTES))),
+        ]
         rig.machine.run(seed=turn, jitter_us=100)
         for check in checks:
             check()
@@ -69,9 +73,8 @@ def run_with_new_memory(builds: Builds, size: int, ranks: list[int] | None) -> N
         rig.renew(ranks)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_calls_go_on_if_the_memory_of_all_ranks_is_as_at_first(builds: Builds, size: int) -> None:
-    run_with_new_memory(builds, size, None)
+def test_calls_go_on_if_the_memory_of_all_ranks_is_as_at_first(builds: Builds) -> None:
+    run_with_new_memory(builds, 2, None)
 
 
 def test_calls_fail_if_the_memory_of_one_rank_is_as_at_first(builds: Builds) -> None:
