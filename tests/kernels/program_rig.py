@@ -89,7 +89,7 @@ class ProgramRig:
         self._memory: dict[Layout | Request, list[Place]] = {layout: arenas, **places}
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
-        self.renew()
+        self.renew(range(self.size))
         self.nodes = []
         for rank in range(self.size):
             regions = {
@@ -100,11 +100,11 @@ class ProgramRig:
             team = machine.team(arenas, rank, timeout_s)
             self.nodes.append(Node(team, arena_here, BLOCKS, most_staged_nbytes=MOST_STAGED_NBYTES))
 
-    def renew(self, ranks: Sequence[int] | None = None) -> None:
-        """Let the memory of ranks, by default of all, be as at first, as a suspension between calls does."""
+    def renew(self, ranks: Sequence[int]) -> None:
+        """Let the memory of these ranks be as at first, as a suspension between calls does."""
         for layout, places in self._memory.items():
             begin, end = layout.absent
-            for rank in range(self.size) if ranks is None else ranks:
+            for rank in ranks:
                 places[rank].bytes[:] = 0
                 places[rank].bytes[begin:end].view(np.uint32)[:] = ABSENT
 
