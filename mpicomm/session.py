@@ -19,7 +19,9 @@ from mpicomm.devices.memory_use import MemoryUse, summed
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.recording.channel import Channel
 from mpicomm.sharing.choose_on_nodes import choose_handles, node_of
-from mpicomm.symmetric.owner import AnyShared, Shared
+from mpicomm.sharing.segments import SharedSegments
+from mpicomm.sharing.suspension import Suspension
+from mpicomm.symmetric.owner import AnyShared, Shared, Suspendable
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.symmetric.signals import SignalPads
 
@@ -82,6 +84,10 @@ class Session:
         self.leaves_messages: Callable[[], bool] = lambda: False
         """Says whether messages between peer domains may be in flight that no receive takes."""
         self._left_messages = False
+        self.before_suspension: Callable[[], None] = lambda: None
+        """Gives back memory to which no graph, no known call and no peer refers."""
+        self._suspension: Suspension | None = None
+        self._is_shut = False  # freed or suspended: every call on a device array reads it
         self._has_device = backend is not None
         if backend is not None:
             self.backend = backend
@@ -134,7 +140,7 @@ class Session:
         the others as long as MPI does, because its call is a call on host arrays.
         """
         if not self._groups:
-            self._require_unfreed(what)
+            self._require_open(what)
             limit_s = _PATIENCE_S if patient else self.placement.here.timeout_s
             try:
                 private = private_copy(self._comm, what, limit_s)
@@ -185,10 +191,10 @@ class Session:
     def gpu(self, operation: str) -> GpuBackend:
         """Return this rank's GPU, which opens if it is not open yet. Local.
 
-        Raises `InvalidUsageError` if the communicator is on the cpu or was freed. Raises `HandleError` or
+        Raises `InvalidUsageError` if the communicator is on the cpu, was freed or is suspended. Raises `HandleError` or
         `BackendUnavailableError` if the device cannot be opened.
         """
-        self._require_unfreed(operation)
+        self._require_open(operation)
         if not self._has_device:
             self._open_device()
         backend = self.backend
@@ -220,7 +226,9 @@ class Session:
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return the memory that this communicator has set up on this rank, by purpose. Local."""
         own = self.backend.memory_use() if self._has_device else ()
-        return summed([*own, *(use for member in (*self._beside, *self._shared) for use in member.memory_use())])
+        saved = MemoryUse("suspended contents", host_nbytes=self._suspension.host_nbytes if self._suspension else 0)
+        members = (use for member in (*self._beside, *self._shared) for use in member.memory_use())
+        return summed([*own, *members, saved])
 
     def close_shared(self, shared: Shared, what: str) -> None:
         """Release one array or event; see its ``close``."""
@@ -236,23 +244,64 @@ class Session:
 
     def check(self, stream: Any) -> None:
         """Wait for a stream, then raise the error of its work; see ``Communicator.check``. Local."""
-        if self._groups:
-            self.require_usable("check")
         self._require_unfreed("check")
+        self.require_whole("check")
         if self._has_device:
             self.backend.synchronize(self.backend.stream(stream))
             self.backend.check()
 
     def require_usable(self, what: object) -> None:
-        """Raise if the communicator was freed or an earlier error broke it; after `set_up`. Local and cheap.
+        """Raise if the communicator was freed, is suspended, or is broken; after `set_up`. Local and cheap.
 
         ``what`` becomes text, the call in words, only for an error.
         """
-        if self._freed:
-            self._require_unfreed(what)
+        if self._is_shut:
+            self._require_open(what)
         for group in self._groups:
             group.require_whole(what)
         self.backend.check()
+
+    def require_whole(self, what: str) -> None:
+        """Raise if an earlier error broke the communicator. Unlike `require_usable` it accepts a suspension. Local."""
+        for group in self._groups:
+            group.require_whole(what)
+        if self._has_device:
+            self.backend.check()
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the driver has the memory. The same on all ranks."""
+        return self._suspension is not None
+
+    def suspend(self, *, keep: bool) -> None:
+        """Give device memory back; see ``Communicator.suspend``. Collective, blocking."""
+        self._require_unfreed("suspend")
+        if self.is_suspended:
+            return
+        self.set_up("suspend")
+        self.require_whole("suspend")
+
+        suspension = Suspension(self.group, self.backend, self.kind)
+        suspension.save(self._suspendable, self.before_suspension, keep=keep)
+        # From here on no call may use the memory, also if a step fails.
+        self._suspension, self._is_shut = suspension, True
+        suspension.give_back()
+
+    def resume(self) -> None:
+        """Take device memory again; see ``Communicator.resume``. Collective, blocking."""
+        self._require_unfreed("resume")
+        suspension = self._suspension
+        if suspension is None:
+            return
+        self.require_whole("resume")
+
+        suspension.take_back(self._groups)
+        self._suspension, self._is_shut = None, False
+
+    def _suspendable(self) -> list[SharedSegments]:
+        """Return the memories to give back, on all ranks in the same order. Local."""
+        members = [member for member in (*self._beside, *self._shared) if isinstance(member, Suspendable)]
+        return [shared for member in members for shared in member.memories() if shared.content is not None]
 
     def close(self) -> None:
         """Release everything. Collective, blocking; local if the communicator is broken. Idempotent.
@@ -263,7 +312,9 @@ class Session:
         if self._freed:
             return
         if not (self._groups or self._has_device or self._shared or self._beside or self._opened_unasked):
-            self._freed = True  # most communicators of a program end so, because they carry only host messages
+            self._freed = self._is_shut = (
+                True  # most communicators of a program end so, because they carry only host messages
+            )
             self.row.close()
             return
         if self._groups:
@@ -271,7 +322,7 @@ class Session:
         late = self._meet("Free")
         if self.channel is not None and late is None and self._groups and self.intact:
             self.channel.part(self.group, self.private)
-        self._freed = True
+        self._freed = self._is_shut = True
         everything = [*reversed(self._shared), *self._beside]
         try:
             self._give_back(everything, "Free", late)
@@ -308,7 +359,7 @@ class Session:
         """
         if self._freed:
             return
-        self._freed = True
+        self._freed = self._is_shut = True
         with contextlib.suppress(MpicommError):
             self.backend.synchronize()
             self._tell_error("MPI_Finalize")
@@ -323,6 +374,11 @@ class Session:
     def _require_unfreed(self, what: object) -> None:
         if self._freed:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
+
+    def _require_open(self, what: object) -> None:
+        self._require_unfreed(what)
+        if self.is_suspended:
+            raise InvalidUsageError(f"{what}: the communicator is suspended: call resume() on all ranks first")
 
     def _open_device(self) -> None:
         self.backend = self.placement.create_backend()
@@ -354,6 +410,8 @@ class Session:
         """Take over the groups, and the communicator that carries their messages; local."""
         self.group = group
         self.node = node_of(group, self.placement)
+        if not isinstance(self.backend, HostBackend):
+            self.backend.kind = self.kind
         self.pads = SignalPads(self.node, self.backend, self.kind)
         self._beside.append(self.pads)
         self._private = private

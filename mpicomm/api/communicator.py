@@ -78,6 +78,8 @@ class RankInfo:
 
     It counts symmetric arrays and the memory of calls, but neither memory of the caller nor mapped memory of peers.
     """
+    suspended: bool = False
+    """Whether the driver has the device memory of `memory`, from `Communicator.suspend` to `Communicator.resume`."""
 
 
 class Communicator(
@@ -186,6 +188,7 @@ class Communicator(
     def _messages(self) -> Messages:
         messages = Messages(self, self._session.placement, self._session.gpu)
         self._session.keep_beside(messages.memory)
+        self._session.before_suspension = messages.memory.give_back
         return messages
 
     @AtFirstUse
@@ -266,9 +269,9 @@ class Communicator(
         """Open existing memory, one array per rank, to the other ranks of the node. Collective, blocking.
 
         On a GPU ``array`` is a C-contiguous CuPy, DLPack or ``__cuda_array_interface__`` array in memory of
-        ``cudaMalloc``, or in virtual memory that can be exported as a file descriptor. The default pools of CuPy and
-        PyTorch and PyTorch's expandable segments have such memory. Peers then see the whole block of the pool, or the
-        whole allocations around the array. On the host ``array`` lies in a shared mapping:
+        ``cudaMalloc``, or in virtual memory or a stream-ordered pool that can be exported as a file descriptor. The
+        default pools of CuPy and PyTorch and PyTorch's expandable segments have such memory. Peers then see the whole
+        block of the pool, or the whole allocations around the array. On the host ``array`` lies in a shared mapping:
         ``multiprocessing.shared_memory`` or a writable ``numpy.memmap``. The memory stays the caller's, and must
         outlive the `SymmetricArray`. The `SymmetricArray` closes like an array of `empty`.
 
@@ -277,6 +280,40 @@ class Communicator(
         `CollectiveTimeoutError` if a rank does not come.
         """
         return create.register(self._session.set_up("register"), array)
+
+    def suspend(self, *, keep: bool = True) -> None:
+        """Give the device memory of this communicator back to the driver, until `resume`. Collective, blocking.
+
+        It is for programs that need the GPU's memory for another phase. The memory of collectives, messages, signals,
+        symmetric arrays and windows goes, and its addresses stay reserved. So captured graphs, known calls, views and
+        registrations are valid again after `resume`. Registered memory stays, because it is the caller's. So do
+        blocks of less than 2 MiB of private memory, and memory of NCCL between peer domains. Communicators of ``Dup``
+        and ``Split`` have memory of their own: suspend them, too.
+
+        This call first waits for this rank's device. With ``keep`` the contents of
+        symmetric arrays and of windows of `Win.Allocate` go to pinned memory of the host, and come back. With
+        ``keep=False`` their contents are undefined after `resume`. That is faster, and takes no memory of the host.
+
+        Until `resume`, calls on device arrays, symmetric arrays, events and windows raise `InvalidUsageError` on all
+        ranks. Views of symmetric arrays must not be used. Calls on host arrays go on, as do `check`, `describe`, the
+        ``close`` of arrays, and `Free`. A call on a suspended communicator does nothing.
+
+        The communicator needs ``handle="fd"`` or ``"fabric"``. With ``"ipc"`` this raises `InvalidUsageError`, because
+        memory cannot come back at its addresses. On the cpu and with ``"staged"`` all memory stays, because it is
+        memory of the host. Raises the same error on all ranks: `InvalidUsageError` also if ranks differ in ``keep``;
+        `CollectiveTimeoutError` if a rank does not come.
+        """
+        self._session.suspend(keep=bool(keep))
+
+    def resume(self) -> None:
+        """Take the device memory back that `suspend` has given to the driver. Collective, blocking.
+
+        Graphs that hold calls of this communicator may be launched after it. A call on a communicator that is not
+        suspended does nothing. Raises the same error on all ranks: `HandleError` if a rank finds too little memory;
+        `CollectiveTimeoutError` if a rank does not come. After a `HandleError` the communicator is still suspended, has
+        lost nothing, and can be resumed later.
+        """
+        self._session.resume()
 
     def shared_event(self) -> SharedEvent:
         """Create an event per rank that all ranks of the node can wait for. Collective, blocking.
@@ -318,6 +355,7 @@ class Communicator(
             internode=internode.name if internode else "",
             internode_rejected=internode.rejected if internode else {},
             memory=session.memory_use(),
+            suspended=session.is_suspended,
         )
 
     def stats(self) -> Statistics:
@@ -359,7 +397,7 @@ class Communicator(
     def _check_at_once(self) -> None:
         """Raise as `check` does, but wait for no stream. Do nothing on a freed communicator. Local."""
         if self != MPI.COMM_NULL:
-            self._session.require_usable("check")
+            self._session.require_whole("check")
 
     def _prepare_thread(self) -> None:
         """Prepare the calling thread, which mpicomm has started, for work on this device beside the user's threads.

@@ -64,6 +64,19 @@ class Segment(Protocol):
         """Unmap the memory, and free it if this process owns it. A second call does nothing."""
 
 
+class VirtualMemory(Segment, Protocol):
+    """A segment of `VIRTUAL_KINDS` whose memory can go and come back at the same addresses. All methods are local."""
+
+    def suspend(self) -> None:
+        """Give the memory back, and keep its addresses. A second call does nothing."""
+
+    def resume(self) -> None:
+        """Take new memory of this process, with undefined contents. A second call does nothing."""
+
+    def reopen(self, parts: Exported) -> None:
+        """Map a peer's new memory. The caller still owns the descriptors, and may close them afterwards."""
+
+
 class Event(Protocol):
     """A point in a stream of work that other processes can wait for."""
 
@@ -162,6 +175,12 @@ class Backend(Protocol):
 
     def link(self, device: bytes, kind: Kind) -> Link:
         """Return the link from this device to memory of the device with that UUID, opened as ``kind``."""
+
+    def suspend(self) -> None:
+        """Give large scratch memory of `VIRTUAL_KINDS` back, and keep its addresses. No work may use it."""
+
+    def resume(self) -> None:
+        """Take scratch memory again, with undefined contents. Tables of datatypes return with their contents."""
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of the backend itself, without the segments and the scratch memory of others."""
@@ -263,6 +282,8 @@ class GpuBackend(Backend, Protocol):
     """The time that a kernel waits for a peer before it gives up."""
     calls: DifferingCalls | None
     """`check` calls it for the text of a `PeerError`."""
+    kind: Kind | None
+    """The handle kind of the communicator; None before its choice. Large scratch memory is of the same kind."""
 
     @property
     def side_streams(self) -> SideStreams:

@@ -14,12 +14,16 @@ from typing import Literal, get_args
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.errors import HandleError
 
-Kind = Literal["memfd", "ipc", "fd", "fabric", "staged"]
+Kind = Literal["memfd", "ipc", "fd", "fabric", "staged", "pool"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged"})  # a file descriptor travels beside the packet
+FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged", "pool"})  # a file descriptor travels beside the packet
+VIRTUAL_KINDS: frozenset[Kind] = frozenset({"fd", "fabric"})  # memory of a GPU that can go and come back at its address
 SEALED_KINDS: frozenset[Kind] = frozenset({"memfd", "staged"})  # the descriptor belongs to host memory, which has seals
 
-KEY_NBYTES = 64  # sizeof(CUipcMemHandle) == sizeof(CUmemFabricHandle)
+KEYED_KINDS: frozenset[Kind] = frozenset({"ipc", "fabric", "pool"})  # the packet has a key
+
+KEY_NBYTES = 64
+"""The size of ``CUipcMemHandle``, ``CUmemFabricHandle`` and ``CUmemPoolPtrExportData``."""
 
 _MAGIC = b"mpicommH"
 _VERSION = 1
@@ -33,8 +37,9 @@ class MemoryHandle:
     """The facts that a process needs to open ``nbytes`` bytes of another process.
 
     The bytes lie ``offset`` bytes into an allocation of ``size`` bytes. ``device`` is the UUID of the GPU that owns the
-    memory, zeros for host memory. ``key`` is the CUDA IPC or fabric handle of the *allocation*. For the kinds in
-    `FD_KINDS` the key is empty, and a file descriptor travels beside the packet.
+    memory, zeros for host memory. ``key`` is the CUDA IPC or fabric handle of the *allocation*, or its name in a pool;
+    it is empty for kinds that are not in `KEYED_KINDS`. For the kinds in `FD_KINDS` a file descriptor travels beside
+    the packet.
     """
 
     kind: Kind
@@ -81,7 +86,7 @@ class MemoryHandle:
         if offset + nbytes > size:
             raise HandleError(f"handle packet names bytes {offset}..{offset + nbytes} of an allocation of {size}")
         name = KINDS[kind]
-        return cls(name, device, b"" if name in FD_KINDS else key, size, offset, nbytes)
+        return cls(name, device, key if name in KEYED_KINDS else b"", size, offset, nbytes)
 
 
 Exported = tuple[tuple[MemoryHandle, "Descriptor | None"], ...]

@@ -319,6 +319,12 @@ class HostBackend:
         """Return the link of host memory."""
         return Link("host memory", access=True)
 
+    def suspend(self) -> None:
+        """Return, because scratch memory of the host stays."""
+
+    def resume(self) -> None:
+        """Return, like `suspend`."""
+
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return nothing."""
         return ()

@@ -49,6 +49,30 @@ The doctor does not find these, because they are in the program.
 | `Message truncated`, `Abort(...)` by MPI | ranks pass different counts or types; `algorithm="one_shot"` shows both |
 | `environment variable RANK expected, but not set` | `import mpicomm.torch` before `init_process_group("mpicomm")` |
 
+## Arrays of stream-ordered pools
+
+`register` takes an array of `cudaMallocAsync` only if its pool was made for export. The default pool was not. Make such
+a pool before the arrays:
+
+```python
+import cupy
+from mpi4py import MPI
+
+import mpicomm
+
+with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
+    cuda = cupy.cuda.runtime
+    kind = cuda.cudaMemAllocationTypePinned, cuda.cudaMemHandleTypePosixFileDescriptor, cuda.cudaMemLocationTypeDevice
+    cuda.deviceSetMemPool(comm.device, cuda.memPoolCreate(cuda.MemPoolProps(*kind, comm.device)))
+    cupy.cuda.set_allocator(cupy.cuda.malloc_async)
+    x = cupy.full(1000, comm.rank)
+    with comm.register(x) as a:
+        assert (a.get((comm.rank + 1) % comm.size) == (comm.rank + 1) % comm.size).all()
+```
+
+The pool is the current pool of the GPU then. So `cupy.cuda.MemoryAsyncPool()` and PyTorch's `backend:cudaMallocAsync`
+allocate in it, too. PyTorch's `backend:native` needs no such pool.
+
 ## Other troubles
 
 The doctor finds all of these. Look up the symptom here if the doctor cannot run.

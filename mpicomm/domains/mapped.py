@@ -9,7 +9,8 @@ from mpicomm.devices.base import Backend, Segment
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
-from mpicomm.sharing.segments import share
+from mpicomm.sharing.content import Content
+from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.signals import SignalPad, SignalPads
 
 SLOT_NBYTES = 4 << 20
@@ -45,6 +46,7 @@ class MappedChannels:
             return backend.allocate(kind, nbytes)
 
         self._segments = share(node, backend, _PURPOSE, clear_and_allocate, lambda: nbytes)
+        self._segments.content = Content()  # the slots are empty between calls
         self._kind = kind
         stream = backend.stream(None)
         for pad in self._free:
@@ -70,6 +72,10 @@ class MappedChannels:
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return the memory of this rank's slots; local."""
         return (MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes),)
+
+    def memories(self) -> tuple[SharedSegments, ...]:
+        """Return the memory of the slots; local."""
+        return (self._segments,)
 
     def close_peers(self) -> None:
         """Unmap the peers' slots; local."""

@@ -53,6 +53,11 @@ class MessageMemory:
         if rendezvous is not None:
             rendezvous.close_own()
 
+    def give_back(self) -> None:
+        """Free the outbox, which the next call that needs it allocates again. No peer may have opened it."""
+        self.close_peers()
+        self.close_own()
+
     def release(self) -> None:
         """Wait until the receivers have copied all messages, and unmap the peers' outboxes, before MPI_Finalize.
 

@@ -201,6 +201,10 @@ class SymmetricArray:
             return ()
         return (MemoryUse.of_kind("symmetric arrays", self._owner.kind, self._segments.own.nbytes),)
 
+    def memories(self) -> Iterable[SharedSegments]:
+        """Return the memory of all ranks; local."""
+        return (self._segments,)
+
     def close_peers(self) -> None:
         """Unmap the peers' parts; local, the first step of a close."""
         self.closed = True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import Backend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.symmetric.signals import SignalPads
 
@@ -25,6 +26,14 @@ class Shared(Protocol):
 
     def close_own(self) -> None:
         """Free this rank's part; local, after every peer's `close_peers`."""
+
+
+@runtime_checkable
+class Suspendable(Protocol):
+    """A `Shared` with memory that a suspension may give back."""
+
+    def memories(self) -> Iterable[SharedSegments]:
+        """Return the memory, on all ranks in the same order. Memory without a content stays. Local."""
 
 
 AnyShared = TypeVar("AnyShared", bound=Shared)

@@ -10,6 +10,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.sharing.content import Content
 from mpicomm.sharing.segments import SharedSegments, share
 
 _WORD_NBYTES = 8
@@ -69,6 +70,7 @@ class SignalPads:
                 lambda: self._backend.allocate(self._kind, nbytes),
                 lambda: nbytes,
             )
+            chunk.content = Content(nbytes)
             first = len(self._chunks) * self._per_chunk
             self._chunks.append(chunk)
             self._free.extend(range(first, first + self._per_chunk))
@@ -89,6 +91,10 @@ class SignalPads:
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's chunks; local."""
         return [MemoryUse.of_kind("signal pads", self._kind, chunk.own.nbytes) for chunk in self._chunks]
+
+    def memories(self) -> Iterable[SharedSegments]:
+        """Return the memories of all chunks; local."""
+        return self._chunks
 
     def close_peers(self) -> None:
         """Unmap the peers' chunks; local."""

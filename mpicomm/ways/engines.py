@@ -62,7 +62,8 @@ class Engines:
             return None
         if isinstance(self._session.placement.here.device, str):
             return InternodeEngine("mpi", {})
-        self.on_gpu(operation)
+        if not self._session.is_suspended:  # it makes no engine
+            self.on_gpu(operation)
         return self._internode
 
     def call_log(self, operation: str, *, patient: bool) -> CallLog:

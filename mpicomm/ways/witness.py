@@ -75,6 +75,7 @@ class Witness:
             return on_host is not None
 
         if not wait_until(known, domain.timeout_s, domain.progress):
+            self._session.require_usable(operation)  # the other ranks have raised this error if they are suspended
             raise CollectiveTimeoutError(
                 f"{operation}: this rank passes no memory, and no other rank of its node has come within "
                 f"{domain.timeout_s:g} s to say whether the call is on GPUs: {_WAY_OUT}"

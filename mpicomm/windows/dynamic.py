@@ -50,8 +50,9 @@ class DynamicMemory(WindowMemory):
             if fd is not None and backend.device != "cpu":
                 # A descriptor of GPU memory opens only in a process to which a message has carried it.
                 raise InvalidUsageError(
-                    "Win.Attach: memory lies in virtual memory, which ranks can open only together: attach memory of "
-                    "cudaMalloc, such as of CuPy's default pool, or pass the array to Win.Create"
+                    "Win.Attach: memory lies in virtual memory or in a stream-ordered pool, which ranks can open only "
+                    "together: attach memory of cudaMalloc, such as of CuPy's default pool, or pass the array to "
+                    "Win.Create"
                 )
             number = 0 if fd is None else int(fd)
             self._directory.add(segment.pointer, view.nbytes, os.getpid(), number, handle.pack())

@@ -16,6 +16,7 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
 from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.sharing.content import Content
 from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
 from mpicomm.symmetric.owner import Owner
@@ -88,6 +89,10 @@ class WindowMemory:
         own = self.parts[self.owner.node.rank].nbytes if self._allocated else 0
         return (MemoryUse.of_kind("windows", kind, own + self._board_segments.own.nbytes),)
 
+    def memories(self) -> Iterable[SharedSegments]:
+        """Return the memories of boards and parts; local."""
+        return (self._board_segments, self._segments) if self._allocated else (self._board_segments,)
+
     def close_peers(self) -> None:
         """Unmap the peers' parts; local, the first step of a close."""
         self.closed = True
@@ -147,8 +152,10 @@ def allocated(owner: Owner, nbytes: int) -> Provider:
 
 def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, *, allocated: bool) -> WindowMemory:
     """Let all ranks open each other's parts. Collective, blocking; a failure raises the same error on all ranks."""
-
+    owner.require_usable(what)
     segments = share(owner.node, owner.backend, what, provide, lambda: what, sealed=allocated)
+    if allocated:
+        segments.content = Content(parts[owner.node.rank].nbytes, of_user=True)
     try:
         boards = share_boards(owner, what)
     except Exception:
@@ -159,6 +166,7 @@ def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, 
 
 def share_boards(owner: Owner, what: str) -> SharedSegments:
     """Let all ranks open each other's boards. Collective, blocking; a failure raises the same error on all ranks."""
+    owner.require_usable(what)
 
     def board() -> Segment:
         backend = owner.backend
@@ -173,4 +181,6 @@ def share_boards(owner: Owner, what: str) -> SharedSegments:
             raise
         return segment
 
-    return share(owner.node, owner.backend, f"{what}: boards", board, lambda: what)
+    boards = share(owner.node, owner.backend, f"{what}: boards", board, lambda: what)
+    boards.content = Content(BOARD_NBYTES)
+    return boards

@@ -55,6 +55,7 @@ PURPOSES = (
         (
             *("Communicator.empty", "Communicator.zeros", "Communicator.register", "SymmetricArray"),
             *("Communicator.shared_event", "SharedEvent", "include_dir"),
+            *("Communicator.suspend", "Communicator.resume"),
         ),
     ),
     Purpose(

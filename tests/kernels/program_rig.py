@@ -11,7 +11,7 @@ from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
-from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaRegion, Inboxes, Request, escapes_nbytes
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes
 from mpicomm.collectives.gpu.algorithms.registry import ANY_LENGTH
@@ -23,7 +23,7 @@ from mpicomm.kernels.team import Team
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.launches import enqueue
-from tests.kernels.machine import Machine
+from tests.kernels.machine import Machine, Place
 from tests.kernels.packet_rig import SmallLayout
 
 BLOCKS, CHANNELS = 2, 2
@@ -77,34 +77,36 @@ class ProgramRig:
         # The largest slots of a chain; smaller ones of a message fit into them.
         nowhere: Any = None
         chain = layout_of(1 << 30, 1, Node(Team(), nowhere, BLOCKS))
-        sizes = {
-            "collectives: slots": layout.slots_nbytes,
-            "collectives: copies": STAGING_NBYTES,
-            "collectives: chain": chain.nbytes - chain.slots,
-        }
+        requests = [
+            Request("collectives: slots", layout.slots_nbytes),
+            Request("collectives: copies", STAGING_NBYTES),
+            Request("collectives: chain", chain.nbytes - chain.slots, words_nbytes=chain.slots, sentinel=True),
+        ]
         arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
-        places = {
-            what: [
-                machine.allocate(rank, nbytes + (chain.slots + escapes_nbytes(nbytes)) * (what == "collectives: chain"))
-                for rank in range(self.size)
-            ]
-            for what, nbytes in sizes.items()
+        places: dict[Layout | Request, list[Place]] = {
+            each: [machine.allocate(rank, each.nbytes) for rank in range(self.size)] for each in requests
         }
+        self._memory: dict[Layout | Request, list[Place]] = {layout: arenas, **places}
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
-        for arena in arenas:
-            arena.bytes[layout.sentinels : layout.escapes].view(np.uint32)[:] = ABSENT
-        for place in places["collectives: chain"]:
-            place.bytes[chain.slots : chain.nbytes].view(np.uint32)[:] = ABSENT
+        self.renew(range(self.size))
         self.nodes = []
         for rank in range(self.size):
             regions = {
-                what: ArenaRegion(tuple(machine.addresses(places[what], rank)), slots_nbytes)
-                for what, slots_nbytes in sizes.items()
+                each.what: ArenaRegion(tuple(machine.addresses(places[each], rank)), each.slots_nbytes)
+                for each in requests
             }
             arena_here = SimulatedArena(layout, machine.addresses(arenas, rank), regions)
             team = machine.team(arenas, rank, timeout_s)
             self.nodes.append(Node(team, arena_here, BLOCKS, most_staged_nbytes=MOST_STAGED_NBYTES))
+
+    def renew(self, ranks: Sequence[int]) -> None:
+        """Let the memory of these ranks be as at first, as a suspension between calls does."""
+        for layout, places in self._memory.items():
+            begin, end = layout.absent
+            for rank in ranks:
+                places[rank].bytes[:] = 0
+                places[rank].bytes[begin:end].view(np.uint32)[:] = ABSENT
 
     def run(
         self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, symmetric: bool = False

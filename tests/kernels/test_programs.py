@@ -53,6 +53,35 @@ def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
         rig.machine.clear()
 
 
+def run_with_new_memory(builds: Builds, ranks: list[int], timeout_s: float) -> None:
+    """Run calls of all kernels, let the memory of these ranks be as at first, and run calls again."""
+    rig = ProgramRig(Machine(builds, 2), 16, timeout_s=timeout_s)
+    rng = np.random.default_rng(2)
+    calls = Calls(rig, rng, nap_us=100)
+    for turn in range(2):
+        checks = [calls.allreduce("float32", "sum", count) for count in (1, 700, INBOX_NBYTES // 2)]
+        checks += [calls.allreduce("int32", "sum", 40_000, two_shot=True), calls.allgather(2 * INBOX_NBYTES)]
+        checks += [
+            calls.bcast(INBOX_NBYTES),
+            calls.bcast(2 * INBOX_NBYTES, "chain"),
+            calls.alltoallv(random_counts(rng, 2, (0, 1, INBOX_NBYTES))),
+        ]
+        rig.machine.run(seed=turn, jitter_us=100)
+        for check in checks:
+            check()
+        rig.machine.clear()
+        rig.renew(ranks)
+
+
+def test_calls_go_on_if_the_memory_of_all_ranks_is_as_at_first(builds: Builds) -> None:
+    run_with_new_memory(builds, [0, 1], 20)
+
+
+def test_calls_fail_if_the_memory_of_one_rank_is_as_at_first(builds: Builds) -> None:
+    with pytest.raises((RunFailedError, AssertionError)):
+        run_with_new_memory(builds, [0], 1)
+
+
 @pytest.mark.parametrize(("size", "name"), [(2, "float32"), (3, "int32")])
 def test_collectives_without_memory_beyond_the_arena(builds: Builds, size: int, name: str) -> None:
     """Also messages that inboxes do not hold; more of them go one way."""

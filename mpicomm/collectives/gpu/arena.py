@@ -14,6 +14,7 @@ from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
+from mpicomm.sharing.content import Content
 from mpicomm.sharing.segments import SharedSegments, share
 
 _PURPOSE = "collectives: arena"
@@ -42,8 +43,7 @@ class DeviceArena:
         self._kind = kind
         self._most_nbytes = most_nbytes
         self.layout = layout
-        allocate = partial(self._allocate, layout.nbytes, layout.sentinels, layout.escapes)
-        self._segments = share(node, backend, _PURPOSE, allocate, lambda: layout.nbytes)
+        self._segments = self._share(_PURPOSE, layout)
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = self._pointers(self._segments)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
@@ -75,14 +75,10 @@ class DeviceArena:
 
     def set_up(self, request: Request) -> None:
         """Set up a region for a request. Collective; raises `NoMemoryError`, and as ``share`` does."""
-        words_nbytes, end = request.words_nbytes, request.words_nbytes
-        if request.sentinel:
-            end += request.slots_nbytes
-        allocate = partial(self._allocate, request.nbytes, words_nbytes, end)
         try:
             # Only within `loading` may a thread that captures a graph allocate and wait.
             with self._backend.loading():
-                segments = share(self._node, self._backend, request.what, allocate, lambda: request.nbytes)
+                segments = self._share(request.what, request)
         except HandleError as error:
             raise NoMemoryError(str(error), ranks=error.ranks) from error
         self._regions[request] = segments
@@ -107,14 +103,18 @@ class DeviceArena:
         for request, segments in self._regions.items():
             yield MemoryUse.of_kind(request.what, self._kind, segments.own.nbytes)
 
+    def memories(self) -> tuple[SharedSegments, ...]:
+        """Return the memories of the arena and of all regions; local."""
+        return self._segments, *self._regions.values()
+
     def close_peers(self) -> None:
         """Unmap the peers' memory; local."""
-        for segments in (self._segments, *self._regions.values()):
+        for segments in self.memories():
             segments.close_peers()
 
     def close_own(self) -> None:
         """Free this rank's memory; local, after every peer's `close_peers`."""
-        for segments in (self._segments, *self._regions.values()):
+        for segments in self.memories():
             segments.close_own()
 
     def _find(self, request: Request) -> Request | None:
@@ -127,17 +127,25 @@ class DeviceArena:
         ]
         return min(fitting, key=lambda each: each.slots_nbytes, default=None)
 
-    def _allocate(self, nbytes: int, begin: int, end: int) -> Segment:
-        """Return memory that holds `ABSENT` from offset ``begin`` to ``end``, and zeros elsewhere.
+    def _share(self, what: str, memory: ArenaLayout | Request) -> SharedSegments:
+        def allocate() -> Segment:
+            segment = self._backend.allocate(self._kind, memory.nbytes)
+            # This rank fills the memory before it exports it to the peers. A later fill could wipe out the first data
+            # that a peer stores there.
+            self._fill(memory, segment.pointer)
+            return segment
 
-        This rank fills the memory before it exports it to the peers. A later fill could wipe out the first data that a
-        peer stores there.
-        """
-        segment = self._backend.allocate(self._kind, nbytes)
-        self._backend.fill(segment.pointer, begin, 0)
-        self._backend.fill_words(segment.pointer + begin, end - begin, ABSENT)
-        self._backend.fill(segment.pointer + end, nbytes - end, 0)
-        return segment
+        segments = share(self._node, self._backend, what, allocate, lambda: memory.nbytes)
+        # Between calls no rank waits for another one. So calls go on if the memory of all ranks is as at first.
+        keeps_all = isinstance(memory, Request) and memory.holds_messages
+        segments.content = Content(memory.nbytes) if keeps_all else Content(fill=partial(self._fill, memory))
+        return segments
+
+    def _fill(self, memory: ArenaLayout | Request, pointer: int) -> None:
+        begin, end = memory.absent
+        self._backend.fill(pointer, begin, 0)
+        self._backend.fill_words(pointer + begin, end - begin, ABSENT)
+        self._backend.fill(pointer + end, memory.nbytes - end, 0)
 
     def _at(self, offset: int, nbytes: int) -> Inboxes:
         return Inboxes(tuple(pointer + offset for pointer in self.pointers), nbytes)

@@ -48,6 +48,7 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
 from mpicomm.mpi.packing import PackJob
 from mpicomm.mpi.span import Span
+from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.registry import Mappings
 
 MAX_CHANNELS = 128
@@ -326,6 +327,10 @@ class DeviceEngine:
         """Return the memory of this rank's arena and scratch memory; local."""
         yield from self._arena.memory_use()
         yield MemoryUse("scratch", device_nbytes=self._scratch.nbytes)
+
+    def memories(self) -> Iterable[SharedSegments]:
+        """Return the memories of the arena; local."""
+        return self._arena.memories()
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over. The engine is unusable afterwards."""

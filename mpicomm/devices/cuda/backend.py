@@ -29,6 +29,7 @@ from mpicomm.devices.cuda.load import Kernel, kernels_of
 from mpicomm.devices.cuda.memory import CudaSegment
 from mpicomm.devices.cuda.message_steps import CudaMessageSteps
 from mpicomm.devices.cuda.pack_tables import PackTables
+from mpicomm.devices.cuda.scratch_memory import LEAST_SUSPENDED_NBYTES, ScratchMemory
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
 from mpicomm.devices.cuda.signal_kernels import SignalKernels
 from mpicomm.devices.cuda.streams import is_tensor, resolve_stream, threads_of
@@ -36,7 +37,6 @@ from mpicomm.devices.handle import Exported, Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.devices.stream_threads import StreamThreads
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
-from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
@@ -61,16 +61,17 @@ class CudaBackend:
         self._threads = threads_of(ordinal)
         self.timeout_ns = int(timeout_s * 1e9)
         self.calls: DifferingCalls | None = None
+        self.kind: Kind | None = None
         self._lock = threading.Lock()
         self._kernels: SignalKernels | None = None
         self._steps: CudaMessageSteps | None = None
         self._tables = PackTables(self)
         self._stream: Any = None
         self._completions = Completions()
-        self._scratch: list[int] = []
         self._faults: FaultPage | None = None
         self._closed = False
         self._context = PrimaryContext(self.info)
+        self._scratch = ScratchMemory(self._context)
         try:
             with self._context.current():
                 # Non-blocking: else this stream would wait for the user's work on the null stream.
@@ -302,14 +303,20 @@ class CudaBackend:
         return np.frombuffer(memory, np.uint8, nbytes)
 
     def scratch(self, nbytes: int) -> Scratch:
-        """Return device memory straight from the driver, which `close` frees.
+        """Return device memory straight from the driver, which `close` frees."""
+        with self.loading():
+            return Scratch(self._scratch.allocate(nbytes, self.kind), nbytes, None)
 
-        A pool could give the memory to other users while a captured graph still uses it.
-        """
-        with self.loading(), uninterrupted():
-            pointer = int(call(driver.cuMemAlloc, max(nbytes, 1)))
-            self._scratch.append(pointer)
-        return Scratch(pointer, nbytes, None)
+    def suspend(self) -> None:
+        """Give large scratch memory back, and keep its addresses; local."""
+        with self._context.current():
+            self._scratch.suspend()
+
+    def resume(self) -> None:
+        """Take scratch memory again, and write the tables of datatypes into it; local."""
+        with self._context.current():
+            self._scratch.resume()
+        self._tables.restore(LEAST_SUSPENDED_NBYTES)
 
     def completion(self, stream: int) -> Callable[[], bool]:
         """Return a function that says whether the work that ``stream`` has at this call is done; for any thread.
@@ -370,8 +377,7 @@ class CudaBackend:
         # context on the first GPU.
         with suppress(DriverShutDownError), self._context.current():
             self._completions.close()
-            while self._scratch:
-                call(driver.cuMemFree, self._scratch.pop())
+            self._scratch.close()
             if faults is not None:
                 self.side_streams.close()
             if self._stream is not None:

@@ -34,9 +34,20 @@ class PackTables:
         """Return the memory of all tables; local."""
         return MemoryUse("datatypes", device_nbytes=sum(map(len, self._pointers)))
 
+    def restore(self, least_nbytes: int) -> None:
+        """Write all tables of at least ``least_nbytes`` bytes again, because their memory is new. Local, blocking."""
+        with self._lock:
+            for content, pointer in self._pointers.items():
+                if len(content) >= least_nbytes:
+                    self._copy(content, pointer)
+
     def _copied(self, content: bytes) -> int:
+        pointer = self._backend.scratch(len(content)).pointer
+        self._copy(content, pointer)
+        return pointer
+
+    def _copy(self, content: bytes, pointer: int) -> None:
         backend = self._backend
-        pointer = backend.scratch(len(content)).pointer
         host = np.frombuffer(content, np.uint8)
         # A side stream, because the stream of the call may capture a graph.
         with backend.loading():
@@ -44,4 +55,3 @@ class PackTables:
             backend.copy(pointer, host.ctypes.data, len(content), stream)
             backend.synchronize(stream)
             backend.side_streams.give_back(stream)
-        return pointer

@@ -7,6 +7,7 @@ from typing import Any
 from mpicomm.devices.cuda.arrays import allocations_of
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment
+from mpicomm.devices.cuda.pool_memory import AdoptedPoolSegment, OpenedPoolSegment
 from mpicomm.devices.cuda.virtual_memory import AdoptedVirtualSegment, VirtualSegment
 from mpicomm.devices.handle import FD_KINDS, Exported, Kind
 from mpicomm.errors import HandleError
@@ -40,13 +41,15 @@ def adopt(context: PrimaryContext, array: Any) -> CudaSegment:
     if kind == "fd":
         return AdoptedVirtualSegment(context, allocations, array)
     ((base, size),) = allocations
+    if kind == "pool":
+        return AdoptedPoolSegment(context, base, size, array)
     return IpcSegment(context, array.data.ptr, array.nbytes, base=base, size=size, array=array)
 
 
 def open_parts(context: PrimaryContext, parts: Exported) -> CudaSegment:
     """Map a peer's memory for this GPU. Local. The caller still owns the descriptors."""
     for handle, fd in parts:
-        if handle.kind not in KINDS:
+        if handle.kind not in (*KINDS, "pool"):
             raise HandleError(
                 f"a GPU communicator cannot open a {handle.kind} handle, which comes from a cpu communicator: pass the "
                 "same device= on all ranks"
@@ -60,4 +63,7 @@ def open_parts(context: PrimaryContext, parts: Exported) -> CudaSegment:
         if handle.kind == "staged":
             assert fd is not None
             return StagedSegment.open(context, handle, fd)
+        if handle.kind == "pool":
+            assert fd is not None
+            return OpenedPoolSegment(context, handle, fd)
         return VirtualSegment.open(context, parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,11 +23,15 @@ _NO_FABRIC = (
     "fabric handles need an IMEX channel (a device node in /dev/nvidia-caps-imex-channels, readable by this user) and "
     'GPUs on an NVLink fabric; use handle="fd" or handle="ipc"'
 )
-_NO_ACCESS = 'use handle="staged" if the GPUs cannot reach each other'
+NO_ACCESS = 'use handle="staged" if the GPUs cannot reach each other'
+"""The way out if a device gets no access to memory."""
 
 
 class VirtualSegment(CudaSegment):
-    """Memory of ``cuMemCreate`` in a separate address range: the kinds ``fd`` and ``fabric``."""
+    """Memory of ``cuMemCreate`` in a separate address range: the kinds ``fd`` and ``fabric``.
+
+    It is a `mpicomm.devices.base.VirtualMemory`.
+    """
 
     def __init__(
         self, context: PrimaryContext, kind: Kind, base: int, size: int, *, offset: int, nbytes: int, own: bool
@@ -36,52 +40,57 @@ class VirtualSegment(CudaSegment):
         self._base = base
         self._size = size
         self._own = own
+        self._is_mapped = True
         super().__init__(context, base + offset, nbytes)
 
     @classmethod
     def allocate(cls, context: PrimaryContext, kind: Kind, nbytes: int) -> VirtualSegment:
         """Allocate whole blocks, in the granularity of the driver."""
         ordinal = context.device.ordinal
-        properties = driver.CUmemAllocationProp()
-        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location = _location(ordinal)
-        properties.requestedHandleTypes = _handle_type(kind)
         with context.current():
             _require_support(ordinal, kind)
             minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-            granularity = call(driver.cuMemGetAllocationGranularity, properties, minimum)
+            granularity = call(driver.cuMemGetAllocationGranularity, _properties(ordinal, kind), minimum)
             size = round_up(round_up(nbytes, BLOCK_NBYTES), granularity)
-            status, allocation = driver.cuMemCreate(size, properties, 0)
-            check("cuMemCreate", status, _refused(kind, status) or cannot_allocate(size, context))
-            try:
+            with _created(context, kind, size) as allocation:
                 base = _map(ordinal, [(allocation, size)])
-            finally:
-                call(driver.cuMemRelease, allocation)
         return cls(context, kind, base, size, offset=0, nbytes=size, own=True)
 
     @classmethod
     def open(cls, context: PrimaryContext, parts: Exported) -> VirtualSegment:
         """Map a peer's allocations one after the other. The caller still owns the descriptors."""
         handles = [handle for handle, _ in parts]
-        kind = handles[0].kind
         for before, after in pairwise(handles):
-            if before.offset + before.nbytes != before.size or after.offset or after.kind != kind:
+            if before.offset + before.nbytes != before.size or after.offset or after.kind != handles[0].kind:
                 raise HandleError("the parts of a memory do not follow each other: run one mpicomm on all ranks")
-
-        allocations: list[tuple[Any, int]] = []
-        with context.current(), contextlib.ExitStack() as imported:
-            for handle, fd in parts:
-                fabric = driver.CUmemFabricHandle()
-                if kind == "fabric":
-                    ctypes.memmove(fabric.getPtr(), handle.key, KEY_NBYTES)
-                name = fabric.getPtr() if kind == "fabric" else fd
-                status, allocation = driver.cuMemImportFromShareableHandle(name, _handle_type(kind))
-                check("cuMemImportFromShareableHandle", status, _refused(kind, status))
-                imported.callback(call, driver.cuMemRelease, allocation)
-                allocations.append((allocation, handle.size))
+        with context.current(), _imported(parts) as allocations:
             base = _map(context.device.ordinal, allocations)
         size, nbytes = (sum(getattr(handle, name) for handle in handles) for name in ("size", "nbytes"))
-        return cls(context, kind, base, size, offset=handles[0].offset, nbytes=nbytes, own=False)
+        return cls(context, handles[0].kind, base, size, offset=handles[0].offset, nbytes=nbytes, own=False)
+
+    def suspend(self) -> None:
+        """Give the memory back, and keep its addresses; local. A second call does nothing."""
+        if self._is_mapped:
+            with self._context.current():
+                # One call unmaps all allocations of the range. An allocation goes with its last mapping.
+                call(driver.cuMemUnmap, self._base, self._size)
+            self._is_mapped = False
+
+    def resume(self) -> None:
+        """Take new memory at the same addresses; local. A second call does nothing."""
+        if not self._is_mapped:
+            with uninterrupted(), self._context.current(), _created(self._context, self._kind, self._size) as made:
+                _map_at(self._base, self._context.device.ordinal, [(made, self._size)])
+                self._is_mapped = True
+
+    def reopen(self, parts: Exported) -> None:
+        """Map new memory of the peer at the same addresses; local. The caller still owns the descriptors."""
+        size = sum(handle.size for handle, _ in parts)
+        if size != self._size:
+            raise HandleError(f"a peer came back with {size} bytes instead of {self._size}")
+        with uninterrupted(), self._context.current(), _imported(parts) as allocations:
+            _map_at(self._base, self._context.device.ordinal, allocations)
+            self._is_mapped = True
 
     def export(self) -> Exported:
         """Return the handle, and for ``fd`` a new descriptor, which the caller closes."""
@@ -95,8 +104,7 @@ class VirtualSegment(CudaSegment):
         return ((MemoryHandle("fabric", uuid, exported, self._size, 0, self.nbytes), None),)
 
     def _release(self) -> None:
-        # One call unmaps all allocations of the range.
-        call(driver.cuMemUnmap, self._base, self._size)
+        self.suspend()
         call(driver.cuMemAddressFree, self._base, self._size)
 
 
@@ -140,7 +148,7 @@ def can_export(address: int) -> bool:
         properties = call(driver.cuMemGetAllocationPropertiesFromHandle, allocation)
     finally:
         call(driver.cuMemRelease, allocation)
-    return bool(int(properties.requestedHandleTypes) & int(_handle_type("fd")))
+    return bool(int(properties.requestedHandleTypes) & int(handle_type("fd")))
 
 
 def _exported(kind: Kind, address: int) -> Descriptor | bytes:
@@ -150,7 +158,7 @@ def _exported(kind: Kind, address: int) -> Descriptor | bytes:
     try:
         with uninterrupted():  # the driver returns a descriptor as a plain number
             exported: Descriptor | bytes = owned(
-                call(driver.cuMemExportToShareableHandle, allocation, _handle_type(kind), 0)
+                call(driver.cuMemExportToShareableHandle, allocation, handle_type(kind), 0)
             )
     finally:
         call(driver.cuMemRelease, allocation)
@@ -159,25 +167,65 @@ def _exported(kind: Kind, address: int) -> Descriptor | bytes:
     return exported
 
 
-def _map(ordinal: int, allocations: Sequence[tuple[Any, int]]) -> int:
-    """Map allocations one after the other for one device; each has its handle and its size.
+@contextlib.contextmanager
+def _created(context: PrimaryContext, kind: Kind, size: int) -> Iterator[Any]:
+    """Give the handle of a new allocation in a ``with`` block. Afterwards only its mappings keep it alive."""
+    status, allocation = driver.cuMemCreate(size, _properties(context.device.ordinal, kind), 0)
+    check("cuMemCreate", status, _refused(kind, status) or cannot_allocate(size, context))
+    try:
+        yield allocation
+    finally:
+        call(driver.cuMemRelease, allocation)
 
-    The caller releases the handles. From then on only the mappings keep the allocations alive.
-    """
+
+@contextlib.contextmanager
+def _imported(parts: Exported) -> Iterator[list[tuple[Any, int]]]:
+    """Give the allocations of a peer in a ``with`` block, each with its size, as `_created` does."""
+    kind = parts[0][0].kind
+    allocations: list[tuple[Any, int]] = []
+    with contextlib.ExitStack() as imported:
+        for handle, fd in parts:
+            fabric = driver.CUmemFabricHandle()
+            if kind == "fabric":
+                ctypes.memmove(fabric.getPtr(), handle.key, KEY_NBYTES)
+            name = fabric.getPtr() if kind == "fabric" else fd
+            status, allocation = driver.cuMemImportFromShareableHandle(name, handle_type(kind))
+            check("cuMemImportFromShareableHandle", status, _refused(kind, status))
+            imported.callback(call, driver.cuMemRelease, allocation)
+            allocations.append((allocation, handle.size))
+        yield allocations
+
+
+def _map(ordinal: int, allocations: Sequence[tuple[Any, int]]) -> int:
+    """Map allocations one after the other at new addresses; each has its handle and its size."""
     total = sum(size for _, size in allocations)
+    base = int(call(driver.cuMemAddressReserve, total, 0, 0, 0))
+    try:
+        _map_at(base, ordinal, allocations)
+    except BaseException:
+        call(driver.cuMemAddressFree, base, total)
+        raise
+    return base
+
+
+def _map_at(base: int, ordinal: int, allocations: Sequence[tuple[Any, int]]) -> None:
+    """Map allocations one after the other from a reserved address on, for one device. If it raises, it maps nothing."""
     with contextlib.ExitStack() as on_failure:
-        base = at = int(call(driver.cuMemAddressReserve, total, 0, 0, 0))
-        on_failure.callback(call, driver.cuMemAddressFree, base, total)
+        at = base
         for allocation, size in allocations:
             call(driver.cuMemMap, at, size, 0, allocation, 0)
             on_failure.callback(call, driver.cuMemUnmap, at, size)
             at += size
-        access = driver.CUmemAccessDesc()
-        access.location = _location(ordinal)
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call(driver.cuMemSetAccess, base, total, [access], 1, hint=_NO_ACCESS)
+        call(driver.cuMemSetAccess, base, at - base, [access_for(ordinal)], 1, hint=NO_ACCESS)
         on_failure.pop_all()
-    return base
+
+
+def _properties(ordinal: int, kind: Kind) -> Any:
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location = _location(ordinal)
+    properties.requestedHandleTypes = handle_type(kind)
+    return properties
 
 
 def _location(ordinal: int) -> Any:
@@ -187,7 +235,16 @@ def _location(ordinal: int) -> Any:
     return location
 
 
-def _handle_type(kind: Kind) -> Any:
+def access_for(ordinal: int) -> Any:
+    """Return the description of a device's access to memory: it may read and write."""
+    access = driver.CUmemAccessDesc()
+    access.location = _location(ordinal)
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
+def handle_type(kind: Kind) -> Any:
+    """Return the driver's name of a handle kind."""
     types = driver.CUmemAllocationHandleType
     return types.CU_MEM_HANDLE_TYPE_FABRIC if kind == "fabric" else types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 

@@ -109,6 +109,12 @@ class Play:
             "Bcast": self._bcast,
             "shared_event": lambda: self._made.shared_event(),
             "signals": self._signals,
+            # On GPUs the best kind of handle is of memory that cannot come back.
+            **(
+                {"suspend": lambda: self._made.suspend(), "resume": lambda: self._made.resume()}
+                if device == "cpu"
+                else {}
+            ),
             "close": lambda: self._array.close(),
             "Free": lambda: self._made.Free(),
         }

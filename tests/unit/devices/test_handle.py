@@ -8,8 +8,8 @@ from mpicomm.devices.handle import (
     _BODY,
     _MAGIC,
     _VERSION,
-    FD_KINDS,
     KEY_NBYTES,
+    KEYED_KINDS,
     KINDS,
     PACKET_NBYTES,
     Kind,
@@ -33,7 +33,7 @@ def sealed(**fields: object) -> bytes:
 
 @st.composite
 def handles(draw: st.DrawFn, kind: Kind) -> MemoryHandle:
-    key = b"" if kind in FD_KINDS else draw(st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES))
+    key = draw(st.binary(min_size=KEY_NBYTES, max_size=KEY_NBYTES)) if kind in KEYED_KINDS else b""
     size = draw(u64)
     offset = draw(st.integers(0, size))
     nbytes = draw(st.integers(0, size - offset))
@@ -111,7 +111,7 @@ def test_what_is_accepted_lies_within_its_allocation(kind: int, size: int, offse
     packet = sealed(kind=kind, size=size, offset=offset, nbytes=nbytes)
     if kind < len(KINDS) and offset + nbytes <= size:
         assert MemoryHandle.unpack(packet) == MemoryHandle(
-            KINDS[kind], bytes(16), b"" if KINDS[kind] in FD_KINDS else bytes(KEY_NBYTES), size, offset, nbytes
+            KINDS[kind], bytes(16), bytes(KEY_NBYTES) if KINDS[kind] in KEYED_KINDS else b"", size, offset, nbytes
         )
     else:
         with pytest.raises(HandleError):

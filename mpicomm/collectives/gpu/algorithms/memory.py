@@ -16,6 +16,9 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES as 
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
 
+Range = tuple[int, int]
+"""The begin and the end of a range of bytes."""
+
 PARITIES = 2
 _FLAGGED_NBYTES = 2 << 20  # all inboxes of one stage and parity
 _SENTINEL_NBYTES = 8 << 20
@@ -169,6 +172,11 @@ class ArenaLayout:
         return ChannelWords(self.size, self.channels)
 
     @property
+    def absent(self) -> Range:
+        """The bytes that hold `ABSENT` at first."""
+        return self.sentinels, self.escapes
+
+    @property
     def slot_nbytes(self) -> int:
         """The size of a slot of exchange.cu: whole cache lines."""
         # Between two ranks a step moves one chunk each way. A chunk of twice the size takes 1 % less time for each
@@ -202,6 +210,13 @@ class Request:
     slots_nbytes: int
     words_nbytes: int = 0
     sentinel: bool = False
+    holds_messages: bool = False
+    """Whether slots may hold data between calls: a message that the sender has sent, and no rank has received."""
+
+    @property
+    def absent(self) -> Range:
+        """The bytes that hold `ABSENT` at first."""
+        return self.words_nbytes, self.words_nbytes + (self.slots_nbytes if self.sentinel else 0)
 
     @property
     def nbytes(self) -> int:

@@ -12,10 +12,15 @@ pytest.importorskip("cuda.bindings", reason="the arena is memory of a GPU")
 
 from mpicomm.collectives.gpu import arena as device_arena
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError, OverBoundError
 from mpicomm.errors import HandleError, InvalidUsageError
 
 MIB = 1 << 20
+
+
+class Segments(list[Any]):
+    content: Any
 
 
 class Machine:
@@ -25,15 +30,15 @@ class Machine:
         self.free = 1 << 40
         self.asked: list[int] = []
         monkeypatch.setattr(device_arena, "share", self._share)
-        node, backend = SimpleNamespace(size=2), SimpleNamespace(loading=contextlib.nullcontext)
-        self.arena = DeviceArena(node, backend, "ipc", ArenaLayout(2, 8), most_nbytes)  # type: ignore[arg-type]
+        node, self.backend = SimpleNamespace(size=2), SimpleNamespace(loading=contextlib.nullcontext)
+        self.arena = DeviceArena(node, self.backend, "ipc", ArenaLayout(2, 8), most_nbytes)  # type: ignore[arg-type]
         self.asked.clear()
 
     def _share(self, node: Any, backend: Any, what: str, produce: Any, signature: Any) -> Any:
         self.asked.append(signature())
         if signature() > self.free:
             raise HandleError("rank 1: out of memory", ranks=[1])
-        return [SimpleNamespace(pointer=100 * len(self.asked) + rank) for rank in range(node.size)]
+        return Segments(SimpleNamespace(pointer=100 * len(self.asked) + rank) for rank in range(node.size))
 
 
 def test_a_request_takes_the_smallest_region_of_its_purpose_that_it_fits_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +86,20 @@ def test_regions_stay_below_the_bound_in_whole_blocks(monkeypatch: pytest.Monkey
 
 def test_without_a_bound_there_is_room_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch).arena.require_room(Request("copies", 1 << 60))
+
+
+def test_a_suspension_keeps_messages_and_makes_other_memory_as_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.arena.set_up(Request("messages", 2 * MIB, words_nbytes=128, holds_messages=True))
+    machine.arena.set_up(Request("chain", 2 * MIB, words_nbytes=128, sentinel=True))
+    arena, messages, chain = (segments.content for segments in machine.arena.memories())
+    assert arena is not None and messages is not None and chain is not None
+    assert (messages.kept_nbytes, messages.fill) == (2 * MIB + 128, None)
+    assert arena.kept_nbytes == chain.kept_nbytes == 0
+    filled: list[tuple[int, int, int]] = []
+    machine.backend.fill = lambda *given: filled.append(given)
+    machine.backend.fill_words = lambda *given: filled.append(given)
+    assert chain.fill is not None
+    chain.fill(1 << 40)
+    slots = (1 << 40) + 128
+    assert filled == [(1 << 40, 128, 0), (slots, 2 * MIB, ABSENT), (slots + 2 * MIB, 2 * MIB // 16, 0)]

@@ -50,3 +50,14 @@ def test_equal_tables_are_copied_once() -> None:
     assert tables.pointer_of(second) == 2000
     assert backend.copies == [(1000, 80), (2000, 160)]
     assert tables.memory_use().device_nbytes == 240
+
+
+def test_tables_in_new_memory_are_copied_again() -> None:
+    backend = Recorder()
+    tables = PackTables(cast(GpuBackend, backend))
+    for content in (b"a" * 80, b"b" * 160):
+        tables.pointer_of(PackTable(content, 1, 3, 1))
+    backend.copies.clear()
+    tables.restore(160)
+    assert backend.copies == [(2000, 160)]
+    assert backend.scratched == [80, 160]

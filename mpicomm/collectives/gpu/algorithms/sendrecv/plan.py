@@ -28,7 +28,9 @@ def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
 
 def sendrecv_request(layout: ChannelMemory) -> Request:
     """Return the request for memory with that layout."""
-    return Request("messages in the order of streams", layout.nbytes - layout.slots, words_nbytes=layout.slots)
+    slots_nbytes = layout.nbytes - layout.slots
+    what = "messages in the order of streams"
+    return Request(what, slots_nbytes, words_nbytes=layout.slots, holds_messages=True)
 
 
 class SendrecvPlanner:

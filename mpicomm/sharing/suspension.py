@@ -1,0 +1,145 @@
+"""Suspension: the driver has the memory of a communicator for a while, and the addresses stay.
+
+The order of its steps matters:
+
+1. All ranks finish their work. Else a peer could write bytes after this rank has saved them.
+2. All ranks copy the bytes that come back to the host.
+3. All ranks unmap the memory of their peers, and then their own memory. The last mapping keeps memory alive, so a rank
+   that returned earlier would not find the memory free.
+4. Each rank takes new memory, and fills it, before a peer can map it. Else it could wipe out a peer's first store.
+5. All ranks map the memory of their peers. When that is done on all ranks, calls can go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.devices.base import Backend
+from mpicomm.devices.handle import VIRTUAL_KINDS, Kind
+from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
+from mpicomm.sharing.segments import SharedSegments, reopen
+
+
+class Suspension:
+    """The memories of one communicator that are given back, with the bytes that come back to them.
+
+    ``group`` has all ranks of the communicator, and ``kind`` is its handle kind. The collective methods raise the same
+    error on all ranks.
+    """
+
+    def __init__(self, group: Group, backend: Backend, kind: Kind) -> None:
+        self._group = group
+        self._backend = backend
+        self._kind = kind
+        self._memories: list[SharedSegments] = []
+        self._saved: dict[SharedSegments, npt.NDArray[np.uint8]] = {}
+
+    @property
+    def host_nbytes(self) -> int:
+        """The bytes that are on the host."""
+        return sum(self._saved[shared].nbytes for shared in self._open() if shared in self._saved)
+
+    def save(self, memories: Callable[[], list[SharedSegments]], before: Callable[[], None], *, keep: bool) -> None:
+        """Finish the work of all ranks, and copy the bytes that come back. Collective, blocking.
+
+        ``memories`` returns what to give back, on all ranks in the same order. ``before`` runs between both steps. If
+        this raises, the memory is as it was.
+        """
+
+        def finish_work() -> bool:
+            if self._kind == "ipc":
+                raise InvalidUsageError(
+                    'suspend: memory of handle="ipc" cannot come back at its addresses: create the communicator with '
+                    'handle="fd", or set MPICOMM_HANDLE=fd'
+                )
+            self._backend.synchronize()
+            self._backend.check()
+            return keep
+
+        def save() -> None:
+            before()
+            if self._kind in VIRTUAL_KINDS:  # other memory is memory of the host, and stays
+                self._memories = memories()
+            for shared in self._memories:
+                self._save(shared, keep)
+
+        kept = self._group.exchange("suspend: finish all work", finish_work)
+        if len(set(kept)) > 1:
+            said = [
+                name_ranks([self._group.ranks[at] for at, each in enumerate(kept) if each is value])
+                for value in (True, False)
+            ]
+            raise InvalidUsageError(
+                f"suspend: keep=True on {said[0]} and keep=False on {said[1]}: pass one on all ranks"
+            )
+        self._group.agree("suspend: save", save)
+
+    def give_back(self) -> None:
+        """Give the memory back, after `save`. Collective, blocking."""
+        self._group.agree("suspend: unmap", self._unmap_peers)
+        self._group.agree("suspend: give back", self._unmap_own)
+
+    def take_back(self, groups: Sequence[Group]) -> None:
+        """Take new memory at the same addresses, with the bytes that come back. Collective, blocking.
+
+        ``groups`` are the groups of the communicator that share memory. If this raises, the memory is given back as
+        before, and another attempt may follow.
+        """
+
+        def map_peers() -> None:
+            for group in groups:
+                memories = [shared for shared in self._open() if shared.node is group]
+                if memories:
+                    reopen(group, self._backend, "resume", memories)
+
+        try:
+            self._group.agree("resume: take memory", self._take)
+            if len(groups) > 1:  # if the ranks of one group fail, the ranks of the others must not go on
+                self._group.agree("resume: on all nodes", map_peers)
+            else:
+                map_peers()
+        except Exception:
+            for step in (self._unmap_peers, self._unmap_own):
+                with contextlib.suppress(MpicommError):
+                    step()
+            raise
+
+    def _save(self, shared: SharedSegments, keep: bool) -> None:
+        content = shared.content
+        assert content is not None
+        if content.kept_nbytes and (keep or not content.of_user):
+            host = self._backend.pinned(content.kept_nbytes)
+            self._copy(host.ctypes.data, shared.own.pointer, host.nbytes)
+            self._saved[shared] = host
+
+    def _unmap_peers(self) -> None:
+        for shared in self._open():
+            shared.suspend_peers()
+
+    def _unmap_own(self) -> None:
+        for shared in self._open():
+            shared.suspend_own()
+        self._backend.suspend()
+
+    def _take(self) -> None:
+        for shared in self._open():
+            shared.resume_own()
+            if shared.content is not None and shared.content.fill is not None:
+                shared.content.fill(shared.own.pointer)
+            if (host := self._saved.get(shared)) is not None:
+                self._copy(shared.own.pointer, host.ctypes.data, host.nbytes)
+        self._backend.resume()
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        stream = self._backend.stream(None)
+        self._backend.copy(target, source, nbytes, stream)
+        self._backend.synchronize(stream)
+
+    def _open(self) -> list[SharedSegments]:
+        """Return the memories that are not closed meanwhile: the same ones on all ranks."""
+        return [shared for shared in self._memories if shared.is_open]

@@ -1,0 +1,261 @@
+"""Communicators that give their memory back for a while, on devices whose memory is virtual memory of the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
+from mpicomm.cluster.placement import Placement
+from mpicomm.devices.base import DeviceInfo, GpuBackend, Link
+from mpicomm.session import Session
+from tests.helpers.fakes.fake_cuda import imported_over
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.fakes.virtual_device import VirtualDevice
+from tests.helpers.fakes.virtual_memory import VirtualCuda
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.rigs.communicators import communicator
+
+pytestmark = pytest.mark.mpi(min_size=2)
+BLOCK = 2 << 20
+
+
+class Rig:
+    def __init__(self, comm: mpicomm.Communicator, device: VirtualDevice) -> None:
+        self.comm, self.device = comm, device
+        self.rank, self.size = comm.rank, comm.size
+        self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def settle(self) -> None:
+        self.device.synchronize()
+        MPI.Intracomm.Barrier(self.comm)
+
+    def require_array_works(self, array: mpicomm.SymmetricArray, value: int) -> None:
+        """Let each rank write into the next one's part, by its mapping, and signal."""
+        self.settle()  # a peer may still look at its part
+        array.put(DeviceArray(self.device, np.full(array.size, value + self.rank)), self.right)
+        array.signal(self.right)
+        array.wait_signal(self.left)
+        self.settle()
+        assert array.local.tolist() == [value + self.left] * array.size
+        assert array.peer(self.right).tolist() == [value + self.rank] * array.size
+        self.settle()
+
+
+@contextlib.contextmanager
+def rig_of(*, timeout_s: float = 20, handle: str = "fd") -> Iterator[Rig]:
+    with imported_over(cuda := VirtualCuda()), communicator("cpu", timeout_s=timeout_s) as parent, nothing_leaks():
+        comm = parent.Dup()
+        was = comm._session.placement
+        device = VirtualDevice(cuda, comm.rank, timeout_s)
+        gpu = DeviceInfo(0, "Fake", bytes(16), "0000:01:00.0", -1, (9, 0))
+        places = [replace(place, device=0, handle=handle, devices=(gpu,)) for place in was.places]
+        session = Session(MPI.Intracomm(comm), Placement(places, was.rank), cast(GpuBackend, device))
+        session.links = lambda: tuple(Link("NVLink", native_atomics=True) for _ in places)  # type: ignore[method-assign]
+        comm._begin(session)
+        yield Rig(comm, device)
+        with contextlib.suppress(CollectiveTimeoutError):  # a test may have left a rank behind
+            comm.Free()
+        assert not cuda.mapped
+        assert not cuda.reserved
+
+
+def test_memory_goes_and_comes_back_at_its_addresses_with_its_contents() -> None:
+    with rig_of() as rig:
+        array = rig.comm.empty(3, "i8")
+        win = mpicomm.Win.Allocate(80, 8, MPI.INFO_NULL, rig.comm)
+        rig.require_array_works(array, 10)
+        part, own, peer = win.tomemory(), array.local, array.peer(rig.right)
+        part[:] = rig.rank
+        pointers, mapped = array.pointers, dict(rig.device.cuda.mapped)
+        for turn in range(3):
+            array.signal(rig.right)  # a signal before is for a wait afterwards
+            rig.comm.suspend()
+            assert not rig.device.cuda.mapped
+            assert rig.comm.describe().suspended
+            rig.comm.resume()
+            assert {at: size for at, (size, _) in rig.device.cuda.mapped.items()} == {
+                at: size for at, (size, _) in mapped.items()
+            }
+            assert not rig.comm.describe().suspended
+            assert array.pointers is pointers
+            assert own.tolist() == [10 * (turn + 1) + rig.left] * 3
+            assert peer.tolist() == [10 * (turn + 1) + rig.rank] * 3
+            assert (part == rig.rank).all()
+            array.wait_signal(rig.left)
+            rig.require_array_works(array, 10 * (turn + 2))
+        win.Fence()
+        win.Put(DeviceArray(rig.device, np.full(10, 7 + rig.rank)), rig.right)
+        win.Fence()
+        rig.settle()
+        assert part.view("i8").tolist() == [7 + rig.left] * 10
+        win.Free()
+
+
+def test_without_keep_the_contents_go_and_the_counts_of_signals_stay() -> None:
+    with rig_of() as rig:
+        array = rig.comm.zeros(BLOCK // 8, "i8")
+        win = mpicomm.Win.Allocate(BLOCK, 8, MPI.INFO_NULL, rig.comm)
+        array.signal(rig.right)
+        rig.comm.suspend(keep=False)
+        (saved,) = (use for use in rig.comm.describe().memory if use.purpose == "suspended contents")
+        assert saved.host_nbytes < BLOCK
+        rig.comm.resume()
+        assert array.local.any()  # the double's new memory is never zero
+        array.wait_signal(rig.left)
+        rig.require_array_works(array, 5)
+        win.Free()
+
+
+def test_calls_in_between_raise_on_all_ranks_and_host_calls_go_on() -> None:
+    with rig_of() as rig:
+        comm, device = rig.comm, rig.device
+        array, event = comm.zeros(3, "i8"), comm.shared_event
+        win = mpicomm.Win.Allocate(80, 8, MPI.INFO_NULL, comm)
+        win.Fence()
+        x = DeviceArray(device, np.zeros(3))
+        comm.suspend()
+        calls: list[Callable[[], object]] = [
+            lambda: comm.empty(3),
+            lambda: comm.register(x),
+            event,
+            lambda: array.local,
+            lambda: array.put(x, rig.right),
+            lambda: array.signal(rig.right),
+            lambda: comm.Allreduce(x, x),
+            lambda: comm.Allreduce(MPI.IN_PLACE, x, algorithm="mpi"),
+            lambda: comm.Iallreduce(x, x),
+            lambda: comm.Send(x, rig.right),
+            lambda: comm.Irecv(x, rig.left),
+            lambda: comm.Send(x, rig.right, algorithm="stream"),
+            lambda: win.Put(x, rig.right),
+            win.Fence,
+            lambda: mpicomm.Win.Allocate(8, 1, MPI.INFO_NULL, comm),
+            lambda: mpicomm.Win.Create_dynamic(MPI.INFO_NULL, comm),
+        ]
+        for call in calls:
+            with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=r"is suspended: call resume\(\)"):
+                call()
+        assert comm.allreduce(1) == comm.size
+        total = np.empty(1)
+        comm.Allreduce(np.ones(1), total)
+        assert total[0] == comm.size
+        comm.check()
+        comm.resume()
+        rig.require_array_works(array, 1)
+        win.Fence()
+        win.Free()
+
+
+def test_a_second_suspend_and_a_resume_without_it_do_nothing() -> None:
+    with rig_of() as rig:
+        rig.comm.resume()
+        array = rig.comm.zeros(3, "i8")
+        rig.comm.resume()
+        rig.require_array_works(array, 3)
+        rig.comm.suspend()
+        rig.comm.suspend(keep=False)
+        rig.comm.resume()
+        rig.comm.resume()
+        assert array.local.tolist() == [3 + rig.left] * 3
+        rig.require_array_works(array, 4)
+
+
+def test_arrays_are_closed_and_the_communicator_is_freed_meanwhile() -> None:
+    with rig_of() as rig:
+        first, second = rig.comm.zeros(3, "i8"), rig.comm.zeros(4, "i8")
+        rig.require_array_works(second, 3)
+        rig.comm.suspend()
+        first.close()
+        rig.comm.resume()
+        rig.require_array_works(second, 4)
+        rig.comm.suspend()
+
+
+def test_memory_that_is_missing_at_resume_leaves_the_communicator_suspended() -> None:
+    with rig_of() as rig:
+        array, cuda = rig.comm.zeros(3, "i8"), rig.device.cuda
+        rig.require_array_works(array, 3)
+        rig.comm.suspend()
+        free, last = cuda.free_nbytes, rig.rank == rig.size - 1
+        for missing in (free, free - BLOCK):  # not a block, and a block for the signals only
+            if last:
+                cuda.free_nbytes -= missing
+            with raises_everywhere(MPI.COMM_WORLD, HandleError, match="OUT_OF_MEMORY"):
+                rig.comm.resume()
+            assert not cuda.mapped
+            assert rig.comm.describe().suspended
+            cuda.free_nbytes = free
+        rig.comm.resume()
+        assert array.local.tolist() == [3 + rig.left] * 3
+        rig.require_array_works(array, 4)
+
+
+def test_a_rank_that_cannot_open_new_memory_leaves_all_ranks_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig_of() as rig:
+        array, cuda = rig.comm.zeros(3, "i8"), rig.device.cuda
+        rig.require_array_works(array, 3)
+        rig.comm.suspend()
+        with monkeypatch.context() as patch, raises_everywhere(MPI.COMM_WORLD, HandleError, match="memory of rank"):
+            if rig.rank == 0:
+                invalid = cuda.CUresult.CUDA_ERROR_INVALID_VALUE
+                patch.setattr(cuda, "cuMemImportFromShareableHandle", named("cuMemImport", lambda *_: (invalid, 0)))
+            rig.comm.resume()
+        assert not cuda.mapped
+        rig.comm.resume()
+        rig.require_array_works(array, 4)
+
+
+def named(name: str, function: Any) -> Any:
+    function.__name__ = name
+    return function
+
+
+@pytest.mark.parametrize("call", ["suspend", "resume"])
+def test_a_rank_that_does_not_come_is_named(call: str) -> None:
+    with rig_of(timeout_s=1) as rig:
+        rig.comm.zeros(3, "i8")
+        if call == "resume":
+            rig.comm.suspend()
+        if rig.rank == rig.size - 1:
+            rig.comm._session.group.timeout_s = 0.1
+            MPI.COMM_WORLD.Barrier()
+            return
+        with pytest.raises(CollectiveTimeoutError, match=call) as caught:
+            getattr(rig.comm, call)()
+        assert caught.value.ranks == (rig.size - 1,)
+        MPI.COMM_WORLD.Barrier()
+
+
+def test_memory_that_cannot_come_back_at_its_addresses_is_kept() -> None:
+    with rig_of(handle="ipc") as rig:
+        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match='handle="fd".*MPICOMM_HANDLE=fd'):
+            rig.comm.suspend()
+        assert not rig.comm.describe().suspended
+
+
+def test_ranks_that_differ_in_keep_are_refused() -> None:
+    with rig_of() as rig:
+        array = rig.comm.zeros(3, "i8")
+        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match="keep=True on rank.* and keep=False on rank 0"):
+            rig.comm.suspend(keep=rig.rank > 0)
+        rig.require_array_works(array, 4)
+
+
+def test_memory_of_the_host_stays(host_comm: mpicomm.Communicator) -> None:
+    with host_comm.zeros(3) as array:
+        view = array.local
+        host_comm.suspend()
+        assert host_comm.describe().suspended
+        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=r"call resume\(\)"):
+            _ = array.local
+        host_comm.resume()
+        assert array.local is view
