@@ -312,9 +312,8 @@ class Session:
         if self._freed:
             return
         if not (self._groups or self._has_device or self._shared or self._beside or self._opened_unasked):
-            self._freed = self._is_shut = (
-                True  # most communicators of a program end so, because they carry only host messages
-            )
+            # Most communicators of a program end so, because they carry only host messages.
+            self._freed = self._is_shut = True
             self.row.close()
             return
         if self._groups:

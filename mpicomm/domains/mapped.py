@@ -9,7 +9,7 @@ from mpicomm.devices.base import Backend, Segment
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
-from mpicomm.sharing.content import Content
+from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.signals import SignalPad, SignalPads
 
@@ -46,7 +46,7 @@ class MappedChannels:
             return backend.allocate(kind, nbytes)
 
         self._segments = share(node, backend, _PURPOSE, clear_and_allocate, lambda: nbytes)
-        self._segments.content = Content()  # the slots are empty between calls
+        self._segments.content = SuspendedContent()  # the slots are empty between calls
         self._kind = kind
         stream = backend.stream(None)
         for pad in self._free:

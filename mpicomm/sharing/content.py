@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Content:
+class SuspendedContent:
     """The content of this rank's memory after a suspension: the bytes of before, or a fill, or undefined bytes."""
 
     kept_nbytes: int = 0

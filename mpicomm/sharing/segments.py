@@ -10,7 +10,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend, Segment, VirtualMemory
 from mpicomm.devices.handle import Exported
 from mpicomm.errors import MpicommError
-from mpicomm.sharing.content import Content
+from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.handle_exchange import HandleExchange
 
 
@@ -19,7 +19,7 @@ class SharedSegments:
 
     def __init__(self, node: Group) -> None:
         self.node = node
-        self.content: Content | None = None
+        self.content: SuspendedContent | None = None
         """The bytes that survive a suspension. The owner sets it if a suspension may give the memory back."""
         self._segments: dict[int, Segment] = {}
 

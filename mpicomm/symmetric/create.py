@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mpicomm.devices.base import Event, Segment
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.sharing.content import Content
+from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.array import SymmetricArray, checked_shape, require_contiguous, require_writable
 from mpicomm.symmetric.events import SharedEvent
@@ -138,7 +138,7 @@ def _array(owner: Owner, what: str, part: _Part, *, sealed: bool) -> SymmetricAr
             owner.pads.give_back(pad)
         raise
     if sealed:
-        segments.content = Content(part.view.nbytes, of_user=True)
+        segments.content = SuspendedContent(part.view.nbytes, of_user=True)
     pointers = [segments[index].pointer for index in range(owner.node.size)]
     number = owner.mappings.add(pointers, owner.node.rank, part.view.nbytes)
     return owner.keep(SymmetricArray(owner, segments, pads[0], part.view, number, registered=not sealed))

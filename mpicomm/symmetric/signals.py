@@ -10,7 +10,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.sharing.content import Content
+from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 
 _WORD_NBYTES = 8
@@ -70,7 +70,7 @@ class SignalPads:
                 lambda: self._backend.allocate(self._kind, nbytes),
                 lambda: nbytes,
             )
-            chunk.content = Content(nbytes)
+            chunk.content = SuspendedContent(nbytes)
             first = len(self._chunks) * self._per_chunk
             self._chunks.append(chunk)
             self._free.extend(range(first, first + self._per_chunk))

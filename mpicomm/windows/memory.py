@@ -16,7 +16,7 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.sharing.content import Content
+from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
 from mpicomm.symmetric.owner import Owner
@@ -155,7 +155,7 @@ def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, 
     owner.require_usable(what)
     segments = share(owner.node, owner.backend, what, provide, lambda: what, sealed=allocated)
     if allocated:
-        segments.content = Content(parts[owner.node.rank].nbytes, of_user=True)
+        segments.content = SuspendedContent(parts[owner.node.rank].nbytes, of_user=True)
     try:
         boards = share_boards(owner, what)
     except Exception:
@@ -182,5 +182,5 @@ def share_boards(owner: Owner, what: str) -> SharedSegments:
         return segment
 
     boards = share(owner.node, owner.backend, f"{what}: boards", board, lambda: what)
-    boards.content = Content(BOARD_NBYTES)
+    boards.content = SuspendedContent(BOARD_NBYTES)
     return boards

@@ -76,7 +76,8 @@ def _only(benches: list[Bench], collective: str, buffers: str, count: int) -> Be
 
 
 def _runs(benches: list[Bench], collective: str, buffers: str, count: int) -> list[Bench]:
-    wanted = {"collective": collective, "buffers": buffers, "datatype": "float32", "eager": False, "vary": False, "beside": None}
+    plain = {"datatype": "float32", "eager": False, "vary": False, "beside": None}
+    wanted = {"collective": collective, "buffers": buffers, **plain}
     return [
         bench
         for bench in benches

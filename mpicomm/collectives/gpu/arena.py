@@ -14,7 +14,7 @@ from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
-from mpicomm.sharing.content import Content
+from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 
 _PURPOSE = "collectives: arena"
@@ -138,7 +138,9 @@ class DeviceArena:
         segments = share(self._node, self._backend, what, allocate, lambda: memory.nbytes)
         # Between calls no rank waits for another one. So calls go on if the memory of all ranks is as at first.
         keeps_all = isinstance(memory, Request) and memory.holds_messages
-        segments.content = Content(memory.nbytes) if keeps_all else Content(fill=partial(self._fill, memory))
+        segments.content = (
+            SuspendedContent(memory.nbytes) if keeps_all else SuspendedContent(fill=partial(self._fill, memory))
+        )
         return segments
 
     def _fill(self, memory: ArenaLayout | Request, pointer: int) -> None:
