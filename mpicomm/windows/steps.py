@@ -98,8 +98,8 @@ class Steps(Protocol):
     def arrived(self, count: Count, ranks: int) -> bool:
         """Return whether `meet` would wait for none of these ranks now."""
 
-    def lock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
-        """Take the locks of ranks."""
+    def lock(self, ranks: int, stream: int, *, exclusive: bool, yields: bool) -> None:
+        """Take the locks of ranks. ``yields`` lets exclusive locks pass first for which ranks wait."""
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
         """Give the locks of ranks up, after all earlier work of the stream."""
@@ -170,9 +170,9 @@ class GpuSteps:
         inbox, _, expected = rows.view(np.int64).reshape(ROWS_OF_COUNTS, ROW_WORDS)
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 
-    def lock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
+    def lock(self, ranks: int, stream: int, *, exclusive: bool, yields: bool) -> None:
         """Enqueue the kernel that takes locks."""
-        arguments = self._arguments(LOCK, 0, ranks, exclusive=exclusive)
+        arguments = self._arguments(LOCK, 0, ranks, exclusive=exclusive, yields=yields)
         self._backend.launch(LOCK_KERNEL, arguments, stream, blocks=1, threads=WINDOW_THREADS)
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
@@ -217,10 +217,17 @@ class GpuSteps:
         self._backend.launch(swap_kernel(target.elements.nbytes), arguments, stream, blocks=1, threads=1)
 
     def _arguments(
-        self, operation: int, signals: int, waits: int, *, kind: int = 0, exclusive: bool = False
+        self,
+        operation: int,
+        signals: int,
+        waits: int,
+        *,
+        kind: int = 0,
+        exclusive: bool = False,
+        yields: bool = False,
     ) -> ctypes.Structure:
         faults, timeout_ns = self._backend.faults, self._backend.timeout_ns
         limits = timeout_ns, faults.record, faults.failed
         return SynchronisationArguments(
-            self._table_pointer, signals, waits, *limits, self._rank, kind, operation, exclusive
+            self._table_pointer, signals, waits, *limits, self._rank, kind, operation, exclusive, yields
         )

@@ -127,12 +127,14 @@ class Synchronisation:
             return
         self.require_rank("Win.Lock", "rank", rank)
         self.require_atomics("Win.Lock", 1 << rank)
+        # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
+        exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self.epochs.locks
         self.epochs.lock(rank, lock_type)
         if assertion & MPI.MODE_NOCHECK:
             self._nocheck.add(rank)
             return
         with self._synchronising(stream) as where:
-            self.steps.lock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
+            self.steps.lock(1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
 
     def unlock(self, rank: int, stream: Any) -> None:
         """Give up the lock of the part of ``rank``, after all accesses of this rank."""
@@ -155,7 +157,7 @@ class Synchronisation:
             self._nocheck.update(range(self._size))
             return
         with self._synchronising(stream) as where:
-            self.steps.lock(self._everyone, where, exclusive=False)
+            self.steps.lock(self._everyone, where, exclusive=False, yields=True)
 
     def unlock_all(self, stream: Any) -> None:
         """Give up the locks of `lock_all`."""

@@ -23,7 +23,15 @@ from mpicomm.kernels.accumulate import AccumulateArguments, SwapArguments
 from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
-from mpicomm.kernels.window import EXCLUSIVE_SHIFT, LOCK, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, SynchronisationArguments
+from mpicomm.kernels.window import (
+    EXCLUSIVE_SHIFT,
+    LOCK,
+    LOCK_ROW,
+    ROW_WORDS,
+    ROWS_OF_COUNTS,
+    SynchronisationArguments,
+    lock_of,
+)
 from mpicomm.mpi.types import covered_dtype
 from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
 from tests.helpers.references.reference_packing import runs_of
@@ -112,22 +120,21 @@ class WindowDevice(ThreadDevice):
         mine = (x.rank + 1) << EXCLUSIVE_SHIFT if x.exclusive else 1 << x.rank
         for owner in _ranks(x.signals):
             with _alone():
-                word = self._board(x, owner)[LOCK_ROW]
-                assert int(word[0]) & mine, "gave up a lock that it did not hold"
-                word[0] = int(word[0]) & ~mine
+                lock = lock_of(self._board_at(x, owner))
+                assert lock.holders & mine, "gave up a lock that it did not hold"
+                lock.holders &= ~mine
         for owner in _ranks(x.waits):
-            word = self._board(x, owner)[LOCK_ROW]
+            lock = lock_of(self._board_at(x, owner))
 
             def take() -> bool:
                 with _alone():
-                    seen = int(word[0])  # noqa: B023
-                    if (seen if x.exclusive else seen >> EXCLUSIVE_SHIFT) != 0:
+                    if (lock.holders if x.exclusive else lock.holders >> EXCLUSIVE_SHIFT) != 0:  # noqa: B023
                         return False
-                    word[0] = seen | mine  # noqa: B023
+                    lock.holders |= mine  # noqa: B023
                     return True
 
             if not self._wait(take):
-                self.missed = "operation 8: the lock is held", (int(word[0]) >> EXCLUSIVE_SHIFT) - 1
+                self.missed = "operation 8: the lock is held", (lock.holders >> EXCLUSIVE_SHIFT) - 1
                 return
 
     def _accumulate(self, x: AccumulateArguments, variant: Variant) -> None:
@@ -167,8 +174,10 @@ class WindowDevice(ThreadDevice):
         return array_at(pointer, count, dtype)
 
     def _board(self, x: SynchronisationArguments, owner: int) -> npt.NDArray[np.uint64]:
-        board = int(array_at(x.boards, owner + 1, _WORD)[owner])
-        return array_at(board, (LOCK_ROW + 1) * ROW_WORDS, _WORD).reshape(LOCK_ROW + 1, ROW_WORDS)
+        return array_at(self._board_at(x, owner), LOCK_ROW * ROW_WORDS, _WORD).reshape(LOCK_ROW, ROW_WORDS)
+
+    def _board_at(self, x: SynchronisationArguments, owner: int) -> int:
+        return int(array_at(x.boards, owner + 1, _WORD)[owner])
 
     def _rows(self, x: SynchronisationArguments, owner: int) -> npt.NDArray[np.uint64]:
         return self._board(x, owner)[x.kind * ROWS_OF_COUNTS : (x.kind + 1) * ROWS_OF_COUNTS]
