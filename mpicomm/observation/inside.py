@@ -156,7 +156,7 @@ def _copy(method: Callable[..., None]) -> Callable[..., None]:
 
 def _on_stream(method: Callable[..., None]) -> Callable[..., None]:
     def enqueue(self: Any, *arguments: Any, **keywords: Any) -> None:
-        stream = arguments[-1]  # in `signal`, `wait_signal` and `pack`
+        stream = arguments[-1]  # in `signal`, `wait_signal`, `pack` and `launch`
         with self._work.enqueued(stream):
             method(self, *arguments, **keywords)
 
@@ -200,6 +200,7 @@ _BACKEND_METHODS: tuple[tuple[str, _Wrapper], ...] = (
     ("signal", _on_stream),
     ("wait_signal", _on_stream),
     ("pack", _on_stream),
+    ("launch", _on_stream),
     ("message_steps", _message_steps),
 )
 
