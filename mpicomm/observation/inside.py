@@ -186,6 +186,19 @@ class _RecordedSteps:
         return enqueue
 
 
+def _launcher(method: Callable[..., Any]) -> Callable[..., Any]:
+    def launcher(self: Any, variant: Any, arguments: Any) -> Callable[[int, int, int], None]:
+        launch, work = method(self, variant, arguments), self._work
+
+        def enqueue(stream: int, blocks: int, threads: int) -> None:
+            with work.enqueued(stream):
+                launch(stream, blocks, threads)
+
+        return enqueue
+
+    return launcher
+
+
 def _message_steps(method: Callable[..., Any]) -> Callable[..., Any]:
     def message_steps(self: Any) -> Any:
         return _RecordedSteps(method(self), self._work)
@@ -201,6 +214,7 @@ _BACKEND_METHODS: tuple[tuple[str, _Wrapper], ...] = (
     ("wait_signal", _on_stream),
     ("pack", _on_stream),
     ("launch", _on_stream),
+    ("launcher", _launcher),
     ("message_steps", _message_steps),
 )
 

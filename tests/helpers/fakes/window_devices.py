@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.devices.base import Scratch
+from mpicomm.devices.base import Launch, Scratch
 from mpicomm.devices.host import HostSegment, array_at, fence
 from mpicomm.kernels.accumulate import AccumulateArguments, SwapArguments
 from mpicomm.kernels.packing import PackTable
@@ -100,6 +100,10 @@ class WindowDevice(ThreadDevice):
                 carry(given, variant)
 
         self.enqueue(stream, act)
+
+    def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
+        self.load(variant)
+        return lambda stream, blocks, threads: self.launch(variant, arguments, stream, blocks=blocks, threads=threads)
 
     def _meet(self, x: SynchronisationArguments, _: Variant) -> None:
         inbox, sent, expected = self._rows(x, x.rank)
