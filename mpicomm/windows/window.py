@@ -11,9 +11,12 @@ from mpicomm.devices.base import Link
 from mpicomm.kernels.accumulate import SWAPPED_SIZES
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
+from mpicomm.windows.dynamic import DynamicMemory
+from mpicomm.windows.known_calls import KnownCalls, key_of
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.pairs import as_pairs
 from mpicomm.windows.staging import Staging
+from mpicomm.windows.steps import GpuSteps
 from mpicomm.windows.synchronisation import Synchronisation
 from mpicomm.windows.updates import Update, name_of, require_alike, require_bytes, require_one, update_of
 
@@ -34,13 +37,44 @@ class Window(Synchronisation):
     ) -> None:
         super().__init__(memory, array, group, links)
         self._staging = Staging(self._gpu, self.steps)
+        # The memory of a dynamic window has no fixed parts.
+        self._known = KnownCalls() if self._gpu is not None and not isinstance(memory, DynamicMemory) else None
 
-    def put(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Put") -> LocalBuffer | None:
-        """Copy ``origin`` into the part of ``target_rank``. Return the buffer; None for MPI.PROC_NULL."""
+    def put(self, origin: Any, target_rank: int, target: Any, stream: Any) -> None:
+        """Copy ``origin`` into the part of ``target_rank``."""
+        known = self._known and self._known.find("put", origin, None, target_rank, target)
+        where = known and self._begin_known("Win.Put", target_rank, origin, stream)
+        if known is None or where is None:
+            local = self.start_put("Win.Put", origin, target_rank, target, stream)
+            self._learn("put", origin, target_rank, local, None)
+        else:
+            self.steps.copy(known.address, known.pointer, known.nbytes, where)
+            self.streams.after_access(where, captures=False)
+
+    def get(self, origin: Any, target_rank: int, target: Any, stream: Any) -> None:
+        """Copy from the part of ``target_rank`` into ``origin``."""
+        known = self._known and self._known.find("get", origin, None, target_rank, target)
+        where = known and self._begin_known("Win.Get", target_rank, origin, stream)
+        if known is None or where is None:
+            local = self.start_get("Win.Get", origin, target_rank, target, stream)
+            self._learn("get", origin, target_rank, local, None)
+        else:
+            self.steps.copy(known.pointer, known.address, known.nbytes, where)
+            self.streams.after_access(where, captures=False)
+
+    def accumulate(
+        self, what: str, origin: Any, result: Any, target_rank: int, target: Any, op: MPI.Op, stream: Any
+    ) -> None:
+        """Update the part of ``target_rank``, each element atomically; see `start_accumulate`."""
+        if not self._known_update(what, origin, result, target_rank, target, op, stream):
+            self.start_accumulate(what, origin, result, target_rank, target, op, stream)
+
+    def start_put(self, what: str, origin: Any, target_rank: int, target: Any, stream: Any) -> LocalBuffer | None:
+        """Do as `put`, and return the buffer; None for MPI.PROC_NULL."""
         return self._access(what, origin, target_rank, target, stream, self._move_out, writable=False)
 
-    def get(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Get") -> LocalBuffer | None:
-        """Copy from the part of ``target_rank`` into ``origin``. Return the buffer; None for MPI.PROC_NULL."""
+    def start_get(self, what: str, origin: Any, target_rank: int, target: Any, stream: Any) -> LocalBuffer | None:
+        """Do as `get`, and return the buffer; None for MPI.PROC_NULL."""
         return self._access(what, origin, target_rank, target, stream, self._move_in, writable=True)
 
     def _access(
@@ -54,7 +88,7 @@ class Window(Synchronisation):
         *,
         writable: bool,
     ) -> LocalBuffer | None:
-        """Read the arguments of `put` or `get`, and ``move`` the elements. Return the buffer as `put` does."""
+        """Read the arguments of `put` or `get`, and ``move`` the elements. Return the buffer as `start_put` does."""
         if self._is_nowhere(what, target_rank):
             return None
         local = read_buffer(origin, self._backend, writable=writable, name="origin")
@@ -66,10 +100,10 @@ class Window(Synchronisation):
             self.streams.after_access(where, captures=captures)
         return local
 
-    def accumulate(
+    def start_accumulate(
         self, what: str, origin: Any, result: Any, target_rank: int, target: Any, op: MPI.Op, stream: Any
     ) -> LocalBuffer | None:
-        """Update the part of ``target_rank``, each element atomically. Return a buffer; None for MPI.PROC_NULL.
+        """Do as `accumulate`, and return a buffer; None for MPI.PROC_NULL.
 
         ``result`` gets the previous elements, or is None.
         """
@@ -99,12 +133,16 @@ class Window(Synchronisation):
             where, captures = self._begin_access(stream, local)
             self._update(update, there, values, before, where)
             self.streams.after_access(where, captures=captures)
+        if values is not None and not update.reads_only:
+            self._learn(key_of(op), origin, target_rank, values, update)
         return local
 
     def fetch_and_op(
         self, what: str, origin: Any, result: Any, target_rank: int, target_disp: int, op: MPI.Op, stream: Any
     ) -> None:
         """Do as `accumulate` with one element."""
+        if self._known_update(what, origin, result, target_rank, target_disp, op, stream, count=1):
+            return
         if self._is_nowhere(what, target_rank):
             return
         before = self._read_pairs(result, "result", writable=True)
@@ -113,7 +151,7 @@ class Window(Synchronisation):
             value = self._read_pairs(origin, "origin")
             require_one(value, what)
             require_alike(before.elements, value, what)
-        self.accumulate(what, origin, result, target_rank, (target_disp, 1), op, stream)
+        self.start_accumulate(what, origin, result, target_rank, (target_disp, 1), op, stream)
 
     def compare_and_swap(
         self, what: str, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int, stream: Any
@@ -160,6 +198,51 @@ class Window(Synchronisation):
         self.steps.accumulate(update, there, source, result, stream)
         if before is not None and places[1]:
             self._staging.unpack(before, result, stream)
+
+    def _known_update(
+        self,
+        what: str,
+        origin: Any,
+        result: Any,
+        target_rank: int,
+        target: Any,
+        op: MPI.Op,
+        stream: Any,
+        *,
+        count: int | None = None,
+    ) -> bool:
+        """Update elements if the form of the call is known; return whether it is."""
+        known = self._known and self._known.find(key_of(op), origin, result, target_rank, target, count)
+        if known is None or known.update is None:
+            return False
+        where = self._begin_known(what, target_rank, origin, stream)
+        if where is None:
+            return False
+        known.update(known.address, known.pointer, known.result, known.nbytes, where)
+        self.streams.after_access(where, captures=False)
+        return True
+
+    def _begin_known(self, what: str, target_rank: int, origin: Any, stream: Any) -> int | None:
+        """Return the stream of a known call, as `_begin_access` does; None for a stream that captures a graph."""
+        assert self._gpu is not None
+        self.require_usable(what)
+        self.epochs.require_access(what, target_rank)
+        where = self._gpu.eager_stream(stream, origin)
+        if where is not None:
+            self.streams.before_access(where, captures=False)
+        return where
+
+    def _learn(
+        self, operation: Any, origin: Any, target_rank: int, local: LocalBuffer | None, update: Update | None
+    ) -> None:
+        """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``."""
+        if self._known is None or operation is None or local is None or not local.on_device:
+            return
+        assert isinstance(self.steps, GpuSteps)
+        part = self.memory.parts[target_rank]
+        launches = None if update is None else self.steps.run_update(update)
+        place = self.memory.pointers[target_rank], part.nbytes, part.disp_unit
+        self._known.add(operation, origin, target_rank, place, local.nbytes, launches)
 
     def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
         steps, layout = self.steps, there.elements.layout

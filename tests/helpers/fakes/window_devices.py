@@ -50,6 +50,7 @@ class WindowDevice(ThreadDevice):
         self.timeout_ns = int(timeout_s * 1e9)
         self.faults = Faults(0, 0)
         self.loaded: set[Variant] = set()
+        self.launchers: list[Variant] = []
         self._tables: dict[int, PackTable] = {}
         self._scratch: list[npt.NDArray[np.uint8]] = []
 
@@ -103,6 +104,7 @@ class WindowDevice(ThreadDevice):
 
     def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
         self.load(variant)
+        self.launchers.append(variant)
         return lambda stream, blocks, threads: self.launch(variant, arguments, stream, blocks=blocks, threads=threads)
 
     def _meet(self, x: SynchronisationArguments, _: Variant) -> None:

@@ -1,0 +1,103 @@
+"""Known calls: calls of a window that differ from an earlier call only in addresses and counts.
+
+An earlier call with the same operation, target rank and type of elements has passed all checks. So a known call checks
+only addresses, counts and the epoch. Any doubt leaves the call to `Window`, which raises the errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from mpicomm.mpi.plain_arrays import plain_array
+from mpicomm.windows.launches import RunUpdate
+
+
+class _Form(NamedTuple):
+    """The facts that calls of one form have in common."""
+
+    address: int
+    """The part of the target rank, on this rank."""
+    nbytes: int
+    """The bytes of the part."""
+    disp_unit: int
+    itemsize: int
+    """The bytes of an element."""
+    update: RunUpdate | None
+
+
+class KnownCall(NamedTuple):
+    """The steps of a known call."""
+
+    pointer: int
+    """The origin."""
+    result: int
+    """The memory for previous elements; 0 for none."""
+    address: int
+    """The elements of the target rank, on this rank."""
+    nbytes: int
+    update: RunUpdate | None
+
+
+class KnownCalls:
+    """The forms of the calls of a window of a GPU. Its buffers are plain arrays, and its target is a displacement."""
+
+    def __init__(self) -> None:
+        self._forms: dict[tuple[Any, ...], _Form] = {}
+
+    def find(
+        self, operation: Any, origin: Any, result: Any, target_rank: Any, target: Any, count: int | None = None
+    ) -> KnownCall | None:
+        """Return the steps of a call; None if its form is not known, or if it is wrong. ``count`` is the right count.
+
+        ``operation`` is "put", "get", or an operation of MPI. Without a result, ``result`` is None.
+        """
+        if target is None:
+            target = 0
+        elif type(target) is not int:
+            return None
+        plain = plain_array(origin)
+        if plain is None or len(plain) != 3:
+            return None
+        pointer, elements, kind = plain
+        form = self._forms.get((operation, target_rank, kind))
+        if form is None or (count is not None and elements != count):
+            return None
+        _, nbytes_of_part, disp_unit, itemsize, update = form
+        start, nbytes, previous = target * disp_unit, elements * itemsize, 0
+        if start < 0 or nbytes == 0 or start + nbytes > nbytes_of_part:
+            return None
+        if result is not None:
+            plain = plain_array(result)
+            if plain is None or plain[1:] != (elements, kind):
+                return None
+            previous = plain[0]
+        address = form.address + start
+        # GPUs update elements at multiples of their size.
+        if update is not None and (address | pointer | previous) % itemsize:
+            return None
+        return KnownCall(pointer, previous, address, nbytes, update)
+
+    def add(
+        self,
+        operation: Any,
+        origin: Any,
+        target_rank: int,
+        part: tuple[int, int, int],
+        nbytes: int,
+        update: RunUpdate | None,
+    ) -> None:
+        """Learn the form of a call that has passed all checks.
+
+        ``part`` has the address of the part of the target rank, its bytes and its displacement unit. ``nbytes`` are the
+        bytes of ``origin``.
+        """
+        plain = None if isinstance(origin, (list, tuple)) else plain_array(origin)
+        if plain is not None and len(plain) == 3 and plain[1]:
+            self._forms[operation, target_rank, plain[2]] = _Form(*part, nbytes // plain[1], update)
+
+
+def key_of(op: Any) -> int | None:
+    """Return the key of an operation of MPI; None for an operation of the user."""
+    return op.handle if type(op) is MPI.Op else None
