@@ -12,7 +12,7 @@ from mpicomm.kernels.accumulate import SWAPPED_SIZES
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
 from mpicomm.windows.dynamic import DynamicMemory
-from mpicomm.windows.known_calls import KnownCalls, key_of
+from mpicomm.windows.known_calls import KnownCall, KnownCalls, key_of
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.pairs import as_pairs
 from mpicomm.windows.staging import Staging
@@ -42,24 +42,24 @@ class Window(Synchronisation):
 
     def put(self, origin: Any, target_rank: int, target: Any, stream: Any) -> None:
         """Copy ``origin`` into the part of ``target_rank``."""
-        known = self._known and self._known.find("put", origin, None, target_rank, target)
-        where = known and self._begin_known("Win.Put", target_rank, origin, stream)
-        if known is None or where is None:
+        known = self._begin_known("Win.Put", "put", origin, None, target_rank, target, stream)
+        if known is None:
             local = self.start_put("Win.Put", origin, target_rank, target, stream)
             self._learn("put", origin, target_rank, local, None)
         else:
-            self.steps.copy(known.address, known.pointer, known.nbytes, where)
+            call, where = known
+            self.steps.copy(call.address, call.pointer, call.nbytes, where)
             self.streams.after_access(where, captures=False)
 
     def get(self, origin: Any, target_rank: int, target: Any, stream: Any) -> None:
         """Copy from the part of ``target_rank`` into ``origin``."""
-        known = self._known and self._known.find("get", origin, None, target_rank, target)
-        where = known and self._begin_known("Win.Get", target_rank, origin, stream)
-        if known is None or where is None:
+        known = self._begin_known("Win.Get", "get", origin, None, target_rank, target, stream)
+        if known is None:
             local = self.start_get("Win.Get", origin, target_rank, target, stream)
             self._learn("get", origin, target_rank, local, None)
         else:
-            self.steps.copy(known.pointer, known.address, known.nbytes, where)
+            call, where = known
+            self.steps.copy(call.pointer, call.address, call.nbytes, where)
             self.streams.after_access(where, captures=False)
 
     def accumulate(
@@ -212,25 +212,40 @@ class Window(Synchronisation):
         count: int | None = None,
     ) -> bool:
         """Update elements if the form of the call is known; return whether it is."""
-        known = self._known and self._known.find(key_of(op), origin, result, target_rank, target, count)
-        if known is None or known.update is None:
+        known = self._begin_known(what, key_of(op), origin, result, target_rank, target, stream, count)
+        if known is None:
             return False
-        where = self._begin_known(what, target_rank, origin, stream)
-        if where is None:
-            return False
-        known.update(known.address, known.pointer, known.result, known.nbytes, where)
+        call, where = known
+        assert call.update is not None
+        call.update(call.address, call.pointer, call.result, call.nbytes, where)
         self.streams.after_access(where, captures=False)
         return True
 
-    def _begin_known(self, what: str, target_rank: int, origin: Any, stream: Any) -> int | None:
-        """Return the stream of a known call, as `_begin_access` does; None for a stream that captures a graph."""
-        assert self._gpu is not None
+    def _begin_known(
+        self,
+        what: str,
+        operation: Any,
+        origin: Any,
+        result: Any,
+        target_rank: int,
+        target: Any,
+        stream: Any,
+        count: int | None = None,
+    ) -> tuple[KnownCall, int] | None:
+        """Return the steps of a known call and its stream, as `_begin_access` does.
+
+        Return None for a call that is not known, or whose stream captures a graph.
+        """
+        call = None if self._known is None else self._known.find(operation, origin, result, target_rank, target, count)
+        if call is None or self._gpu is None:
+            return None
         self.require_usable(what)
         self.epochs.require_access(what, target_rank)
         where = self._gpu.eager_stream(stream, origin)
-        if where is not None:
-            self.streams.before_access(where, captures=False)
-        return where
+        if where is None:
+            return None
+        self.streams.before_access(where, captures=False)
+        return call, where
 
     def _learn(
         self, operation: Any, origin: Any, target_rank: int, local: LocalBuffer | None, update: Update | None

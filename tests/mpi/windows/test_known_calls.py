@@ -52,18 +52,18 @@ def test_known_updates_keep_operations_results_and_targets_apart() -> None:
         assert sums == 3  # a launch for each operation, however many calls
 
 
-def known_calls(rig: Rig) -> list[tuple[Callable[[Any, Any, int], object], int]]:
+def known_calls(rig: Rig) -> list[tuple[Callable[[Any, Any, Any], object], int]]:
     """Return known calls of an origin, a result and a displacement, and the lengths of their buffers."""
-    win, calls = rig.win, []
-    for count, call in (
-        (2, lambda x, y, disp: win.Put(x, rig.rank, disp)),
-        (2, lambda x, y, disp: win.Get(x, rig.rank, disp)),
-        (2, lambda x, y, disp: win.Accumulate(x, rig.rank, disp)),
-        (2, lambda x, y, disp: win.Get_accumulate(x, y, rig.rank, disp)),
-        (1, lambda x, y, disp: win.Fetch_and_op(x, y, rig.rank, disp)),
-    ):
+    win, rank = rig.win, rig.rank
+    calls: list[tuple[Callable[[Any, Any, Any], object], int]] = [
+        (lambda x, y, disp: win.Put(x, rank, disp), 2),
+        (lambda x, y, disp: win.Get(x, rank, disp), 2),
+        (lambda x, y, disp: win.Accumulate(x, rank, disp), 2),
+        (lambda x, y, disp: win.Get_accumulate(x, y, rank, disp), 2),
+        (lambda x, y, disp: win.Fetch_and_op(x, y, rank, disp), 1),
+    ]
+    for call, count in calls:
         call(rig.of([0] * count), rig.of([0] * count), 0)
-        calls.append((call, count))
     return calls
 
 
@@ -81,7 +81,7 @@ def test_known_calls_raise_the_errors_of_other_calls() -> None:
                 assert caught.value.Get_error_class() == error
             with pytest.raises(TypeError, match="is no integer"):
                 call(x, y, 1.5)
-            with pytest.raises(MPI.Exception, match="reaches from byte|pass one element"):
+            with pytest.raises(MPI.Exception, match=r"reaches from byte|pass one element"):
                 call(rig.of([7] * (COUNT + 1)), rig.of([7] * (COUNT + 1)), 0)
         for call, count in calls[3:]:
             with pytest.raises(MPI.Exception, match=r"pass as many|pass one element"):
