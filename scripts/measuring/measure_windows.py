@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -160,7 +161,7 @@ class Windows:
             "Fetch_and_op": lambda: win.Fetch_and_op(one, before, 1, NBYTES + 16),
             "a.put": lambda: self.symmetric.put(part, 1),
         }
-        times = medians({name: lambda act=act: host_us(stream, act, ISSUED) for name, act in calls.items()})
+        times = medians({name: partial(host_us, stream, act, ISSUED) for name, act in calls.items()})
         win.Get(total, 1, NBYTES + 16)
         sums = ROUNDS * (ISSUED + 1)
         assert int(total[0]) == sums and int(before[0]) == sums - 1
@@ -227,9 +228,9 @@ def main() -> None:
             sys.stdout.write(f"{call:34} {where:20} {us:10.2f}{shown}\n")
         if options.json is not None:
             text = (
-                "Rank 0 accesses the memory of rank 1, which takes part only in fences. Times of the device are between "
-                f"events: around {REPEATS} calls, or around {LAUNCHES} launches of a graph of {CAPTURED} calls. Times of "
-                f"the host are of {ISSUED} calls in a row. All are medians of {ROUNDS} rounds."
+                "Rank 0 accesses the memory of rank 1, which takes part only in fences. Times of the device are "
+                f"between events: around {REPEATS} calls, or around {LAUNCHES} launches of a graph of {CAPTURED} calls. "
+                f"Times of the host are of {ISSUED} calls in a row. All are medians of {ROUNDS} rounds."
             )
             title = "Windows between two GPUs"
             add_tables(
