@@ -228,9 +228,9 @@ def main() -> None:
             sys.stdout.write(f"{call:34} {where:20} {us:10.2f}{shown}\n")
         if options.json is not None:
             text = (
-                "Rank 0 accesses the memory of rank 1, which takes part only in fences. Times of the device are "
-                f"between events: around {REPEATS} calls, or around {LAUNCHES} launches of a graph of {CAPTURED} calls. "
-                f"Times of the host are of {ISSUED} calls in a row. All are medians of {ROUNDS} rounds."
+                "Rank 0 accesses the memory of rank 1, which takes part only in fences. Events time "
+                f"{REPEATS} calls, or {LAUNCHES} launches of a graph of {CAPTURED} calls. The time of the host is for "
+                f"{ISSUED} calls in a row. All times are medians of {ROUNDS} rounds."
             )
             title = "Windows between two GPUs"
             add_tables(
