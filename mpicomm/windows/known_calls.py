@@ -6,38 +6,20 @@ only addresses, counts and the epoch. Any doubt leaves the call to `Window`, whi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpi4py import MPI
 
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.windows.launches import RunUpdate
 
-
-class _Form(NamedTuple):
-    """The facts that calls of one form have in common."""
-
-    address: int
-    """The part of the target rank, on this rank."""
-    nbytes: int
-    """The bytes of the part."""
-    disp_unit: int
-    itemsize: int
-    """The bytes of an element."""
-    update: RunUpdate | None
-
-
-class KnownCall(NamedTuple):
-    """The steps of a known call."""
-
-    pointer: int
-    """The origin."""
-    result: int
-    """The memory for previous elements; 0 for none."""
-    address: int
-    """The elements of the target rank, on this rank."""
-    nbytes: int
-    update: RunUpdate | None
+# These are plain tuples, because a tuple without names takes a third of the time to make.
+_Form = tuple[int, int, int, int, "RunUpdate | None"]
+"""The facts that calls of one form have in common: the address of the part of the target rank, its bytes and its
+displacement unit, the bytes of an element, and the launches of an update."""
+KnownCall = tuple[int, int, int, int, "RunUpdate | None"]
+"""The address of the elements of the target rank, the address of the origin, the address for previous elements or 0,
+the number of bytes, and the launches of an update."""
 
 
 class KnownCalls:
@@ -64,7 +46,7 @@ class KnownCalls:
         form = self._forms.get((operation, target_rank, kind))
         if form is None or (count is not None and elements != count):
             return None
-        _, nbytes_of_part, disp_unit, itemsize, update = form
+        part, nbytes_of_part, disp_unit, itemsize, update = form
         start, nbytes, previous = target * disp_unit, elements * itemsize, 0
         if start < 0 or nbytes == 0 or start + nbytes > nbytes_of_part:
             return None
@@ -73,11 +55,11 @@ class KnownCalls:
             if plain is None or plain[1:] != (elements, kind):
                 return None
             previous = plain[0]
-        address = form.address + start
+        address = part + start
         # GPUs update elements at multiples of their size.
         if update is not None and (address | pointer | previous) % itemsize:
             return None
-        return KnownCall(pointer, previous, address, nbytes, update)
+        return address, pointer, previous, nbytes, update
 
     def add(
         self,
@@ -95,7 +77,7 @@ class KnownCalls:
         """
         plain = None if isinstance(origin, (list, tuple)) else plain_array(origin)
         if plain is not None and len(plain) == 3 and plain[1]:
-            self._forms[operation, target_rank, plain[2]] = _Form(*part, nbytes // plain[1], update)
+            self._forms[operation, target_rank, plain[2]] = *part, nbytes // plain[1], update
 
 
 def key_of(op: Any) -> int | None:

@@ -47,8 +47,8 @@ class Window(Synchronisation):
             local = self.start_put("Win.Put", origin, target_rank, target, stream)
             self._learn("put", origin, target_rank, local, None)
         else:
-            call, where = known
-            self.steps.copy(call.address, call.pointer, call.nbytes, where)
+            (address, pointer, _, nbytes, _), where = known
+            self.steps.copy(address, pointer, nbytes, where)
             self.streams.after_access(where, captures=False)
 
     def get(self, origin: Any, target_rank: int, target: Any, stream: Any) -> None:
@@ -58,8 +58,8 @@ class Window(Synchronisation):
             local = self.start_get("Win.Get", origin, target_rank, target, stream)
             self._learn("get", origin, target_rank, local, None)
         else:
-            call, where = known
-            self.steps.copy(call.pointer, call.address, call.nbytes, where)
+            (address, pointer, _, nbytes, _), where = known
+            self.steps.copy(pointer, address, nbytes, where)
             self.streams.after_access(where, captures=False)
 
     def accumulate(
@@ -215,9 +215,9 @@ class Window(Synchronisation):
         known = self._begin_known(what, key_of(op), origin, result, target_rank, target, stream, count)
         if known is None:
             return False
-        call, where = known
-        assert call.update is not None
-        call.update(call.address, call.pointer, call.result, call.nbytes, where)
+        (address, pointer, previous, nbytes, update), where = known
+        assert update is not None
+        update(address, pointer, previous, nbytes, where)
         self.streams.after_access(where, captures=False)
         return True
 

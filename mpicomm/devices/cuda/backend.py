@@ -255,8 +255,11 @@ class CudaBackend:
         launch, context = self.load(variant).launcher(arguments).launch, self._context
 
         def enqueue(stream: int, blocks: int, threads: int) -> None:
-            with context.current():
+            if context.is_current():  # cheaper than a change of context, and nearly always true
                 launch(stream, blocks, threads)
+            else:
+                with context.current():
+                    launch(stream, blocks, threads)
 
         return enqueue
 
