@@ -1,14 +1,15 @@
 """The layout of the memory in which a process describes its calls: signed words of 64 bits, and texts of UTF-8.
 
-The memory holds a header, a row for each communicator, and the texts of calls. The texts are a ring. The position of
-a text counts all bytes that the process has written before it. The text lies there, modulo the length of the ring.
+The memory holds a header, a row for each communicator and each window, and the texts of calls. The texts are a ring.
+The position of a text counts all bytes that the process has written before it. The text lies there, modulo the length
+of the ring.
 """
 
 from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x33796C706D6F6364
+MAGIC = 0x33796C706D6F6365
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -43,10 +44,17 @@ SEND_TAG = 11
 ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may have enqueued their work
 COUNT = 13  # the number that replaces `COUNT_IN_TEXT` in the text of the last call
 NUMBER = 14  # tells this communicator from other communicators of the same processes, which have the same name
-WORDS = 15
+# Words of the row of a window. Its collective calls are its fences. A set of ranks has bit r for rank r.
+LOCKS = 15  # the set of ranks whose lock this rank has asked for, and not given up
+ALONE = 16  # the ranks in LOCKS whose lock is exclusive
+HELD = 17  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
+LOCKED_SINCE = 18  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
+AWAITED = 19  # the set of ranks for which a call that is in progress waits
+AWAITS_COMPLETE = 20  # whether this call is Win.Wait; otherwise it is Win.Start
+WORDS = 21
 # Texts of a row, in bytes.
-NAME = slice(128, 256)
-NODE_RANKS = slice(256, ROW_NBYTES)
+NAME = slice(8 * WORDS, 272)
+NODE_RANKS = slice(272, ROW_NBYTES)
 
 COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user

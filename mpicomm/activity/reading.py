@@ -30,6 +30,23 @@ class BlockedMessage:
 
 
 @dataclass(frozen=True)
+class WindowUse:
+    """The locks and the waits of a rank in a window. All tuples are ranks."""
+
+    locks: tuple[int, ...]
+    """The rank has asked for their locks, and has not given them up."""
+    alone: tuple[int, ...]
+    """The ranks of ``locks`` whose lock is exclusive."""
+    held: tuple[int, ...]
+    """The ranks of ``locks`` whose lock the rank holds, as far as its host knows."""
+    locked_since_ns: int
+    """When the rank asked for the last lock."""
+    awaited: tuple[int, ...]
+    """The call ``awaits`` waits for them, and is in progress."""
+    awaits: str
+
+
+@dataclass(frozen=True)
 class RankCalls:
     """The calls of one rank of a communicator. Times are in nanoseconds of the monotonic clock."""
 
@@ -50,6 +67,8 @@ class RankCalls:
     """Whether the communicator has GPUs, so that its calls return when they are enqueued."""
     receive: BlockedMessage | None
     send: BlockedMessage | None
+    window: WindowUse | None = None
+    """None for a communicator, and for a window without locks and waits."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +158,19 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
         bool(words[layout.ON_GPU]),
         None if receive.peer == layout.NOBODY else receive,
         None if send.peer == layout.NOBODY else send,
+        _window(words),
     )
+
+
+def _window(words: memoryview) -> WindowUse | None:
+    if not (words[layout.LOCKS] or words[layout.AWAITED]):
+        return None
+    locks, alone, held, awaited = (
+        tuple(rank for rank in range(63) if words[word] >> rank & 1)
+        for word in (layout.LOCKS, layout.ALONE, layout.HELD, layout.AWAITED)
+    )
+    call = "Win.Wait" if words[layout.AWAITS_COMPLETE] else "Win.Start"
+    return WindowUse(locks, alone, held, words[layout.LOCKED_SINCE], awaited, call)
 
 
 def _posted(memory: mmap.mmap, position: int) -> str:

@@ -62,6 +62,7 @@ class Synchronisation:
             self._gpu = cast(GpuBackend, backend)
             self.steps = GpuSteps(self._gpu, memory.boards, self.rank)
         self.streams = StreamUse(self._gpu)
+        self._row = memory.row
 
     def require_usable(self, what: str) -> None:
         """Raise if the window or its communicator was freed, or if an earlier error broke the communicator."""
@@ -73,6 +74,7 @@ class Synchronisation:
         """End an epoch of all ranks, and begin the next one. Collective; it holds the stream, not the host."""
         self._begin("Win.Fence", assertion)
         self.epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
+        self._row.post("Win.Fence")
         with self._synchronising(stream) as where:
             self.steps.meet(FENCES, self._others, self._others, where)
 
@@ -91,7 +93,7 @@ class Synchronisation:
         targets = self._ranks_of(group, "Win.Start")
         self.epochs.start(targets)
         if not assertion & MPI.MODE_NOCHECK:
-            with self._synchronising(stream) as where:
+            with self._synchronising(stream) as where, self._waiting(set_of(targets), for_complete=False):
                 self.steps.meet(POSTS, 0, set_of(targets), where)
 
     def complete(self, stream: Any) -> None:
@@ -105,7 +107,7 @@ class Synchronisation:
         """Wait for the `complete` of the ranks of `post`; it holds the stream, not the host."""
         self._begin("Win.Wait")
         origins = self.epochs.exposed_to("Win.Wait")
-        with self._synchronising(stream) as where:
+        with self._synchronising(stream) as where, self._waiting(set_of(origins), for_complete=True):
             self.steps.meet(COMPLETES, 0, set_of(origins), where)
         self._is_waited = self._backend.completion(where)
         self.epochs.end_exposure()
@@ -133,8 +135,7 @@ class Synchronisation:
         if assertion & MPI.MODE_NOCHECK:
             self._nocheck.add(rank)
             return
-        with self._synchronising(stream) as where:
-            self.steps.lock(1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
+        self._take(1 << rank, stream, exclusive=exclusive, yields=yields and not exclusive)
 
     def unlock(self, rank: int, stream: Any) -> None:
         """Give up the lock of the part of ``rank``, after all accesses of this rank."""
@@ -146,6 +147,7 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             if rank not in self._nocheck:
                 self.steps.unlock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
+                self._row.unlock(1 << rank)
         self._nocheck.discard(rank)
 
     def lock_all(self, assertion: int, stream: Any) -> None:
@@ -156,8 +158,7 @@ class Synchronisation:
         if assertion & MPI.MODE_NOCHECK:
             self._nocheck.update(range(self._size))
             return
-        with self._synchronising(stream) as where:
-            self.steps.lock(self._everyone, where, exclusive=False, yields=True)
+        self._take(self._everyone, stream, exclusive=False, yields=True)
 
     def unlock_all(self, stream: Any) -> None:
         """Give up the locks of `lock_all`."""
@@ -166,6 +167,7 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             if not self._nocheck:
                 self.steps.unlock(self._everyone, where, exclusive=False)
+                self._row.unlock(self._everyone)
         self._nocheck.clear()
 
     def flush(self, what: str, rank: int | None, stream: Any) -> None:
@@ -214,6 +216,20 @@ class Synchronisation:
             raise RefusedByMpiError(
                 f"{what}: assertion={assertion} has other modes than the MPI.MODE_* of {what}", MPI.ERR_ASSERT
             )
+
+    def _take(self, ranks: int, stream: Any, *, exclusive: bool, yields: bool) -> None:
+        """Take the locks of a set of ranks."""
+        self._row.lock(ranks, alone=exclusive)
+        with self._synchronising(stream) as where:
+            self.steps.lock(ranks, where, exclusive=exclusive, yields=yields)
+        if self._gpu is None:
+            self._row.hold(ranks)
+
+    def _waiting(self, ranks: int, *, for_complete: bool) -> contextlib.AbstractContextManager[None]:
+        """Let the doctor see a wait of the host. The doctor does not see waits of streams, which hold no host."""
+        if self._gpu is None and ranks:
+            return self._row.waiting(ranks, for_complete=for_complete)
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _synchronising(self, stream: Any) -> Iterator[int]:

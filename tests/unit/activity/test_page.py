@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mpicomm.activity import layout
-from mpicomm.activity.page import CommunicatorRow, Heading, Member, begin_by_mpi, page
+from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, begin_by_mpi, page
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, read_activity
 from mpicomm.collectives.operations import OPERATIONS
@@ -52,6 +52,32 @@ def test_calls_have_numbers_and_texts() -> None:
     assert (by_mpi.made, by_mpi.last, by_mpi.since_ns) == (4, "Bcast", None)
     row.close()
     assert "ranks 41-42,50" not in {calls.name for calls in read().communicators}
+
+
+def test_windows_have_rows_of_their_own() -> None:
+    heading = Heading(0, [Member("host", 1, 61), Member("host", 2, 62)], [0, 1], "cpu")
+    communicator, row = CommunicatorRow(), WindowRow()
+    communicator.open(heading)
+    row.open(heading.of_windows())
+    assert of("ranks 61-62").key != of("window of ranks 61-62").key
+    assert of("window of ranks 61-62").window is None
+    row.post("Win.Fence")
+    row.lock(0b10, alone=True)
+    row.lock(0b01, alone=False)
+    row.hold(0b10)
+    posted = of("window of ranks 61-62")
+    assert (posted.made, posted.last, posted.node_ranks) == (1, "Win.Fence", (0, 1))
+    assert posted.window is not None and posted.window.locked_since_ns > 0
+    assert (posted.window.locks, posted.window.alone, posted.window.held) == ((0, 1), (1,), (1,))
+    row.unlock(0b11)
+    assert of("window of ranks 61-62").window is None
+    for for_complete, call in ((True, "Win.Wait"), (False, "Win.Start")):
+        with row.waiting(0b11, for_complete=for_complete):
+            waits = of("window of ranks 61-62").window
+            assert waits is not None and (waits.awaited, waits.awaits) == ((0, 1), call)
+    assert of("window of ranks 61-62").window is None
+    row.close()
+    communicator.close()
 
 
 def test_all_collectives_have_numbers() -> None:
