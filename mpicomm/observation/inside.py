@@ -199,6 +199,19 @@ def _launcher(method: Callable[..., Any]) -> Callable[..., Any]:
     return launcher
 
 
+def _fixed_launch(method: Callable[..., Any]) -> Callable[..., Any]:
+    def fixed_launch(self: Any, variant: Any, arguments: Any, **numbers: int) -> Callable[[int], None]:
+        launch, work = method(self, variant, arguments, **numbers), self._work
+
+        def enqueue(stream: int) -> None:
+            with work.enqueued(stream):
+                launch(stream)
+
+        return enqueue
+
+    return fixed_launch
+
+
 def _message_steps(method: Callable[..., Any]) -> Callable[..., Any]:
     def message_steps(self: Any) -> Any:
         return _RecordedSteps(method(self), self._work)
@@ -215,6 +228,7 @@ _BACKEND_METHODS: tuple[tuple[str, _Wrapper], ...] = (
     ("pack", _on_stream),
     ("launch", _on_stream),
     ("launcher", _launcher),
+    ("fixed_launch", _fixed_launch),
     ("message_steps", _message_steps),
 )
 

@@ -217,7 +217,7 @@ class Window(Synchronisation):
             return False
         (address, pointer, previous, nbytes, update), where = known
         assert update is not None
-        update(address, pointer, previous, nbytes, where)
+        update(address, pointer, previous, nbytes, where, captures=False)
         self.streams.after_access(where, captures=False)
         return True
 

@@ -24,6 +24,7 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
+from mpicomm.devices.cuda.launch_graph import LaunchGraph
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
 from mpicomm.devices.cuda.memory import CudaSegment
@@ -260,6 +261,23 @@ class CudaBackend:
             else:
                 with context.current():
                     launch(stream, blocks, threads)
+
+        return enqueue
+
+    def fixed_launch(
+        self, variant: Variant, arguments: ctypes.Structure, *, blocks: int, threads: int
+    ) -> Callable[[int], None]:
+        """Return a function that enqueues a kernel with this content of ``arguments``; not capturable."""
+        context = self._context
+        with context.current(), relaxed():  # another stream of this thread may capture a graph
+            graph = LaunchGraph(self.load(variant), [(blocks, threads, bytes(arguments))])
+
+        def enqueue(stream: int) -> None:
+            if context.is_current():
+                graph.launch(stream)
+            else:
+                with context.current():
+                    graph.launch(stream)
 
         return enqueue
 

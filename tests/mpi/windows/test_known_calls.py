@@ -117,6 +117,26 @@ def test_known_updates_leave_misaligned_elements_to_other_calls() -> None:
         assert rig.mine()[3] == 2.0 and holder.memory.size
 
 
+def test_updates_that_repeat_are_made_ready_and_other_updates_come_between() -> None:
+    with rig_of() as rig:
+        win, one, before = rig.win, rig.of([1]), rig.of([0])
+        win.Lock(rig.rank)
+        for turn in range(30):
+            win.Fetch_and_op(one, before, rig.rank, 3)
+            assert before.get().tolist() == [turn - 1]
+        assert len(rig.device.fixed) == 1
+        for turn in range(4):
+            win.Fetch_and_op(one, before, rig.rank, 4)
+            win.Fetch_and_op(one, before, rig.rank, 3)
+            assert before.get().tolist() == [29 + turn]
+        rig.device.capturing = True
+        win.Fetch_and_op(one, before, rig.rank, 3)
+        rig.device.capturing = False
+        win.Unlock(rig.rank)
+        assert rig.mine()[3:5] == [33 + 1, 3]
+        assert len(rig.device.fixed) == 1
+
+
 def test_known_calls_are_captured() -> None:
     with rig_of() as rig:
         rig.win.Fence()
