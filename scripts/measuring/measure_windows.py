@@ -230,7 +230,7 @@ def main() -> None:
             text = (
                 "Rank 0 accesses the memory of rank 1, which takes part only in fences. Events time "
                 f"{REPEATS} calls, or {LAUNCHES} launches of a graph of {CAPTURED} calls. The time of the host is for "
-                f"{ISSUED} calls in a row. All times are medians of {ROUNDS} rounds."
+                f"{ISSUED} equal calls in a row. All times are medians of {ROUNDS} rounds."
             )
             title = "Windows between two GPUs"
             add_tables(
