@@ -44,7 +44,7 @@ class SynchronisationArguments(ctypes.Structure):
     ]
 
 
-class Lock(ctypes.Structure):
+class LockWords(ctypes.Structure):
     """The host's copy of ``Lock`` in window_lock.cuh, at the beginning of `LOCK_ROW`."""
 
     _fields_ = [
@@ -55,9 +55,9 @@ class Lock(ctypes.Structure):
     ]
 
 
-def lock_of(board: int) -> Lock:
+def lock_of(board: int) -> LockWords:
     """Return the lock on the board at an address of this process."""
-    return Lock.from_address(board + LOCK_ROW * ROW_WORDS * WORD_NBYTES)
+    return LockWords.from_address(board + LOCK_ROW * ROW_WORDS * WORD_NBYTES)
 
 
 def late_lock(peer: int, *, comes_first: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from mpicomm.kernels.window import EXCLUSIVE_SHIFT, Lock, lock_of
+from mpicomm.kernels.window import EXCLUSIVE_SHIFT, LockWords, lock_of
 from mpicomm.windows.mutex import holding_mutex
 
 Wait = Callable[[Callable[[], bool]], bool]
@@ -50,7 +50,7 @@ class HostLocks:
             with holding_mutex(self._boards[owner]):
                 self._locks[owner].holders &= ~mine
 
-    def _yield_to_waiting(self, lock: Lock, wait: Wait) -> None:
+    def _yield_to_waiting(self, lock: LockWords, wait: Wait) -> None:
         ahead, turns = lock.waiting, lock.turns
         count = ahead.bit_count()
 
@@ -114,7 +114,7 @@ def first_after(ranks: int, last: int) -> int:
     return first_of(ranks >> (last + 1) << (last + 1) or ranks)
 
 
-def _obstacle(lock: Lock, first: int) -> LateError:
+def _obstacle(lock: LockWords, first: int) -> LateError:
     holders = lock.holders
     if not holders:
         return LateError(first, comes_first=True)

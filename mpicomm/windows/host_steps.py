@@ -90,8 +90,11 @@ class HostSteps:
         """Take the locks of ranks."""
         try:
             self._locks.take(ranks_in(ranks), self._wait, exclusive=exclusive, yields=yields)
-        except LateError as late:
-            self._give_up(f"Win.Lock: {late_lock(late.peer, comes_first=late.comes_first)}", late.peer)
+        except LateError as error:
+            peer, comes_first = error.peer, error.comes_first
+        else:
+            return
+        self._give_up(f"Win.Lock: {late_lock(peer, comes_first=comes_first)}", peer)
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
         """Give the locks of ranks up."""

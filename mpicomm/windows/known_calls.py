@@ -22,7 +22,7 @@ KnownCall = tuple[int, int, int, int, "RunUpdate | None"]
 the number of bytes, and the launches of an update."""
 
 
-class KnownCalls:
+class KnownAccesses:
     """The forms of the calls of a window of a GPU. Its buffers are plain arrays, and its target is a displacement."""
 
     def __init__(self) -> None:

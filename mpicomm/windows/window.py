@@ -12,7 +12,7 @@ from mpicomm.kernels.accumulate import SWAPPED_SIZES
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
 from mpicomm.windows.dynamic import DynamicMemory
-from mpicomm.windows.known_calls import KnownCall, KnownCalls, key_of
+from mpicomm.windows.known_calls import KnownAccesses, KnownCall, key_of
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.pairs import as_pairs
 from mpicomm.windows.staging import Staging
@@ -38,7 +38,7 @@ class Window(Synchronisation):
         super().__init__(memory, array, group, links)
         self._staging = Staging(self._gpu, self.steps)
         # The memory of a dynamic window has no fixed parts.
-        self._known = KnownCalls() if self._gpu is not None and not isinstance(memory, DynamicMemory) else None
+        self._known = KnownAccesses() if self._gpu is not None and not isinstance(memory, DynamicMemory) else None
 
     def put(self, origin: Any, target_rank: int, target: Any, stream: Any) -> None:
         """Copy ``origin`` into the part of ``target_rank``."""

@@ -12,7 +12,7 @@ from mpicomm.kernels.window import (
     LOCK_KERNEL,
     MEET_KERNEL,
     WINDOW_THREADS,
-    Lock,
+    LockWords,
     SynchronisationArguments,
     lock_of,
 )
@@ -56,6 +56,6 @@ class Boards(WordsRig):
         )
         self.machine.launch(rank, self._kernels[kernel], [arguments], blocks=1, threads=WINDOW_THREADS, nap_us=nap_us)
 
-    def lock(self, rank: int) -> Lock:
+    def lock(self, rank: int) -> LockWords:
         """Return the lock of a rank's memory."""
         return lock_of(self.boards[rank].bytes.ctypes.data)

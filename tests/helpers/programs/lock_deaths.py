@@ -58,6 +58,7 @@ def main(results: Path, device: str, how: str, timeout_s: float) -> None:
 
     for rank in range(victim):
         access(rank, MPI.LOCK_SHARED)  # nothing is imported or compiled later
+    world.Barrier()
     if how == "waiting" and world.rank == 0:
         win.Lock(0)
         comm.check()

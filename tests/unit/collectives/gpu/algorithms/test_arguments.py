@@ -60,7 +60,7 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "combine.cu": {"mpicomm::Combination": combine.CombineArguments},
     "pack.cu": {"mpicomm::Region": packing.RegionEntry, "mpicomm::Packing": packing.PackArguments},
     "message.cu": {"mpicomm::MessageStep": message.MessageStep},
-    "window.cu": {"mpicomm::Synchronisation": window.SynchronisationArguments, "mpicomm::Lock": window.Lock},
+    "window.cu": {"mpicomm::Synchronisation": window.SynchronisationArguments, "mpicomm::Lock": window.LockWords},
     "chain.cu": {"mpicomm::Hop": HopArguments, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": SendrecvSide, "mpicomm::Sendrecv": SendrecvArguments},
     "p2p.cu": {
