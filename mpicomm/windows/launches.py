@@ -72,7 +72,7 @@ class RunUpdate:
         self._times = 0  # the number of such launches, one after the other
         self._repeat: Callable[[int], None] | None = None
 
-    def __call__(self, target: int, values: int, result: int, nbytes: int, stream: int, *, captures: bool) -> None:
+    def __call__(self, target: int, values: int, result: int, nbytes: int, stream: int, captures: bool = False) -> None:
         """Enqueue the kernel. ``values`` and ``result`` are addresses; 0 for none.
 
         ``captures`` says whether the stream captures a graph.

@@ -202,7 +202,7 @@ class GpuSteps:
         elements, backend, itemsize = target.elements, self._backend, update.dtype.itemsize
         if elements.layout is None and elements.nbytes <= RunUpdate.MOST_NBYTES:
             captures = backend.is_capturing(stream)
-            self.run_update(update)(target.address, values, result, elements.nbytes, stream, captures=captures)
+            self.run_update(update)(target.address, values, result, elements.nbytes, stream, captures)
             return
         table = table_for(run_of(elements.nbytes) if elements.layout is None else elements.layout)
         regions = backend.pack_table(table)

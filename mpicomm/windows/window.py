@@ -66,8 +66,11 @@ class Window(Synchronisation):
         self, what: str, origin: Any, result: Any, target_rank: int, target: Any, op: MPI.Op, stream: Any
     ) -> None:
         """Update the part of ``target_rank``, each element atomically; see `start_accumulate`."""
-        if not self._known_update(what, origin, result, target_rank, target, op, stream):
+        known = self._begin_known(what, key_of(op), origin, result, target_rank, target, stream)
+        if known is None:
             self.start_accumulate(what, origin, result, target_rank, target, op, stream)
+        else:
+            self._update_known(*known)
 
     def start_put(self, what: str, origin: Any, target_rank: int, target: Any, stream: Any) -> LocalBuffer | None:
         """Do as `put`, and return the buffer; None for MPI.PROC_NULL."""
@@ -141,7 +144,9 @@ class Window(Synchronisation):
         self, what: str, origin: Any, result: Any, target_rank: int, target_disp: int, op: MPI.Op, stream: Any
     ) -> None:
         """Do as `accumulate` with one element."""
-        if self._known_update(what, origin, result, target_rank, target_disp, op, stream, count=1):
+        known = self._begin_known(what, key_of(op), origin, result, target_rank, target_disp, stream, 1)
+        if known is not None:
+            self._update_known(*known)
             return
         if self._is_nowhere(what, target_rank):
             return
@@ -199,27 +204,12 @@ class Window(Synchronisation):
         if before is not None and places[1]:
             self._staging.unpack(before, result, stream)
 
-    def _known_update(
-        self,
-        what: str,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target: Any,
-        op: MPI.Op,
-        stream: Any,
-        *,
-        count: int | None = None,
-    ) -> bool:
-        """Update elements if the form of the call is known; return whether it is."""
-        known = self._begin_known(what, key_of(op), origin, result, target_rank, target, stream, count)
-        if known is None:
-            return False
-        (address, pointer, previous, nbytes, update), where = known
+    def _update_known(self, call: KnownCall, stream: int) -> None:
+        """Carry out a known update."""
+        address, pointer, previous, nbytes, update = call
         assert update is not None
-        update(address, pointer, previous, nbytes, where, captures=False)
-        self.streams.after_access(where, captures=False)
-        return True
+        update(address, pointer, previous, nbytes, stream)
+        self.streams.after_access(stream, captures=False)
 
     def _begin_known(
         self,
