@@ -49,12 +49,19 @@ LOCKS = 15  # the set of ranks whose lock this rank has asked for, and not given
 ALONE = 16  # the ranks in LOCKS whose lock is exclusive
 HELD = 17  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
 LOCKED_SINCE = 18  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
-AWAITED = 19  # the set of ranks for which a call that is in progress waits
-AWAITS_COMPLETE = 20  # whether this call is Win.Wait; otherwise it is Win.Start
-WORDS = 21
+IS_WINDOW = 19  # 1 in the row of a window
+WORDS = 20
 # Texts of a row, in bytes.
 NAME = slice(8 * WORDS, 272)
 NODE_RANKS = slice(272, ROW_NBYTES)
+# The row of a window has counts in the place of the ranks of the node, because all ranks of a window are on one node.
+# Each is a list of bytes, one for each rank of the window. The counts wrap around.
+MOST_RANKS = 56
+_COUNTS_AT = NODE_RANKS.start
+POSTED, STARTED, COMPLETED, WAITED = (
+    slice(_COUNTS_AT + number * MOST_RANKS, _COUNTS_AT + (number + 1) * MOST_RANKS) for number in range(4)
+)
+"""How often this rank has named a rank in Post, Start, Complete and Wait."""
 
 COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user

@@ -163,7 +163,10 @@ class Heading:
         heading = copy.copy(self)
         heading._digest = ~self._digest & (1 << 48) - 1
         heading.row = bytearray(self.row)
-        _write(memoryview(heading.row), layout.NAME, f"window of {self._name}")
+        memory = memoryview(heading.row)
+        _write(memory, layout.NAME, f"window of {self._name}")
+        _write(memory, layout.NODE_RANKS, "")
+        memory[: 8 * layout.WORDS].cast("q")[layout.IS_WINDOW] = 1
         return heading
 
     def count(self) -> tuple[int, int]:
@@ -246,16 +249,12 @@ class WindowRow(CommunicatorRow):
         for word in (layout.HELD, layout.LOCKS, layout.ALONE):
             words[word] &= ~ranks
 
-    @contextmanager
-    def waiting(self, ranks: int, *, for_complete: bool) -> Iterator[None]:
-        """Say, as long as the block lasts, that this rank waits for the Complete of ranks, or for their Post."""
-        words = self.words
-        words[layout.AWAITS_COMPLETE] = for_complete
-        words[layout.AWAITED] = ranks
-        try:
-            yield
-        finally:
-            words[layout.AWAITED] = 0
+    def count(self, counts: slice, ranks: int) -> None:
+        """Count a call that names a set of ranks; ``counts`` is `layout.POSTED` or the like."""
+        numbers = self._row.bytes[counts]
+        for rank in range(ranks.bit_length()):
+            if ranks >> rank & 1:
+                numbers[rank] = (numbers[rank] + 1) & 0xFF
 
 
 def begin_by_mpi(words: memoryview, call: int) -> None:

@@ -31,7 +31,7 @@ class BlockedMessage:
 
 @dataclass(frozen=True)
 class WindowUse:
-    """The locks and the waits of a rank in a window. All tuples are ranks."""
+    """The locks and the groups of a rank in a window. All tuples are ranks."""
 
     locks: tuple[int, ...]
     """The rank has asked for their locks, and has not given them up."""
@@ -41,9 +41,11 @@ class WindowUse:
     """The ranks of ``locks`` whose lock the rank holds, as far as its host knows."""
     locked_since_ns: int
     """When the rank asked for the last lock."""
-    awaited: tuple[int, ...]
-    """The call ``awaits`` waits for them, and is in progress."""
-    awaits: str
+    posted: bytes
+    """How often the rank has named each rank in Post, modulo 256; so for the other calls."""
+    started: bytes
+    completed: bytes
+    waited: bytes
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class RankCalls:
     receive: BlockedMessage | None
     send: BlockedMessage | None
     window: WindowUse | None = None
-    """None for a communicator, and for a window without locks and waits."""
+    """None for a communicator."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
     if key == 0:
         return None
     name, node_ranks = _text(memory, at, layout.NAME), _text(memory, at, layout.NODE_RANKS)
+    if words[layout.IS_WINDOW]:
+        node_ranks = ""  # there are counts
     if words[layout.NUMBER] > 1:
         name = f"{name} #{words[layout.NUMBER]}"
     last = _posted(memory, number - 1) if number > 0 else layout.BY_MPI[-number]
@@ -158,19 +162,18 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
         bool(words[layout.ON_GPU]),
         None if receive.peer == layout.NOBODY else receive,
         None if send.peer == layout.NOBODY else send,
-        _window(words),
+        _window(memory, at, words) if words[layout.IS_WINDOW] else None,
     )
 
 
-def _window(words: memoryview) -> WindowUse | None:
-    if not (words[layout.LOCKS] or words[layout.AWAITED]):
-        return None
-    locks, alone, held, awaited = (
-        tuple(rank for rank in range(63) if words[word] >> rank & 1)
-        for word in (layout.LOCKS, layout.ALONE, layout.HELD, layout.AWAITED)
+def _window(memory: mmap.mmap, at: int, words: memoryview) -> WindowUse:
+    locks, alone, held = (
+        tuple(rank for rank in range(layout.MOST_RANKS) if words[word] >> rank & 1)
+        for word in (layout.LOCKS, layout.ALONE, layout.HELD)
     )
-    call = "Win.Wait" if words[layout.AWAITS_COMPLETE] else "Win.Start"
-    return WindowUse(locks, alone, held, words[layout.LOCKED_SINCE], awaited, call)
+    counts = (layout.POSTED, layout.STARTED, layout.COMPLETED, layout.WAITED)
+    numbers = (bytes(memory[at + each.start : at + each.stop]) for each in counts)
+    return WindowUse(locks, alone, held, words[layout.LOCKED_SINCE], *numbers)
 
 
 def _posted(memory: mmap.mmap, position: int) -> str:

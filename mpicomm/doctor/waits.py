@@ -72,7 +72,8 @@ class Look:
         for members in self._communicators.values():
             most = max(calls.made for _, calls in members.values())
             for rank, calls in members.values():
-                if calls.made or most or calls.receive or calls.send or calls.window:
+                locks = calls.window is not None and calls.window.locks
+                if calls.made or most or calls.receive or calls.send or locks:
                     found.append(self._line(members, rank, calls))
         # The lines of one communicator follow each other. A communicator with trouble comes first.
         troubled = {line.communicator for line in found if line.waits}
@@ -152,14 +153,19 @@ class Look:
         use, earlier = calls.window, self._earlier(rank, calls)
         if use is None or earlier is None or earlier.window != use:
             return
-        if use.awaited:
-            yield use.awaits, list(use.awaited)
+        uses = {index: other.window for index, (_, other) in members.items() if other.window is not None}
+        for call, mine, theirs in (
+            ("Win.Start", use.started, {index: other.posted for index, other in uses.items()}),
+            ("Win.Wait", use.waited, {index: other.completed for index, other in uses.items()}),
+        ):
+            late = [index for index, counts in theirs.items() if _is_behind(counts[calls.rank], mine[index])]
+            if late:
+                yield call, sorted(late)
         for owner in set(use.locks) - set(use.held):
-            others = [(index, other.window) for index, (_, other) in members.items() if other is not calls]
             asked = [
                 (index, other)
-                for index, other in others
-                if other is not None and owner in other.locks and owner in (*use.alone, *other.alone)
+                for index, other in uses.items()
+                if index != calls.rank and owner in other.locks and owner in (*use.alone, *other.alone)
             ]
             peers = [index for index, other in asked if owner in other.held]
             if not peers and all(_is_one_call(other, calls.size) for other in (use, *(other for _, other in asked))):
@@ -304,6 +310,11 @@ class Look:
 def _is_one_call(use: WindowUse, size: int) -> bool:
     """Return whether one call has asked for all locks of a rank, so that the time is the time of all locks."""
     return len(use.locks) in (1, size)
+
+
+def _is_behind(count: int, other: int) -> bool:
+    """Return whether a count is smaller than another one, modulo 256."""
+    return 0 < (other - count) % 256 < 128
 
 
 def _seconds(rank: Rank, since_ns: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
+from mpicomm.activity import layout
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
@@ -84,6 +85,7 @@ class Synchronisation:
         origins = self._ranks_of(group, "Win.Post")
         self.epochs.post(origins)
         if not assertion & MPI.MODE_NOCHECK:
+            self._row.count(layout.POSTED, set_of(origins))
             with self._synchronising(stream) as where:
                 self.steps.meet(POSTS, set_of(origins), 0, where)
 
@@ -93,13 +95,15 @@ class Synchronisation:
         targets = self._ranks_of(group, "Win.Start")
         self.epochs.start(targets)
         if not assertion & MPI.MODE_NOCHECK:
-            with self._synchronising(stream) as where, self._waiting(set_of(targets), for_complete=False):
+            self._row.count(layout.STARTED, set_of(targets))
+            with self._synchronising(stream) as where:
                 self.steps.meet(POSTS, 0, set_of(targets), where)
 
     def complete(self, stream: Any) -> None:
         """Tell the targets of `start` that all accesses of this rank are done."""
         self._begin("Win.Complete")
         targets = self.epochs.complete()
+        self._row.count(layout.COMPLETED, set_of(targets))
         with self._synchronising(stream) as where:
             self.steps.meet(COMPLETES, set_of(targets), 0, where)
 
@@ -107,7 +111,8 @@ class Synchronisation:
         """Wait for the `complete` of the ranks of `post`; it holds the stream, not the host."""
         self._begin("Win.Wait")
         origins = self.epochs.exposed_to("Win.Wait")
-        with self._synchronising(stream) as where, self._waiting(set_of(origins), for_complete=True):
+        self._row.count(layout.WAITED, set_of(origins))
+        with self._synchronising(stream) as where:
             self.steps.meet(COMPLETES, 0, set_of(origins), where)
         self._is_waited = self._backend.completion(where)
         self.epochs.end_exposure()
@@ -224,12 +229,6 @@ class Synchronisation:
             self.steps.lock(ranks, where, exclusive=exclusive, yields=yields)
         if self._gpu is None:
             self._row.hold(ranks)
-
-    def _waiting(self, ranks: int, *, for_complete: bool) -> contextlib.AbstractContextManager[None]:
-        """Let the doctor see a wait of the host. The doctor does not see waits of streams, which hold no host."""
-        if self._gpu is None and ranks:
-            return self._row.waiting(ranks, for_complete=for_complete)
-        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _synchronising(self, stream: Any) -> Iterator[int]:

@@ -14,6 +14,7 @@ from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, b
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, read_activity
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.kernels.window import WINDOW_RANKS
 from tests.helpers.jobs.mpiexec import environment
 
 ALONE = [Member("host", 1, 0)]
@@ -55,27 +56,28 @@ def test_calls_have_numbers_and_texts() -> None:
 
 
 def test_windows_have_rows_of_their_own() -> None:
+    assert layout.MOST_RANKS == WINDOW_RANKS
     heading = Heading(0, [Member("host", 1, 61), Member("host", 2, 62)], [0, 1], "cpu")
     communicator, row = CommunicatorRow(), WindowRow()
     communicator.open(heading)
     row.open(heading.of_windows())
     assert of("ranks 61-62").key != of("window of ranks 61-62").key
-    assert of("window of ranks 61-62").window is None
     row.post("Win.Fence")
     row.lock(0b10, alone=True)
     row.lock(0b01, alone=False)
     row.hold(0b10)
     posted = of("window of ranks 61-62")
-    assert (posted.made, posted.last, posted.node_ranks) == (1, "Win.Fence", (0, 1))
+    assert (posted.made, posted.last, of("ranks 61-62").window) == (1, "Win.Fence", None)
     assert posted.window is not None and posted.window.locked_since_ns > 0
     assert (posted.window.locks, posted.window.alone, posted.window.held) == ((0, 1), (1,), (1,))
     row.unlock(0b11)
-    assert of("window of ranks 61-62").window is None
-    for for_complete, call in ((True, "Win.Wait"), (False, "Win.Start")):
-        with row.waiting(0b11, for_complete=for_complete):
-            waits = of("window of ranks 61-62").window
-            assert waits is not None and (waits.awaited, waits.awaits) == ((0, 1), call)
-    assert of("window of ranks 61-62").window is None
+    for times, counts in enumerate((layout.POSTED, layout.STARTED, layout.COMPLETED, layout.WAITED), 255):
+        for _ in range(times):
+            row.count(counts, 0b10)
+    use = of("window of ranks 61-62").window
+    assert use is not None and use.locks == use.alone == use.held == ()
+    for count, found in zip((255, 0, 1, 2), (use.posted, use.started, use.completed, use.waited), strict=True):
+        assert found == bytes([0, count]) + bytes(layout.MOST_RANKS - 2)
     row.close()
     communicator.close()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from mpicomm.activity.reading import Activity, BlockedMessage, RankCalls, Step, WindowUse
 from mpicomm.doctor.processes import Process
 from mpicomm.doctor.running import Job, Rank
@@ -152,11 +154,14 @@ def test_a_call_on_a_gpu_may_be_only_enqueued() -> None:
     assert [line.does for line in look(ranks).lines()] == ["has enqueued it, and sleeps"]
 
 
-def use(*locks: int, alone: Sequence[int] = (), held: Sequence[int] = (), ago_s: float = 5.0) -> WindowUse:
-    return WindowUse(locks, tuple(alone), tuple(held), NOW_NS - int(ago_s * 1e9), (), "Win.Start")
+def use(
+    *locks: int, alone: Sequence[int] = (), held: Sequence[int] = (), ago_s: float = 5.0, **counts: Sequence[int]
+) -> WindowUse:
+    four = (bytes(counts.get(name, ())).ljust(56, b"\0") for name in ("posted", "started", "completed", "waited"))
+    return WindowUse(locks, tuple(alone), tuple(held), NOW_NS - int(ago_s * 1e9), *four)
 
 
-def in_window(number: int, window: WindowUse | None, *, on_gpu: bool = False) -> Rank:
+def in_window(number: int, window: WindowUse, *, on_gpu: bool = False) -> Rank:
     return rank(
         number, replace(calls(number, 0, ""), name="window of world", since_ns=None, window=window, on_gpu=on_gpu)
     )
@@ -202,13 +207,19 @@ def test_locks_of_gpus_are_held_by_the_ranks_that_have_asked_first() -> None:
 
 def test_a_rank_that_has_asked_for_a_lock_since_the_first_look_does_not_wait_yet() -> None:
     ranks = [in_window(0, use(0, alone=(0,), held=(0,))), in_window(1, use(0, alone=(0,), ago_s=1.0))]
-    assert look(ranks, [earlier(ranks[0]), earlier(in_window(1, None))]).waits() == []
+    assert look(ranks, [earlier(ranks[0]), earlier(in_window(1, use()))]).waits() == []
 
 
-def test_ranks_wait_for_groups_of_windows() -> None:
-    waits = WindowUse((), (), (), 0, (0, 2), "Win.Wait")
-    (wait,) = look([in_window(0, None), in_window(1, waits), in_window(2, None)]).waits()
-    assert wait.text.startswith(
-        "rank 1 waits in Win.Wait of window of world for ranks 0, 2. Rank 0 (process 1000) sleeps"
-    )
-    assert (wait.seconds, wait.known, wait.pids) == (3.0, False, (1000, 1002))
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_ranks_wait_for_groups_of_windows(on_gpu: bool) -> None:
+    # Rank 0 has completed three epochs for rank 1, as rank 1 awaits. Rank 2 has completed none of two.
+    done = use(completed=[0, 3]), use(completed=[0, 0])
+    waiting = use(waited=[3, 0, 2])
+    ranks = [in_window(0, done[0]), in_window(1, waiting, on_gpu=on_gpu), in_window(2, done[1])]
+    (wait,) = look(ranks).waits()
+    assert wait.text == "rank 1 waits in Win.Wait of window of world for rank 2. Rank 2 (process 1002) sleeps"
+    assert (wait.seconds, wait.known, wait.pids) == (3.0, False, (1002,))
+    starts = [in_window(0, use(started=[0, 1, 1])), in_window(1, use(posted=[0])), in_window(2, use(posted=[255]))]
+    assert [each.partition(".")[0] for each in texts(*starts)] == ["rank 0 waits in Win"]
+    assert "Win.Start of window of world for ranks 1, 2." in texts(*starts)[0]
+    assert texts(in_window(0, use(started=[0, 1])), in_window(1, use(posted=[2]))) == []  # rank 1 is ahead
