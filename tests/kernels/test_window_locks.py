@@ -232,3 +232,16 @@ def test_rank_that_waits_for_a_shared_lock_gets_it_before_the_next_exclusive_hol
     with pytest.raises(RunFailedError, match=r"fault on rank 2: state=2, operation=8, sequence=0, block=0, peer=1"):
         boards.machine.run(limit_s=10)
     assert boards.lock(0).holders == set_of(1)
+
+
+@pytest.mark.parametrize("yields", [True, False])
+def test_locks_of_all_ranks_and_of_single_ranks_wait_in_no_circle(builds: Builds, yields: bool) -> None:
+    boards = Boards(builds, 4)
+    for number in range(ROUNDS):
+        for rank in range(4):
+            owners = range(4) if rank < 2 else [(rank + number) % 2]
+            boards.step(LOCK_KERNEL, rank, LOCK, waits=owners, exclusive=rank >= 2, yields=yields and rank < 2)
+            boards.step(LOCK_KERNEL, rank, LOCK, signals=owners, exclusive=rank >= 2)
+    boards.machine.run(seed=4, jitter_us=200, limit_s=30)
+    assert [(boards.lock(owner).holders, boards.lock(owner).waiting) for owner in range(4)] == [(0, 0)] * 4
+    assert [boards.lock(owner).turns for owner in range(4)] == [ROUNDS, ROUNDS, 0, 0]
