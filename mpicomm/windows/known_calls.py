@@ -23,7 +23,7 @@ the number of bytes, and the launches of an update."""
 
 
 class KnownAccesses:
-    """The forms of the calls of a window of a GPU. Its buffers are plain arrays, and its target is a displacement."""
+    """The forms of the calls of a window of a GPU whose buffers are plain arrays."""
 
     def __init__(self) -> None:
         self._forms: dict[tuple[Any, ...], _Form] = {}
@@ -31,19 +31,22 @@ class KnownAccesses:
     def find(
         self, operation: Any, origin: Any, result: Any, target_rank: Any, target: Any, count: int | None = None
     ) -> KnownCall | None:
-        """Return the steps of a call; None if its form is not known, or if it is wrong. ``count`` is the right count.
+        """Return the steps of a call; None if its form is not known, or if it is wrong.
 
-        ``operation`` is "put", "get", or an operation of MPI. Without a result, ``result`` is None.
+        ``operation`` is "put", "get", or the key of an operation of MPI. Without a result, ``result`` is None. If the
+        call takes a certain number of elements, ``count``, its target is a displacement.
         """
-        if target is None:
-            target = 0
-        elif type(target) is not int:
-            return None
+        datatype = 0
+        if type(target) is not int:
+            place = _place_of(target) if count is None else None
+            if place is None:
+                return None
+            target, count, datatype = place
         plain = plain_array(origin)
         if plain is None or len(plain) != 3:
             return None
         pointer, elements, kind = plain
-        form = self._forms.get((operation, target_rank, kind))
+        form = self._forms.get((operation, target_rank, kind, datatype))
         if form is None or (count is not None and elements != count):
             return None
         part, nbytes_of_part, disp_unit, itemsize, update = form
@@ -66,6 +69,7 @@ class KnownAccesses:
         operation: Any,
         origin: Any,
         target_rank: int,
+        target: Any,
         part: tuple[int, int, int],
         nbytes: int,
         update: RunUpdate | None,
@@ -75,9 +79,30 @@ class KnownAccesses:
         ``part`` has the address of the part of the target rank, its bytes and its displacement unit. ``nbytes`` are the
         bytes of ``origin``.
         """
-        plain = None if isinstance(origin, (list, tuple)) else plain_array(origin)
-        if plain is not None and len(plain) == 3 and plain[1]:
-            self._forms[operation, target_rank, plain[2]] = *part, nbytes // plain[1], update
+        plain, place = plain_array(origin), _place_of(target)
+        if plain is None or len(plain) != 3 or not plain[1]:
+            return
+        itemsize = nbytes // plain[1]
+        if place is not None and place[2]:
+            datatype = target[2]
+            if not datatype.is_predefined or datatype.size != itemsize or datatype.extent != itemsize:
+                return
+        self._forms[operation, target_rank, plain[2], place[2] if place else 0] = *part, itemsize, update
+
+
+def _place_of(target: Any) -> tuple[int, int | None, int] | None:
+    """Return the displacement, the count and MPI's handle of the datatype in a target; None and 0 for none.
+
+    Return None for a target in an unusual form.
+    """
+    if target is None or type(target) is int:
+        return target or 0, None, 0
+    if type(target) not in (tuple, list) or not 2 <= len(target) <= 3:
+        return None
+    disp, count, *datatypes = target
+    if type(disp) is not int or type(count) is not int or any(type(each) is not MPI.Datatype for each in datatypes):
+        return None
+    return disp, count, datatypes[0].handle if datatypes else 0
 
 
 def key_of(op: Any) -> int | None:

@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from mpicomm.devices.base import Link
 from mpicomm.kernels.accumulate import SWAPPED_SIZES
+from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
 from mpicomm.windows.dynamic import DynamicMemory
@@ -45,7 +46,7 @@ class Window(Synchronisation):
         known = self._begin_known("Win.Put", "put", origin, None, target_rank, target, stream)
         if known is None:
             local = self.start_put("Win.Put", origin, target_rank, target, stream)
-            self._learn("put", origin, target_rank, local, None)
+            self._learn("put", origin, target_rank, target, local, None)
         else:
             (address, pointer, _, nbytes, _), where = known
             self.steps.copy(address, pointer, nbytes, where)
@@ -56,7 +57,7 @@ class Window(Synchronisation):
         known = self._begin_known("Win.Get", "get", origin, None, target_rank, target, stream)
         if known is None:
             local = self.start_get("Win.Get", origin, target_rank, target, stream)
-            self._learn("get", origin, target_rank, local, None)
+            self._learn("get", origin, target_rank, target, local, None)
         else:
             (address, pointer, _, nbytes, _), where = known
             self.steps.copy(pointer, address, nbytes, where)
@@ -137,7 +138,7 @@ class Window(Synchronisation):
             self._update(update, there, values, before, where)
             self.streams.after_access(where, captures=captures)
         if values is not None and not update.reads_only:
-            self._learn(key_of(op), origin, target_rank, values, update)
+            self._learn(key_of(op), origin, target_rank, target, values, update)
         return local
 
     def fetch_and_op(
@@ -231,14 +232,20 @@ class Window(Synchronisation):
             return None
         self.require_usable(what)
         self.epochs.require_access(what, target_rank)
-        where = self._gpu.eager_stream(stream, origin)
+        where = self._gpu.eager_stream(stream, array_of(origin))
         if where is None:
             return None
         self.streams.before_access(where, captures=False)
         return call, where
 
     def _learn(
-        self, operation: Any, origin: Any, target_rank: int, local: LocalBuffer | None, update: Update | None
+        self,
+        operation: Any,
+        origin: Any,
+        target_rank: int,
+        target: Any,
+        local: LocalBuffer | None,
+        update: Update | None,
     ) -> None:
         """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``."""
         if self._known is None or operation is None or local is None or not local.on_device:
@@ -247,7 +254,7 @@ class Window(Synchronisation):
         part = self.memory.parts[target_rank]
         launches = None if update is None else self.steps.run_update(update)
         place = self.memory.pointers[target_rank], part.nbytes, part.disp_unit
-        self._known.add(operation, origin, target_rank, place, local.nbytes, launches)
+        self._known.add(operation, origin, target_rank, target, place, local.nbytes, launches)
 
     def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
         steps, layout = self.steps, there.elements.layout

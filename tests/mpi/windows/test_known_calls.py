@@ -35,6 +35,33 @@ def test_known_calls_take_other_addresses_counts_and_targets() -> None:
         assert [each.get().tolist() for each in seen] == [[9], [2, 3], [4, 5, 6]]
 
 
+def test_known_calls_take_mpis_forms_of_buffers_and_targets() -> None:
+    with rig_of() as rig:
+        win, seen = rig.win, rig.of([0, 0])
+        win.Lock(rig.rank)
+        for turn in range(3):
+            win.Put([rig.of([turn, 7]), MPI.INT64_T], rig.rank, (2, 2, MPI.INT64_T))
+            win.Put([rig.of([turn, 8, 9]), 2, MPI.INT64_T], rig.rank, [5, 2])
+            win.Accumulate([rig.of([1, 1]), MPI.INT64_T], rig.rank, [2, 2, MPI.INT64_T])
+            win.Get([seen, MPI.INT64_T], rig.rank, (2, 2, MPI.INT64_T))
+            assert seen.get().tolist() == [turn + 1, 8]
+            assert rig.mine()[4:8] == [-1, turn, 8, -1]
+        wide = rig.of([1, 2])
+        for _ in range(2):  # other elements of as many bytes
+            win.Put(wide, rig.rank, (10, 4, MPI.INT32_T))
+            with pytest.raises(MPI.Exception, match="pass as many elements"):
+                win.Put(wide, rig.rank, (10, 2, MPI.INT32_T))
+            with pytest.raises(MPI.Exception, match="target has 24 bytes, and origin has 16"):
+                win.Put(wide, rig.rank, (10, 3))
+            with pytest.raises(MPI.Exception, match="target has 24 bytes, and origin has 16"):
+                win.Put([wide, MPI.INT64_T], rig.rank, (10, 3, MPI.INT64_T))
+        win.Put(rig.of([5]), rig.rank, (COUNT - 1, 1))
+        with pytest.raises(MPI.Exception, match="reaches from byte"):
+            win.Put(rig.of([5]), rig.rank, (COUNT, 1))
+        win.Unlock(rig.rank)
+        assert rig.mine()[9:13] == [-1, 1, 2, -1]
+
+
 def test_known_updates_keep_operations_results_and_targets_apart() -> None:
     with rig_of() as rig:
         win, before = rig.win, [rig.of([0] * count) for count in (1, 2, 1)]
@@ -88,6 +115,9 @@ def test_known_calls_raise_the_errors_of_other_calls() -> None:
                 call(rig.of([7] * count), rig.of([7] * (count + 1)), 0)
         with pytest.raises(MPI.Exception, match="has 2 elements: pass one element"):
             win.Fetch_and_op(rig.of([7, 7]), rig.of([7, 7]), rig.rank)
+        wrong: Any = (0, 1)
+        with pytest.raises(TypeError, match=r"displacement \(0, 1\) is no integer"):
+            win.Fetch_and_op(rig.of([7]), rig.of([7]), rig.rank, wrong)
         win.Unlock(rig.rank)
         for call, count in calls:
             with pytest.raises(MPI.Exception, match="is in no epoch"):
