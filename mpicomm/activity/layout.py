@@ -1,7 +1,8 @@
 """The layout of the memory in which a process describes its calls: signed words of 64 bits, and texts of UTF-8.
 
-The memory holds a header, a row for each communicator, and the texts of calls. The texts are a ring. The position of
-a text counts all bytes that the process has written before it. The text lies there, modulo the length of the ring.
+The memory holds a header, a row for each communicator and each window, and the texts of calls. The texts are a ring.
+The position of a text counts all bytes that the process has written before it. The text lies there, modulo the length
+of the ring.
 """
 
 from __future__ import annotations
@@ -44,10 +45,24 @@ ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may 
 COUNT = 13  # the number that replaces `COUNT_IN_TEXT` in the text of the last call
 NUMBER = 14  # tells this communicator from other communicators of the same processes, which have the same name
 POSTS = 15  # how many other collective calls this rank has begun: kernels or mapped memory carry these out
-WORDS = 16
+# Words of the row of a window. Its collective calls are its fences. A set of ranks has bit r for rank r.
+LOCKS = 16  # the set of ranks whose lock this rank has asked for, and not given up
+ALONE = 17  # the ranks in LOCKS whose lock is exclusive
+HELD = 18  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
+LOCKED_SINCE = 19  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
+IS_WINDOW = 20  # 1 in the row of a window
+WORDS = 21
 # Texts of a row, in bytes.
-NAME = slice(128, 256)
-NODE_RANKS = slice(256, ROW_NBYTES)
+NAME = slice(8 * WORDS, 272)
+NODE_RANKS = slice(272, ROW_NBYTES)
+# The row of a window has counts in the place of the ranks of the node, because all ranks of a window are on one node.
+# Each is a list of bytes, one for each rank of the window. The counts wrap around.
+MOST_RANKS = 56
+_COUNTS_AT = NODE_RANKS.start
+POSTED, STARTED, COMPLETED, WAITED = (
+    slice(_COUNTS_AT + number * MOST_RANKS, _COUNTS_AT + (number + 1) * MOST_RANKS) for number in range(4)
+)
+"""How often this rank has named a rank in Post, Start, Complete and Wait."""
 
 COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user

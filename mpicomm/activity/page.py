@@ -10,6 +10,7 @@ doctor may read a mixture of two texts.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import mmap
 import os
@@ -148,7 +149,7 @@ class Heading:
         self._digest = int.from_bytes(digest, "big")
         numbers = [process.number for process in processes]
         is_world = numbers == list(range(page().world_size))
-        name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
+        self._name = name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
         self.row = bytearray(layout.ROW_NBYTES)
         words = memoryview(self.row)[: 8 * layout.WORDS].cast("q")
         words[layout.RANK], words[layout.SIZE] = rank, len(processes)
@@ -156,6 +157,17 @@ class Heading:
         words[layout.SOURCE] = words[layout.DEST] = layout.NOBODY
         _write(memoryview(self.row), layout.NAME, name)
         _write(memoryview(self.row), layout.NODE_RANKS, ranks_as_text(node_ranks))
+
+    def of_windows(self) -> Heading:
+        """Return the heading of the windows of these processes."""
+        heading = copy.copy(self)
+        heading._digest = ~self._digest & (1 << 48) - 1
+        heading.row = bytearray(self.row)
+        memory = memoryview(heading.row)
+        _write(memory, layout.NAME, f"window of {self._name}")
+        _write(memory, layout.NODE_RANKS, "")
+        memory[: 8 * layout.WORDS].cast("q")[layout.IS_WINDOW] = 1
+        return heading
 
     def count(self) -> tuple[int, int]:
         """Return the key and the number of another communicator of these processes.
@@ -213,6 +225,36 @@ class CommunicatorRow:
         """Hide the row from the doctor."""
         if self._page.is_own:  # a forked child has the objects of its parent, and the page of its parent
             self.words[layout.KEY] = 0
+
+
+class WindowRow(CommunicatorRow):
+    """The part of the page for one window."""
+
+    __slots__ = ()
+
+    def lock(self, ranks: int, *, alone: bool) -> None:
+        """Say that this rank asks for the locks of a set of ranks."""
+        words = self.words
+        words[layout.LOCKED_SINCE] = _monotonic_ns()
+        words[layout.ALONE] |= ranks if alone else 0
+        words[layout.LOCKS] |= ranks
+
+    def hold(self, ranks: int) -> None:
+        """Say that this rank has got the locks."""
+        self.words[layout.HELD] |= ranks
+
+    def unlock(self, ranks: int) -> None:
+        """Say that this rank gives the locks up."""
+        words = self.words
+        for word in (layout.HELD, layout.LOCKS, layout.ALONE):
+            words[word] &= ~ranks
+
+    def count(self, counts: slice, ranks: int) -> None:
+        """Count a call that names a set of ranks; ``counts`` is `layout.POSTED` or the like."""
+        numbers = self._row.bytes[counts]
+        for rank in range(ranks.bit_length()):
+            if ranks >> rank & 1:
+                numbers[rank] = (numbers[rank] + 1) & 0xFF
 
 
 def begin_by_mpi(words: memoryview, call: int) -> None:

@@ -30,6 +30,25 @@ class BlockedMessage:
 
 
 @dataclass(frozen=True)
+class WindowUse:
+    """The locks and the groups of a rank in a window. All tuples are ranks."""
+
+    locks: tuple[int, ...]
+    """The rank has asked for their locks, and has not given them up."""
+    alone: tuple[int, ...]
+    """The ranks of ``locks`` whose lock is exclusive."""
+    held: tuple[int, ...]
+    """The ranks of ``locks`` whose lock the rank holds, as far as its host knows."""
+    locked_since_ns: int
+    """When the rank asked for the last lock."""
+    posted: bytes
+    """How often the rank has named each rank in Post, modulo 256; so for the other calls."""
+    started: bytes
+    completed: bytes
+    waited: bytes
+
+
+@dataclass(frozen=True)
 class RankCalls:
     """The calls of one rank of a communicator. Times are in nanoseconds of the monotonic clock."""
 
@@ -52,6 +71,8 @@ class RankCalls:
     send: BlockedMessage | None
     by_mpi: int = 0
     """How many of the begun calls MPI carries out."""
+    window: WindowUse | None = None
+    """None for a communicator."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +142,8 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
     if key == 0:
         return None
     name, node_ranks = _text(memory, at, layout.NAME), _text(memory, at, layout.NODE_RANKS)
+    if words[layout.IS_WINDOW]:
+        node_ranks = ""  # there are counts
     if words[layout.NUMBER] > 1:
         name = f"{name} #{words[layout.NUMBER]}"
     last = _posted(memory, number - 1) if number > 0 else layout.BY_MPI[-number]
@@ -142,6 +165,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
         None if receive.peer == layout.NOBODY else receive,
         None if send.peer == layout.NOBODY else send,
         words[layout.CALLS_BY_MPI],
+        _window(memory, at, words) if words[layout.IS_WINDOW] else None,
     )
 
 
@@ -164,6 +188,16 @@ def call_by_mpi(pid: int, own: memoryview) -> str:
         ),
         "",
     )
+
+
+def _window(memory: mmap.mmap, at: int, words: memoryview) -> WindowUse:
+    locks, alone, held = (
+        tuple(rank for rank in range(layout.MOST_RANKS) if words[word] >> rank & 1)
+        for word in (layout.LOCKS, layout.ALONE, layout.HELD)
+    )
+    counts = (layout.POSTED, layout.STARTED, layout.COMPLETED, layout.WAITED)
+    numbers = (bytes(memory[at + each.start : at + each.stop]) for each in counts)
+    return WindowUse(locks, alone, held, words[layout.LOCKED_SINCE], *numbers)
 
 
 def _posted(memory: mmap.mmap, position: int) -> str:

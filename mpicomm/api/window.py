@@ -12,6 +12,7 @@ from mpicomm.api.window_on_device import DeviceWindowCalls
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.location import is_on_device
+from mpicomm.observation.subclasses import record_calls
 from mpicomm.session import Session
 from mpicomm.windows.dynamic import share_dynamic_window
 from mpicomm.windows.memory import (
@@ -70,7 +71,7 @@ class Win(HostWindowCalls):
         comm = communicator_of(comm)
         if not _may_be_device(comm, place, "Win.Create"):
             require_on_host("Create", None, memory=memory)
-            return _create(cls, memory, disp_unit, info, comm)  # type: ignore[no-any-return]
+            return _observed(_create(cls, memory, disp_unit, info, comm), comm)
         session = comm._session.set_up("Win.Create")  # type: ignore[attr-defined]
         offer = _Offer("none", Part(0, 1))
         provide = allocated(session, 0)
@@ -94,7 +95,7 @@ class Win(HostWindowCalls):
                 f"{name_ranks(found['host'])}: pass memory of one kind on all ranks"
             )
         if not found["device"] and place == "auto":
-            return _create(cls, memory, disp_unit, info, comm)  # type: ignore[no-any-return]
+            return _observed(_create(cls, memory, disp_unit, info, comm), comm)
         parts = [each.part for each in offers]
         array = memory if offer.where == "device" else None
         return _on_device(session, comm, info, "Win.Create", parts, provide, MPI.WIN_FLAVOR_CREATE, array)
@@ -112,7 +113,7 @@ class Win(HostWindowCalls):
         """Make a window of new memory of ``size`` bytes. ``tomemory()`` is its array. Collective, blocking."""
         comm = communicator_of(comm)
         if not _may_be_device(comm, place, "Win.Allocate"):
-            return _allocate(cls, size, disp_unit, info, comm)  # type: ignore[no-any-return]
+            return _observed(_allocate(cls, size, disp_unit, info, comm), comm)
         return _new(comm, "Win.Allocate", size, disp_unit, info, MPI.WIN_FLAVOR_ALLOCATE)
 
     @classmethod
@@ -131,7 +132,7 @@ class Win(HostWindowCalls):
         """
         comm = communicator_of(comm)
         if not _may_be_device(comm, place, "Win.Allocate_shared"):
-            return _allocate_shared(cls, size, disp_unit, info, comm)  # type: ignore[no-any-return]
+            return _observed(_allocate_shared(cls, size, disp_unit, info, comm), comm)
         return _new(comm, "Win.Allocate_shared", size, disp_unit, info, MPI.WIN_FLAVOR_SHARED)
 
     @classmethod
@@ -141,7 +142,7 @@ class Win(HostWindowCalls):
         """Make a window to which ranks attach memory of this place. Collective, blocking."""
         comm = communicator_of(comm)
         if not _may_be_device(comm, place, "Win.Create_dynamic"):
-            return _create_dynamic(cls, info, comm)  # type: ignore[no-any-return]
+            return _observed(_create_dynamic(cls, info, comm), comm)
         session: Session = comm._session.set_up("Win.Create_dynamic")  # type: ignore[attr-defined]
         require_one_node(session, "Win.Create_dynamic")
         memory = share_dynamic_window(session, "Win.Create_dynamic")
@@ -210,4 +211,12 @@ def _made(
         session.close_shared(memory, "Win")  # all ranks fail together
         _free(made)
         raise
+    _observed(made, comm)
     return made
+
+
+def _observed(win: Win, comm: Any) -> Win:
+    """Let the calls of a window be recorded if the calls of its communicator are recorded. Local."""
+    if isinstance(comm, Communicator) and comm._session.channel is not None:
+        record_calls(win, comm._session.channel)
+    return win

@@ -70,11 +70,11 @@ class DeviceWindowCalls(HostWindowCalls):
 
     def Rput(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Put`; return its request."""
-        return self._started(self._window.put(origin, target_rank, target, stream, "Win.Rput"), stream)
+        return self._started(self._window.start_put("Win.Rput", origin, target_rank, target, stream), stream)
 
     def Rget(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
         """Start `Get`; return its request."""
-        return self._started(self._window.get(origin, target_rank, target, stream, "Win.Rget"), stream)
+        return self._started(self._window.start_get("Win.Rget", origin, target_rank, target, stream), stream)
 
     def Accumulate(
         self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
@@ -90,7 +90,7 @@ class DeviceWindowCalls(HostWindowCalls):
         self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
     ) -> MPI.Request:
         """Start `Accumulate`; return its request."""
-        local = self._window.accumulate("Win.Raccumulate", origin, None, target_rank, target, op, stream)
+        local = self._window.start_accumulate("Win.Raccumulate", origin, None, target_rank, target, op, stream)
         return self._started(local, stream)
 
     def Get_accumulate(
@@ -117,7 +117,7 @@ class DeviceWindowCalls(HostWindowCalls):
         stream: Any = None,
     ) -> MPI.Request:
         """Start `Get_accumulate`; return its request."""
-        local = self._window.accumulate("Win.Rget_accumulate", origin, result, target_rank, target, op, stream)
+        local = self._window.start_accumulate("Win.Rget_accumulate", origin, result, target_rank, target, op, stream)
         return self._started(local, stream)
 
     def Fetch_and_op(

@@ -226,7 +226,7 @@ MPICOMM_DEVICE u64 compare_and_swap(u64* p, u64 expected, u64 value) {
   return before;
 }
 
-// The same for locks. If the acquire stores, it orders all accesses that follow after it. It pairs
+// Atomic updates for locks. An acquire that stores orders all accesses that follow after it. It pairs
 // with a release of the same word, which orders all accesses that precede it before it.
 MPICOMM_DEVICE u64 compare_and_swap_acquire(u64* p, u64 expected, u64 value) {
   u64 before;
@@ -236,12 +236,14 @@ MPICOMM_DEVICE u64 compare_and_swap_acquire(u64* p, u64 expected, u64 value) {
                : "memory");
   return before;
 }
-MPICOMM_DEVICE u64 compare_and_swap_release(u64* p, u64 expected, u64 value) {
+MPICOMM_DEVICE u64 fetch_or_acquire(u64* p, u64 value) {
   u64 before;
-  asm volatile("atom.release.sys.global.cas.b64 %0, [%1], %2, %3;"
-               : "=l"(before)
-               : "l"(p), "l"(expected), "l"(value)
-               : "memory");
+  asm volatile("atom.acquire.sys.global.or.b64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");
+  return before;
+}
+MPICOMM_DEVICE u64 fetch_and_release(u64* p, u64 value) {
+  u64 before;
+  asm volatile("atom.release.sys.global.and.b64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");
   return before;
 }
 
@@ -320,8 +322,13 @@ MPICOMM_DEVICE u64 compare_and_swap(u64* p, u64 expected, u64 value) {
 MPICOMM_DEVICE u64 compare_and_swap_acquire(u64* p, u64 expected, u64 value) {
   return yield_and_swap(p, expected, value, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
-MPICOMM_DEVICE u64 compare_and_swap_release(u64* p, u64 expected, u64 value) {
-  return yield_and_swap(p, expected, value, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+MPICOMM_DEVICE u64 fetch_or_acquire(u64* p, u64 value) {
+  MPICOMM_YIELD();
+  return __atomic_fetch_or(p, value, __ATOMIC_ACQUIRE);
+}
+MPICOMM_DEVICE u64 fetch_and_release(u64* p, u64 value) {
+  MPICOMM_YIELD();
+  return __atomic_fetch_and(p, value, __ATOMIC_RELEASE);
 }
 MPICOMM_DEVICE u64 clock_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())

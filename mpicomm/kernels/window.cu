@@ -7,24 +7,20 @@
 //     sent       word p counts the signals of the owner to rank p; only the owner uses it
 //     expected   word p counts the waits of the owner for rank p; only the owner uses it
 //
-// The last row begins with the lock of the owner's memory. The top byte of the lock is 1 + the rank
-// that holds it alone, or 0. Bit r of the other bits says that rank r holds it with others. So a
-// rank that waits in vain can name the rank that holds the lock.
+// The last row begins with the lock of the owner's memory, see window_lock.cuh.
 //
 // Counts only grow and lie in the memory of the device. So a captured graph with these kernels can
 // run again for ever. `sent` and `expected` belong to one stream at a time, so they need no atomics.
 
-#include "faults.cuh"
+#include "window_lock.cuh"
 
 namespace mpicomm {
 
 // The host's copies of these constants and structures are in window.py; a test compares them.
-constexpr u32 kWindowRanks = 56;
 constexpr u32 kWindowThreads = 64;
 constexpr u32 kRowWords = 64;  // a row is whole lines, so that rows which different ranks poll share no line
 constexpr u32 kRowsOfCounts = 3;  // inbox, sent, expected
 constexpr u32 kLockRow = 9;  // after the rows of three kinds of counts
-constexpr u32 kExclusiveShift = 56;
 
 struct Synchronisation {
   u64* const* boards;  // the address of every rank's board on this rank
@@ -37,6 +33,7 @@ struct Synchronisation {
   u32 kind;       // the kind of count: 0, 1 or 2
   u32 operation;  // an Operation, for the fault record
   u32 exclusive;  // whether a lock is for this rank alone
+  u32 yields;     // whether a lock that is not waits for exclusive locks that other ranks wait for: see window_lock.cuh
 };
 
 MPICOMM_DEVICE bool has(u64 ranks, u32 rank) { return rank < kWindowRanks && (ranks >> rank & 1) != 0; }
@@ -74,45 +71,20 @@ MPICOMM_DEVICE void meet_ranks(const Synchronisation& x) {
   }
 }
 
-// Returns the rank that holds a lock; the first one, if several ranks hold it.
-MPICOMM_DEVICE u32 holder_of(u64 lock) {
-  const u32 alone = static_cast<u32>(lock >> kExclusiveShift);
-  if (alone != 0) return alone - 1;
-  u32 rank = 0;
-  while (rank + 1 < kWindowRanks && (lock >> rank & 1) == 0) ++rank;
-  return rank;
-}
-
 MPICOMM_DEVICE void take_or_give_locks(const Synchronisation& x) {
   const u32 owner = threadIdx.x;
+  const bool gives = has(x.signals, owner), takes = has(x.waits, owner);
+  Lock* const lock = gives || takes ? reinterpret_cast<Lock*>(x.boards[owner] + kLockRow * kRowWords) : nullptr;
+  Watch watch{{x.record, x.failed}, x.timeout_ns, x.operation, 0, 0, owner};
   // As above: after a failed wait the memory behind the lock may be incomplete. So this rank neither
   // takes a lock nor gives one up, and the next rank that waits for the lock raises.
+  if (takes && x.yields != 0 && load_relaxed(x.failed) == kClear) yield_to_waiting(lock, watch);
+  // No thread takes a lock before all threads have let other ranks pass. Otherwise this rank could
+  // hold one lock while it lets a rank pass at another lock. That rank may wait for the first lock.
+  __syncthreads();
   if (load_relaxed(x.failed) != kClear) return;
-  const u64 mine = x.exclusive != 0 ? static_cast<u64>(x.rank + 1) << kExclusiveShift : 1ull << x.rank;
-  if (has(x.signals, owner)) {
-    u64* const lock = x.boards[owner] + kLockRow * kRowWords;
-    u64 seen = load_relaxed(lock);
-    // The release pairs with the acquire below, on the next rank that takes the lock. It publishes
-    // all accesses of this stream under the lock. A relaxed swap could overtake them, and the next
-    // holder would read old content, or its stores would be overwritten. The swap is repeated,
-    // because other ranks that share the lock may change their bits.
-    for (u64 before; (before = compare_and_swap_release(lock, seen, seen & ~mine)) != seen; seen = before) {}
-  }
-  if (has(x.waits, owner)) {
-    u64* const lock = x.boards[owner] + kLockRow * kRowWords;
-    Watch watch{{x.record, x.failed}, x.timeout_ns, x.operation, 0, 0, owner};
-    const auto taken = [&] {
-      const u64 seen = load_relaxed(lock);
-      if (x.exclusive != 0 ? seen != 0 : seen >> kExclusiveShift != 0) {
-        watch.peer = holder_of(seen);
-        return false;
-      }
-      // The acquire pairs with the release above, on the rank that held the lock before. With a
-      // relaxed swap, loads of this rank could move before it and see old content.
-      return compare_and_swap_acquire(lock, seen, seen | mine) == seen;
-    };
-    spin_until(taken, watch);
-  }
+  if (gives) give_lock(lock, x.rank, x.exclusive != 0);
+  if (takes) take_lock(lock, x.rank, x.exclusive != 0, watch);
 }
 
 }  // namespace mpicomm

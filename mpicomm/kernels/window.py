@@ -8,13 +8,15 @@ from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import Variant
 
-# Constants and a structure of window.cu and faults.cuh; a test compares them.
+# Constants and a structure of window.cu, window_lock.cuh and faults.cuh; a test compares them.
 WINDOW_RANKS = 56
 WINDOW_THREADS = 64
 ROW_WORDS = 64
 ROWS_OF_COUNTS = 3
 LOCK_ROW = 9
 EXCLUSIVE_SHIFT = 56
+COMES_FIRST = 1
+"""The sequence number of a fault of `LOCK` whose peer does not hold the lock, but has its turn before this rank."""
 FENCE, START, WAIT, LOCK = 5, 6, 7, 8
 """The operations of windows in ``enum Operation``."""
 
@@ -38,7 +40,31 @@ class SynchronisationArguments(ctypes.Structure):
         ("kind", ctypes.c_uint32),
         ("operation", ctypes.c_uint32),
         ("exclusive", ctypes.c_uint32),
+        ("yields", ctypes.c_uint32),
     ]
+
+
+class LockWords(ctypes.Structure):
+    """The host's copy of ``Lock`` in window_lock.cuh, at the beginning of `LOCK_ROW`."""
+
+    _fields_ = [
+        ("holders", ctypes.c_uint64),
+        ("waiting", ctypes.c_uint64),
+        ("turns", ctypes.c_uint64),
+        ("last", ctypes.c_uint64),
+    ]
+
+
+def lock_of(board: int) -> LockWords:
+    """Return the lock on the board at an address of this process."""
+    return LockWords.from_address(board + LOCK_ROW * ROW_WORDS * WORD_NBYTES)
+
+
+def late_lock(peer: int, *, comes_first: bool) -> str:
+    """Return the reason why a rank waited in vain for a lock, up to the time."""
+    if comes_first:
+        return f"rank {peer} has its turn to take the lock first, and did not take it"
+    return f"rank {peer} holds the lock, and did not give it up"
 
 
 MEET_KERNEL = Variant(SHARED / "window.cu", "mpicomm_window_meet", options_for(None))

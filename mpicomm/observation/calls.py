@@ -14,8 +14,8 @@ from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.recording.record import Category
 
-_BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out")
-_DETAILS = ("dest", "source", "root", "peer")
+_BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out", "origin", "result")
+_DETAILS = ("dest", "source", "root", "peer", "target_rank", "rank")
 _ROWS: dict[str, Operation] = {name: row for row in OPERATIONS.values() for name in row.methods}
 _COLLECTIVES = ("Barrier", *OPERATIONS)
 
@@ -42,6 +42,15 @@ OF_ARRAYS: dict[str, Kind] = {
     "close": ("set-up", True),
 }
 OF_EVENTS: dict[str, Kind] = {**dict.fromkeys(("record", "wait"), ("memory", False)), "close": ("set-up", True)}
+_LOCAL = (
+    "Put Get Rput Rget Accumulate Raccumulate Get_accumulate Rget_accumulate Fetch_and_op Compare_and_swap Post Start "
+    "Complete Wait Test Lock Unlock Lock_all Unlock_all Flush Flush_all Flush_local Flush_local_all Sync"
+)
+OF_WINDOWS: dict[str, Kind] = {
+    **dict.fromkeys(_LOCAL.split(), ("memory", False)),
+    "Fence": ("memory", True),
+    "Free": ("set-up", True),
+}
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def _copy(method: Callable[..., None]) -> Callable[..., None]:
 
 def _on_stream(method: Callable[..., None]) -> Callable[..., None]:
     def enqueue(self: Any, *arguments: Any, **keywords: Any) -> None:
-        stream = arguments[-1]  # in `signal`, `wait_signal` and `pack`
+        stream = arguments[-1]  # in `signal`, `wait_signal`, `pack` and `launch`
         with self._work.enqueued(stream):
             method(self, *arguments, **keywords)
 
@@ -186,6 +186,32 @@ class _RecordedSteps:
         return enqueue
 
 
+def _launcher(method: Callable[..., Any]) -> Callable[..., Any]:
+    def launcher(self: Any, variant: Any, arguments: Any) -> Callable[[int, int, int], None]:
+        launch, work = method(self, variant, arguments), self._work
+
+        def enqueue(stream: int, blocks: int, threads: int) -> None:
+            with work.enqueued(stream):
+                launch(stream, blocks, threads)
+
+        return enqueue
+
+    return launcher
+
+
+def _fixed_launch(method: Callable[..., Any]) -> Callable[..., Any]:
+    def fixed_launch(self: Any, variant: Any, arguments: Any, **numbers: int) -> Callable[[int], None]:
+        launch, work = method(self, variant, arguments, **numbers), self._work
+
+        def enqueue(stream: int) -> None:
+            with work.enqueued(stream):
+                launch(stream)
+
+        return enqueue
+
+    return fixed_launch
+
+
 def _message_steps(method: Callable[..., Any]) -> Callable[..., Any]:
     def message_steps(self: Any) -> Any:
         return _RecordedSteps(method(self), self._work)
@@ -200,6 +226,9 @@ _BACKEND_METHODS: tuple[tuple[str, _Wrapper], ...] = (
     ("signal", _on_stream),
     ("wait_signal", _on_stream),
     ("pack", _on_stream),
+    ("launch", _on_stream),
+    ("launcher", _launcher),
+    ("fixed_launch", _fixed_launch),
     ("message_steps", _message_steps),
 )
 

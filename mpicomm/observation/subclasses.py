@@ -1,4 +1,4 @@
-"""Subclasses with methods that record: of communicators, requests, symmetric arrays and shared events.
+"""Subclasses with methods that record: of communicators, requests, windows, symmetric arrays and shared events.
 
 An object gets a subclass of its class, like a freed communicator (`mpicomm.api.freed`). So programs that ask for its
 class find the same class, and objects without records ask nothing in each call.
@@ -12,7 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.observation.calls import OF_ARRAYS, OF_COMMUNICATORS, OF_EVENTS, Kind, MethodSignature
+from mpicomm.observation.calls import OF_ARRAYS, OF_COMMUNICATORS, OF_EVENTS, OF_WINDOWS, Kind, MethodSignature
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.record import Category, Record
 from mpicomm.symmetric.array import SymmetricArray
@@ -23,7 +23,7 @@ _FLUSHED = ("Free", "Disconnect", "check")
 
 
 def record_calls(called: Any, channel: Channel) -> None:
-    """Let the methods of a communicator, array or event record their calls from now on. Local."""
+    """Let the methods of a communicator, window, array or event record their calls from now on. Local."""
     cls: Any = type(called)
     if not hasattr(cls, "_channel"):
         called.__class__ = _subclass(cls)
@@ -51,6 +51,8 @@ def _subclass(cls: Any) -> Any:
     table: dict[str, Kind]
     if issubclass(cls, MPI.Comm):
         table = OF_COMMUNICATORS
+    elif issubclass(cls, MPI.Win):
+        table = OF_WINDOWS
     else:
         table = OF_ARRAYS if issubclass(cls, SymmetricArray) else OF_EVENTS
     methods = {name: _recorded(cls, name, *table[name]) for name in table if hasattr(cls, name)}
@@ -60,7 +62,8 @@ def _subclass(cls: Any) -> Any:
 def _recorded(cls: Any, name: str, category: Category, numbered: bool) -> Callable[..., Any]:
     method = getattr(cls, name)
     signature = MethodSignature.of(name, method)
-    operation = name if issubclass(cls, MPI.Comm) else f"{cls.__name__}.{name}"
+    owner = "Win" if issubclass(cls, MPI.Win) else cls.__name__
+    operation = name if issubclass(cls, MPI.Comm) else f"{owner}.{name}"
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -67,6 +67,11 @@ class Epochs:
         """End the epoch of `post`."""
         self._posted = None
 
+    @property
+    def locks(self) -> bool:
+        """Whether this rank holds or awaits a lock."""
+        return bool(self._locked) or self._locked_all
+
     def lock(self, target: int, lock_type: int) -> None:
         """Begin an access epoch for ``target`` alone."""
         if lock_type not in (MPI.LOCK_EXCLUSIVE, MPI.LOCK_SHARED):
@@ -110,7 +115,7 @@ class Epochs:
         open_epochs = {
             "Start": (self._started is not None, "Complete"),
             "Post": (self._posted is not None, "Wait"),
-            "Lock": (bool(self._locked) or self._locked_all, "Unlock_all" if self._locked_all else "Unlock"),
+            "Lock": (self.locks, "Unlock_all" if self._locked_all else "Unlock"),
             "Lock_all": (self._locked_all, "Unlock_all"),
         }
         for other in others:

@@ -13,19 +13,12 @@ from mpicomm.devices.base import Scratch
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.kernels.accumulate import LOCATING
-from mpicomm.kernels.window import (
-    EXCLUSIVE_SHIFT,
-    FENCE,
-    LOCK_ROW,
-    ROW_WORDS,
-    ROWS_OF_COUNTS,
-    START,
-    WAIT,
-)
+from mpicomm.kernels.window import FENCE, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, START, WAIT, late_lock
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.waiting import wait_until
 from mpicomm.windows import host_layouts, pairs
 from mpicomm.windows.buffers import Target
+from mpicomm.windows.host_locks import HostLocks, LateError
 from mpicomm.windows.mutex import holding_mutex
 from mpicomm.windows.steps import Count, ranks_in
 from mpicomm.windows.updates import Update
@@ -44,8 +37,9 @@ class HostSteps:
         self._backend = backend
         self._rank = rank
         self._addresses = boards
-        rows = LOCK_ROW + 1
+        rows = LOCK_ROW  # the rows of counts
         self._boards = [array_at(board, rows * ROW_WORDS, _WORD).reshape(rows, ROW_WORDS) for board in boards]
+        self._locks = HostLocks(boards, rank)
         self._progress = progress
         self._scratch: Scratch = backend.scratch(0)
 
@@ -78,7 +72,7 @@ class HostSteps:
             self._rows(peer, count)[0][self._rank] = sent[peer]
         for peer in ranks_in(waits):
             target = int(expected[peer]) + 1
-            if not wait_until(lambda: int(inbox[peer]) >= target, self._backend.timeout_s, self._progress):  # noqa: B023
+            if not self._wait(lambda: int(inbox[peer]) >= target):  # noqa: B023
                 name = _NAMES[count.operation]
                 self._give_up(f"{name}: number {target} from rank {peer} did not come", peer)
             expected[peer] = target
@@ -92,31 +86,19 @@ class HostSteps:
         inbox, _, expected = self._rows(self._rank, count)
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 
-    def lock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
-        """Take the locks of ranks. The mutex around each change of a lock is also the acquire and the release."""
-        for owner in ranks_in(ranks):
-            word = self._boards[owner][LOCK_ROW]
-            seen = 0
-
-            def take() -> bool:
-                nonlocal seen
-                with holding_mutex(self._addresses[owner]):  # noqa: B023
-                    seen = int(word[0])  # noqa: B023
-                    if (seen if exclusive else seen >> EXCLUSIVE_SHIFT) != 0:
-                        return False
-                    word[0] = seen | self._mine(exclusive)  # noqa: B023
-                    return True
-
-            if not wait_until(take, self._backend.timeout_s, self._progress):
-                holder = _holder_of(seen)
-                self._give_up(f"Win.Lock: rank {holder} holds the lock, and did not give it up", holder)
+    def lock(self, ranks: int, stream: int, *, exclusive: bool, yields: bool) -> None:
+        """Take the locks of ranks."""
+        try:
+            self._locks.take(ranks_in(ranks), self._wait, exclusive=exclusive, yields=yields)
+        except LateError as error:
+            peer, comes_first = error.peer, error.comes_first
+        else:
+            return
+        self._give_up(f"Win.Lock: {late_lock(peer, comes_first=comes_first)}", peer)
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
         """Give the locks of ranks up."""
-        for owner in ranks_in(ranks):
-            word = self._boards[owner][LOCK_ROW]
-            with holding_mutex(self._addresses[owner]):
-                word[0] = int(word[0]) & ~self._mine(exclusive)
+        self._locks.give(ranks_in(ranks), exclusive=exclusive)
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
         """Return, because NumPy updates elements of any size at any address."""
@@ -157,8 +139,8 @@ class HostSteps:
                 now[:] = new
         before[:] = np.frombuffer(previous, np.uint8)
 
-    def _mine(self, exclusive: bool) -> int:
-        return (self._rank + 1) << EXCLUSIVE_SHIFT if exclusive else 1 << self._rank
+    def _wait(self, ready: Callable[[], bool]) -> bool:
+        return wait_until(ready, self._backend.timeout_s, self._progress)
 
     def _rows(self, owner: int, count: Count) -> npt.NDArray[Any]:
         first = count.kind * ROWS_OF_COUNTS
@@ -173,9 +155,3 @@ class HostSteps:
 def _elements_at(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     # Bytes, because the array interface would forget the fields of a pair.
     return array_at(pointer, count * dtype.itemsize, _BYTE).view(dtype)
-
-
-def _holder_of(lock: int) -> int:
-    """Return the rank that holds a lock; the first one, if several ranks hold it."""
-    alone = lock >> EXCLUSIVE_SHIFT
-    return alone - 1 if alone else (lock & -lock).bit_length() - 1

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.activity.page import WindowRow
 from mpicomm.devices.base import Segment
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse
@@ -50,6 +51,8 @@ class WindowMemory:
         self.pointers = [segments[rank].pointer for rank in range(owner.node.size)]
         """The address of every rank's part on this rank."""
         self.closed = False
+        self.row = WindowRow()
+        self.row.open(owner.placement.heading.of_windows())
         self._segments = segments
         self._board_segments = boards
         self._allocated = allocated
@@ -96,6 +99,7 @@ class WindowMemory:
     def close_peers(self) -> None:
         """Unmap the peers' parts; local, the first step of a close."""
         self.closed = True
+        self.row.close()
         self._segments.close_peers()
         self._board_segments.close_peers()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -20,12 +18,9 @@ from mpicomm.kernels.accumulate import (
     UPDATED_SIZES,
     WIDE_NBYTES,
     AccumulateArguments,
-    SwapArguments,
     accumulate_kernel,
     blocks_for,
-    swap_kernel,
 )
-from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.window import (
     FENCE,
     LOCK,
@@ -35,14 +30,13 @@ from mpicomm.kernels.window import (
     ROWS_OF_COUNTS,
     START,
     WAIT,
-    WINDOW_THREADS,
     WORD_NBYTES,
-    SynchronisationArguments,
 )
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.packing import table_for
 from mpicomm.mpi.types import is_covered
 from mpicomm.windows.buffers import Target
+from mpicomm.windows.launches import RunUpdate, SwapLaunch, SynchronisationLaunch
 from mpicomm.windows.updates import Update, is_aligned
 
 
@@ -69,11 +63,6 @@ def ranks_in(ranks: int) -> Iterator[int]:
             yield rank
 
 
-@lru_cache(maxsize=256)
-def _table_of_run(nbytes: int) -> PackTable:
-    return table_for(run_of(nbytes))
-
-
 class Steps(Protocol):
     """Carries out steps on mapped memory, in the order of a stream. The host carries them out at once.
 
@@ -98,8 +87,8 @@ class Steps(Protocol):
     def arrived(self, count: Count, ranks: int) -> bool:
         """Return whether `meet` would wait for none of these ranks now."""
 
-    def lock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
-        """Take the locks of ranks."""
+    def lock(self, ranks: int, stream: int, *, exclusive: bool, yields: bool) -> None:
+        """Take the locks of ranks. ``yields`` lets exclusive locks pass first for which ranks wait."""
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
         """Give the locks of ranks up, after all earlier work of the stream."""
@@ -125,12 +114,16 @@ class GpuSteps:
         self._rank = rank
         self._boards = boards
         self._table = backend.pointer_table(list(boards))
-        self._table_pointer = int(self._table.data.ptr)
         self._scratch: dict[int, GrowingScratch] = {}
         self._captured: list[Scratch] = []
         self.copy = backend.copy
-        for kernel in (MEET_KERNEL, LOCK_KERNEL):
-            backend.load(kernel)
+        table = int(self._table.data.ptr)
+        self._meet, self._lock = (
+            SynchronisationLaunch(backend, kernel, table, rank) for kernel in (MEET_KERNEL, LOCK_KERNEL)
+        )
+        self._multiprocessors = backend.multiprocessors
+        self._updates: dict[Update, RunUpdate] = {}
+        self._swaps: dict[int, SwapLaunch] = {}
 
     def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
         """Enqueue the packing kernel."""
@@ -152,8 +145,7 @@ class GpuSteps:
     def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
         """Enqueue the kernel that signals and waits."""
         if signals or waits:
-            arguments = self._arguments(count.operation, signals, waits, kind=count.kind)
-            self._backend.launch(MEET_KERNEL, arguments, stream, blocks=1, threads=WINDOW_THREADS)
+            self._meet(count.operation, signals, waits, stream, kind=count.kind)
 
     def arrived(self, count: Count, ranks: int) -> bool:
         """Read the counts beside all streams; blocking for some microseconds."""
@@ -170,15 +162,13 @@ class GpuSteps:
         inbox, _, expected = rows.view(np.int64).reshape(ROWS_OF_COUNTS, ROW_WORDS)
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 
-    def lock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
+    def lock(self, ranks: int, stream: int, *, exclusive: bool, yields: bool) -> None:
         """Enqueue the kernel that takes locks."""
-        arguments = self._arguments(LOCK, 0, ranks, exclusive=exclusive)
-        self._backend.launch(LOCK_KERNEL, arguments, stream, blocks=1, threads=WINDOW_THREADS)
+        self._lock(LOCK, 0, ranks, stream, exclusive=exclusive, yields=yields)
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
         """Enqueue the kernel that gives locks up."""
-        arguments = self._arguments(LOCK, ranks, 0, exclusive=exclusive)
-        self._backend.launch(LOCK_KERNEL, arguments, stream, blocks=1, threads=WINDOW_THREADS)
+        self._lock(LOCK, ranks, 0, stream, exclusive=exclusive)
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
         """Raise for addresses and sizes that the instructions of the GPU do not update."""
@@ -198,29 +188,33 @@ class GpuSteps:
                 "bytes, where a GPU updates them at once: pass another displacement, or align the memory"
             )
 
+    def run_update(self, update: Update) -> RunUpdate:
+        """Return the launches that update consecutive elements. The first call loads their kernel."""
+        found = self._updates.get(update)
+        if found is None:
+            reduction = update.kernel_type, update.op
+            found = RunUpdate(self._backend, reduction, update.dtype.itemsize, self._multiprocessors)
+            self._updates[update] = found
+        return found
+
     def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
         """Enqueue the kernel that updates elements."""
-        elements, backend = target.elements, self._backend
-        table = _table_of_run(elements.nbytes) if elements.layout is None else table_for(elements.layout)
-        # The kernel reads a single run from its argument.
-        regions = 0 if elements.layout is None and table.num_regions == 1 else backend.pack_table(table)
+        elements, backend, itemsize = target.elements, self._backend, update.dtype.itemsize
+        if elements.layout is None and elements.nbytes <= RunUpdate.MOST_NBYTES:
+            captures = backend.is_capturing(stream)
+            self.run_update(update)(target.address, values, result, elements.nbytes, stream, captures)
+            return
+        table = table_for(run_of(elements.nbytes) if elements.layout is None else elements.layout)
+        regions = backend.pack_table(table)
         walk = table.arguments(regions, target.address, values, backend.faults.failed, unpacks=True)
-        itemsize = update.dtype.itemsize
         kernel = accumulate_kernel((update.kernel_type, update.op), itemsize)
-        blocks = blocks_for(elements.nbytes // itemsize, backend.multiprocessors)
+        blocks = blocks_for(elements.nbytes // itemsize, self._multiprocessors)
         arguments = AccumulateArguments(walk, result)
         backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
         """Enqueue the kernel that compares and swaps."""
-        arguments = SwapArguments(target.address, value, compare, result, self._backend.faults.failed)
-        self._backend.launch(swap_kernel(target.elements.nbytes), arguments, stream, blocks=1, threads=1)
-
-    def _arguments(
-        self, operation: int, signals: int, waits: int, *, kind: int = 0, exclusive: bool = False
-    ) -> ctypes.Structure:
-        faults, timeout_ns = self._backend.faults, self._backend.timeout_ns
-        limits = timeout_ns, faults.record, faults.failed
-        return SynchronisationArguments(
-            self._table_pointer, signals, waits, *limits, self._rank, kind, operation, exclusive
-        )
+        nbytes = target.elements.nbytes
+        if nbytes not in self._swaps:
+            self._swaps[nbytes] = SwapLaunch(self._backend, nbytes)
+        self._swaps[nbytes](target.address, value, compare, result, stream)

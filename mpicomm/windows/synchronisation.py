@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
+from mpicomm.activity import layout
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
@@ -62,6 +63,7 @@ class Synchronisation:
             self._gpu = cast(GpuBackend, backend)
             self.steps = GpuSteps(self._gpu, memory.boards, self.rank)
         self.streams = StreamUse(self._gpu)
+        self._row = memory.row
 
     def require_usable(self, what: str) -> None:
         """Raise if the window or its communicator was freed, or if an earlier error broke the communicator."""
@@ -73,6 +75,7 @@ class Synchronisation:
         """End an epoch of all ranks, and begin the next one. Collective; it holds the stream, not the host."""
         self._begin("Win.Fence", assertion)
         self.epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
+        self._row.post("Win.Fence")
         with self._synchronising(stream) as where:
             self.steps.meet(FENCES, self._others, self._others, where)
 
@@ -82,6 +85,7 @@ class Synchronisation:
         origins = self._ranks_of(group, "Win.Post")
         self.epochs.post(origins)
         if not assertion & MPI.MODE_NOCHECK:
+            self._row.count(layout.POSTED, set_of(origins))
             with self._synchronising(stream) as where:
                 self.steps.meet(POSTS, set_of(origins), 0, where)
 
@@ -91,6 +95,7 @@ class Synchronisation:
         targets = self._ranks_of(group, "Win.Start")
         self.epochs.start(targets)
         if not assertion & MPI.MODE_NOCHECK:
+            self._row.count(layout.STARTED, set_of(targets))
             with self._synchronising(stream) as where:
                 self.steps.meet(POSTS, 0, set_of(targets), where)
 
@@ -98,6 +103,7 @@ class Synchronisation:
         """Tell the targets of `start` that all accesses of this rank are done."""
         self._begin("Win.Complete")
         targets = self.epochs.complete()
+        self._row.count(layout.COMPLETED, set_of(targets))
         with self._synchronising(stream) as where:
             self.steps.meet(COMPLETES, set_of(targets), 0, where)
 
@@ -105,6 +111,7 @@ class Synchronisation:
         """Wait for the `complete` of the ranks of `post`; it holds the stream, not the host."""
         self._begin("Win.Wait")
         origins = self.epochs.exposed_to("Win.Wait")
+        self._row.count(layout.WAITED, set_of(origins))
         with self._synchronising(stream) as where:
             self.steps.meet(COMPLETES, 0, set_of(origins), where)
         self._is_waited = self._backend.completion(where)
@@ -127,12 +134,13 @@ class Synchronisation:
             return
         self.require_rank("Win.Lock", "rank", rank)
         self.require_atomics("Win.Lock", 1 << rank)
+        # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
+        exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self.epochs.locks
         self.epochs.lock(rank, lock_type)
         if assertion & MPI.MODE_NOCHECK:
             self._nocheck.add(rank)
             return
-        with self._synchronising(stream) as where:
-            self.steps.lock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
+        self._take(1 << rank, stream, exclusive=exclusive, yields=yields and not exclusive)
 
     def unlock(self, rank: int, stream: Any) -> None:
         """Give up the lock of the part of ``rank``, after all accesses of this rank."""
@@ -144,6 +152,7 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             if rank not in self._nocheck:
                 self.steps.unlock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
+                self._row.unlock(1 << rank)
         self._nocheck.discard(rank)
 
     def lock_all(self, assertion: int, stream: Any) -> None:
@@ -154,8 +163,7 @@ class Synchronisation:
         if assertion & MPI.MODE_NOCHECK:
             self._nocheck.update(range(self._size))
             return
-        with self._synchronising(stream) as where:
-            self.steps.lock(self._everyone, where, exclusive=False)
+        self._take(self._everyone, stream, exclusive=False, yields=True)
 
     def unlock_all(self, stream: Any) -> None:
         """Give up the locks of `lock_all`."""
@@ -164,6 +172,7 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             if not self._nocheck:
                 self.steps.unlock(self._everyone, where, exclusive=False)
+                self._row.unlock(self._everyone)
         self._nocheck.clear()
 
     def flush(self, what: str, rank: int | None, stream: Any) -> None:
@@ -212,6 +221,14 @@ class Synchronisation:
             raise RefusedByMpiError(
                 f"{what}: assertion={assertion} has other modes than the MPI.MODE_* of {what}", MPI.ERR_ASSERT
             )
+
+    def _take(self, ranks: int, stream: Any, *, exclusive: bool, yields: bool) -> None:
+        """Take the locks of a set of ranks."""
+        self._row.lock(ranks, alone=exclusive)
+        with self._synchronising(stream) as where:
+            self.steps.lock(ranks, where, exclusive=exclusive, yields=yields)
+        if self._gpu is None:
+            self._row.hold(ranks)
 
     @contextlib.contextmanager
     def _synchronising(self, stream: Any) -> Iterator[int]:

@@ -9,11 +9,15 @@ from mpi4py import MPI
 
 from mpicomm.devices.base import Link
 from mpicomm.kernels.accumulate import SWAPPED_SIZES
+from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target
+from mpicomm.windows.dynamic import DynamicMemory
+from mpicomm.windows.known_calls import KnownAccesses, KnownCall, key_of
 from mpicomm.windows.memory import WindowMemory
 from mpicomm.windows.pairs import as_pairs
 from mpicomm.windows.staging import Staging
+from mpicomm.windows.steps import GpuSteps
 from mpicomm.windows.synchronisation import Synchronisation
 from mpicomm.windows.updates import Update, name_of, require_alike, require_bytes, require_one, update_of
 
@@ -34,13 +38,47 @@ class Window(Synchronisation):
     ) -> None:
         super().__init__(memory, array, group, links)
         self._staging = Staging(self._gpu, self.steps)
+        # The memory of a dynamic window has no fixed parts.
+        self._known = KnownAccesses() if self._gpu is not None and not isinstance(memory, DynamicMemory) else None
 
-    def put(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Put") -> LocalBuffer | None:
-        """Copy ``origin`` into the part of ``target_rank``. Return the buffer; None for MPI.PROC_NULL."""
+    def put(self, origin: Any, target_rank: int, target: Any, stream: Any) -> None:
+        """Copy ``origin`` into the part of ``target_rank``."""
+        known = self._begin_known("Win.Put", "put", origin, None, target_rank, target, stream)
+        if known is None:
+            local = self.start_put("Win.Put", origin, target_rank, target, stream)
+            self._learn("put", origin, target_rank, target, local, None)
+        else:
+            (address, pointer, _, nbytes, _), where = known
+            self.steps.copy(address, pointer, nbytes, where)
+            self.streams.after_access(where, captures=False)
+
+    def get(self, origin: Any, target_rank: int, target: Any, stream: Any) -> None:
+        """Copy from the part of ``target_rank`` into ``origin``."""
+        known = self._begin_known("Win.Get", "get", origin, None, target_rank, target, stream)
+        if known is None:
+            local = self.start_get("Win.Get", origin, target_rank, target, stream)
+            self._learn("get", origin, target_rank, target, local, None)
+        else:
+            (address, pointer, _, nbytes, _), where = known
+            self.steps.copy(pointer, address, nbytes, where)
+            self.streams.after_access(where, captures=False)
+
+    def accumulate(
+        self, what: str, origin: Any, result: Any, target_rank: int, target: Any, op: MPI.Op, stream: Any
+    ) -> None:
+        """Update the part of ``target_rank``, each element atomically; see `start_accumulate`."""
+        known = self._begin_known(what, key_of(op), origin, result, target_rank, target, stream)
+        if known is None:
+            self.start_accumulate(what, origin, result, target_rank, target, op, stream)
+        else:
+            self._update_known(*known)
+
+    def start_put(self, what: str, origin: Any, target_rank: int, target: Any, stream: Any) -> LocalBuffer | None:
+        """Do as `put`, and return the buffer; None for MPI.PROC_NULL."""
         return self._access(what, origin, target_rank, target, stream, self._move_out, writable=False)
 
-    def get(self, origin: Any, target_rank: int, target: Any, stream: Any, what: str = "Win.Get") -> LocalBuffer | None:
-        """Copy from the part of ``target_rank`` into ``origin``. Return the buffer; None for MPI.PROC_NULL."""
+    def start_get(self, what: str, origin: Any, target_rank: int, target: Any, stream: Any) -> LocalBuffer | None:
+        """Do as `get`, and return the buffer; None for MPI.PROC_NULL."""
         return self._access(what, origin, target_rank, target, stream, self._move_in, writable=True)
 
     def _access(
@@ -54,7 +92,7 @@ class Window(Synchronisation):
         *,
         writable: bool,
     ) -> LocalBuffer | None:
-        """Read the arguments of `put` or `get`, and ``move`` the elements. Return the buffer as `put` does."""
+        """Read the arguments of `put` or `get`, and ``move`` the elements. Return the buffer as `start_put` does."""
         if self._is_nowhere(what, target_rank):
             return None
         local = read_buffer(origin, self._backend, writable=writable, name="origin")
@@ -66,10 +104,10 @@ class Window(Synchronisation):
             self.streams.after_access(where, captures=captures)
         return local
 
-    def accumulate(
+    def start_accumulate(
         self, what: str, origin: Any, result: Any, target_rank: int, target: Any, op: MPI.Op, stream: Any
     ) -> LocalBuffer | None:
-        """Update the part of ``target_rank``, each element atomically. Return a buffer; None for MPI.PROC_NULL.
+        """Do as `accumulate`, and return a buffer; None for MPI.PROC_NULL.
 
         ``result`` gets the previous elements, or is None.
         """
@@ -99,12 +137,18 @@ class Window(Synchronisation):
             where, captures = self._begin_access(stream, local)
             self._update(update, there, values, before, where)
             self.streams.after_access(where, captures=captures)
+        if values is not None and not update.reads_only:
+            self._learn(key_of(op), origin, target_rank, target, values, update)
         return local
 
     def fetch_and_op(
         self, what: str, origin: Any, result: Any, target_rank: int, target_disp: int, op: MPI.Op, stream: Any
     ) -> None:
         """Do as `accumulate` with one element."""
+        known = self._begin_known(what, key_of(op), origin, result, target_rank, target_disp, stream, 1)
+        if known is not None:
+            self._update_known(*known)
+            return
         if self._is_nowhere(what, target_rank):
             return
         before = self._read_pairs(result, "result", writable=True)
@@ -113,7 +157,7 @@ class Window(Synchronisation):
             value = self._read_pairs(origin, "origin")
             require_one(value, what)
             require_alike(before.elements, value, what)
-        self.accumulate(what, origin, result, target_rank, (target_disp, 1), op, stream)
+        self.start_accumulate(what, origin, result, target_rank, (target_disp, 1), op, stream)
 
     def compare_and_swap(
         self, what: str, origin: Any, compare: Any, result: Any, target_rank: int, target_disp: int, stream: Any
@@ -160,6 +204,57 @@ class Window(Synchronisation):
         self.steps.accumulate(update, there, source, result, stream)
         if before is not None and places[1]:
             self._staging.unpack(before, result, stream)
+
+    def _update_known(self, call: KnownCall, stream: int) -> None:
+        """Carry out a known update."""
+        address, pointer, previous, nbytes, update = call
+        assert update is not None
+        update(address, pointer, previous, nbytes, stream)
+        self.streams.after_access(stream, captures=False)
+
+    def _begin_known(
+        self,
+        what: str,
+        operation: Any,
+        origin: Any,
+        result: Any,
+        target_rank: int,
+        target: Any,
+        stream: Any,
+        count: int | None = None,
+    ) -> tuple[KnownCall, int] | None:
+        """Return the steps of a known call and its stream, as `_begin_access` does.
+
+        Return None for a call that is not known, or whose stream captures a graph.
+        """
+        call = None if self._known is None else self._known.find(operation, origin, result, target_rank, target, count)
+        if call is None or self._gpu is None:
+            return None
+        self.require_usable(what)
+        self.epochs.require_access(what, target_rank)
+        where = self._gpu.eager_stream(stream, array_of(origin))
+        if where is None:
+            return None
+        self.streams.before_access(where, captures=False)
+        return call, where
+
+    def _learn(
+        self,
+        operation: Any,
+        origin: Any,
+        target_rank: int,
+        target: Any,
+        local: LocalBuffer | None,
+        update: Update | None,
+    ) -> None:
+        """Learn the form of a call that has passed all checks. ``local`` is the buffer ``origin``."""
+        if self._known is None or operation is None or local is None or not local.on_device:
+            return
+        assert isinstance(self.steps, GpuSteps)
+        part = self.memory.parts[target_rank]
+        launches = None if update is None else self.steps.run_update(update)
+        place = self.memory.pointers[target_rank], part.nbytes, part.disp_unit
+        self._known.add(operation, origin, target_rank, target, place, local.nbytes, launches)
 
     def _move_out(self, local: LocalBuffer, there: Target, stream: int) -> None:
         steps, layout = self.steps, there.elements.layout

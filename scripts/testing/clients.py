@@ -50,7 +50,7 @@ class Program:
         return " ".join((*self.module, self.path, *self.arguments)).strip()
 
 
-# MPI.File and MPI.Win take no device memory.
+# MPI.File, and windows of host memory, take no device memory.
 _ON_GPU = ("--cupy", "-e", "test_io", "-e", "test_rma")
 
 
@@ -61,6 +61,12 @@ def _tests(pattern: str, *options: str) -> Program:
 PROGRAMS = (
     *(_tests(name) for name in ("cco_buf", "cco_nb", "cco_pr", "cco_vec", "cco_obj", "cco_ngh")),
     *(_tests(name) for name in ("test_p2p", "test_request", "test_win", "test_rma", "test_io", "test_file")),
+    Program(
+        str(ROOT / "scripts/testing/device_windows.py"),
+        ("{source}/test/main.py", "-q", "-i", "test_rma"),
+        timed=True,
+        on_gpu=("--cupy",),
+    ),
     # One of its tests has ranks with neighbours that do not name them. MPI does not check this, mpicomm refuses it.
     _tests("test_comm", "-x", "testDistgraphcommAdjacent"),
     # In one of its tests a C program makes the object of a communicator, and knows only the handle of MPI.

@@ -1,10 +1,10 @@
 """Random calls for a long time: `mpiexec -n N python scripts/testing/soak.py --seconds 3600`, from the project's root.
 
 Each round makes new communicators and streams. It calls random collectives (blocking, nonblocking and persistent, of
-all types and sizes), puts, gets, signals, messages and registrations. On GPUs it also replays graphs of collectives,
-and calls collectives on arrays large enough for copy engines. The script checks all results; kernels check the results
-of graphs. It prints the number and the rate of its calls, and the growth of the process since the first tenth of the
-time. It exits with 1 if a result is wrong or a resource grows.
+all types and sizes), puts, gets, signals, messages, calls on windows and registrations. On GPUs it also replays graphs
+of collectives, and calls collectives on arrays large enough for copy engines. The script checks all results; kernels
+check the results of graphs. It prints the number and the rate of its calls, and the growth of the process since the
+first tenth of the time. It exits with 1 if a result is wrong or a resource grows.
 
 ``--repeat N`` begins again with the first round after N rounds, and measures growth from the end of two times N rounds.
 By then a device holds the code of all kernels, about 60 MiB, so that the code does not count as growth.

@@ -23,6 +23,7 @@ CAPTURED = 10
 REPLAYS = 1000
 SHARED = 100
 MESSAGES = 40
+ONE_SIDED = 40
 MIB = 1 << 20
 CAPTURED_NBYTES = (64, 4 * MIB)
 LARGE_NBYTES = (24 * MIB, 512 * MIB)
@@ -56,6 +57,8 @@ class Soak:
                 self._large(family.world, xp)
             self._share(family.world, xp)
             self._messages(family.world, xp)
+            if family.world.num_nodes == 1:
+                self._windows(family.world, xp)
             if xp is not np:
                 self._in_stream_order(family.world, xp)
             self.register(family.world, xp, 2)
@@ -170,6 +173,38 @@ class Soak:
                 if not (each == number * comm.size + previous).all():
                     raise AssertionError(f"message {number} of {counts[number]} elements brought wrong values")
         self.done["messages"] += MESSAGES
+
+    def _windows(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Put around the ring between fences, and let ranks add to a counter: by atomics, and under a lock."""
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        count = int(self._rng.integers(1, 100_000))
+        win = mpicomm.Win.Allocate(8 * (count + 1), 8, MPI.INFO_NULL, comm, place="device")
+        part = win.tomemory().view(np.int64)
+        part[:] = 0
+        one, drawn, seen = xp.ones(1, np.int64), xp.zeros(ONE_SIDED, np.int64), xp.zeros(1, np.int64)
+        win.Fence()
+        for number in range(ONE_SIDED):
+            win.Put(xp.full(count, number * comm.size + comm.rank), following)
+            win.Fetch_and_op(one, drawn[number : number + 1], 0, count)
+            win.Fence()
+            if not (part[:count] == number * comm.size + previous).all():
+                raise AssertionError(f"one-sided put {number} of {count} elements brought wrong values")
+            win.Fence()
+        for _ in range(ONE_SIDED):
+            win.Lock(0)
+            win.Get(seen, 0, count)
+            win.Flush(0)
+            seen += 1
+            win.Put(seen, 0, count)
+            win.Unlock(0)
+        comm.check()
+        numbers = sorted(number for each in comm.allgather(drawn.tolist()) for number in each)
+        if numbers != list(range(ONE_SIDED * comm.size)):
+            raise AssertionError(f"ranks have drawn {numbers} from a counter")
+        if comm.rank == 0 and int(part[count]) != 2 * ONE_SIDED * comm.size:
+            raise AssertionError(f"a counter has {int(part[count])} instead of {2 * ONE_SIDED * comm.size}")
+        win.Free()
+        self.done["one-sided calls"] += 4 * ONE_SIDED
 
     def _in_stream_order(self, comm: mpicomm.Communicator, xp: Any) -> None:
         """Send arrays around the ring, one after the other, in stream order; kernels match them."""

@@ -22,7 +22,7 @@ NEEDS = {"train_cupy": "sklearn"}
     "name",
     [
         *("peer_memory", "gpu_allreduce", "halo_exchange", "ring_sum"),
-        *("fft_transpose", "histogram", "jacobi", "pipeline", "producer_consumers", "train_cupy"),
+        *("fft_transpose", "histogram", "jacobi", "pipeline", "producer_consumers", "train_cupy", "work_stealing"),
     ],
 )
 def test_example_runs_on_gpus(name: str, nprocs: int) -> None:

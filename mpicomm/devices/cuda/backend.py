@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cuda.bindings import driver
 from cupy.cuda import get_current_stream, runtime
 
-from mpicomm.devices.base import DifferingCalls, Link, Scratch
+from mpicomm.devices.base import DifferingCalls, Launch, Link, Scratch
 from mpicomm.devices.cuda import segments
 from mpicomm.devices.cuda.arrays import as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
@@ -24,6 +24,7 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
+from mpicomm.devices.cuda.launch_graph import LaunchGraph
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
 from mpicomm.devices.cuda.memory import CudaSegment
@@ -169,11 +170,12 @@ class CudaBackend:
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses of any device or of the host. Local, stream-ordered."""
         if nbytes > 0:
-            with self._context.current():
-                try:
-                    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
-                except runtime.CUDARuntimeError as error:
-                    raise HandleError(f"cudaMemcpyAsync of {nbytes} bytes failed: {error}") from None
+            # This look is cheaper than a change of context, and nearly always the device is this device.
+            if runtime.getDevice() == self._ordinal:
+                _copy(target, source, nbytes, stream)
+            else:
+                with self._context.current():
+                    _copy(target, source, nbytes, stream)
 
     def zero(self, pointer: int, nbytes: int) -> None:
         """Set bytes to zero, and wait only for that, not for other work of the device."""
@@ -249,6 +251,36 @@ class CudaBackend:
         kernel = self.load(variant)
         with self._context.current():
             kernel.launch_structure(stream, arguments, blocks=blocks, threads=threads)
+
+    def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
+        """Return a function that enqueues a kernel again and again, each time with the content of ``arguments``."""
+        launch, context = self.load(variant).launcher(arguments).launch, self._context
+
+        def enqueue(stream: int, blocks: int, threads: int) -> None:
+            if context.is_current():  # cheaper than a change of context, and nearly always true
+                launch(stream, blocks, threads)
+            else:
+                with context.current():
+                    launch(stream, blocks, threads)
+
+        return enqueue
+
+    def fixed_launch(
+        self, variant: Variant, arguments: ctypes.Structure, *, blocks: int, threads: int
+    ) -> Callable[[int], None]:
+        """Return a function that enqueues a kernel with this content of ``arguments``; not capturable."""
+        context = self._context
+        with context.current(), relaxed():  # another stream of this thread may capture a graph
+            graph = LaunchGraph(self.load(variant), [(blocks, threads, bytes(arguments))])
+
+        def enqueue(stream: int) -> None:
+            if context.is_current():
+                graph.launch(stream)
+            else:
+                with context.current():
+                    graph.launch(stream)
+
+        return enqueue
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
@@ -396,3 +428,10 @@ class CudaBackend:
             with self.loading():
                 self._kernels = self._kernels or SignalKernels(kernels_of(self.info))
         return self._kernels
+
+
+def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    try:
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
+    except runtime.CUDARuntimeError as error:
+        raise HandleError(f"cudaMemcpyAsync of {nbytes} bytes failed: {error}") from None

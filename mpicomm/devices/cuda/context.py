@@ -29,6 +29,13 @@ class PrimaryContext:
         """Return a ``with`` block in which this context is current on the calling thread."""
         return CurrentContext(self._context, self._driver)
 
+    def is_current(self) -> bool:
+        """Return whether this context is current on the calling thread."""
+        try:
+            return bool(self._driver.ctxGetCurrent() == self._context)
+        except self._driver.CUDADriverError:  # a thread that has not used CUDA
+            return False
+
     def release(self) -> None:
         """Release the context; it lives on while others use it. A second call does nothing."""
         if not self._released:

@@ -17,7 +17,7 @@ from mpicomm.devices.host import fence
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, PeerError, equal_error
 from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
-from mpicomm.kernels.window import FENCE, LOCK, START, WAIT
+from mpicomm.kernels.window import COMES_FIRST, FENCE, LOCK, START, WAIT, late_lock
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
 _OPERATIONS = {
@@ -117,7 +117,7 @@ class FaultPage:
             return called_differently(said, [record.peer])
         if record.operation == LOCK:
             return CollectiveTimeoutError(
-                f"Win.Lock: rank {record.peer} holds the lock, and did not give it up within "
+                f"Win.Lock: {late_lock(record.peer, comes_first=record.sequence == COMES_FIRST)} within "
                 f"{record.elapsed_ns / 1e9:.3g} s; {_UNUSABLE}",
                 ranks=[record.peer],
             )

@@ -83,6 +83,15 @@ class CudaSideStreams:
         with self._context.current():
             return Mark(self._recorded(stream), self._events)
 
+    def mark_again(self, mark: Mark, stream: int) -> Mark:
+        """Return a mark as `mark` does. It is ``mark`` itself, which no other code may use."""
+        if runtime.getDevice() == self._ordinal:
+            runtime.eventRecord(mark.ptr, stream)
+        else:
+            with self._context.current():
+                runtime.eventRecord(mark.ptr, stream)
+        return mark
+
     def wait_stream(self, stream: int, other: int) -> None:
         """Let later work on ``stream`` wait for the work that the stream ``other`` has at this call."""
         if runtime.getDevice() == self._ordinal:

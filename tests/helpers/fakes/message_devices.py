@@ -105,6 +105,9 @@ class _SideStreams:
         self._device.enqueue(stream, reached.set)
         return reached
 
+    def mark_again(self, mark: threading.Event, stream: int) -> threading.Event:
+        return self.mark(stream)
+
     def wait_stream(self, stream: int, other: int) -> None:
         self.follow(stream, self.mark(other))
 

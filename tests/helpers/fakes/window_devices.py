@@ -17,13 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.devices.base import Scratch
+from mpicomm.devices.base import Launch, Scratch
 from mpicomm.devices.host import HostSegment, array_at, fence
 from mpicomm.kernels.accumulate import AccumulateArguments, SwapArguments
 from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
-from mpicomm.kernels.window import EXCLUSIVE_SHIFT, LOCK, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, SynchronisationArguments
+from mpicomm.kernels.window import (
+    EXCLUSIVE_SHIFT,
+    LOCK,
+    LOCK_ROW,
+    ROW_WORDS,
+    ROWS_OF_COUNTS,
+    SynchronisationArguments,
+    lock_of,
+)
 from mpicomm.mpi.types import covered_dtype
 from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
 from tests.helpers.references.reference_packing import runs_of
@@ -42,6 +50,8 @@ class WindowDevice(ThreadDevice):
         self.timeout_ns = int(timeout_s * 1e9)
         self.faults = Faults(0, 0)
         self.loaded: set[Variant] = set()
+        self.launchers: list[Variant] = []
+        self.fixed: list[Variant] = []
         self._tables: dict[int, PackTable] = {}
         self._scratch: list[npt.NDArray[np.uint8]] = []
 
@@ -93,6 +103,23 @@ class WindowDevice(ThreadDevice):
 
         self.enqueue(stream, act)
 
+    def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
+        self.load(variant)
+        self.launchers.append(variant)
+        return lambda stream, blocks, threads: self.launch(variant, arguments, stream, blocks=blocks, threads=threads)
+
+    def fixed_launch(
+        self, variant: Variant, arguments: ctypes.Structure, *, blocks: int, threads: int
+    ) -> Callable[[int], None]:
+        given = type(arguments).from_buffer_copy(arguments)
+        self.fixed.append(variant)
+
+        def enqueue(stream: int) -> None:
+            assert not self.capturing, "a graph in a capture"
+            self.launch(variant, given, stream, blocks=blocks, threads=threads)
+
+        return enqueue
+
     def _meet(self, x: SynchronisationArguments, _: Variant) -> None:
         inbox, sent, expected = self._rows(x, x.rank)
         fence()
@@ -112,22 +139,21 @@ class WindowDevice(ThreadDevice):
         mine = (x.rank + 1) << EXCLUSIVE_SHIFT if x.exclusive else 1 << x.rank
         for owner in _ranks(x.signals):
             with _alone():
-                word = self._board(x, owner)[LOCK_ROW]
-                assert int(word[0]) & mine, "gave up a lock that it did not hold"
-                word[0] = int(word[0]) & ~mine
+                lock = lock_of(self._board_at(x, owner))
+                assert lock.holders & mine, "gave up a lock that it did not hold"
+                lock.holders &= ~mine
         for owner in _ranks(x.waits):
-            word = self._board(x, owner)[LOCK_ROW]
+            lock = lock_of(self._board_at(x, owner))
 
             def take() -> bool:
                 with _alone():
-                    seen = int(word[0])  # noqa: B023
-                    if (seen if x.exclusive else seen >> EXCLUSIVE_SHIFT) != 0:
+                    if (lock.holders if x.exclusive else lock.holders >> EXCLUSIVE_SHIFT) != 0:  # noqa: B023
                         return False
-                    word[0] = seen | mine  # noqa: B023
+                    lock.holders |= mine  # noqa: B023
                     return True
 
             if not self._wait(take):
-                self.missed = "operation 8: the lock is held", (int(word[0]) >> EXCLUSIVE_SHIFT) - 1
+                self.missed = "operation 8: the lock is held", (lock.holders >> EXCLUSIVE_SHIFT) - 1
                 return
 
     def _accumulate(self, x: AccumulateArguments, variant: Variant) -> None:
@@ -167,8 +193,10 @@ class WindowDevice(ThreadDevice):
         return array_at(pointer, count, dtype)
 
     def _board(self, x: SynchronisationArguments, owner: int) -> npt.NDArray[np.uint64]:
-        board = int(array_at(x.boards, owner + 1, _WORD)[owner])
-        return array_at(board, (LOCK_ROW + 1) * ROW_WORDS, _WORD).reshape(LOCK_ROW + 1, ROW_WORDS)
+        return array_at(self._board_at(x, owner), LOCK_ROW * ROW_WORDS, _WORD).reshape(LOCK_ROW, ROW_WORDS)
+
+    def _board_at(self, x: SynchronisationArguments, owner: int) -> int:
+        return int(array_at(x.boards, owner + 1, _WORD)[owner])
 
     def _rows(self, x: SynchronisationArguments, owner: int) -> npt.NDArray[np.uint64]:
         return self._board(x, owner)[x.kind * ROWS_OF_COUNTS : (x.kind + 1) * ROWS_OF_COUNTS]

@@ -194,6 +194,41 @@ def datatypes(comm: mpicomm.Communicator) -> None:
         columns.Free()
 
 
+def windows(comm: mpicomm.Communicator) -> None:
+    """Access the next rank's part of a window under a lock, or this rank's; then this rank's part between fences."""
+    target = comm.rank if OWN_MEMORY in sys.argv else (comm.rank + 1) % comm.size
+    win = mpicomm.Win.Allocate(8000, 4, MPI.INFO_NULL, comm, place="device")
+    part = win.tomemory().view(np.int32)
+    part[...] = 1
+    group = win.Get_group()
+    win.Fence()
+    spread = MPI.INT32_T.Create_vector(100, 1, 3).Commit()
+    ones, before = cupy.ones(1000, np.int32), cupy.zeros(1000, np.int32)
+    win.Fence(MPI.MODE_NOSUCCEED)
+    win.Lock(target)
+    win.Put(ones, target, 1000)
+    win.Accumulate(ones, target)
+    win.Get_accumulate([ones, 100, MPI.INT32_T], [before, 100, MPI.INT32_T], target, (0, 1, spread))
+    win.Accumulate(ones[:10], target, 500, MPI.PROD)
+    win.Compare_and_swap(ones[:1], ones[:1], before[-1:], target, 1999)
+    win.Unlock(target)
+    win.Lock_all()
+    win.Fetch_and_op(ones[:1], before[-2:-1], target, 1998)
+    win.Unlock_all()
+    win.Post(group)
+    win.Start(group)
+    win.Complete()
+    win.Wait()
+    expected = np.full(2000, 2, np.int32)
+    expected[:300:3] += 1
+    expected[1000:] = 1
+    expected[1998] += 1
+    check([(part, expected), (before[:100], np.full(100, 2, np.int32)), (before[-2:], np.ones(2, np.int32))])
+    spread.Free()
+    group.Free()
+    win.Free()
+
+
 def large_messages() -> None:
     """Let direct.cu take these messages for messages larger than any here."""
     direct_plan._most_copied_nbytes = lambda size: 1 << 10
@@ -298,6 +333,7 @@ def main() -> None:
             messages(comm)
         datatypes(comm)
         in_stream_order(comm)
+        windows(comm)
         collect_on_a_bare_thread(comm)
         comm.check()
         large_messages()

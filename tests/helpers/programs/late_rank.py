@@ -21,6 +21,9 @@ CALLS = (
     "recv",
     "zeros",
     "Split",
+    "Win.Fence",
+    "Win.Lock",
+    "Win.Wait",
     "nothing",
     "progress",
     "Free",
@@ -42,16 +45,43 @@ def main(folder: Path) -> None:
     is_late = world.rank == LATE
     mine, ours = np.ones(4), np.empty(4)
     made: list[mpicomm.Communicator] = []
+    windows: list[mpicomm.Win] = []
 
     def make() -> None:
         made.append(mpicomm.Communicator(device="cpu", timeout_s=LIMIT_S))
         made[0].Allreduce(mine, ours, algorithm="one_shot")  # the first one sets up memory
+        windows.append(mpicomm.Win.Allocate(8, 8, comm=made[0], place="device"))
 
     def message(send: Callable[[], object], receive: Callable[[], object]) -> None:
         if is_late:
             send()
         elif world.rank == 0:
             receive()
+
+    def fence() -> None:
+        """Fence; then the late rank takes a lock, for which rank 0 waits in its next call."""
+        windows[0].Fence(MPI.MODE_NOSUCCEED)
+        if is_late:
+            windows[0].Lock(0)
+
+    def lock() -> None:
+        if world.rank == 0:
+            windows[0].Lock(0)
+        if is_late or world.rank == 0:
+            windows[0].Unlock(0)
+
+    def complete() -> None:
+        everyone = windows[0].Get_group()
+        if is_late:
+            windows[0].Start(everyone.Incl([0]))
+            windows[0].Complete()
+        elif world.rank == 0:
+            windows[0].Post(everyone.Incl([LATE]))
+            windows[0].Wait()
+
+    def free() -> None:
+        comm.Free()
+        windows[0].Free()
 
     def progress() -> None:
         """Exchange messages and sums until the file is there, most of the time in waits for the late rank."""
@@ -71,9 +101,12 @@ def main(folder: Path) -> None:
         "recv": lambda: message(lambda: comm.send(1, 0, TAG), lambda: comm.recv(source=LATE, tag=TAG)),
         "zeros": lambda: comm.zeros(3),
         "Split": lambda: comm.Split(0),
+        "Win.Fence": fence,
+        "Win.Lock": lock,
+        "Win.Wait": complete,
         "nothing": lambda: wait(folder / "go-nothing"),
         "progress": progress,
-        "Free": lambda: comm.Free(),
+        "Free": free,
         "MPI_Finalize": lambda: None,
     }
     if is_late:

@@ -204,6 +204,43 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
     assert {(event["cat"], event["tid"] >= 1000) for event in device} == {("device", True)}
 
 
+@pytest.mark.parametrize("place", ["device", "mpi"])
+def test_calls_of_windows_are_in_the_trace(traced: mpicomm.Communicator, folder: Path, place: str) -> None:
+    win = mpicomm.Win.Allocate(80, 8, comm=traced, place=place)
+    peer, ones, before = (traced.rank + 1) % traced.size, np.ones(3), np.zeros(1)
+    win.Fence()
+    win.Put(ones, peer, 1)
+    win.Fence()
+    win.Lock(peer, MPI.LOCK_SHARED)
+    win.Accumulate([ones, 2, MPI.DOUBLE], peer)
+    win.Rget(np.empty(3), peer).Wait()
+    win.Fetch_and_op(np.ones(1), before, peer)
+    with pytest.raises((MPI.Exception, mpicomm.InvalidUsageError)):
+        win.Put(ones, traced.size)
+    win.Unlock(peer)
+    win.Free()
+    traced.check()
+    found = calls_of(folder)
+    start = next(number for number, event in enumerate(found) if event["name"] == "Win.Fence")
+    assert [facts(event, "bytes", "dtype", "target_rank", "rank") for event in found[start:]] == [
+        ("Win.Fence", None, None, None, None),
+        ("Win.Put", 24, "float64", peer, None),
+        ("Win.Fence", None, None, None, None),
+        ("Win.Lock", None, None, None, peer),
+        ("Win.Accumulate", 16, "float64", peer, None),
+        ("Win.Rget", 24, "float64", peer, None),
+        ("Wait", 24, None, None, None),
+        ("Win.Fetch_and_op", 8, "float64", peer, None),
+        ("Win.Put", 24, "float64", traced.size, None),
+        ("Win.Unlock", None, None, None, peer),
+        ("Win.Free", None, None, None, None),
+        ("check", None, None, None, None),
+    ]
+    assert [event["name"] for event in found[start:] if "error" in event["args"]] == ["Win.Put"]
+    fences = [event["args"]["number"] for event in found if event["name"] == "Win.Fence"]
+    assert MPI.COMM_WORLD.allgather(fences) == [fences] * traced.size
+
+
 def test_work_of_a_gpu_is_in_the_track_of_its_stream(
     device: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,26 +255,32 @@ def test_work_of_a_gpu_is_in_the_track_of_its_stream(
             array.wait_signal(comm.rank)
             comm.check()
             assert (array.local == comm.size).all()
+        win = mpicomm.Win.Allocate(8, 8, comm=comm, place="device")
+        win.Lock(comm.rank)
+        win.Accumulate(sums[:1], comm.rank)
+        win.Unlock(comm.rank)
+        comm.check()
         if device == "cuda":
             with xp.cuda.Stream(non_blocking=True) as stream:
                 stream.begin_capture()
                 comm.Allreduce(values, sums)
                 stream.end_capture()
         comm.check()
+        win.Free()
         rows = comm.stats().rows
     calls = [event for event in calls_of(folder) if event["cat"] in ("collective", "memory")]
     work = {(event["name"], event["ts"]): event for event in calls_of(folder) if event["cat"] == "device"}
     if device == "cpu":
-        assert not work and len(calls) == 6
+        assert not work and len(calls) == 9
         return
-    assert [event["name"] for event in work.values()] == [event["name"] for event in calls[:6]]
+    assert [event["name"] for event in work.values()] == [event["name"] for event in calls[:9]]
     for host, device_event in zip(calls, work.values(), strict=False):
         assert device_event["args"] == host["args"]
         assert 0 <= device_event["dur"] < 60e6
         # A stream comes to a call after the host has begun it; the two clocks are compared to some microseconds.
         assert -100 < device_event["ts"] - host["ts"] < 60e6
     assert {event["tid"] for event in work.values()} == {1000}
-    assert [facts(event, "captured") for event in calls[6:]] == [("Allreduce", True)]
+    assert [facts(event, "captured") for event in calls[9:]] == [("Allreduce", True)]
     assert facts(calls[0], "why") == ("Allreduce", "by the table") or comm.size == 1
     assert facts(calls[2], "algorithm", "why") == ("Allreduce", "one_shot", 'algorithm="one_shot"')
     assert facts(calls[3], "algorithm", "bytes") == ("SymmetricArray.put", "copy_engine", 4000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,9 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, KernelCompileError
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend, Link
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
+from mpicomm.devices.host import HostSegment
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.fakes.window_devices import WindowDevice
@@ -360,3 +364,25 @@ def test_rank_that_does_not_come_fails_the_device() -> None:
                 rig.win.Fence()
         rig.device.missed = rig.device.missed or ("the test is over", 0)
         MPI.Intracomm.Barrier(rig.comm)
+
+
+def test_memory_that_only_a_message_hands_over_cannot_be_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual memory of a GPU has descriptors, which open only in a process to which a message has carried them."""
+    with rig_of() as rig:
+        win = mpicomm.Win.Create_dynamic(comm=rig.comm)
+        descriptors, attached = [Descriptor.of(os.memfd_create, "virtual")], rig.of([1, 2])
+        segment = HostSegment(attached.memory.view(np.uint8))
+        handle = MemoryHandle("fd", bytes(16), bytes(KEY_NBYTES), 16, 0, 16)
+        monkeypatch.setattr(rig.device, "adopt", lambda array: segment)
+        monkeypatch.setattr(rig.device, "export", lambda segment: ((handle, descriptors[0]),))
+        with pytest.raises(InvalidUsageError, match=r"virtual memory, which ranks .* or pass the array to Win\.Create"):
+            win.Attach(attached)
+        assert segment.content is None
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptors[0])
+        win.Lock(rig.rank)
+        with pytest.raises(MPI.Exception, match=f"rank {rig.rank} has attached no memory"):
+            win.Put(rig.of([3]), rig.rank, attached.memory.ctypes.data)
+        win.Unlock(rig.rank)
+        rig.barrier()
+        win.Free()

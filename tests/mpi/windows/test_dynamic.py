@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import HandleError, InvalidUsageError
-from tests.helpers.rigs.communicators import settle, to_host
+from tests.helpers.rigs.communicators import communicator, settle, to_host
 
 
 @contextlib.contextmanager
@@ -103,3 +103,16 @@ def test_dynamic_windows_of_the_host_are_mpis(comm: mpicomm.Communicator) -> Non
     assert memory.tolist() == [0, 3, 0, 0]
     win.Detach(memory)
     win.Free()
+
+
+def test_virtual_memory_of_a_gpu_is_refused(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("virtual memory is memory of GPUs")
+    with communicator(device, handle="fd") as comm:
+        win = mpicomm.Win.Create_dynamic(comm=comm)
+        with comm.empty(8, np.int64) as array:  # its memory is virtual, as the memory of expandable segments
+            with pytest.raises(InvalidUsageError, match="memory lies in virtual memory, which ranks can open only"):
+                win.Attach(array.local)
+            with pytest.raises(InvalidUsageError, match="no memory is attached"):
+                win.Detach(array.local)
+        win.Free()

@@ -106,6 +106,25 @@ def test_exclusive_lock_keeps_others_out(comm: mpicomm.Communicator, xp: Any, wi
         assert int(to_host(win.tomemory().view(np.int64))[0]) == rounds * comm.size
 
 
+def test_rank_that_takes_a_lock_again_and_again_keeps_no_rank_out(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow
+) -> None:
+    win, turns, one, seen = window(2), 20, xp.ones(1, np.int64), xp.zeros(1, np.int64)
+    comm.Barrier()
+    for number in range(1 << 30 if comm.rank == 0 else turns):
+        alone = (number + comm.rank) % 2 == 0
+        win.Lock(0, MPI.LOCK_EXCLUSIVE if alone else MPI.LOCK_SHARED)
+        if comm.rank == 0:
+            win.Get(seen, 0)
+        else:
+            win.Accumulate(one, 0)
+        win.Unlock(0)
+        comm.check()
+        if comm.rank == 0 and int(to_host(seen)[0]) == turns * (comm.size - 1):
+            break
+    comm.Barrier()
+
+
 def test_assertions_of_mpi_are_taken(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
     win = window(1)
     group = group_of(win, *range(comm.size))

@@ -10,10 +10,11 @@ import sys
 import pytest
 
 from mpicomm.activity import layout
-from mpicomm.activity.page import CommunicatorRow, Heading, Member, begin_by_mpi, page
+from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, begin_by_mpi, page
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, read_activity
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.kernels.window import WINDOW_RANKS
 from tests.helpers.jobs.mpiexec import environment
 
 ALONE = [Member("host", 1, 0)]
@@ -52,6 +53,33 @@ def test_calls_have_numbers_and_texts() -> None:
     assert (by_mpi.made, by_mpi.last, by_mpi.since_ns) == (4, "Bcast", None)
     row.close()
     assert "ranks 41-42,50" not in {calls.name for calls in read().communicators}
+
+
+def test_windows_have_rows_of_their_own() -> None:
+    assert layout.MOST_RANKS == WINDOW_RANKS
+    heading = Heading(0, [Member("host", 1, 61), Member("host", 2, 62)], [0, 1], "cpu")
+    communicator, row = CommunicatorRow(), WindowRow()
+    communicator.open(heading)
+    row.open(heading.of_windows())
+    assert of("ranks 61-62").key != of("window of ranks 61-62").key
+    row.post("Win.Fence")
+    row.lock(0b10, alone=True)
+    row.lock(0b01, alone=False)
+    row.hold(0b10)
+    posted = of("window of ranks 61-62")
+    assert (posted.made, posted.last, of("ranks 61-62").window) == (1, "Win.Fence", None)
+    assert posted.window is not None and posted.window.locked_since_ns > 0
+    assert (posted.window.locks, posted.window.alone, posted.window.held) == ((0, 1), (1,), (1,))
+    row.unlock(0b11)
+    for times, counts in enumerate((layout.POSTED, layout.STARTED, layout.COMPLETED, layout.WAITED), 255):
+        for _ in range(times):
+            row.count(counts, 0b10)
+    use = of("window of ranks 61-62").window
+    assert use is not None and use.locks == use.alone == use.held == ()
+    for count, found in zip((255, 0, 1, 2), (use.posted, use.started, use.completed, use.waited), strict=True):
+        assert found == bytes([0, count]) + bytes(layout.MOST_RANKS - 2)
+    row.close()
+    communicator.close()
 
 
 def test_all_collectives_have_numbers() -> None:

@@ -60,7 +60,7 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "combine.cu": {"mpicomm::Combination": combine.CombineArguments},
     "pack.cu": {"mpicomm::Region": packing.RegionEntry, "mpicomm::Packing": packing.PackArguments},
     "message.cu": {"mpicomm::MessageStep": message.MessageStep},
-    "window.cu": {"mpicomm::Synchronisation": window.SynchronisationArguments},
+    "window.cu": {"mpicomm::Synchronisation": window.SynchronisationArguments, "mpicomm::Lock": window.LockWords},
     "chain.cu": {"mpicomm::Hop": HopArguments, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": SendrecvSide, "mpicomm::Sendrecv": SendrecvArguments},
     "p2p.cu": {
@@ -110,6 +110,7 @@ CONSTANTS = {
         "kRowsOfCounts": window.ROWS_OF_COUNTS,
         "kLockRow": window.LOCK_ROW,
         "kExclusiveShift": window.EXCLUSIVE_SHIFT,
+        "kComesFirst": window.COMES_FIRST,
         "kFence": window.FENCE,
         "kStart": window.START,
         "kWait": window.WAIT,

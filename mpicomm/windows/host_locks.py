@@ -1,0 +1,122 @@
+"""The locks of windows of host memory. Ranks do on a lock what window_lock.cuh does, under the mutex of its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from mpicomm.kernels.window import EXCLUSIVE_SHIFT, LockWords, lock_of
+from mpicomm.windows.mutex import holding_mutex
+
+Wait = Callable[[Callable[[], bool]], bool]
+"""Calls a function until it returns true, and returns whether it did in time."""
+
+
+class LateError(Exception):
+    """A lock was not free in time. ``peer`` holds it, or has its turn before this rank (``comes_first``)."""
+
+    def __init__(self, peer: int, *, comes_first: bool) -> None:
+        super().__init__()
+        self.peer = peer
+        self.comes_first = comes_first
+
+
+class HostLocks:
+    """The locks of all ranks; window_lock.cuh says why no rank starves.
+
+    The mutex around each change of a lock is also the acquire and the release.
+    """
+
+    def __init__(self, boards: list[int], rank: int) -> None:
+        self._boards = boards
+        self._locks = [lock_of(board) for board in boards]
+        self._rank = rank
+        self._me = 1 << rank
+
+    def take(self, owners: Iterable[int], wait: Wait, *, exclusive: bool, yields: bool) -> None:
+        """Take locks. Raises `LateError`."""
+        owners = list(owners)
+        if yields:
+            # No lock is taken before this rank has let others pass at all locks. Otherwise it could hold a lock for
+            # which a rank waits that it lets pass at another lock.
+            for owner in owners:
+                self._yield_to_waiting(self._locks[owner], wait)
+        for owner in owners:
+            (self._take_exclusive if exclusive else self._take_shared)(owner, wait)
+
+    def give(self, owners: Iterable[int], *, exclusive: bool) -> None:
+        """Give locks up."""
+        mine = ~0 << EXCLUSIVE_SHIFT if exclusive else self._me
+        for owner in owners:
+            with holding_mutex(self._boards[owner]):
+                self._locks[owner].holders &= ~mine
+
+    def _yield_to_waiting(self, lock: LockWords, wait: Wait) -> None:
+        ahead, turns = lock.waiting, lock.turns
+        count = ahead.bit_count()
+
+        def passed() -> bool:
+            nonlocal ahead
+            ahead &= lock.waiting
+            return not ahead or lock.turns - turns >= count
+
+        if not wait(passed):
+            raise _obstacle(lock, first_of(ahead))
+
+    def _take_exclusive(self, owner: int, wait: Wait) -> None:
+        board, lock, first = self._boards[owner], self._locks[owner], 0
+        with holding_mutex(board):
+            lock.waiting |= self._me
+
+        def taken() -> bool:
+            nonlocal first
+            with holding_mutex(board):
+                first = first_after(lock.waiting, lock.last)
+                if lock.holders or first != self._rank:
+                    return False
+                lock.holders = (self._rank + 1) << EXCLUSIVE_SHIFT
+                lock.last = self._rank
+                lock.turns += 1
+                return True
+
+        try:
+            if not wait(taken):
+                raise _obstacle(lock, first)
+        finally:  # otherwise the turn would stay with this rank, and no other rank would take the lock
+            with holding_mutex(board):
+                lock.waiting &= ~self._me
+
+    def _take_shared(self, owner: int, wait: Wait) -> None:
+        board, lock = self._boards[owner], self._locks[owner]
+        with holding_mutex(board):
+            lock.holders |= self._me
+
+        def taken() -> bool:
+            with holding_mutex(board):
+                return not lock.holders >> EXCLUSIVE_SHIFT
+
+        took = False
+        try:
+            took = wait(taken)
+            if not took:
+                raise _obstacle(lock, 0)
+        finally:
+            if not took:  # no call of this rank will give the lock up
+                self.give([owner], exclusive=False)
+
+
+def first_of(ranks: int) -> int:
+    """Return the first rank of a set that is not empty; 0 of an empty set."""
+    return max((ranks & -ranks).bit_length() - 1, 0)
+
+
+def first_after(ranks: int, last: int) -> int:
+    """Return the rank of a set that has the first turn after rank ``last``, in the circle of ranks."""
+    return first_of(ranks >> (last + 1) << (last + 1) or ranks)
+
+
+def _obstacle(lock: LockWords, first: int) -> LateError:
+    holders = lock.holders
+    if not holders:
+        return LateError(first, comes_first=True)
+    alone = holders >> EXCLUSIVE_SHIFT
+    return LateError(alone - 1 if alone else first_of(holders), comes_first=False)
