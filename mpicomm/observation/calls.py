@@ -32,6 +32,7 @@ _TABLE: tuple[tuple[Category, bool, str], ...] = (
     ("set-up", True, "Dup Dup_with_info Clone Idup Idup_with_info Create Split Split_type Create_cart Sub"),
     ("set-up", True, "Create_graph Create_dist_graph Create_dist_graph_adjacent Free Disconnect"),
     ("set-up", True, "empty zeros register shared_event"),
+    ("collective", True, "allgather_matmul matmul_reduce_scatter matmul_allreduce"),
 )
 OF_COMMUNICATORS: dict[str, Kind] = {
     name: (category, numbered) for category, numbered, names in _TABLE for name in names.split()

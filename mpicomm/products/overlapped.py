@@ -1,0 +1,180 @@
+"""Overlapped: plans of products that overlap with their collective on the GPUs of one peer domain."""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpicomm.collectives.gpu.algorithms.base import Node, launch_tag
+from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
+from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.steps import Step, Work
+from mpicomm.collectives.gpu.choose import AlgorithmChoice
+from mpicomm.products.choose import Facts
+from mpicomm.products.operands import Operands
+from mpicomm.products.schedule import Action, AddBias, Cut, Multiply, Place, gathering, reducing, scattering
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.engine import DeviceEngine
+    from mpicomm.collectives.gpu.plan import Plan
+
+_MOST_PLANS = 256
+_ALIGNED_NBYTES = 256
+
+
+class Call:
+    """A planned call. Each enqueue binds matrices to it, because a plan must not keep the memory of the caller."""
+
+    def __init__(self) -> None:
+        self.plan: Plan
+        self.gathered = self.partial = 0
+        """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
+        self._matrices: dict[str, Any] = {}
+        self._operands: Operands | None = None
+
+    def enqueue(self, engine: DeviceEngine, operands: Operands, stream: int, *, again: bool) -> None:
+        """Enqueue the call on the current stream of the library, with these matrices."""
+        library, rows = operands.library, operands.a.shape[0]
+        matrices = {"a": operands.a, "out": operands.out}
+        if self.gathered:
+            size = operands.shape[0] // rows
+            matrices["gathered"] = library.memory(self.gathered, (rows * size, operands.a.shape[1]), operands.a)
+        if self.partial:
+            matrices["partial"] = library.memory(self.partial, (rows, operands.shape[1]), operands.a)
+        self._matrices, self._operands = matrices, operands
+        try:
+            engine.enqueue(self.plan, stream, again=again)
+        finally:
+            self._matrices, self._operands = {}, None
+
+    def multiply(self, action: Multiply) -> Work:
+        """Return the step of a product."""
+
+        def enqueue(stream: int) -> None:
+            operands = self._operands
+            assert operands is not None
+            left, into = self._matrices[action.left], self._matrices[action.into]
+            begin, at, rows = action.begin, action.at, action.rows
+            operands.multiply(left[begin : begin + rows], into[at : at + rows])
+
+        return Work(enqueue)
+
+    def add_bias(self, action: AddBias) -> Work:
+        """Return the step that adds the bias."""
+
+        def enqueue(stream: int) -> None:
+            operands = self._operands
+            assert operands is not None
+            operands.library.add(operands.out[action.begin : action.begin + action.rows], operands.bias)
+
+        return Work(enqueue)
+
+
+class Overlapped:
+    """The overlapped calls of one engine, planned once for each set of arrays."""
+
+    def __init__(self, engine: DeviceEngine) -> None:
+        self._engine = engine
+        self._known: OrderedDict[Any, Call] = OrderedDict()
+
+    def facts(self, operands: Operands) -> Facts:
+        """Return the facts by which all ranks choose the way of a call."""
+        node, itemsize = self._engine.node, operands.a.dtype.itemsize
+        rows = operands.a.shape[0] * (node.size if operands.kind == "allgather_matmul" else 1)
+        inner, columns = map(int, operands.b.shape)
+        return Facts(
+            operands.kind,
+            operands.dtype,
+            itemsize,
+            itemsize,
+            rows,
+            inner,
+            columns,
+            node.size,
+            node.multiprocessors,
+            node.link_speed,
+        )
+
+    def fits(self, facts: Facts, cut: Cut) -> bool:
+        """Return whether the call may take the memory that it needs; the same on all ranks."""
+        return _shared_nbytes(facts, cut) <= self._engine.node.most_staged_nbytes
+
+    def enqueue(self, operands: Operands, facts: Facts, cut: Cut, why: str, stream: int) -> None:
+        """Enqueue a call. Its matrices are on the current stream of their library.
+
+        Collective if it sets up memory, else local. Raises `NoMemoryError` on all ranks.
+        """
+        pointer, text = operands.library.pointer, operands.text
+        kept = 0 if operands.gathered is None else pointer(operands.gathered)
+        key = text, pointer(operands.a), pointer(operands.out), kept
+        call = self._known.get(key)
+        again = call is not None
+        if call is None:
+            call = self._plan(operands, facts, cut, why, key, kept)
+        else:
+            self._known.move_to_end(key)
+        call.enqueue(self._engine, operands, stream, again=again)
+
+    def _plan(self, operands: Operands, facts: Facts, cut: Cut, why: str, key: Any, kept: int) -> Call:
+        from mpicomm.collectives.gpu.engine import OwnCall
+
+        call = Call()
+
+        def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
+            a, out, bias = operands.library.pointer(operands.a), key[2], operands.bias is not None
+            actions: Iterable[Action]
+            if facts.kind == "allgather_matmul":
+                call.gathered = shared[node.rank]
+                place = Place(node.rank, node.size, facts.shard_rows)
+                actions = gathering(place, cut, facts.row_nbytes, a, shared, kept)
+            elif facts.kind == "matmul_reduce_scatter":
+                call.partial = scratch
+                place = Place(node.rank, node.size, facts.shard_rows)
+                actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
+            else:
+                place = Place(node.rank, node.size, facts.rows)
+                landing = [pointer + _results_nbytes(facts) for pointer in shared]
+                actions = reducing(place, cut, facts.row_nbytes, landing, shared, out, bias=bias)
+            return self._steps(actions, call, operands, node)
+
+        request = Request("products", 1 << (_shared_nbytes(facts, cut) - 1).bit_length())
+        scratch_nbytes = facts.rows * facts.row_nbytes if facts.kind == "matmul_reduce_scatter" else 0
+        choice = AlgorithmChoice("overlap", why)
+        call.plan = self._engine.prepare_own(OwnCall(operands.text, choice, request, scratch_nbytes, steps))
+        if len(self._known) >= _MOST_PLANS:
+            self._known.popitem(last=False)
+        self._known[key] = call
+        return call
+
+    def _steps(self, actions: Iterable[Action], call: Call, operands: Operands, node: Node) -> Iterator[Step]:
+        template, tag, barriers = DirectTemplate.of(node), zlib.crc32(operands.text.encode()), 0
+        for action in actions:
+            if isinstance(action, Barrier):
+                yield template.barrier(launch_tag(tag, barriers), after_copies=True)
+                barriers += 1
+            elif isinstance(action, Reduce):
+                yield local_reduction(action, (operands.dtype, "sum"))
+            elif isinstance(action, Multiply):
+                yield call.multiply(action)
+            elif isinstance(action, AddBias):
+                yield call.add_bias(action)
+            else:
+                yield action
+
+
+def _results_nbytes(facts: Facts) -> int:
+    return -(-facts.rows * facts.row_nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
+
+
+def _shared_nbytes(facts: Facts, cut: Cut) -> int:
+    """Return the bytes of memory that peers write on each rank."""
+    if facts.kind == "allgather_matmul":
+        return facts.rows * facts.row_nbytes
+    if facts.kind == "matmul_reduce_scatter":
+        return (facts.size - 1) * facts.shard_rows * facts.row_nbytes
+    most_rows = -(-facts.rows // (cut.parts * facts.size))
+    return _results_nbytes(facts) + cut.parts * (facts.size - 1) * most_rows * facts.row_nbytes
