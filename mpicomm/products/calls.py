@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives import operations as rows
@@ -65,26 +67,46 @@ class Products:
         return self._on_gpu(operands, stream, a)
 
     def _on_host(self, kind: Kind, reading: Callable[[], Operands], stream: Any) -> Any:
-        found: list[Operands] = []
-
-        def compare() -> str:
+        def compare() -> Operands:
             refuse_stream(kind, stream)
-            found.append(reading())
-            if found[0].device is not None:
+            operands = reading()
+            if operands.device is not None:
                 raise InvalidUsageError(
-                    f"{kind}: a is on GPU {found[0].device}, and this communicator is on the cpu: pass host arrays, or "
+                    f"{kind}: a is on GPU {operands.device}, and this communicator is on the cpu: pass host arrays, or "
                     "create the communicator on GPUs"
                 )
-            return found[0].text
+            return operands
 
-        # All ranks compare their calls, because MPI itself would wait for ever, or return parts of the result.
-        texts = self._session.set_up(kind).group.exchange(kind, compare)
-        _require_equal(texts)
-        operands = found[0]
+        operands = self._same_on_all_ranks(kind, compare)
         if operands.out is None:
             operands.out = operands.library.empty(operands.shape, operands.a)
         self._one_after_the_other(operands, None, "on the host")
         return operands.out
+
+    def _same_on_all_ranks(self, kind: Kind, reading: Callable[[], Operands]) -> Operands:
+        """Return this rank's operands, if all ranks call the same. Else raise the same error on all ranks.
+
+        MPI itself would wait for ever, or return parts of the result.
+        """
+        session, failure = self._session.set_up(kind), None
+        try:
+            operands = reading()
+            digest = zlib.crc32(operands.text.encode()) + 1
+        except InvalidUsageError as error:
+            failure, digest = error, 0
+        mine, most = np.array([digest, -digest]), np.empty(2, int)
+        session.private.Allreduce(mine, most, MPI.MAX)  # it takes a tenth of the time of an exchange
+        if failure is None and most[0] == -most[1]:
+            return operands
+
+        def say() -> str:
+            if failure is not None:
+                raise failure
+            return operands.text
+
+        texts = session.group.exchange(kind, say)
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise InvalidUsageError(f"ranks called different things: {said}: pass the same shapes and dtypes on all ranks")
 
     def _on_gpu(self, operands: Operands, stream: Any, a: Any) -> Any:
         kind, session = operands.kind, self._session
@@ -165,9 +187,3 @@ class Products:
             run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", partial_sums, operands.out, MPI.SUM)
         if operands.bias is not None:
             library.add(operands.out, operands.bias)
-
-
-def _require_equal(texts: list[str]) -> None:
-    if len(set(texts)) > 1:
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-        raise InvalidUsageError(f"ranks called different things: {said}: pass the same shapes and dtypes on all ranks")
