@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
+from mpicomm.products.scales import Scaling
+
 if TYPE_CHECKING:
     from mpicomm.products.calls import Products
     from mpicomm.products.libraries import Multiply
@@ -24,6 +26,11 @@ class ProductCalls(MPI.Intracomm):
     **Product.** The library of the arrays multiplies: ``cupy.matmul``, ``torch.mm`` or ``numpy.matmul``. A function
     ``product(a, b, out)`` takes its place. It gets some of the rows, multiplies on the current stream of the library,
     and allocates nothing that it frees on another stream.
+
+    **Scales.** Tensors of float8_e4m3fn or float8_e5m2 take ``scale_a`` and ``scale_b``, as ``torch._scaled_mm`` takes
+    them, and ``b`` in columns. Each is a float32 tensor with one element, the same on all ranks, or with one for each
+    row of ``a`` and each column of ``b``. The factors of the rows travel with the rows. The result and ``bias`` are of
+    ``out_dtype``, by default bfloat16.
 
     **Overlap.** On GPUs of one peer domain copy engines carry the data while the library multiplies. The product is cut
     into few pieces, by ranks. All ranks choose by a model of both ways, so small products, and products between several
@@ -53,6 +60,9 @@ class ProductCalls(MPI.Intracomm):
         bias: Any = None,
         gathered: Any = None,
         product: Multiply | None = None,
+        scale_a: Any = None,
+        scale_b: Any = None,
+        out_dtype: Any = None,
         stream: Any = None,
     ) -> Any:
         """Gather the rows ``a`` of all ranks, and return their product with this rank's ``b``.
@@ -60,26 +70,61 @@ class ProductCalls(MPI.Intracomm):
         ``a`` has shape [m, K], ``b`` has shape [K, n], and the result has shape [size * m, n]. The rows of rank r are
         rows r * m to (r + 1) * m. An array ``gathered`` of shape [size * m, K] receives the gathered rows.
         """
+        scaling = Scaling(scale_a, scale_b, out_dtype)
         return self._products.run(
-            "allgather_matmul", a, b, out, bias=bias, gathered=gathered, product=product, stream=stream
+            "allgather_matmul",
+            a,
+            b,
+            out,
+            bias=bias,
+            product=product,
+            stream=stream,
+            gathered=gathered,
+            scaling=scaling,
         )
 
     def matmul_reduce_scatter(
-        self, a: Any, b: Any, out: Any = None, *, bias: Any = None, product: Multiply | None = None, stream: Any = None
+        self,
+        a: Any,
+        b: Any,
+        out: Any = None,
+        *,
+        bias: Any = None,
+        product: Multiply | None = None,
+        scale_a: Any = None,
+        scale_b: Any = None,
+        out_dtype: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Add the products ``a @ b`` of all ranks, and return this rank's rows of the sum.
 
         ``a`` has shape [M, k], ``b`` has shape [k, n], and the result has shape [M / size, n]: block r of the rows on
         rank r. ``bias`` is added once, to the rounded sum.
         """
-        return self._products.run("matmul_reduce_scatter", a, b, out, bias=bias, product=product, stream=stream)
+        scaling = Scaling(scale_a, scale_b, out_dtype)
+        return self._products.run(
+            "matmul_reduce_scatter", a, b, out, bias=bias, product=product, stream=stream, scaling=scaling
+        )
 
     def matmul_allreduce(
-        self, a: Any, b: Any, out: Any = None, *, bias: Any = None, product: Multiply | None = None, stream: Any = None
+        self,
+        a: Any,
+        b: Any,
+        out: Any = None,
+        *,
+        bias: Any = None,
+        product: Multiply | None = None,
+        scale_a: Any = None,
+        scale_b: Any = None,
+        out_dtype: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Add the products ``a @ b`` of all ranks, and return the whole sum.
 
         ``a`` has shape [M, k], ``b`` has shape [k, n], and the result has shape [M, n]. ``bias`` is added once, to the
         rounded sum.
         """
-        return self._products.run("matmul_allreduce", a, b, out, bias=bias, product=product, stream=stream)
+        scaling = Scaling(scale_a, scale_b, out_dtype)
+        return self._products.run(
+            "matmul_allreduce", a, b, out, bias=bias, product=product, stream=stream, scaling=scaling
+        )

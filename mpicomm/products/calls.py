@@ -19,6 +19,7 @@ from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.products.choose import Kind, Way, choose
 from mpicomm.products.libraries import Multiply
 from mpicomm.products.operands import Operands, read
+from mpicomm.products.scales import NO_SCALING, Scaling
 from mpicomm.recording.record import current
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
@@ -54,11 +55,12 @@ class Products:
         product: Multiply | None,
         stream: Any,
         gathered: Any = None,
+        scaling: Scaling = NO_SCALING,
     ) -> Any:
         """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host."""
         on_gpus = isinstance(self._session.placement.here.device, int)
         gpu: Callable[[], GpuBackend] | None = partial(self._session.gpu, kind) if on_gpus else None
-        reading = partial(read, kind, self._size, gpu, a, b, out, bias, product, gathered)
+        reading = partial(read, kind, self._size, gpu, a, b, out, bias, product, gathered, scaling)
         if not on_gpus:
             return self._on_host(kind, reading, stream)
         operands = reading()
@@ -79,7 +81,8 @@ class Products:
 
         operands = self._same_on_all_ranks(kind, compare)
         if operands.out is None:
-            operands.out = operands.library.empty(operands.shape, operands.a)
+            operands.out = operands.library.empty(operands.shape, operands.result_like)
+        self._gather_scales(operands, None)
         self._one_after_the_other(operands, None, "on the host")
         return operands.out
 
@@ -117,10 +120,11 @@ class Products:
         resolved = backend.stream(stream, a)
         with nullcontext() if stream is None else library.current(resolved):
             if operands.out is None:
-                operands.out = library.empty(operands.shape, operands.a)
+                operands.out = library.empty(operands.shape, operands.result_like)
             if kind == "allgather_matmul":
                 operands.a = library.contiguous(operands.a)
             way = self._way_of(operands)
+            self._gather_scales(operands, resolved)
             if way is None or way.cut is None or self._overlapped is None:
                 why = "nothing to overlap with" if way is None else way.why
                 self._one_after_the_other(operands, resolved, why)
@@ -150,6 +154,16 @@ class Products:
                 self._ways.clear()  # on all ranks alike, because they make the same calls
             self._ways[text] = way
         return self._ways[text]
+
+    def _gather_scales(self, operands: Operands, stream: int | None) -> None:
+        """Gather the factors of the rows of all shards, before a product multiplies any row of a peer."""
+        scales = operands.scales
+        if scales is None or not scales.by_rows or operands.kind != "allgather_matmul" or self._size == 1:
+            return
+        library = operands.library
+        whole = library.empty((self._size * operands.a.shape[0], 1), scales.a)
+        self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(scales.a), whole)
+        scales.a = whole
 
     def _overlap(self, operands: Operands, way: Way, stream: int) -> None:
         from mpicomm.collectives.gpu.arena import NoMemoryError
@@ -182,7 +196,7 @@ class Products:
             operands.multiply(operands.a, operands.out)
             run(rows.ALLREDUCE, stream, "auto", MPI.IN_PLACE, operands.out, MPI.SUM)
         else:
-            partial_sums = library.empty((operands.a.shape[0], operands.shape[1]), operands.a)
+            partial_sums = library.empty((operands.a.shape[0], operands.shape[1]), operands.result_like)
             operands.multiply(operands.a, partial_sums)
             run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", partial_sums, operands.out, MPI.SUM)
         if operands.bias is not None:

@@ -11,6 +11,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.products.choose import Kind
 from mpicomm.products.libraries import Library, Multiply, library_of
+from mpicomm.products.scales import NO_SCALING, Scales, Scaling, read_scales
 
 
 @dataclass
@@ -30,13 +31,19 @@ class Operands:
     device: int | None
     """The ordinal of the GPU; None on the host."""
     dtype: str
+    result_dtype: str
+    result_like: Any
+    """An array with the element type of the result, on its device."""
     shape: tuple[int, int]
     """The shape of the result."""
+    scales: Scales | None
 
-    def multiply(self, a: Any, out: Any) -> None:
-        """Multiply some rows, with the bias if the product has to add it."""
+    def multiply(self, a: Any, out: Any, row: int = 0) -> None:
+        """Multiply some rows, with the bias if the product has to add it. ``row`` is the first row in all rows."""
         bias = self.bias if self.kind == "allgather_matmul" else None
-        if self.product is None:
+        if self.scales is not None:
+            self.scales.multiply(a, self.b, out, bias, row)
+        elif self.product is None:
             self.library.multiply(a, self.b, out, bias)
         else:
             self.product(a, self.b, out)
@@ -47,6 +54,8 @@ class Operands:
     def text(self) -> str:
         """The call in words: the facts in which all ranks agree."""
         more = "".join(f", {name}" for name in ("bias", "gathered") if getattr(self, name) is not None)
+        if self.scales is not None:
+            more += f", {self.scales} to {self.result_dtype}"
         return f"{self.kind}({self.dtype}, {_shape(self.a)} @ {_shape(self.b)}{more})"
 
 
@@ -60,6 +69,7 @@ def read(
     bias: Any,
     product: Multiply | None,
     gathered: Any = None,
+    scaling: Scaling = NO_SCALING,
 ) -> Operands:
     """Return the operands of a call between ``size`` ranks. Local; raises `InvalidUsageError`."""
     library, as_array = library_of(a, "a", gpu)
@@ -78,6 +88,9 @@ def read(
         )
     factor = {"allgather_matmul": rows * size, "matmul_reduce_scatter": rows // size, "matmul_allreduce": rows}
     shape = (factor[kind], int(b.shape[1]))
+    scales = read_scales(kind, library, scaling, a, b, product)
+    result_like = a if scales is None else scales.result_like
+    result_dtype = library.dtype_of(result_like)
 
     def further(array: Any, name: str, wanted: tuple[int, ...]) -> Any:
         array = as_array(array, name)
@@ -98,9 +111,11 @@ def read(
     for name, array in (("b", b), ("out", out), ("bias", bias), ("gathered", gathered)):
         if array is None:
             continue
-        if library.dtype_of(array) != dtype:
+        wanted = result_dtype if name in ("out", "bias") else dtype
+        if library.dtype_of(array) != wanted:
+            whose = "a has" if wanted == dtype else "the result has"
             raise InvalidUsageError(
-                f"{kind}: {name} has dtype {library.dtype_of(array)}, and a has {dtype}: convert {name} first"
+                f"{kind}: {name} has dtype {library.dtype_of(array)}, and {whose} {wanted}: convert {name} first"
             )
         if library.device_of(array) != device:
             raise InvalidUsageError(
@@ -115,7 +130,22 @@ def read(
         raise InvalidUsageError(
             f"{kind}: CuPy multiplies no {dtype}: pass tensors of PyTorch, or pass product=, which multiplies"
         )
-    return Operands(kind, library, a, b, out, bias, product, gathered, device, dtype, shape)
+    return Operands(
+        kind,
+        library,
+        a,
+        b,
+        out,
+        bias,
+        product,
+        gathered,
+        device,
+        dtype,
+        result_dtype,
+        result_like,
+        shape,
+        scales,
+    )
 
 
 _OF_CUPY = frozenset(REDUCTIONS) - {"bfloat16", "float8_e4m3fn", "float8_e5m2"}

@@ -44,7 +44,7 @@ class Call:
             size = operands.shape[0] // rows
             matrices["gathered"] = library.memory(self.gathered, (rows * size, operands.a.shape[1]), operands.a)
         if self.partial:
-            matrices["partial"] = library.memory(self.partial, (rows, operands.shape[1]), operands.a)
+            matrices["partial"] = library.memory(self.partial, (rows, operands.shape[1]), operands.out)
         self._matrices, self._operands = matrices, operands
         try:
             engine.enqueue(self.plan, stream, again=again)
@@ -59,7 +59,8 @@ class Call:
             assert operands is not None
             left, into = self._matrices[action.left], self._matrices[action.into]
             begin, at, rows = action.begin, action.at, action.rows
-            operands.multiply(left[begin : begin + rows], into[at : at + rows])
+            first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
+            operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
 
         return Work(enqueue)
 
@@ -83,14 +84,14 @@ class Overlapped:
 
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
-        node, itemsize = self._engine.node, operands.a.dtype.itemsize
+        node = self._engine.node
         rows = operands.a.shape[0] * (node.size if operands.kind == "allgather_matmul" else 1)
         inner, columns = map(int, operands.b.shape)
         return Facts(
             operands.kind,
             operands.dtype,
-            itemsize,
-            itemsize,
+            operands.a.dtype.itemsize,
+            operands.result_like.dtype.itemsize,
             rows,
             inner,
             columns,
@@ -157,7 +158,7 @@ class Overlapped:
                 yield template.barrier(launch_tag(tag, barriers), after_copies=True)
                 barriers += 1
             elif isinstance(action, Reduce):
-                yield local_reduction(action, (operands.dtype, "sum"))
+                yield local_reduction(action, (operands.result_dtype, "sum"))
             elif isinstance(action, Multiply):
                 yield call.multiply(action)
             elif isinstance(action, AddBias):

@@ -136,3 +136,36 @@ def test_layers_in_a_graph(world: dist.ProcessGroup) -> None:
         wanted = torch.empty_like(rest)
         dist.reduce_scatter_tensor(wanted, out @ w)
         torch.testing.assert_close(rest, wanted, rtol=2e-2, atol=64.0)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_elements_of_eight_bits_are_scaled(world: dist.ProcessGroup, device: torch.device, by_rows: bool) -> None:
+    comm, rank, size = mpicomm.torch.communicator(), dist.get_rank(), dist.get_world_size()
+    rows, inner, columns = 16 * size, 32, 64
+
+    def factors(shape: tuple[int, int], seed: int) -> torch.Tensor:
+        return torch.full(shape, 0.5) if not by_rows else 2.0 ** ((torch.arange(shape[0] * shape[1]) + seed) % 3)
+
+    def operands(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(seed)
+        scale = factors((count, 1) if by_rows else (1, 1), seed).view(-1, 1)
+        return torch.randint(-2, 3, (count, inner)).float().to(torch.float8_e4m3fn), scale
+
+    shards = [operands(each, rows) for each in range(size)]
+    weights = [operands(50 + each, columns) for each in range(size)]
+    (a, scale_a), (b, scale_b) = shards[rank], weights[rank]
+    whole = torch.cat([x.float() * scale for x, scale in shards])
+    scales = {"scale_a": scale_a, "scale_b": scale_b.t()}
+    got = comm.allgather_matmul(a, b.t(), **scales)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, (whole @ (b.float() * scale_b).t()).bfloat16())
+    out = torch.empty(rows, columns, dtype=torch.bfloat16)
+    assert comm.matmul_allreduce(a, b.t(), out, **scales) is out
+    parts = [(x.float() * s) @ (w.float() * t).t() for (x, s), (w, t) in zip(shards, weights, strict=True)]
+    assert torch.equal(out, sum(part.bfloat16().float() for part in parts).bfloat16())
+    with pytest.raises(InvalidUsageError, match="scale_a is None: pass a float32 tensor with one element"):
+        comm.allgather_matmul(a, b.t(), scale_b=scale_b)
+    with pytest.raises(InvalidUsageError, match="a has dtype float8_e4m3fn: pass scale_a and scale_b"):
+        comm.allgather_matmul(a, b.t())
+    with pytest.raises(InvalidUsageError, match="are for PyTorch's product of tensors with elements of 8 bits"):
+        comm.allgather_matmul(a.float(), b.float().t(), **scales)
