@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.cluster.agreement import abandoned, did_not_arrive
 from mpicomm.collectives import operations as rows
 from mpicomm.devices.base import GpuBackend
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.products.choose import Kind, Way, choose
@@ -22,12 +23,14 @@ from mpicomm.products.operands import Operands, read
 from mpicomm.products.scales import NO_SCALING, Scaling
 from mpicomm.recording.record import current
 from mpicomm.session import Session
+from mpicomm.waiting import wait_until
 from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from mpicomm.products.overlapped import Overlapped
 
 _MOST_CALLS = 4096
+_NAMING_S = 0.5
 
 
 class Products:
@@ -98,8 +101,11 @@ class Products:
         except InvalidUsageError as error:
             failure, digest = error, 0
         mine, most = np.array([digest, -digest]), np.empty(2, int)
-        session.private.Allreduce(mine, most, MPI.MAX)  # it takes a tenth of the time of an exchange
-        if failure is None and most[0] == -most[1]:
+        request = session.private.Iallreduce(mine, most, MPI.MAX)  # it takes a tenth of the time of an exchange
+        if not wait_until(request.Test, session.group.timeout_s):
+            abandoned.append(request)
+            self._name_missing(kind)
+        elif failure is None and most[0] == -most[1]:
             return operands
 
         def say() -> str:
@@ -110,6 +116,17 @@ class Products:
         texts = session.group.exchange(kind, say)
         said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise InvalidUsageError(f"ranks called different things: {said}: pass the same shapes and dtypes on all ranks")
+
+    def _name_missing(self, kind: Kind) -> None:
+        """Raise `CollectiveTimeoutError` with the ranks that have not come in time. The communicator is then broken."""
+        session = self._session
+        timeout_s = session.group.timeout_s
+        session.hasten(_NAMING_S)
+        try:
+            session.group.barrier(kind)
+        except CollectiveTimeoutError as error:
+            raise did_not_arrive(kind, [*error.ranks], timeout_s, session.group.absence_reason()) from None
+        raise CollectiveTimeoutError(f"{kind}: the ranks came one after the other, within twice {timeout_s:g} s")
 
     def _on_gpu(self, operands: Operands, stream: Any, a: Any) -> Any:
         kind, session = operands.kind, self._session

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any
 
 import numpy as np
@@ -172,3 +174,36 @@ def test_the_device_way_in_a_graph_gives_the_same_bits(comm: mpicomm.Communicato
             total: Any = factor * sum(each @ b for each in a)
             begin = comm.rank * (rows // comm.size)
             assert (host(rest) == total[begin : begin + rows // comm.size]).all()
+
+
+def test_a_rank_that_does_not_come_is_named(device: str) -> None:
+    comm = communicator(device, timeout_s=1.0)
+    if comm.size == 1:
+        comm.Free()
+        pytest.skip("one rank waits for no other")
+    xp: Any = np if comm.device == "cpu" else pytest.importorskip("cupy")
+    a, b = xp.zeros((4, 4), "f4"), xp.zeros((4, 2), "f4")
+    comm.matmul_allreduce(a, b)
+    missing = comm.size - 1
+    if comm.rank == missing:
+        time.sleep(3)
+    else:
+        with pytest.raises(mpicomm.CollectiveTimeoutError, match=rf"rank {missing} did not .* within 1 s") as caught:
+            comm.allgather_matmul(a, b)
+            comm.check()
+        assert tuple(caught.value.ranks) == (missing,)
+        with pytest.raises(mpicomm.MpicommError):
+            comm.allgather_matmul(a, b)
+    with contextlib.suppress(mpicomm.CollectiveTimeoutError):  # on the missing rank, which comes to Free alone
+        comm.Free()
+
+
+def test_a_late_rank_holds_up_only_the_result(comm: mpicomm.Communicator, xp: Any) -> None:
+    rows, inner, columns = shapes(comm)[-1]
+    a, b = xp.asarray(integers(1, rows * comm.size, inner)), xp.asarray(integers(2, inner, columns))
+    for late in range(comm.size):
+        if comm.rank == late:
+            time.sleep(0.1)
+        got = comm.matmul_reduce_scatter(a, b)
+        begin = comm.rank * rows
+        assert (host(got) == comm.size * host(a)[begin : begin + rows] @ host(b)).all()
