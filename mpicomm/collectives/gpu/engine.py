@@ -237,7 +237,7 @@ class DeviceEngine:
         pointers = self._arena.region(call.request).pointers
         steps = [*call.steps(self._node, pointers, 0 if scratch is None else scratch.pointer)]
         plan = self._plan(call.text, steps, call.choice)
-        plan.becomes_graph = False
+        plan.launch = plan.enqueue  # in place of a graph, because work of another library may differ each time
         return plan
 
     def require_same(self, text: str) -> None:
@@ -330,8 +330,7 @@ class DeviceEngine:
         if not plan.steps:
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
-        makes_graph = again and not meets and plan.becomes_graph
-        eager = plan.launch or (partial(self._launch, plan) if makes_graph else plan.enqueue)
+        eager = plan.launch or (partial(self._launch, plan) if again and not meets else plan.enqueue)
         # This check is cheaper than a change of context. It nearly always succeeds, because creating a Communicator
         # makes its GPU the current device.
         if runtime.getDevice() == self._ordinal:

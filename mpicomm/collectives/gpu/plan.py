@@ -33,8 +33,6 @@ class Plan:
         self.collective = collective
         self.private_nbytes: int | None = None
         """This rank's longest message if only the two ranks of a message know its length; else None."""
-        self.becomes_graph = True
-        """Whether the engine may make the steps a graph. Work of another library may differ each time."""
         self.is_old = False
         """Whether the call has to be planned again, because ranks may change the memory that it uses."""
         self.steps = tuple(steps)
