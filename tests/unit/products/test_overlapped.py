@@ -1,0 +1,108 @@
+"""Plans of overlapped products on an engine of GPUs, over a CUDA that launches nothing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpicomm.products.choose import Facts, choose
+from mpicomm.products.schedule import Cut
+from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.rigs.fake_engines import STREAM, Rig
+
+MIB = 1 << 20
+ROWS, INNER, COLUMNS = 256, 1024, 512
+
+
+class Products:
+    """The overlapped products of the first of two ranks, and the rows that the library multiplies."""
+
+    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, most_nbytes: int | None = None) -> None:
+        self.rig = Rig(cuda, monkeypatch, most_nbytes)
+        backend = self.rig.engine._backend
+        backend.scratch = lambda nbytes: importlib.import_module("mpicomm.devices.base").Scratch(1 << 55, nbytes, None)
+        libraries, overlapped, operands = (
+            importlib.import_module(f"mpicomm.products.{name}") for name in ("libraries", "overlapped", "operands")
+        )
+        self._read = operands.read
+        monkeypatch.setattr(libraries.NUMPY, "memory", self._memory, raising=False)
+        self.made: list[int] = []
+        self.multiplied: list[tuple[int, int]] = []
+        self.overlapped = overlapped.Overlapped(self.rig.engine)
+
+    def _memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
+        self.made.append(pointer)
+        return np.empty(shape, like.dtype)
+
+    def enqueue(self, kind: Any, cut: Cut, a: Any, out: Any, **more: Any) -> Any:
+        def product(a: Any, b: Any, out: Any) -> None:
+            self.multiplied.append((a.shape[0], out.shape[0]))
+
+        operands = self._read(kind, 2, None, a, np.ones((INNER, COLUMNS)), out, None, product, **more)
+        facts = self.overlapped.facts(operands)
+        self.overlapped.enqueue(operands, facts, cut, "a test", STREAM)
+        return operands
+
+
+@pytest.fixture
+def products(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Products:
+    return Products(cuda, monkeypatch)
+
+
+def test_an_equal_call_has_its_plan_and_other_calls_share_its_memory(products: Products) -> None:
+    a, out = np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
+    cut = Cut(ROWS - 64, merged=True)
+    for call in range(3):
+        products.enqueue("allgather_matmul", cut, a, out)
+        assert products.multiplied[2 * call :] == [(ROWS - 64,) * 2, (ROWS + 64,) * 2]
+    plans = products.rig.engine._plans
+    assert len(plans) == 1
+    products.enqueue("allgather_matmul", cut, a.copy(), out)
+    assert len(plans) == 2
+    products.enqueue("matmul_reduce_scatter", Cut(ROWS // 2, merged=False), a, np.empty((ROWS // 2, COLUMNS)))
+    used = {use.purpose: use.device_nbytes for use in products.rig.engine.memory_use()}
+    assert used["products"] == 2 * ROWS * INNER * 8 and used["scratch"] == ROWS * COLUMNS * 8
+
+
+def test_plans_keep_no_arrays(products: Products) -> None:
+    a, out = np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
+    operands = products.enqueue("allgather_matmul", Cut(ROWS, merged=True), a, out)
+    (call,) = products.overlapped._known.values()
+    assert not call._matrices and call._operands is None and operands.a is a
+
+
+def test_every_launch_of_a_call_has_another_tag(products: Products) -> None:
+    products.enqueue(
+        "matmul_allreduce", Cut(0, merged=False, parts=2), np.ones((ROWS, INNER)), np.ones((ROWS, COLUMNS))
+    )
+    tags = [x.team.tags[0] for x in products.rig.launched if hasattr(x, "team")]
+    assert len(tags) == 4 and len(set(tags)) == 4
+
+
+def test_memory_beyond_the_bound_is_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    products = Products(cuda, monkeypatch, most_nbytes=2 * MIB)
+    error = importlib.import_module("mpicomm.collectives.gpu.arena").NoMemoryError
+    for _ in range(2):
+        with pytest.raises(error, match=r'MPICOMM_MEMORY leaves 2097152 bytes .* "products" takes 4194304'):
+            products.enqueue("allgather_matmul", Cut(ROWS, True), np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS)))
+
+
+def facts(kind: Any, rows: int, *, size: int = 2, inner: int = 8192, columns: int = 7168) -> Facts:
+    return Facts(kind, "bfloat16", 2, 2, rows, inner, columns, size, 132, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"])
+def test_large_products_overlap_and_small_products_do_not(kind: Any) -> None:
+    for size in (2, 4, 8):
+        assert choose(facts(kind, 16384, size=size)).cut is not None
+        small = choose(facts(kind, 256, size=size))
+        assert small.cut is None and "one after the other" in small.why
+
+
+def test_a_cut_adds_no_wave_of_tiles() -> None:
+    # Halves of 4096 rows would take 4 waves each on 132 multiprocessors, and the whole takes 7.
+    cut = choose(facts("allgather_matmul", 4096)).cut
+    assert cut == Cut(1792, merged=True)
