@@ -80,6 +80,8 @@ class RankInfo:
 
     It counts symmetric arrays and the memory of calls, but neither memory of the caller nor mapped memory of peers.
     """
+    products: tuple[str, ...] = ()
+    """From which size on matrix products overlap with their collective, after the first collective on GPUs."""
 
 
 class Communicator(
@@ -325,6 +327,7 @@ class Communicator(
             internode=internode.name if internode else "",
             internode_rejected=internode.rejected if internode else {},
             memory=session.memory_use(),
+            products=self._products.describe(),
         )
 
     def stats(self) -> Statistics:

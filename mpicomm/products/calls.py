@@ -17,7 +17,8 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.location import refuse_stream, require_here
-from mpicomm.products.choose import Kind, Way, choose
+from mpicomm.products import choose
+from mpicomm.products.choose import Kind, Way
 from mpicomm.products.libraries import Multiply
 from mpicomm.products.operands import Operands, read
 from mpicomm.products.scales import NO_SCALING, Scaling
@@ -70,6 +71,14 @@ class Products:
         if operands.device is None:
             return self._on_host(kind, lambda: operands, stream)
         return self._on_gpu(operands, stream, a)
+
+    def describe(self) -> tuple[str, ...]:
+        """Return which products overlap, as text; () on the host and before the first collective on GPUs. Local."""
+        gpu = self._collectives.engines.gpu
+        if gpu is None or self._size == 1 or len(self._session.placement.domains) > 1:
+            return ()
+        node = gpu.engine.node  # type: ignore[attr-defined]
+        return choose.describe(self._size, node.multiprocessors, node.link_speed)
 
     def _on_host(self, kind: Kind, reading: Callable[[], Operands], stream: Any) -> Any:
         def compare() -> Operands:
@@ -164,7 +173,7 @@ class Products:
             way = None
             if self._overlapped is not None and 0 not in (*operands.a.shape, *operands.b.shape):
                 facts = self._overlapped.facts(operands)
-                way = choose(facts)
+                way = choose.choose(facts)
                 if way.cut is not None and not self._overlapped.fits(facts, way.cut):
                     way = Way(None, way.overlapped_us, way.serial_us)
             if len(self._ways) >= _MOST_CALLS:
