@@ -175,7 +175,7 @@ class Products:
                 facts = self._overlapped.facts(operands)
                 way = choose.choose(facts)
                 if way.cut is not None and not self._overlapped.fits(facts, way.cut):
-                    way = Way(None, way.overlapped_us, way.serial_us)
+                    way = Way(None, way.overlapped_us, way.serial_us, memory_is_short=True)
             if len(self._ways) >= _MOST_CALLS:
                 self._ways.clear()  # on all ranks alike, because they make the same calls
             self._ways[text] = way

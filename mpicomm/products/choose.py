@@ -76,10 +76,13 @@ class Way:
     """None if the collective and the product run one after the other."""
     overlapped_us: float
     serial_us: float
+    memory_is_short: bool = False
 
     @property
     def why(self) -> str:
         """The reason for the choice as text."""
+        if self.memory_is_short:
+            return "the data on its way would take more memory than the communicator may take"
         return f"the model says {self.overlapped_us:.0f} us with overlap, {self.serial_us:.0f} us one after the other"
 
 

@@ -35,21 +35,25 @@ class Call:
         """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
         self._matrices: dict[str, Any] = {}
         self._operands: Operands | None = None
+        self._own: dict[str, dict[str, Any]] = {}
+        """The matrices over memory of the communicator, by library."""
 
     def enqueue(self, engine: DeviceEngine, operands: Operands, stream: int, *, again: bool) -> None:
         """Enqueue the call on the current stream of the library, with these matrices."""
-        library, rows = operands.library, operands.a.shape[0]
-        matrices = {"a": operands.a, "out": operands.out}
-        if self.gathered:
-            size = operands.shape[0] // rows
-            matrices["gathered"] = library.memory(self.gathered, (rows * size, operands.a.shape[1]), operands.a)
-        if self.partial:
-            matrices["partial"] = library.memory(self.partial, (rows, operands.shape[1]), operands.out)
-        self._matrices, self._operands = matrices, operands
+        own = self._own.get(operands.library.name)
+        if own is None:
+            own = self._own[operands.library.name] = self._made(operands)
+        self._matrices, self._operands = {"a": operands.a, "out": operands.out, **own}, operands
         try:
             engine.enqueue(self.plan, stream, again=again)
         finally:
             self._matrices, self._operands = {}, None
+
+    def _made(self, operands: Operands) -> dict[str, Any]:
+        memory, (rows, inner) = operands.library.memory, operands.a.shape
+        if self.gathered:
+            return {"gathered": memory(self.gathered, (operands.shape[0], inner), operands.a)}
+        return {"partial": memory(self.partial, (rows, operands.shape[1]), operands.out)} if self.partial else {}
 
     def multiply(self, action: Multiply) -> Work:
         """Return the step of a product."""
