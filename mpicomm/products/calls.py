@@ -164,12 +164,12 @@ class Products:
             return None
         text = operands.text
         if text not in self._ways:
-            engine: Any = self._collectives.engines.on_gpu(operands.kind).engine
-            engine.require_same(text)
+            gpu = self._collectives.engines.on_gpu(operands.kind)
+            gpu.engine.require_same(text)
             if self._overlapped is None and len(self._session.placement.domains) == 1:
                 from mpicomm.products.overlapped import Overlapped
 
-                self._overlapped = Overlapped(engine)
+                self._overlapped = Overlapped(gpu)
             way = None
             if self._overlapped is not None and 0 not in (*operands.a.shape, *operands.b.shape):
                 facts = self._overlapped.facts(operands)

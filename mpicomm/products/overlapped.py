@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm.collectives.gpu.algorithms.base import Node, launch_tag
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
@@ -21,6 +22,7 @@ from mpicomm.products.schedule import Action, AddBias, Cut, Multiply, Place, gat
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
     from mpicomm.collectives.gpu.plan import Plan
+    from mpicomm.collectives.gpu.plan_cache import PlanCache
 
 _MOST_PLANS = 256
 _ALIGNED_NBYTES = 256
@@ -35,17 +37,22 @@ class Call:
         """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
         self._matrices: dict[str, Any] = {}
         self._operands: Operands | None = None
+        self._stream = 0
         self._own: dict[str, dict[str, Any]] = {}
         """The matrices over memory of the communicator, by library."""
 
-    def enqueue(self, engine: DeviceEngine, operands: Operands, stream: int, *, again: bool) -> None:
-        """Enqueue the call on the current stream of the library, with these matrices."""
+    def enqueue(self, carry_out: Callable[..., None], operands: Operands, stream: int, *, again: bool) -> None:
+        """Enqueue the call on the current stream of the library, with these matrices.
+
+        ``carry_out`` is `PlanCache.carry_out`, which may enqueue the plan on another stream.
+        """
         own = self._own.get(operands.library.name)
         if own is None:
             own = self._own[operands.library.name] = self._made(operands)
         self._matrices, self._operands = {"a": operands.a, "out": operands.out, **own}, operands
+        self._stream = stream
         try:
-            engine.enqueue(self.plan, stream, again=again)
+            carry_out(self.plan, stream, operands.a, again=again)
         finally:
             self._matrices, self._operands = {}, None
 
@@ -57,33 +64,36 @@ class Call:
 
     def multiply(self, action: Multiply) -> Work:
         """Return the step of a product."""
+        begin, at, rows = action.begin, action.at, action.rows
 
-        def enqueue(stream: int) -> None:
-            operands = self._operands
-            assert operands is not None
+        def work(operands: Operands) -> None:
             left, into = self._matrices[action.left], self._matrices[action.into]
-            begin, at, rows = action.begin, action.at, action.rows
             first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
             operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
 
-        return Work(enqueue)
+        return self._step(work)
 
     def add_bias(self, action: AddBias) -> Work:
         """Return the step that adds the bias."""
+        rows = slice(action.begin, action.begin + action.rows)
+        return self._step(lambda operands: operands.library.add(operands.out[rows], operands.bias))
 
+    def _step(self, work: Callable[[Operands], None]) -> Work:
         def enqueue(stream: int) -> None:
             operands = self._operands
             assert operands is not None
-            operands.library.add(operands.out[action.begin : action.begin + action.rows], operands.bias)
+            with nullcontext() if stream == self._stream else operands.library.current(stream):
+                work(operands)
 
         return Work(enqueue)
 
 
 class Overlapped:
-    """The overlapped calls of one engine, planned once for each set of arrays."""
+    """The overlapped calls of one engine of a peer domain, planned once for each set of arrays."""
 
-    def __init__(self, engine: DeviceEngine) -> None:
-        self._engine = engine
+    def __init__(self, calls: PlanCache) -> None:
+        self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
+        self._carry_out = calls.carry_out
         self._known: OrderedDict[Any, Call] = OrderedDict()
 
     def facts(self, operands: Operands) -> Facts:
@@ -122,7 +132,7 @@ class Overlapped:
             call = self._plan(operands, facts, cut, why, key, kept)
         else:
             self._known.move_to_end(key)
-        call.enqueue(self._engine, operands, stream, again=again)
+        call.enqueue(self._carry_out, operands, stream, again=again)
 
     def _plan(self, operands: Operands, facts: Facts, cut: Cut, why: str, key: Any, kept: int) -> Call:
         from mpicomm.collectives.gpu.engine import OwnCall
