@@ -17,7 +17,8 @@ class ProductCalls(MPI.Intracomm):
     """Products of matrices whose rows or partial sums are spread over ranks. All of them are *collective*.
 
     **Order.** A call on device arrays is stream-ordered, as in the collectives, and CUDA graphs can contain it after a
-    first call outside. A call on host arrays blocks.
+    first call outside. CuPy refuses cuBLAS in captures: pass tensors there, or ``product``. A call on host arrays
+    blocks.
 
     **Matrices** are arrays of NumPy, CuPy or PyTorch, of one element type, and the same shapes on all ranks. CuPy
     multiplies neither bfloat16 nor floats of 8 bits. Arrays of other libraries on GPUs become CuPy arrays. ``out``

@@ -144,6 +144,11 @@ class Products:
         session.require_usable(kind)
         library, backend = operands.library, session.gpu(kind)
         resolved = backend.stream(stream, a)
+        if library.name == "cupy" and operands.product is None and backend.is_capturing(resolved):
+            raise InvalidUsageError(
+                f"{kind}: CuPy calls cuBLAS in no capture: pass tensors of PyTorch, such as torch.from_dlpack(a), or "
+                "pass product=, which multiplies by a kernel"
+            )
         with nullcontext() if stream is None else library.current(resolved):
             if operands.out is None:
                 operands.out = library.empty(operands.shape, operands.result_like)

@@ -83,7 +83,7 @@ def main() -> int:
     results, wrong = [], 0
     for number, case in enumerate(cases):
         with command_line.progress_line(f"{case.kind} {case.rows}", number, len(cases)):
-            times, silent = measure(comm, clock, Matrices(case, comm, dtype), parties, options.rounds)
+            times, silent = measure(comm, clock, Matrices(case, comm, dtype), parties, opened, options.rounds)
         wrong += sum(times[name].wrong or 0 for name in (_OWN, "serial"))
         results.append(
             {**asdict(case), "times": {name: each._asdict() for name, each in times.items()}}

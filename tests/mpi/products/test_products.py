@@ -149,22 +149,43 @@ def test_narrow_floats_are_added_in_float32(host_comm: mpicomm.Communicator) -> 
     assert half.dtype == np.float16 and (half == 3 * comm.size).all()
 
 
-def test_the_device_way_in_a_graph_gives_the_same_bits(comm: mpicomm.Communicator, xp: Any) -> None:
+KERNEL = r"""
+extern "C" __global__ void multiply(const float* a, const float* b, float* out, int inner, int columns) {
+  const int column = blockIdx.x * blockDim.x + threadIdx.x;
+  float sum = 0;
+  for (int k = 0; k < inner; ++k) sum += a[blockIdx.y * inner + k] * b[k * columns + column];
+  out[blockIdx.y * columns + column] = sum;
+}
+"""
+
+
+def test_products_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
     if comm.device == "cpu":
         pytest.skip("the host has no graphs")
     rows, inner, columns = SHAPES[1]
+    kernel = xp.RawKernel(KERNEL, "multiply")
+
+    def product(a: Any, b: Any, out: Any) -> None:  # CuPy calls cuBLAS in no capture
+        kernel((columns // 256, a.shape[0]), (256,), (a, b, out, np.int32(inner), np.int32(columns)))
+
     a = [integers(rank, rows, inner) for rank in range(comm.size)]
     b = integers(3, inner, columns)
     x, w = xp.asarray(a[comm.rank]), xp.asarray(b)
     out, rest = xp.empty((rows * comm.size, columns), "f4"), xp.empty((rows // comm.size, columns), "f4")
     stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+
+    def calls() -> None:
+        comm.allgather_matmul(x, w, out, product=product)
+        comm.matmul_reduce_scatter(x, w, rest, product=product)
+
     with stream:
-        for _ in range(2):
-            comm.allgather_matmul(x, w, out)
-            comm.matmul_reduce_scatter(x, w, rest)
+        calls()
+        calls()
         stream.begin_capture()
-        comm.allgather_matmul(x, w, out)
-        comm.matmul_reduce_scatter(x, w, rest)
+        with pytest.raises(mpicomm.InvalidUsageError, match="CuPy calls cuBLAS in no capture"):
+            comm.allgather_matmul(x, w, out)
+        calls()
         graph = stream.end_capture()
         for factor in (1, 2, -1):
             x[...] = xp.asarray(a[comm.rank]) * factor
