@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +181,7 @@ class Products:
                 facts = self._overlapped.facts(operands)
                 way = choose.choose(facts)
                 if way.cut is not None and not self._overlapped.fits(facts, way.cut):
-                    way = Way(None, way.overlapped_us, way.serial_us, memory_is_short=True)
+                    way = replace(way, cut=None, memory_is_short=True)
             if len(self._ways) >= _MOST_CALLS:
                 self._ways.clear()  # on all ranks alike, because they make the same calls
             self._ways[text] = way
@@ -199,9 +200,9 @@ class Products:
     def _overlap(self, operands: Operands, way: Way, stream: int) -> None:
         from mpicomm.collectives.gpu.arena import NoMemoryError
 
-        assert self._overlapped is not None and way.cut is not None
+        assert self._overlapped is not None
         try:
-            self._overlapped.enqueue(operands, self._overlapped.facts(operands), way.cut, way.why, stream)
+            self._overlapped.enqueue(operands, way, stream)
         except NoMemoryError as error:  # on all ranks
             logger.warning("%s runs slower, one after the other, because memory is short: %s", operands.kind, error)
             self._ways[operands.text] = None

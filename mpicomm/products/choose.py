@@ -72,6 +72,7 @@ class Facts:
 class Way:
     """The way of a call, and the predicted times."""
 
+    facts: Facts
     cut: Cut | None
     """None if the collective and the product run one after the other."""
     overlapped_us: float
@@ -91,7 +92,7 @@ def choose(facts: Facts) -> Way:
     serial_us = _product_us(facts, [facts.rows]) + _collective_us(facts)
     cuts = {"allgather_matmul": _gather_cuts, "matmul_reduce_scatter": _scatter_cuts, "matmul_allreduce": _reduce_cuts}
     overlapped_us, cut = min(cuts[facts.kind](facts), key=lambda each: each[0])
-    return Way(cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us)
+    return Way(facts, cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us)
 
 
 def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mpicomm.devices.base import GpuBackend
@@ -50,7 +51,7 @@ class Operands:
             if bias is not None:
                 self.library.add(out, bias)
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The call in words: the facts in which all ranks agree."""
         more = "".join(f", {name}" for name in ("bias", "gathered") if getattr(self, name) is not None)

@@ -15,7 +15,7 @@ from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import Step, Work
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.products.choose import Facts
+from mpicomm.products.choose import Facts, Way
 from mpicomm.products.operands import Operands
 from mpicomm.products.schedule import Action, AddBias, Cut, Multiply, Place, gathering, reducing, scattering
 
@@ -118,7 +118,7 @@ class Overlapped:
         """Return whether the call may take the memory that it needs; the same on all ranks."""
         return _shared_nbytes(facts, cut) <= self._engine.node.most_staged_nbytes
 
-    def enqueue(self, operands: Operands, facts: Facts, cut: Cut, why: str, stream: int) -> None:
+    def enqueue(self, operands: Operands, way: Way, stream: int) -> None:
         """Enqueue a call. Its matrices are on the current stream of their library.
 
         Collective if it sets up memory, else local. Raises `NoMemoryError` on all ranks.
@@ -129,15 +129,16 @@ class Overlapped:
         call = self._known.get(key)
         again = call is not None
         if call is None:
-            call = self._plan(operands, facts, cut, why, key, kept)
+            call = self._plan(operands, way, key, kept)
         else:
             self._known.move_to_end(key)
         call.enqueue(self._carry_out, operands, stream, again=again)
 
-    def _plan(self, operands: Operands, facts: Facts, cut: Cut, why: str, key: Any, kept: int) -> Call:
+    def _plan(self, operands: Operands, way: Way, key: Any, kept: int) -> Call:
         from mpicomm.collectives.gpu.engine import OwnCall
 
-        call = Call()
+        call, facts, cut = Call(), way.facts, way.cut
+        assert cut is not None
 
         def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
             a, out, bias = operands.library.pointer(operands.a), key[2], operands.bias is not None
@@ -158,7 +159,7 @@ class Overlapped:
 
         request = Request("products", 1 << (_shared_nbytes(facts, cut) - 1).bit_length())
         scratch_nbytes = facts.rows * facts.row_nbytes if facts.kind == "matmul_reduce_scatter" else 0
-        choice = AlgorithmChoice("overlap", why)
+        choice = AlgorithmChoice("overlap", way.why)
         call.plan = self._engine.prepare_own(OwnCall(operands.text, choice, request, scratch_nbytes, steps))
         if len(self._known) >= _MOST_PLANS:
             self._known.popitem(last=False)

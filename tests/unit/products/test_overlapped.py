@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.products.choose import Facts, choose, describe
+from mpicomm.products.choose import Facts, Way, choose, describe
 from mpicomm.products.schedule import Cut
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.rigs.fake_engines import STREAM, Rig
@@ -49,7 +49,7 @@ class Products:
 
         operands = self._read(kind, 2, None, a, np.ones((INNER, COLUMNS)), out, None, product, **more)
         facts = self.overlapped.facts(operands)
-        self.overlapped.enqueue(operands, facts, cut, "a test", STREAM)
+        self.overlapped.enqueue(operands, Way(facts, cut, 0.0, 0.0), STREAM)
         return operands
 
 
