@@ -19,7 +19,7 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.products import choose
-from mpicomm.products.choose import Kind, Way
+from mpicomm.products.choose import Kind, ProductWay
 from mpicomm.products.libraries import Multiply
 from mpicomm.products.operands import Operands, read
 from mpicomm.products.scales import NO_SCALING, Scaling
@@ -46,7 +46,7 @@ class Products:
         self._session = session
         self._size = len(session.placement.places)
         self._overlapped: Overlapped | None = None
-        self._ways: dict[str, Way | None] = {}
+        self._ways: dict[str, ProductWay | None] = {}
         """The ways of the calls that all ranks have compared, by their text; None for one after the other."""
 
     def run(
@@ -164,7 +164,7 @@ class Products:
                 self._overlap(operands, way, resolved)
         return operands.out
 
-    def _way_of(self, operands: Operands) -> Way | None:
+    def _way_of(self, operands: Operands) -> ProductWay | None:
         """Return the way of a call. Collective the first time, when all ranks compare their calls; else local."""
         if self._size == 1:
             return None
@@ -197,7 +197,7 @@ class Products:
         self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(scales.a), whole)
         scales.a = whole
 
-    def _overlap(self, operands: Operands, way: Way, stream: int) -> None:
+    def _overlap(self, operands: Operands, way: ProductWay, stream: int) -> None:
         from mpicomm.collectives.gpu.arena import NoMemoryError
 
         assert self._overlapped is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mpicomm.products.schedule import Cut
+from mpicomm.products.schedule import RowCut
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 _FLOPS_PER_US = {
@@ -69,11 +69,11 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Way:
+class ProductWay:
     """The way of a call, and the predicted times."""
 
     facts: Facts
-    cut: Cut | None
+    cut: RowCut | None
     """None if the collective and the product run one after the other."""
     overlapped_us: float
     serial_us: float
@@ -87,12 +87,12 @@ class Way:
         return f"the model says {self.overlapped_us:.0f} us with overlap, {self.serial_us:.0f} us one after the other"
 
 
-def choose(facts: Facts) -> Way:
+def choose(facts: Facts) -> ProductWay:
     """Return the way of a call between several ranks."""
     serial_us = _product_us(facts, [facts.rows]) + _collective_us(facts)
     cuts = {"allgather_matmul": _gather_cuts, "matmul_reduce_scatter": _scatter_cuts, "matmul_allreduce": _reduce_cuts}
     overlapped_us, cut = min(cuts[facts.kind](facts), key=lambda each: each[0])
-    return Way(facts, cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us)
+    return ProductWay(facts, cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us)
 
 
 def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, .
     return tuple(found)
 
 
-def _gather_cuts(facts: Facts) -> list[tuple[float, Cut]]:
+def _gather_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     rows, size = facts.shard_rows, facts.size
     found = []
     wholes = [rows]
@@ -120,16 +120,16 @@ def _gather_cuts(facts: Facts) -> list[tuple[float, Cut]]:
         done = _product_us(facts, [own]) + _TURN_US
         landed = _TURN_US + (size - 1) * _copy_us(facts, rows)
         rest = (size - 1) * _TURN_US + _product_us(facts, [rows * size - own])
-        found.append((max(done, landed) + rest, Cut(own, merged=True)))
+        found.append((max(done, landed) + rest, RowCut(own, merged=True)))
     if size > 2:
         at = _TURN_US + _product_us(facts, [rows])
         for turn in range(1, size):
             at = max(at, _TURN_US + turn * _copy_us(facts, rows)) + _TURN_US + _product_us(facts, [rows])
-        found.append((at, Cut(rows, merged=False)))
+        found.append((at, RowCut(rows, merged=False)))
     return found
 
 
-def _scatter_cuts(facts: Facts) -> list[tuple[float, Cut]]:
+def _scatter_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     rows, size = facts.shard_rows, facts.size
     nbytes = rows * facts.row_nbytes
     tail = _TURN_US + _PRODUCT_US + (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
@@ -138,14 +138,14 @@ def _scatter_cuts(facts: Facts) -> list[tuple[float, Cut]]:
     for _ in range(1, size):
         at += own
         landed = max(at, landed) + copy
-    found = [(max(at + own, landed) + tail, Cut(rows, merged=False))]
+    found = [(max(at + own, landed) + tail, RowCut(rows, merged=False))]
     if size > 2:
         at = _TURN_US + _product_us(facts, [rows * (size - 1)])
-        found.append((max(at + own, at + (size - 1) * copy) + tail, Cut(rows, merged=True)))
+        found.append((max(at + own, at + (size - 1) * copy) + tail, RowCut(rows, merged=True)))
     return found
 
 
-def _reduce_cuts(facts: Facts) -> list[tuple[float, Cut]]:
+def _reduce_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     found = []
     for parts in range(1, _MOST_PARTS + 1):
         rows = -(-facts.shard_rows // parts)
@@ -161,7 +161,7 @@ def _reduce_cuts(facts: Facts) -> list[tuple[float, Cut]]:
             at = max(at + product, landed) + _TURN_US + reduction
             landed = at + (facts.size - 1) * copy
             at += unloading
-        found.append((max(at, landed + unloading) + _TURN_US, Cut(rows, merged=False, parts=parts)))
+        found.append((max(at, landed + unloading) + _TURN_US, RowCut(rows, merged=False, parts=parts)))
     return found
 
 

@@ -13,11 +13,11 @@ from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.steps import Step, Work
+from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.products.choose import Facts, Way
+from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands
-from mpicomm.products.schedule import Action, AddBias, Cut, Multiply, Place, gathering, reducing, scattering
+from mpicomm.products.schedule import Action, AddBias, Multiply, Place, RowCut, gathering, reducing, scattering
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -28,7 +28,7 @@ _MOST_PLANS = 256
 _ALIGNED_NBYTES = 256
 
 
-class Call:
+class ProductPlan:
     """A planned call. Each enqueue binds matrices to it, because a plan must not keep the memory of the caller."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Call:
             return {"gathered": memory(self.gathered, (operands.shape[0], inner), operands.a)}
         return {"partial": memory(self.partial, (rows, operands.shape[1]), operands.out)} if self.partial else {}
 
-    def multiply(self, action: Multiply) -> Work:
+    def multiply(self, action: Multiply) -> LibraryWork:
         """Return the step of a product."""
         begin, at, rows = action.begin, action.at, action.rows
 
@@ -73,19 +73,19 @@ class Call:
 
         return self._step(work)
 
-    def add_bias(self, action: AddBias) -> Work:
+    def add_bias(self, action: AddBias) -> LibraryWork:
         """Return the step that adds the bias."""
         rows = slice(action.begin, action.begin + action.rows)
         return self._step(lambda operands: operands.library.add(operands.out[rows], operands.bias))
 
-    def _step(self, work: Callable[[Operands], None]) -> Work:
+    def _step(self, work: Callable[[Operands], None]) -> LibraryWork:
         def enqueue(stream: int) -> None:
             operands = self._operands
             assert operands is not None
             with nullcontext() if stream == self._stream else operands.library.current(stream):
                 work(operands)
 
-        return Work(enqueue)
+        return LibraryWork(enqueue)
 
 
 class Overlapped:
@@ -94,7 +94,7 @@ class Overlapped:
     def __init__(self, calls: PlanCache) -> None:
         self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
         self._carry_out = calls.carry_out
-        self._known: OrderedDict[Any, Call] = OrderedDict()
+        self._known: OrderedDict[Any, ProductPlan] = OrderedDict()
 
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
@@ -114,11 +114,11 @@ class Overlapped:
             node.link_speed,
         )
 
-    def fits(self, facts: Facts, cut: Cut) -> bool:
+    def fits(self, facts: Facts, cut: RowCut) -> bool:
         """Return whether the call may take the memory that it needs; the same on all ranks."""
         return _shared_nbytes(facts, cut) <= self._engine.node.most_staged_nbytes
 
-    def enqueue(self, operands: Operands, way: Way, stream: int) -> None:
+    def enqueue(self, operands: Operands, way: ProductWay, stream: int) -> None:
         """Enqueue a call. Its matrices are on the current stream of their library.
 
         Collective if it sets up memory, else local. Raises `NoMemoryError` on all ranks.
@@ -134,10 +134,10 @@ class Overlapped:
             self._known.move_to_end(key)
         call.enqueue(self._carry_out, operands, stream, again=again)
 
-    def _plan(self, operands: Operands, way: Way, key: Any, kept: int) -> Call:
+    def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
         from mpicomm.collectives.gpu.engine import OwnCall
 
-        call, facts, cut = Call(), way.facts, way.cut
+        call, facts, cut = ProductPlan(), way.facts, way.cut
         assert cut is not None
 
         def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
@@ -166,7 +166,7 @@ class Overlapped:
         self._known[key] = call
         return call
 
-    def _steps(self, actions: Iterable[Action], call: Call, operands: Operands, node: Node) -> Iterator[Step]:
+    def _steps(self, actions: Iterable[Action], call: ProductPlan, operands: Operands, node: Node) -> Iterator[Step]:
         template, tag, barriers = DirectTemplate.of(node), zlib.crc32(operands.text.encode()), 0
         for action in actions:
             if isinstance(action, Barrier):
@@ -186,7 +186,7 @@ def _results_nbytes(facts: Facts) -> int:
     return -(-facts.rows * facts.row_nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
 
 
-def _shared_nbytes(facts: Facts, cut: Cut) -> int:
+def _shared_nbytes(facts: Facts, cut: RowCut) -> int:
     """Return the bytes of memory that peers write on each rank."""
     if facts.kind == "allgather_matmul":
         return facts.rows * facts.row_nbytes

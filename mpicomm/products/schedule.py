@@ -41,7 +41,7 @@ Action = Barrier | Fork | Join | Copy | Reduce | Multiply | AddBias
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowCut:
     """How the rows of a product are cut into products. It is the same on all ranks."""
 
     own_rows: int
@@ -70,7 +70,7 @@ class Place:
 
 
 def gathering(
-    place: Place, cut: Cut, row_nbytes: int, a: int, gathered: Sequence[int], kept: int = 0
+    place: Place, cut: RowCut, row_nbytes: int, a: int, gathered: Sequence[int], kept: int = 0
 ) -> Iterator[Action]:
     """Yield the actions of an all-gather with its product.
 
@@ -106,14 +106,14 @@ def gathering(
                 yield Copy(kept + begin * nbytes, gathered[rank] + begin * nbytes, (end - begin) * nbytes, local=True)
 
 
-def own_piece(place: Place, cut: Cut) -> tuple[int, int]:
+def own_piece(place: Place, cut: RowCut) -> tuple[int, int]:
     """Return the rows of the whole product, from and to, that a rank multiplies first."""
     begin, end = place.rank * place.rows, (place.rank + 1) * place.rows
     # The rest lies beside the next rank's shard, or beside the previous rank's shard on the last rank.
     return (begin, begin + cut.own_rows) if place.rank + 1 < place.size else (end - cut.own_rows, end)
 
 
-def arriving(place: Place, cut: Cut, distance: int) -> list[tuple[int, int]]:
+def arriving(place: Place, cut: RowCut, distance: int) -> list[tuple[int, int]]:
     """Return the pieces, as rows of the whole product, that a rank multiplies after a turn."""
     if cut.merged:
         first, last = own_piece(place, cut)
@@ -124,7 +124,7 @@ def arriving(place: Place, cut: Cut, distance: int) -> list[tuple[int, int]]:
 
 
 def scattering(
-    place: Place, cut: Cut, row_nbytes: int, partial: int, landing: Sequence[int], out: int, *, bias: bool
+    place: Place, cut: RowCut, row_nbytes: int, partial: int, landing: Sequence[int], out: int, *, bias: bool
 ) -> Iterator[Action]:
     """Yield the actions of a product with its reduce-scatter.
 
@@ -182,7 +182,7 @@ def bounds(rows: int, parts: int, size: int) -> list[list[tuple[int, int]]]:
 
 
 def reducing(
-    place: Place, cut: Cut, row_nbytes: int, landing: Sequence[int], results: Sequence[int], out: int, *, bias: bool
+    place: Place, cut: RowCut, row_nbytes: int, landing: Sequence[int], results: Sequence[int], out: int, *, bias: bool
 ) -> Iterator[Action]:
     """Yield the actions of a product with its all-reduce.
 

@@ -12,7 +12,7 @@ from mpicomm.bench.machine import GpuMachine
 from mpicomm.bench.products import contenders
 from mpicomm.bench.products.cases import Matrices, ProductCase, cases_of
 from mpicomm.bench.products.contenders import PEERS, FusedTorch, Prepare, SerialNccl
-from mpicomm.bench.products.measure import Clock, Timed, measure
+from mpicomm.bench.products.measure import ProductClock, Timed, measure
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
@@ -58,7 +58,7 @@ def main() -> int:
     dtype = options.datatype or ("float32" if comm.device == "cpu" else "bfloat16")
     inner, columns = options.shape
     cases = cases_of(options.rows, inner, columns, comm.size)
-    clock = Clock(comm, options.iters, graphs=not options.eager)
+    clock = ProductClock(comm, options.iters, graphs=not options.eager)
     with clock.current():
         opened, absent = _open_peers(options.compare, comm, clock)
     parties: dict[str, Prepare] = {
@@ -110,7 +110,7 @@ def _ratio(times: dict[str, Timed]) -> float:
     return times[_OWN].time_us / max(times[name].time_us for name in _PARTS)
 
 
-def _open_peers(names: list[str], comm: Communicator, clock: Clock) -> tuple[dict[str, Any], dict[str, str]]:
+def _open_peers(names: list[str], comm: Communicator, clock: ProductClock) -> tuple[dict[str, Any], dict[str, str]]:
     opened: dict[str, Any] = {}
     absent: dict[str, str] = {}
     for name in names:

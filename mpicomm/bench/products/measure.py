@@ -26,7 +26,7 @@ class Timed(NamedTuple):
     """Why the calls are no graph, if graphs were asked for."""
 
 
-class Clock:
+class ProductClock:
     """Times calls on one device. Without ``graphs`` the host makes each call."""
 
     def __init__(self, comm: Communicator, iterations: int, *, graphs: bool) -> None:
@@ -91,7 +91,7 @@ class Clock:
 
 def measure(
     comm: Communicator,
-    clock: Clock,
+    clock: ProductClock,
     matrices: Matrices,
     contenders: Mapping[str, Prepare],
     peers: Container[str],
@@ -133,7 +133,7 @@ def measure(
     }, silent
 
 
-def _check(clock: Clock, matrices: Matrices, prepare: Prepare) -> tuple[Call, int | None]:
+def _check(clock: ProductClock, matrices: Matrices, prepare: Prepare) -> tuple[Call, int | None]:
     call, result = prepare(matrices)
     call()
     call()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.products.choose import Facts, Way, choose, describe
-from mpicomm.products.schedule import Cut
+from mpicomm.products.choose import Facts, ProductWay, choose, describe
+from mpicomm.products.schedule import RowCut
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.rigs.fake_engines import STREAM, Rig
 
@@ -43,13 +43,13 @@ class Products:
         self.made.append(pointer)
         return np.empty(shape, like.dtype)
 
-    def enqueue(self, kind: Any, cut: Cut, a: Any, out: Any, **more: Any) -> Any:
+    def enqueue(self, kind: Any, cut: RowCut, a: Any, out: Any, **more: Any) -> Any:
         def product(a: Any, b: Any, out: Any) -> None:
             self.multiplied.append((a.shape[0], out.shape[0]))
 
         operands = self._read(kind, 2, None, a, np.ones((INNER, COLUMNS)), out, None, product, **more)
         facts = self.overlapped.facts(operands)
-        self.overlapped.enqueue(operands, Way(facts, cut, 0.0, 0.0), STREAM)
+        self.overlapped.enqueue(operands, ProductWay(facts, cut, 0.0, 0.0), STREAM)
         return operands
 
 
@@ -60,7 +60,7 @@ def products(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Products:
 
 def test_an_equal_call_has_its_plan_and_other_calls_share_its_memory(products: Products) -> None:
     a, out = np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
-    cut = Cut(ROWS - 64, merged=True)
+    cut = RowCut(ROWS - 64, merged=True)
     for call in range(3):
         products.enqueue("allgather_matmul", cut, a, out)
         assert products.multiplied[2 * call :] == [(ROWS - 64,) * 2, (ROWS + 64,) * 2]
@@ -68,21 +68,21 @@ def test_an_equal_call_has_its_plan_and_other_calls_share_its_memory(products: P
     assert len(plans) == 1
     products.enqueue("allgather_matmul", cut, a.copy(), out)
     assert len(plans) == 2
-    products.enqueue("matmul_reduce_scatter", Cut(ROWS // 2, merged=False), a, np.empty((ROWS // 2, COLUMNS)))
+    products.enqueue("matmul_reduce_scatter", RowCut(ROWS // 2, merged=False), a, np.empty((ROWS // 2, COLUMNS)))
     used = {use.purpose: use.device_nbytes for use in products.rig.engine.memory_use()}
     assert used["products"] == 2 * ROWS * INNER * 8 and used["scratch"] == ROWS * COLUMNS * 8
 
 
 def test_plans_keep_no_arrays(products: Products) -> None:
     a, out = np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
-    operands = products.enqueue("allgather_matmul", Cut(ROWS, merged=True), a, out)
+    operands = products.enqueue("allgather_matmul", RowCut(ROWS, merged=True), a, out)
     (call,) = products.overlapped._known.values()
     assert not call._matrices and call._operands is None and operands.a is a
 
 
 def test_every_launch_of_a_call_has_another_tag(products: Products) -> None:
     products.enqueue(
-        "matmul_allreduce", Cut(0, merged=False, parts=2), np.ones((ROWS, INNER)), np.ones((ROWS, COLUMNS))
+        "matmul_allreduce", RowCut(0, merged=False, parts=2), np.ones((ROWS, INNER)), np.ones((ROWS, COLUMNS))
     )
     tags = [x.team.tags[0] for x in products.rig.launched if hasattr(x, "team")]
     assert len(tags) == 4 and len(set(tags)) == 4
@@ -93,7 +93,9 @@ def test_memory_beyond_the_bound_is_refused(cuda: FakeCuda, monkeypatch: pytest.
     error = importlib.import_module("mpicomm.collectives.gpu.arena").NoMemoryError
     for _ in range(2):
         with pytest.raises(error, match=r'MPICOMM_MEMORY leaves 2097152 bytes .* "products" takes 4194304'):
-            products.enqueue("allgather_matmul", Cut(ROWS, True), np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS)))
+            products.enqueue(
+                "allgather_matmul", RowCut(ROWS, True), np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
+            )
 
 
 def facts(kind: Any, rows: int, *, size: int = 2, inner: int = 8192, columns: int = 7168) -> Facts:
@@ -119,4 +121,4 @@ def test_the_smallest_products_that_overlap_are_described() -> None:
 def test_a_cut_adds_no_wave_of_tiles() -> None:
     # Halves of 4096 rows would take 4 waves each on 132 multiprocessors, and the whole takes 7.
     cut = choose(facts("allgather_matmul", 4096)).cut
-    assert cut == Cut(1792, merged=True)
+    assert cut == RowCut(1792, merged=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier
 from mpicomm.collectives.gpu.algorithms.steps import Fork, Join
-from mpicomm.products.schedule import Action, Cut, Place, gathering, reducing, scattering
+from mpicomm.products.schedule import Action, Place, RowCut, gathering, reducing, scattering
 from tests.helpers.references.product_simulator import Rank, address, run
 
 Array = npt.NDArray[Any]
@@ -27,7 +27,7 @@ def integers(rng: np.random.Generator, *shape: int) -> Array:
 class Job:
     """Two calls of all ranks after each other, in the same memory, with other inputs in the second call."""
 
-    def __init__(self, kind: str, size: int, rows: int, cut: Cut, seed: int, *, without: int | None = None) -> None:
+    def __init__(self, kind: str, size: int, rows: int, cut: RowCut, seed: int, *, without: int | None = None) -> None:
         rng = np.random.default_rng(seed)
         self.bias = integers(rng, COLUMNS)
         out_rows = {"gather": size * rows, "scatter": rows, "reduce": rows}[kind]
@@ -93,12 +93,12 @@ def _rank(calls: list[Any], actions: list[Action], b: Array, bias: Array) -> Ran
     return rank
 
 
-def cut_of(kind: str, size: int, rows: int, draw: Any) -> Cut:
+def cut_of(kind: str, size: int, rows: int, draw: Any) -> RowCut:
     if kind == "reduce":
-        return Cut(rows, merged=False, parts=draw(st.integers(1, 3)))
+        return RowCut(rows, merged=False, parts=draw(st.integers(1, 3)))
     merged = draw(st.booleans())
     own = draw(st.integers(1, rows)) if kind == "gather" and merged else rows
-    return Cut(own, merged)
+    return RowCut(own, merged)
 
 
 @settings(deadline=None, max_examples=60)
@@ -114,7 +114,7 @@ def test_every_order_gives_the_product(kind: str, size: int, rows: int, data: st
 # beginning waits only for calls of the other kinds, which share the memory.
 @pytest.mark.parametrize(("kind", "of_earlier_calls"), [("gather", [0, 1]), ("scatter", [0]), ("reduce", [0, 13])])
 def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list[int]) -> None:
-    cut, size = Cut(2, merged=False, parts=2), 3
+    cut, size = RowCut(2, merged=False, parts=2), 3
     probe = Job(kind, size, 2, cut, 0)
     count = sum(what in ("wait", "barrier") for what, _ in (*probe.ranks[0].main, *probe.ranks[0].beside))
     needless = []

@@ -45,10 +45,10 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Work:
-    """Work of another library, in order with the kernels. ``enqueue`` gets the stream."""
+class LibraryWork:
+    """LibraryWork of another library, in order with the kernels. ``enqueue`` gets the stream."""
 
     enqueue: Callable[[int], object]
 
 
-Step = Launch | Copy | Fork | Join | Work
+Step = Launch | Copy | Fork | Join | LibraryWork
