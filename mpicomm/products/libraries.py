@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,17 @@ from mpicomm.mpi import types
 
 Multiply = Callable[[Any, Any, Any], object]
 """It gets two matrices and the matrix for their product, and works on the current stream of the library."""
+
+
+@lru_cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name)  # NumPy takes several microseconds for it
+
+
+@lru_cache
+def _name_of_torch(dtype: Any) -> str:
+    known = types.torch_dtype(dtype)
+    return str(dtype) if known is None else known.name
 
 
 class Library(Protocol):
@@ -63,7 +75,7 @@ class NumpyLibrary:
 
     def dtype_of(self, array: Any) -> str:
         """See `Library`."""
-        return str(array.dtype.name)
+        return _name_of(array.dtype)
 
     def device_of(self, array: Any) -> int | None:
         """See `Library`."""
@@ -132,8 +144,7 @@ class TorchLibrary:
 
     def dtype_of(self, array: Any) -> str:
         """See `Library`."""
-        dtype = types.torch_dtype(array.dtype)
-        return str(array.dtype) if dtype is None else dtype.name
+        return _name_of_torch(array.dtype)
 
     def device_of(self, array: Any) -> int | None:
         """See `Library`."""
