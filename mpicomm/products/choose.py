@@ -83,7 +83,7 @@ class ProductWay:
     def why(self) -> str:
         """The reason for the choice as text."""
         if self.memory_is_short:
-            return "the data on its way would take more memory than the communicator may take"
+            return "the data on its way would take more memory of the GPU than the communicator may take"
         return f"the model says {self.overlapped_us:.0f} us with overlap, {self.serial_us:.0f} us one after the other"
 
 

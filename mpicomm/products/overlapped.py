@@ -115,8 +115,12 @@ class Overlapped:
         )
 
     def fits(self, facts: Facts, cut: RowCut) -> bool:
-        """Return whether the call may take the memory that it needs; the same on all ranks."""
-        return _shared_nbytes(facts, cut) <= self._engine.node.most_staged_nbytes
+        """Return whether the call may take the memory that it needs; the same on all ranks.
+
+        In host memory, which ranks share if their GPUs have no access to each other, a product would read too slowly.
+        """
+        node = self._engine.node
+        return not node.host_slots and _shared_nbytes(facts, cut) <= node.most_staged_nbytes
 
     def enqueue(self, operands: Operands, way: ProductWay, stream: int) -> None:
         """Enqueue a call. Its matrices are on the current stream of their library.

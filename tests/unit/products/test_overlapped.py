@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,15 @@ def test_memory_beyond_the_bound_is_refused(cuda: FakeCuda, monkeypatch: pytest.
             products.enqueue(
                 "allgather_matmul", RowCut(ROWS, True), np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
             )
+
+
+def test_large_shards_and_memory_of_the_host_do_not_fit(products: Products) -> None:
+    large = replace(facts("allgather_matmul", 1 << 17), inner=8192)
+    cut, fits = RowCut(1 << 16, merged=True), products.overlapped.fits
+    assert not fits(large, cut) and fits(replace(large, rows=1 << 14), cut)
+    node = products.rig.engine._node
+    products.rig.engine._node = replace(node, host_slots=True)
+    assert not fits(replace(large, rows=1 << 14), cut)
 
 
 def facts(kind: Any, rows: int, *, size: int = 2, inner: int = 8192, columns: int = 7168) -> Facts:
