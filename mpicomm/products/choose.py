@@ -14,10 +14,10 @@ from mpicomm.products.schedule import RowCut
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
 _FLOPS_PER_US = {
-    "float8_e4m3fn": 11.0e6,
-    "float8_e5m2": 11.0e6,
-    "bfloat16": 6.0e6,
-    "float16": 6.0e6,
+    "float8_e4m3fn": 12.0e6,
+    "float8_e5m2": 12.0e6,
+    "bfloat16": 6.3e6,
+    "float16": 6.3e6,
     "float32": 0.36e6,
     "float64": 0.4e6,
     "complex64": 0.36e6,
@@ -27,11 +27,11 @@ _FLOPS_PER_US = {
 _OTHER_FLOPS_PER_US = 0.05e6  # integers, which libraries multiply without tensor cores
 _LINK_NBYTES_PER_US = 0.33e6
 _MEMORY_NBYTES_PER_US = 2.6e6
-_COLLECTIVE_US = 6.0  # the time of a collective of few bytes
-_TURN_US = 9.0  # a join and a barrier between two products
+_COLLECTIVE_US = 4.0  # the time of a collective of few bytes
+_TURN_US = 6.0  # a join and a barrier between two products
 _COPY_US = 8.0  # the time from a fork to the first byte, and the rest of an engine between two copies
-_PRODUCT_US = 3.0  # each further product
-_SAVING = 0.97  # overlap has to pay by more than the model errs
+_PRODUCT_US = 1.5  # each further product
+_SAVING = 0.98  # overlap has to pay by more than the model errs
 _MOST_PARTS = 4
 
 Kind = Literal["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]

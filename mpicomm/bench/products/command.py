@@ -79,6 +79,8 @@ def main() -> int:
         "times in us; ratio: mpicomm divided by the larger of collective and product",
         f"{'call':>22}{'rows':>8}" + "".join(f"{name:>11}" for name in (*parties, "ratio")) + f"{'#wrong':>8}",
     ]
+    if graphs:
+        about[-2:-2] = [f"{name}: call by call, not in graphs" for name, peer in opened.items() if not peer.capturable]
     command_line.show(*(f"# {line}".rstrip() for line in about))
     results, wrong = [], 0
     for number, case in enumerate(cases):

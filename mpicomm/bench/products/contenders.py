@@ -82,6 +82,8 @@ def missing(name: str, comm: Communicator) -> str | None:
 class SerialNccl:
     """NCCL's collective and the product, one after the other."""
 
+    capturable = True
+
     def __init__(self, comm: Communicator, machine: GpuMachine) -> None:
         from mpicomm.bench.peers import nccl
 
@@ -111,6 +113,8 @@ class SerialNccl:
 
 class FusedTorch:
     """The fused operators of PyTorch's symmetric memory, without multicast."""
+
+    capturable = False  # PyTorch does not say that graphs can contain them
 
     def __init__(self, comm: Communicator, machine: GpuMachine) -> None:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class ProductClock:
         if self._torch is not None:
             self._torch.cuda.synchronize()
 
-    def launcher(self, call: Call) -> tuple[Call, str]:
+    def launcher(self, call: Call, *, captures: bool) -> tuple[Call, str]:
         """Return a function that makes the calls of a round, and why it is no graph. Collective."""
 
         def repeat() -> None:
@@ -59,6 +59,9 @@ class ProductClock:
 
         if self._torch is None or not self._graphs:
             return repeat, ""
+
+        if not captures:
+            return repeat, "it cannot be captured"
 
         def capture() -> Any:
             graph = self._torch.cuda.CUDAGraph()
@@ -94,7 +97,7 @@ def measure(
     clock: ProductClock,
     matrices: Matrices,
     contenders: Mapping[str, Prepare],
-    peers: Container[str],
+    peers: Mapping[str, Any],
     rounds: int,
 ) -> tuple[dict[str, Timed], dict[str, str]]:
     """Return the times of the contenders, and the reasons of the ``peers`` without a time. Collective.
@@ -116,7 +119,8 @@ def measure(
                 silent[name] = str(failure)
                 continue
             comm.check(None if comm.device == "cpu" else clock.stream)
-            launches[name], eager[name] = clock.launcher(call)
+            captures = name not in peers or peers[name].capturable
+            launches[name], eager[name] = clock.launcher(call, captures=captures)
         matrices.fill_as_in_programs()
         times: dict[str, list[float]] = {name: [] for name in launches}
         for number in range(rounds + 1):
