@@ -105,6 +105,7 @@ def measure(
     Peers are other libraries. A failure of mpicomm itself ends the run.
     """
     launches: dict[str, Call] = {}
+    kept: list[Call] = []  # a graph has only the addresses of the arrays of a call
     wrong: dict[str, int | None] = {}
     eager: dict[str, str] = {}
     silent: dict[str, str] = {}
@@ -120,6 +121,7 @@ def measure(
                 continue
             comm.check(None if comm.device == "cpu" else clock.stream)
             captures = name not in peers or peers[name].capturable
+            kept.append(call)
             launches[name], eager[name] = clock.launcher(call, captures=captures)
         matrices.fill_as_in_programs()
         times: dict[str, list[float]] = {name: [] for name in launches}
