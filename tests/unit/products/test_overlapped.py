@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpicomm.products.choose import Facts, ProductWay, choose, describe
 from mpicomm.products.schedule import RowCut
@@ -132,3 +134,21 @@ def test_a_cut_adds_no_wave_of_tiles() -> None:
     # Halves of 4096 rows would take 4 waves each on 132 multiprocessors, and the whole takes 7.
     cut = choose(facts("allgather_matmul", 4096)).cut
     assert cut == RowCut(1792, merged=True)
+
+
+@given(
+    st.sampled_from(["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]),
+    st.sampled_from(["bfloat16", "float32", "int8"]),
+    *[st.integers(1, 1 << 15)] * 3,
+    st.integers(2, 8),
+    st.floats(0.05, 2),
+)
+def test_every_choice_is_a_cut_that_the_model_prefers(
+    kind: Any, dtype: str, shard: int, inner: int, columns: int, size: int, speed: float
+) -> None:
+    way = choose(Facts(kind, dtype, 2, 2, shard * size, inner, columns, size, 132, speed))
+    assert way.overlapped_us > 0 and way.serial_us > 0
+    if way.cut is not None:
+        assert way.overlapped_us < way.serial_us
+        assert 1 <= way.cut.own_rows <= shard and way.cut.parts >= 1
+        assert size == 2 or way.cut.own_rows == shard or kind == "matmul_allreduce"
