@@ -210,8 +210,9 @@ def reducing(
             if part == 0 and distance == 1:
                 yield Barrier()  # as in `scattering`; an earlier call of another kind may still use the memory
             yield Fork()
-            target = landing[peer] + part * room + slot(rank, peer, size) * stride
-            yield Copy(target, out + begin * row_nbytes, (end - begin) * row_nbytes)
+            if begin < end:
+                target = landing[peer] + part * room + slot(rank, peer, size) * stride
+                yield Copy(target, out + begin * row_nbytes, (end - begin) * row_nbytes)
         begin, end = blocks[rank]
         at, nbytes = begin * row_nbytes, (end - begin) * row_nbytes
         if nbytes:
@@ -225,7 +226,7 @@ def reducing(
                 yield AddBias(begin, end - begin)
         # The fork makes the copies of the results wait for their reduction.
         yield Fork()
-        for distance in range(1, size):
+        for distance in range(1, size if nbytes else 1):
             yield Copy(results[place.to(distance)] + at, out + at, nbytes)
         if part > 0:
             # A peer's block of `out` held this rank's contribution. Its copy is over since the join of that part.
