@@ -97,13 +97,16 @@ def gathering(
         if distance + 1 < size:
             yield Copy(gathered[place.to(distance + 1)] + rank * nbytes, a, nbytes)
         yield Barrier()
+        if kept:
+            # These copies run beside the product, too. The fork makes them wait for the barrier.
+            source = place.source(distance) * nbytes
+            yield from (Fork(), Copy(kept + source, gathered[rank] + source, nbytes))
+            if distance == 1:
+                yield Copy(kept + rank * nbytes, a, nbytes)
         for begin, end in arriving(place, cut, distance):
             yield Multiply("gathered", begin, "out", begin, end - begin)
     if kept:
-        yield Copy(kept + rank * nbytes, a, nbytes, local=True)
-        for begin, end in ((0, rank), (rank + 1, size)):
-            if begin < end:
-                yield Copy(kept + begin * nbytes, gathered[rank] + begin * nbytes, (end - begin) * nbytes, local=True)
+        yield Join()
 
 
 def own_piece(place: Place, cut: RowCut) -> tuple[int, int]:
