@@ -1,7 +1,9 @@
-"""A network with layers that are spread over ranks, as DTensors: `mpirun -np 4 python examples/tensor_parallel.py`.
+"""A network with layers that are spread over ranks, in two ways: `mpirun -np 4 python examples/tensor_parallel.py`.
 
 Each rank has some columns of the first layer and the same rows of the second layer. So a rank computes with only its
-own parts, and one all-reduce adds the results. On a GPU the whole forward pass with the all-reduce is one CUDA graph.
+own parts. As DTensors, one all-reduce adds the results, and on a GPU the whole forward pass is one CUDA graph. With
+`mpicomm.torch.allgather_matmul` and `matmul_reduce_scatter` each rank also has only some rows of the batch, and the
+data travels while the GPU multiplies.
 """
 
 import copy
@@ -23,7 +25,8 @@ import mpicomm.torch
 dist.init_process_group("mpicomm")  # MPI gives rank, size and address
 comm = mpicomm.torch.communicator()
 device = torch.device("cpu" if comm.device == "cpu" else f"cuda:{comm.device}")
-batch, width, hidden = (64, 256, 1024) if device.type == "cpu" else (512, 4096, 16384)
+rows, width, hidden = (16, 256, 1024) if device.type == "cpu" else (512, 4096, 16384)
+batch = rows * comm.size
 
 torch.manual_seed(1)  # the same layers and inputs on every rank
 whole = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)).to(device)
@@ -80,6 +83,29 @@ with torch.no_grad():
         run()
     finish()
     microseconds = (time.perf_counter() - start) / runs * 1e6
+
+# The same layers by products that overlap with their collective, forward and backward.
+own = slice(comm.rank * rows, (comm.rank + 1) * rows)
+before, _, after = whole
+columns = before.weight.detach().tensor_split(comm.size)[comm.rank].clone().requires_grad_()
+bias = before.bias.detach().tensor_split(comm.size)[comm.rank].clone().requires_grad_()
+second_rows = after.weight.detach().tensor_split(comm.size, 1)[comm.rank].clone().requires_grad_()
+mine = first[own].clone().requires_grad_()
+activations = mpicomm.torch.allgather_matmul(mine, columns.t(), bias)
+result = mpicomm.torch.matmul_reduce_scatter(nn.functional.gelu(activations), second_rows.t(), after.bias.detach())
+(result * second[own]).mean().backward()
+finish()
+
+everything = first.clone().requires_grad_()
+(whole(everything) * second).mean(1).sum().div(rows).backward()  # the sum of the losses of all ranks
+for got, wanted in (
+    (mine.grad, everything.grad[own]),
+    (columns.grad, before.weight.grad.tensor_split(comm.size)[comm.rank]),
+    (bias.grad, before.bias.grad.tensor_split(comm.size)[comm.rank]),
+    (second_rows.grad, after.weight.grad.tensor_split(comm.size, 1)[comm.rank]),
+    (result, whole(first)[own]),
+):
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 if comm.rank == 0:
     share = parts / sum(parameter.numel() for parameter in whole.parameters())

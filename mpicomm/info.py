@@ -129,6 +129,8 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         chosen = _table(f"Algorithms of collectives on GPU arrays: {source}", "call", "algorithm")
         for choice in choices:
             chosen.add_row(*choice.split(": ", 1))
+        for line in ranks[0]["products"]:
+            chosen.add_row(*line.split(": ", 1))
         result.append(chosen)
     return [*result, system]
 

@@ -25,6 +25,7 @@ from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
+from mpicomm.api.products import ProductCalls
 from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
@@ -36,6 +37,7 @@ from mpicomm.messages.calls import Messages
 from mpicomm.messages.in_stream_order import InStreamOrder
 from mpicomm.observation.inside import record_inside
 from mpicomm.observation.subclasses import record_calls
+from mpicomm.products.calls import Products
 from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.symmetric import create
@@ -80,6 +82,8 @@ class RankInfo:
     """
     suspended: bool = False
     """Whether the driver has the device memory of `memory`, from `Communicator.suspend` to `Communicator.resume`."""
+    products: tuple[str, ...] = ()
+    """From which size on matrix products overlap with their collective, after the first collective on GPUs."""
 
 
 class Communicator(
@@ -89,6 +93,7 @@ class Communicator(
     PointToPoint,
     PersistentMessages,
     Probes,
+    ProductCalls,
     ObjectCalls,
     Constructors,
     HostStaging,
@@ -194,6 +199,10 @@ class Communicator(
     @AtFirstUse
     def _in_stream_order(self) -> InStreamOrder:
         return InStreamOrder(self._collectives, self._session)
+
+    @AtFirstUse
+    def _products(self) -> Products:
+        return Products(self._collectives, self._session)
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:
@@ -356,6 +365,7 @@ class Communicator(
             internode_rejected=internode.rejected if internode else {},
             memory=session.memory_use(),
             suspended=session.is_suspended,
+            products=self._products.describe(),
         )
 
     def stats(self) -> Statistics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from mpicomm.bench.machine import GpuMachine, HostMachine, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.model.command import main as run_model
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
+from mpicomm.bench.products import command as products
 from mpicomm.bench.results import ResultRow, Results
 from mpicomm.bench.table import Table
 from mpicomm.bench.variation import ROOM_NBYTES, mean_share
@@ -26,6 +28,8 @@ from mpicomm.sizes import format_size
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
+    if sys.argv[1:2] == [products.NAME]:
+        return products.main()
     options = command_line.parse_args(options_module.parser())
     if options.model is not None:
         options_module.require_model(options)

@@ -15,6 +15,7 @@ from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.recording.record import Category
 
 _BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out", "origin", "result")
+_PRODUCTS = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
 _DETAILS = ("dest", "source", "root", "peer", "target_rank", "rank")
 _ROWS: dict[str, Operation] = {name: row for row in OPERATIONS.values() for name in row.methods}
 _COLLECTIVES = ("Barrier", *OPERATIONS)
@@ -32,6 +33,7 @@ _TABLE: tuple[tuple[Category, bool, str], ...] = (
     ("set-up", True, "Dup Dup_with_info Clone Idup Idup_with_info Create Split Split_type Create_cart Sub"),
     ("set-up", True, "Create_graph Create_dist_graph Create_dist_graph_adjacent Free Disconnect"),
     ("set-up", True, "empty zeros register shared_event"),
+    ("collective", True, " ".join(_PRODUCTS)),
 )
 OF_COMMUNICATORS: dict[str, Kind] = {
     name: (category, numbered) for category, numbered, names in _TABLE for name in names.split()
@@ -69,10 +71,14 @@ class MethodSignature:
         except ValueError:  # a method of C that does not tell its arguments
             parameters = []
         places = list(enumerate(parameters))
-        takes_buffers = name[0].isupper() or name in OF_ARRAYS  # the other methods take objects
+        buffers: tuple[str, ...] = (
+            _BUFFERS if name[0].isupper() or name in OF_ARRAYS else ()
+        )  # the other methods take objects
+        if name in _PRODUCTS:
+            buffers = ("a",)
         return cls(
             name,
-            tuple((place, each.name) for place, each in places if takes_buffers and each.name in _BUFFERS),
+            tuple((place, each.name) for place, each in places if each.name in buffers),
             tuple((place, each.name, each.default) for place, each in places if each.name in _DETAILS),
         )
 

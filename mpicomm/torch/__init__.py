@@ -7,8 +7,17 @@ PyTorch.
 
 from mpicomm.torch.gradients import AllreduceState, allreduce_hook
 from mpicomm.torch.groups import communicator
+from mpicomm.torch.products import allgather_matmul, matmul_allreduce, matmul_reduce_scatter
 from mpicomm.torch.registration import register
 
 register()
 
-__all__ = ["AllreduceState", "allreduce_hook", "communicator", "register"]
+__all__ = [
+    "AllreduceState",
+    "allgather_matmul",
+    "allreduce_hook",
+    "communicator",
+    "matmul_allreduce",
+    "matmul_reduce_scatter",
+    "register",
+]

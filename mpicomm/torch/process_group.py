@@ -96,6 +96,11 @@ class ProcessGroup(CollectiveCalls):
         if comm.rank == 0:  # all ranks have left the barrier before this one
             forget(_store_of_barrier(self._store, self._monitored - 1), comm.size)
 
+    def in_turn(self, name: str, call: Callable[[], T]) -> T:
+        """Carry out a call of the group's Communicator in its turn among the calls of the group."""
+        self._require_open(name)
+        return self._queue.call(name, call)
+
     # Messages
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:

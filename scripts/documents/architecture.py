@@ -23,7 +23,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
         [["tune"], ["__main__", "ring", "info", "doctor", "bench", "p2p", "trace"], ["cli"]],
     ),
     ("Interface", "methods as in mpi4py, PyTorch", [["torch", "install"], ["api"], ["observation"]]),
-    ("Calls", "read a call, choose its way", [["messages", "windows"], ["ways"]]),
+    ("Calls", "read a call, choose its way", [["messages", "windows", "products"], ["ways"]]),
     (
         "Engines",
         "carry a collective out",
@@ -42,7 +42,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
 """The bands of rooms from the top down: a title, what the rooms do, and rows of rooms that import only from below."""
 USES_MPI = {"bench", "doctor", "p2p", "__main__", "cli", "torch", "install", "api", "observation", "messages", "ways"}
 USES_MPI |= {"domains", "collectives.gpu", "collectives.gpu.algorithms", "collectives.host", "collectives", "session"}
-USES_MPI |= {"recording", "cluster", "mpi", "windows"}
+USES_MPI |= {"recording", "cluster", "mpi", "windows", "products"}
 USES_CUDA = {"bench", "p2p", "collectives.gpu", "collectives.gpu.algorithms", "devices.cuda"}
 WIDTH, LEFT, ROW, GAP = 900, 232, 28, 5
 

@@ -72,6 +72,7 @@ PURPOSES = (
         text="Communicators of `Create_cart`, `Create_graph`, `Create_dist_graph` and `Create_dist_graph_adjacent` "
         "have these methods.",
     ),
+    Purpose("Matrix products", modules=("mpicomm.api.products",)),
     Purpose("Operations", ("AVG", "Op"), text="Epilogues are in [mpicomm.epilogues](mpicomm/epilogues.html)."),
     Purpose(
         "Messages",

@@ -34,6 +34,31 @@ def published(result: dict[str, Any], where: str | None) -> dict[str, Any]:
     }
 
 
+def table_of_products(result: dict[str, Any], where: str | None) -> dict[str, Any]:
+    """Return a result of ``bench matmul`` as a table: see `result_file.Table`."""
+    document = published(result, where)
+    names = list(dict.fromkeys(name for row in result["results"] for name in row["times"]))
+    rows = [
+        [
+            f"`{row['kind']}`, {row['rows']} rows, {row['inner']} x {row['columns']}",
+            *(round(row["times"][name]["time_us"], 1) if name in row["times"] else None for name in names),
+            round(row["ratio"], 2),
+        ]
+        for row in result["results"]
+    ]
+    return {
+        "group": "Calls",
+        "title": f"Matrix products with a collective, {len(result['ranks'])} ranks, {result['datatype']}",
+        "hardware": document["hardware"],
+        "columns": ["product", *(f"{name}, us" for name in names), "ratio"],
+        "rows": rows,
+        "text": "Collective and product are the parts alone. Serial is mpicomm's collective and the product, one after "
+        "the other. The ratio is mpicomm's time divided by the larger part. All times are of one run.",
+        "notes": [],
+        **{name: document[name] for name in ("command", "versions", "date")},
+    }
+
+
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,7 +66,8 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--hardware", help="default: the GPUs, their links and the processor of the result")
     options = parser.parse_args()
-    document = published(json.loads(options.result.read_text()), options.hardware)
+    result = json.loads(options.result.read_text())
+    document = (published if "collective" in result else table_of_products)(result, options.hardware)
     write_json(FOLDER / f"{options.name}.json", document)
 
 

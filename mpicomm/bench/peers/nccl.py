@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import expected
 from mpicomm.bench.machine import Call, Machine
@@ -46,6 +48,16 @@ class Nccl:
         if dtype is None:
             raise UnsupportedError(f"NCCL has no {case.dtype}")
         return {"": self._call(case, _address(buffers.send), _address(buffers.receive), dtype)}
+
+    def on_memory(
+        self, function: str, send: int, receive: int, count: int, dtype: np.dtype[Any], *, reduces: bool
+    ) -> Call:
+        """Return a call of an NCCL function on memory at two addresses, with a sum if it reduces."""
+        number = nccl_library.type_of(dtype)
+        if number is None:
+            raise UnsupportedError(f"NCCL has no {dtype}")
+        reduction = [nccl_library.OPS["sum"]] if reduces else []
+        return _bind(function, send, receive, count, number, *reduction, self._handle, self._machine.stream.ptr)
 
     def close(self) -> None:
         """Destroy the communicator."""

@@ -146,6 +146,16 @@ class Preparation:
             self._calls.require_same()
             self._arena.set_up(request)
 
+    def provide_for(self, text: str, request: Request) -> None:
+        """Post a call, and set up its memory as `provide`. The ranks never try a failed request again."""
+        self._require_possible(request)  # before the post, as in `steps`
+        self._call_log.post(text)
+        try:
+            self.provide(request)
+        except NoMemoryError as error:
+            self._remember_refusal(request, error)
+            raise
+
     def enlarge_inboxes(self, call: object, longest_nbytes: int) -> bool:
         """Set up larger inboxes for messages of any length if messages of ``longest_nbytes`` are then faster.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import cupy
@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
 from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
@@ -56,6 +56,19 @@ MAX_CHANNELS = 128
 _MESSAGE_CHANNELS = 128  # between two ranks each way: the blocks that send, and the blocks that receive
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # staging memory takes at most this fraction of a device's memory
+
+
+class OwnCall(NamedTuple):
+    """A collective whose steps the caller plans."""
+
+    text: str
+    choice: AlgorithmChoice
+    request: Request
+    """The shared memory of each rank."""
+    scratch_nbytes: int
+    """The private memory of this rank."""
+    steps: Callable[[Node, Sequence[int], int], Iterable[Step]]
+    """It gets the address of each rank's shared memory, and the address of the private memory."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +225,35 @@ class DeviceEngine:
         """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""
         self._require_open(text)
         return self._plan(text, steps, collective=False)
+
+    def prepare_own(self, call: OwnCall) -> Plan:
+        """Return a plan of a collective whose steps the caller plans; no launch of it makes a graph.
+
+        Collective if the call needs more memory than all earlier calls of its purpose, else local. This posts the call
+        to the call log, so the first `enqueue` of the plan does not. Raises `NoMemoryError` on all ranks.
+        """
+        self._require_open(call.text)
+        self._preparation.provide_for(call.text, call.request)
+        scratch = self._scratch.of(call.scratch_nbytes)
+        pointers = self._arena.region(call.request).pointers
+        steps = [*call.steps(self._node, pointers, 0 if scratch is None else scratch.pointer)]
+        plan = self._plan(call.text, steps, call.choice)
+        plan.launch = plan.enqueue  # in place of a graph, because work of another library may differ each time
+        return plan
+
+    def require_same(self, text: str) -> None:
+        """Post a call, and wait until all ranks have posted it. Collective, blocking.
+
+        Raises `PeerError` on all ranks if a rank is in another call, and `CollectiveTimeoutError` if a rank is missing.
+        """
+        self._require_open(text)
+        self._call_log.post(text)
+        self._calls.require_same()
+
+    @property
+    def node(self) -> Node:
+        """The ranks of the engine and their memory."""
+        return self._node
 
     def give_up(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Make every later `check` of the backend raise an error, and all kernels leave. Local, any thread."""

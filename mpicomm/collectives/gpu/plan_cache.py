@@ -56,6 +56,9 @@ class Engine(Protocol):
     def prepare_barrier(self) -> AnyPlan:
         """See `DeviceEngine.prepare_barrier`."""
 
+    def require_same(self, text: str) -> None:
+        """See `DeviceEngine.require_same`."""
+
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan:
         """See `DeviceEngine.prepare_messages`."""
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, LibraryWork, Step
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.load import Kernel, KernelCache, Launcher
 from mpicomm.devices.cuda.stream_order import Enqueue
@@ -53,6 +53,8 @@ class StepLoader:
             return launching(self._loaded(step.variant), step)
         if isinstance(step, Copy):
             return self._copies.copying(step)
+        if isinstance(step, LibraryWork):
+            return step.enqueue
         return self._copies.fork if isinstance(step, Fork) else self._copies.join
 
 

@@ -164,6 +164,10 @@ class DomainsEngine:
         elif step.nbytes:
             yield self._engine.prepare_alone(words, [Copy(step.target, step.source, step.nbytes, local=True)])
 
+    def require_same(self, text: str) -> None:
+        """See `DeviceEngine.require_same`: it compares the ranks of this rank's domain."""
+        self._engine.require_same(text)
+
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's domain."""
         return self._engine.prepare_messages(text, sent, received)

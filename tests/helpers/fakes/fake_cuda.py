@@ -18,7 +18,7 @@ import pytest
 ADDRESS = 0x7000
 """The result of all functions that only note their calls."""
 _NOT_READY = 600
-_ROOMS = ("mpicomm.devices.cuda", "mpicomm.collectives.gpu", "mpicomm.domains.gpu")
+_ROOMS = ("mpicomm.devices.cuda", "mpicomm.collectives.gpu", "mpicomm.domains.gpu", "mpicomm.products")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

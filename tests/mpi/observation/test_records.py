@@ -56,6 +56,7 @@ def test_the_trace_has_operation_bytes_type_and_algorithm(traced: mpicomm.Commun
     traced.Allreduce([large, 5, MPI.FLOAT], [out, 5, MPI.FLOAT], algorithm="one_shot")
     traced.Alltoallv([np.ones(size), [1] * size], [np.ones(size), [1] * size])
     traced.allreduce(1)
+    traced.matmul_allreduce(np.ones((2, 3), "f4"), np.ones((3, 2), "f4"))
     traced.Sendrecv(small, peer, 0, np.empty(10), (traced.rank - 1) % size)
     with traced.zeros(6, "i2") as array:
         array.put(np.ones(3, "i2"), peer)
@@ -71,6 +72,7 @@ def test_the_trace_has_operation_bytes_type_and_algorithm(traced: mpicomm.Commun
         ("Allreduce", 20, "float32", "one_shot"),
         ("Alltoallv", 8 * size, "float64", "mpi"),
         ("allreduce", None, None, "mpi"),
+        ("matmul_allreduce", 24, "float32", "one after the other"),
         ("Sendrecv", 80, "float64", "mpi"),
         ("zeros", None, None, None),
         ("SymmetricArray.put", 6, "int16", None),
@@ -82,7 +84,7 @@ def test_the_trace_has_operation_bytes_type_and_algorithm(traced: mpicomm.Commun
     ]
     assert facts(found[0], "root", "number") == ("Bcast", size - 1, "1")
     assert facts(found[1], "why", "number") == ("Allreduce", 'algorithm="ring"', "2")
-    assert facts(found[5], "dest", "number") == ("Sendrecv", peer, None)
+    assert facts(found[6], "dest", "number") == ("Sendrecv", peer, None)
     assert facts(found[-2], "error") == ("Allreduce", "RefusedByMpiError")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.jobs.in_turn import run_in_turn
-from tests.helpers.jobs.mpiexec import ROOT
+from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 TRAIN = ROOT / "examples/train_torch.py"
 SPREAD = ROOT / "examples/tensor_parallel.py"
@@ -73,4 +73,13 @@ def test_results_that_differ_from_one_ranks_results_are_found(tmp_path: Path) ->
     job, ended = run_in_turn(2, *given, (not_added,), **ON_HOST)
     assert [code for _, code in ended] == [1] * len(AVERAGES), job.stdout + job.stderr
     assert all(output.endswith("1e-04 is allowed\n") for output, _ in ended)
+    assert job.returncode != 0 and "Tensor-likes are not close" in job.stderr
+
+
+def test_a_layer_without_its_bias_is_found(tmp_path: Path) -> None:
+    source, call = SPREAD.read_text(), "allgather_matmul(mine, columns.t(), bias)"
+    assert source.count(call) == 1
+    broken = tmp_path / "without_bias.py"
+    broken.write_text(source.replace(call, "allgather_matmul(mine, columns.t(), bias * 0)"))
+    job = run_job(2, str(broken), **ON_HOST)
     assert job.returncode != 0 and "Tensor-likes are not close" in job.stderr

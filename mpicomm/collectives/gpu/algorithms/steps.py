@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpicomm.kernels.variant import Variant
@@ -43,4 +44,11 @@ class Join:
     """All steps after it, except copies, wait for all copies before it."""
 
 
-Step = Launch | Copy | Fork | Join
+@dataclass(frozen=True)
+class LibraryWork:
+    """LibraryWork of another library, in order with the kernels. ``enqueue`` gets the stream."""
+
+    enqueue: Callable[[int], object]
+
+
+Step = Launch | Copy | Fork | Join | LibraryWork

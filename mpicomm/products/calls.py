@@ -1,0 +1,235 @@
+"""Products: the matrix products of one communicator that a collective precedes or follows."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.cluster.agreement import abandoned, did_not_arrive
+from mpicomm.collectives import operations as rows
+from mpicomm.devices.base import GpuBackend
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.log import logger
+from mpicomm.mpi.location import refuse_stream, require_here
+from mpicomm.products import choose
+from mpicomm.products.choose import Kind, ProductWay
+from mpicomm.products.libraries import Multiply
+from mpicomm.products.operands import Operands, read
+from mpicomm.products.scales import NO_SCALING, Scaling
+from mpicomm.recording.record import current
+from mpicomm.session import Session
+from mpicomm.waiting import wait_until
+from mpicomm.ways.dispatch import Dispatcher
+
+if TYPE_CHECKING:
+    from mpicomm.products.overlapped import Overlapped
+
+_MOST_CALLS = 4096
+_NAMING_S = 0.5
+
+
+class Products:
+    """The products of the communicator of ``session``, whose collectives ``collectives`` carries out.
+
+    On the host, on one rank and between several peer domains the product and the collective run one after the other.
+    """
+
+    def __init__(self, collectives: Dispatcher, session: Session) -> None:
+        self._collectives = collectives
+        self._session = session
+        self._size = len(session.placement.places)
+        self._overlapped: Overlapped | None = None
+        self._ways: dict[str, ProductWay | None] = {}
+        """The ways of the calls that all ranks have compared, by their text; None for one after the other."""
+
+    def run(
+        self,
+        kind: Kind,
+        a: Any,
+        b: Any,
+        out: Any,
+        *,
+        bias: Any,
+        product: Multiply | None,
+        stream: Any,
+        gathered: Any = None,
+        scaling: Scaling = NO_SCALING,
+    ) -> Any:
+        """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host."""
+        on_gpus = isinstance(self._session.placement.here.device, int)
+        gpu: Callable[[], GpuBackend] | None = partial(self._session.gpu, kind) if on_gpus else None
+        reading = partial(read, kind, self._size, gpu, a, b, out, bias, product, gathered, scaling)
+        if not on_gpus:
+            return self._on_host(kind, reading, stream)
+        operands = reading()
+        if operands.device is None:
+            return self._on_host(kind, lambda: operands, stream)
+        return self._on_gpu(operands, stream, a)
+
+    def describe(self) -> tuple[str, ...]:
+        """Return which products overlap, as text; () on the host and before the first collective on GPUs. Local."""
+        gpu = self._collectives.engines.gpu
+        if gpu is None or self._size == 1 or len(self._session.placement.domains) > 1:
+            return ()
+        node = gpu.engine.node  # type: ignore[attr-defined]
+        return choose.describe(self._size, node.multiprocessors, node.link_speed)
+
+    def _on_host(self, kind: Kind, reading: Callable[[], Operands], stream: Any) -> Any:
+        def compare() -> Operands:
+            refuse_stream(kind, stream)
+            operands = reading()
+            if operands.device is not None:
+                raise InvalidUsageError(
+                    f"{kind}: a is on GPU {operands.device}, and this communicator is on the cpu: pass host arrays, or "
+                    "create the communicator on GPUs"
+                )
+            return operands
+
+        operands = self._same_on_all_ranks(kind, compare)
+        if operands.out is None:
+            operands.out = operands.library.empty(operands.shape, operands.result_like)
+        self._gather_scales(operands, None)
+        self._one_after_the_other(operands, None, "on the host")
+        return operands.out
+
+    def _same_on_all_ranks(self, kind: Kind, reading: Callable[[], Operands]) -> Operands:
+        """Return this rank's operands, if all ranks call the same. Else raise the same error on all ranks.
+
+        MPI itself would wait for ever, or return parts of the result.
+        """
+        session, failure = self._session.set_up(kind), None
+        try:
+            operands = reading()
+            digest = zlib.crc32(operands.text.encode()) + 1
+        except InvalidUsageError as error:
+            failure, digest = error, 0
+        mine, most = np.array([digest, -digest]), np.empty(2, int)
+        request = session.private.Iallreduce(mine, most, MPI.MAX)  # it takes a tenth of the time of an exchange
+        if not wait_until(request.Test, session.group.timeout_s):
+            abandoned.append(request)
+            self._name_missing(kind)
+        elif failure is None and most[0] == -most[1]:
+            return operands
+
+        def say() -> str:
+            if failure is not None:
+                raise failure
+            return operands.text
+
+        texts = session.group.exchange(kind, say)
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise InvalidUsageError(f"ranks called different things: {said}: pass the same shapes and dtypes on all ranks")
+
+    def _name_missing(self, kind: Kind) -> None:
+        """Raise `CollectiveTimeoutError` with the ranks that have not come in time. The communicator is then broken."""
+        session = self._session
+        timeout_s = session.group.timeout_s
+        session.hasten(_NAMING_S)
+        try:
+            session.group.barrier(kind)
+        except CollectiveTimeoutError as error:
+            raise did_not_arrive(kind, [*error.ranks], timeout_s, session.group.absence_reason()) from None
+        raise CollectiveTimeoutError(f"{kind}: the ranks came one after the other, within twice {timeout_s:g} s")
+
+    def _on_gpu(self, operands: Operands, stream: Any, a: Any) -> Any:
+        kind, session = operands.kind, self._session
+        session.set_up(kind)
+        require_here(f"{kind}: a", operands.device, session.backend.device)
+        session.require_usable(kind)
+        library, backend = operands.library, session.gpu(kind)
+        resolved = backend.stream(stream, a)
+        if library.name == "cupy" and operands.product is None and backend.is_capturing(resolved):
+            raise InvalidUsageError(
+                f"{kind}: CuPy calls cuBLAS in no capture: pass tensors of PyTorch, such as torch.from_dlpack(a), or "
+                "pass product=, which multiplies by a kernel"
+            )
+        with nullcontext() if stream is None else library.current(resolved):
+            if operands.out is None:
+                operands.out = library.empty(operands.shape, operands.result_like)
+            if kind == "allgather_matmul":
+                operands.a = library.contiguous(operands.a)
+            way = self._way_of(operands)
+            self._gather_scales(operands, resolved)
+            if way is None or way.cut is None or self._overlapped is None:
+                why = "nothing to overlap with" if way is None else way.why
+                self._one_after_the_other(operands, resolved, why)
+            else:
+                self._overlap(operands, way, resolved)
+        return operands.out
+
+    def _way_of(self, operands: Operands) -> ProductWay | None:
+        """Return the way of a call. Collective the first time, when all ranks compare their calls; else local."""
+        if self._size == 1:
+            return None
+        text = operands.text
+        if text not in self._ways:
+            gpu = self._collectives.engines.on_gpu(operands.kind)
+            gpu.engine.require_same(text)
+            if self._overlapped is None and len(self._session.placement.domains) == 1:
+                from mpicomm.products.overlapped import Overlapped
+
+                self._overlapped = Overlapped(gpu)
+            way = None
+            if self._overlapped is not None and 0 not in (*operands.a.shape, *operands.b.shape):
+                facts = self._overlapped.facts(operands)
+                way = choose.choose(facts)
+                if way.cut is not None and not self._overlapped.fits(facts, way.cut):
+                    way = replace(way, cut=None, memory_is_short=True)
+            if len(self._ways) >= _MOST_CALLS:
+                self._ways.clear()  # on all ranks alike, because they make the same calls
+            self._ways[text] = way
+        return self._ways[text]
+
+    def _gather_scales(self, operands: Operands, stream: int | None) -> None:
+        """Gather the factors of the rows of all shards, before a product multiplies any row of a peer."""
+        scales = operands.scales
+        if scales is None or not scales.by_rows or operands.kind != "allgather_matmul" or self._size == 1:
+            return
+        library = operands.library
+        whole = library.empty((self._size * operands.a.shape[0], 1), scales.a)
+        self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(scales.a), whole)
+        scales.a = whole
+
+    def _overlap(self, operands: Operands, way: ProductWay, stream: int) -> None:
+        from mpicomm.collectives.gpu.arena import NoMemoryError
+
+        assert self._overlapped is not None
+        try:
+            self._overlapped.enqueue(operands, way, stream)
+        except NoMemoryError as error:  # on all ranks
+            logger.warning("%s runs slower, one after the other, because memory is short: %s", operands.kind, error)
+            self._ways[operands.text] = None
+            self._one_after_the_other(operands, stream, f"memory is short: {error}")
+
+    def _one_after_the_other(self, operands: Operands, stream: int | None, why: str) -> None:
+        record, channel = current(), self._session.channel
+        if record is not None and channel is not None:
+            channel.choose(record, "one after the other", why)
+        library, run = operands.library, self._collectives.run
+        if operands.kind == "allgather_matmul":
+            gathered = operands.gathered
+            if gathered is None:
+                shape = (self._size * operands.a.shape[0], operands.a.shape[1])
+                gathered = operands.a if self._size == 1 else library.empty(shape, operands.a)
+            if gathered is not operands.a:
+                run(rows.ALLGATHER, stream, "auto", library.contiguous(operands.a), gathered)
+            operands.multiply(gathered, operands.out)
+            return
+        if self._size == 1:
+            operands.multiply(operands.a, operands.out)
+        elif operands.kind == "matmul_allreduce":
+            operands.multiply(operands.a, operands.out)
+            run(rows.ALLREDUCE, stream, "auto", MPI.IN_PLACE, operands.out, MPI.SUM)
+        else:
+            partial_sums = library.empty((operands.a.shape[0], operands.shape[1]), operands.result_like)
+            operands.multiply(operands.a, partial_sums)
+            run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", partial_sums, operands.out, MPI.SUM)
+        if operands.bias is not None:
+            library.add(operands.out, operands.bias)

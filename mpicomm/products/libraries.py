@@ -1,0 +1,251 @@
+"""The libraries that multiply: NumPy, CuPy and PyTorch. A program that passes their arrays has imported them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpicomm.devices.base import GpuBackend
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import types
+
+Multiply = Callable[[Any, Any, Any], object]
+"""It gets two matrices and the matrix for their product, and works on the current stream of the library."""
+
+
+@lru_cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name)  # NumPy takes several microseconds for it
+
+
+@lru_cache
+def _name_of_torch(dtype: Any) -> str:
+    known = types.torch_dtype(dtype)
+    return str(dtype) if known is None else known.name
+
+
+class Library(Protocol):
+    """Arrays of one library: matrices, their rows, and products of them. All methods are local."""
+
+    name: str
+
+    def dtype_of(self, array: Any) -> str:
+        """Return the name of the element type, as NumPy or ml_dtypes names it."""
+
+    def device_of(self, array: Any) -> int | None:
+        """Return the ordinal of the GPU; None on the host."""
+
+    def pointer(self, array: Any) -> int:
+        """Return the address of an array."""
+
+    def contiguous(self, array: Any) -> Any:
+        """Return the array, or a copy of it in C order."""
+
+    def is_contiguous(self, array: Any) -> bool:
+        """Return whether an array is in C order."""
+
+    def empty(self, shape: tuple[int, int], like: Any) -> Any:
+        """Return a new matrix on the device of ``like``, with its element type."""
+
+    def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
+        """Return a matrix over memory of a GPU, with the device and the element type of ``like``."""
+
+    def multiply(self, a: Any, b: Any, out: Any, bias: Any) -> None:
+        """Compute ``out = a @ b + bias``; ``bias`` may be None."""
+
+    def add(self, out: Any, bias: Any) -> None:
+        """Add ``bias`` to each row of ``out``."""
+
+    def current(self, stream: int) -> AbstractContextManager[Any]:
+        """Return a ``with`` block in which the library works on a stream."""
+
+
+class NumpyLibrary:
+    """NumPy arrays, and device arrays of CuPy, whose functions have the same names."""
+
+    def __init__(self, module: Any, backend: GpuBackend | None = None) -> None:
+        self.name: str = module.__name__
+        self._module = module
+        self._backend = backend
+
+    def dtype_of(self, array: Any) -> str:
+        """See `Library`."""
+        return _name_of(array.dtype)
+
+    def device_of(self, array: Any) -> int | None:
+        """See `Library`."""
+        return None if self._backend is None else int(array.device.id)
+
+    def pointer(self, array: Any) -> int:
+        """See `Library`."""
+        return int(array.ctypes.data if self._backend is None else array.data.ptr)
+
+    def contiguous(self, array: Any) -> Any:
+        """See `Library`."""
+        return self._module.ascontiguousarray(array)
+
+    def is_contiguous(self, array: Any) -> bool:
+        """See `Library`."""
+        return bool(array.flags.c_contiguous)
+
+    def empty(self, shape: tuple[int, int], like: Any) -> Any:
+        """See `Library`."""
+        return self._module.empty(shape, like.dtype)
+
+    def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
+        """See `Library`."""
+        assert self._backend is not None
+        nbytes = shape[0] * shape[1] * like.dtype.itemsize
+        return self._backend.view(_Memory(pointer, nbytes), shape, like.dtype)
+
+    def multiply(self, a: Any, b: Any, out: Any, bias: Any) -> None:
+        """See `Library`."""
+        if self._backend is None and types.is_narrow(out.dtype):
+            # As GPUs do: the sums of narrow floats are in float32, and rounded once.
+            total = a.astype(np.float32) @ b.astype(np.float32)
+            out[...] = total if bias is None else total + bias.astype(np.float32)
+            return
+        self._module.matmul(a, b, out=out)
+        if bias is not None:
+            self.add(out, bias)
+
+    def add(self, out: Any, bias: Any) -> None:
+        """See `Library`."""
+        out += bias
+
+    def current(self, stream: int) -> AbstractContextManager[Any]:
+        """See `Library`."""
+        context: AbstractContextManager[Any] = self._module.cuda.ExternalStream(stream)
+        return context
+
+
+class _Memory:
+    """Memory that others keep allocated, as a `Segment`."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.pointer, self.nbytes = pointer, nbytes
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class TorchLibrary:
+    """Tensors of PyTorch, on the host and on GPUs."""
+
+    name = "torch"
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+
+    def dtype_of(self, array: Any) -> str:
+        """See `Library`."""
+        return _name_of_torch(array.dtype)
+
+    def device_of(self, array: Any) -> int | None:
+        """See `Library`."""
+        return int(array.get_device()) if array.is_cuda else None
+
+    def pointer(self, array: Any) -> int:
+        """See `Library`."""
+        return int(array.data_ptr())
+
+    def contiguous(self, array: Any) -> Any:
+        """See `Library`."""
+        return array.contiguous()
+
+    def is_contiguous(self, array: Any) -> bool:
+        """See `Library`."""
+        return bool(array.is_contiguous())
+
+    def empty(self, shape: tuple[int, int], like: Any) -> Any:
+        """See `Library`."""
+        return self._torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
+        """See `Library`."""
+        nbytes = shape[0] * shape[1] * like.element_size()
+        # In bytes, because the interface has no name for the element types that NumPy lacks.
+        flat = self._torch.as_tensor(_Interface(pointer, nbytes), device=like.device)
+        return flat.view(like.dtype).view(shape)
+
+    def multiply(self, a: Any, b: Any, out: Any, bias: Any) -> None:
+        """See `Library`."""
+        if bias is None:
+            self._torch.mm(a, b, out=out)
+        else:
+            self._torch.addmm(bias, a, b, out=out)
+
+    def add(self, out: Any, bias: Any) -> None:
+        """See `Library`."""
+        out += bias
+
+    def current(self, stream: int) -> AbstractContextManager[Any]:
+        """See `Library`."""
+        context: AbstractContextManager[Any] = self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream))
+        return context
+
+
+class _Interface:
+    """Bytes of a GPU, as PyTorch reads them."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+NUMPY = NumpyLibrary(np)
+
+
+def is_tensor(array: Any) -> bool:
+    """Return whether ``array`` is a tensor of PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def library_of(
+    array: Any, name: str, gpu: Callable[[], GpuBackend] | None
+) -> tuple[Library, Callable[[Any, str], Any]]:
+    """Return the library of a matrix, and a function that reads a matrix of that library.
+
+    ``gpu`` opens this rank's GPU; it is None on a communicator of the host. Raises `InvalidUsageError`.
+    """
+    if is_tensor(array):
+        library = TorchLibrary(sys.modules["torch"])
+        return library, _tensor
+    if gpu is None or isinstance(array, np.ndarray) or not _is_on_device(array):
+        return NUMPY, _numpy
+    backend = gpu()
+    return NumpyLibrary(sys.modules["cupy"], backend), backend.asarray
+
+
+def _is_on_device(array: Any) -> bool:
+    return hasattr(array, "__cuda_array_interface__") or (
+        hasattr(array, "__dlpack_device__") and int(array.__dlpack_device__()[0]) in (2, 13)
+    )
+
+
+def _tensor(array: Any, name: str) -> Any:
+    if not is_tensor(array):
+        raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a tensor: pass tensors of PyTorch")
+    if array.is_sparse or array.layout != sys.modules["torch"].strided:
+        raise InvalidUsageError(f"{name} is a tensor without plain memory: pass {name}.to_dense()")
+    return array
+
+
+def _numpy(array: Any, name: str) -> Any:
+    if is_tensor(array) or _is_on_device(array):
+        raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a NumPy array: pass NumPy arrays")
+    try:
+        return np.asarray(array)
+    except (TypeError, ValueError) as error:
+        raise InvalidUsageError(f"{name} is no array: {error}; pass a NumPy array") from None

@@ -1,0 +1,200 @@
+"""Overlapped: plans of products that overlap with their collective on the GPUs of one peer domain."""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+from mpicomm.collectives.gpu.algorithms.base import Node, launch_tag
+from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
+from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
+from mpicomm.collectives.gpu.choose import AlgorithmChoice
+from mpicomm.products.choose import Facts, ProductWay
+from mpicomm.products.operands import Operands
+from mpicomm.products.schedule import Action, AddBias, Multiply, Place, RowCut, gathering, reducing, scattering
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.engine import DeviceEngine
+    from mpicomm.collectives.gpu.plan import Plan
+    from mpicomm.collectives.gpu.plan_cache import PlanCache
+
+_MOST_PLANS = 256
+_ALIGNED_NBYTES = 256
+
+
+class ProductPlan:
+    """A planned call. Each enqueue binds matrices to it, because a plan must not keep the memory of the caller."""
+
+    def __init__(self) -> None:
+        self.plan: Plan
+        self.gathered = self.partial = 0
+        """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
+        self._matrices: dict[str, Any] = {}
+        self._operands: Operands | None = None
+        self._stream = 0
+        self._own: dict[str, dict[str, Any]] = {}
+        """The matrices over memory of the communicator, by library."""
+
+    def enqueue(self, carry_out: Callable[..., None], operands: Operands, stream: int, *, again: bool) -> None:
+        """Enqueue the call on the current stream of the library, with these matrices.
+
+        ``carry_out`` is `PlanCache.carry_out`, which may enqueue the plan on another stream.
+        """
+        own = self._own.get(operands.library.name)
+        if own is None:
+            own = self._own[operands.library.name] = self._made(operands)
+        self._matrices, self._operands = {"a": operands.a, "out": operands.out, **own}, operands
+        self._stream = stream
+        try:
+            carry_out(self.plan, stream, operands.a, again=again)
+        finally:
+            self._matrices, self._operands = {}, None
+
+    def _made(self, operands: Operands) -> dict[str, Any]:
+        memory, (rows, inner) = operands.library.memory, operands.a.shape
+        if self.gathered:
+            return {"gathered": memory(self.gathered, (operands.shape[0], inner), operands.a)}
+        return {"partial": memory(self.partial, (rows, operands.shape[1]), operands.out)} if self.partial else {}
+
+    def multiply(self, action: Multiply) -> LibraryWork:
+        """Return the step of a product."""
+        begin, at, rows = action.begin, action.at, action.rows
+
+        def work(operands: Operands) -> None:
+            left, into = self._matrices[action.left], self._matrices[action.into]
+            first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
+            operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
+
+        return self._step(work)
+
+    def add_bias(self, action: AddBias) -> LibraryWork:
+        """Return the step that adds the bias."""
+        rows = slice(action.begin, action.begin + action.rows)
+        return self._step(lambda operands: operands.library.add(operands.out[rows], operands.bias))
+
+    def _step(self, work: Callable[[Operands], None]) -> LibraryWork:
+        def enqueue(stream: int) -> None:
+            operands = self._operands
+            assert operands is not None
+            with nullcontext() if stream == self._stream else operands.library.current(stream):
+                work(operands)
+
+        return LibraryWork(enqueue)
+
+
+class Overlapped:
+    """The overlapped calls of one engine of a peer domain, planned once for each set of arrays."""
+
+    def __init__(self, calls: PlanCache) -> None:
+        self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
+        self._carry_out = calls.carry_out
+        self._known: OrderedDict[Any, ProductPlan] = OrderedDict()
+
+    def facts(self, operands: Operands) -> Facts:
+        """Return the facts by which all ranks choose the way of a call."""
+        node = self._engine.node
+        rows = operands.a.shape[0] * (node.size if operands.kind == "allgather_matmul" else 1)
+        inner, columns = map(int, operands.b.shape)
+        return Facts(
+            operands.kind,
+            operands.dtype,
+            operands.a.dtype.itemsize,
+            operands.result_like.dtype.itemsize,
+            rows,
+            inner,
+            columns,
+            node.size,
+            node.multiprocessors,
+            node.link_speed,
+        )
+
+    def fits(self, facts: Facts, cut: RowCut) -> bool:
+        """Return whether the call may take the memory that it needs; the same on all ranks.
+
+        In host memory, which ranks share if their GPUs have no access to each other, a product would read too slowly.
+        """
+        node = self._engine.node
+        return not node.host_slots and _shared_nbytes(facts, cut) <= node.most_staged_nbytes
+
+    def enqueue(self, operands: Operands, way: ProductWay, stream: int) -> None:
+        """Enqueue a call. Its matrices are on the current stream of their library.
+
+        Collective if it sets up memory, else local. Raises `NoMemoryError` on all ranks.
+        """
+        pointer, text = operands.library.pointer, operands.text
+        kept = 0 if operands.gathered is None else pointer(operands.gathered)
+        key = text, pointer(operands.a), pointer(operands.out), kept
+        call = self._known.get(key)
+        again = call is not None
+        if call is None:
+            call = self._plan(operands, way, key, kept)
+        else:
+            self._known.move_to_end(key)
+        call.enqueue(self._carry_out, operands, stream, again=again)
+
+    def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
+        from mpicomm.collectives.gpu.engine import OwnCall
+
+        call, facts, cut = ProductPlan(), way.facts, way.cut
+        assert cut is not None
+
+        def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
+            a, out, bias = operands.library.pointer(operands.a), key[2], operands.bias is not None
+            actions: Iterable[Action]
+            if facts.kind == "allgather_matmul":
+                call.gathered = shared[node.rank]
+                place = Place(node.rank, node.size, facts.shard_rows)
+                actions = gathering(place, cut, facts.row_nbytes, a, shared, kept)
+            elif facts.kind == "matmul_reduce_scatter":
+                call.partial = scratch
+                place = Place(node.rank, node.size, facts.shard_rows)
+                actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
+            else:
+                place = Place(node.rank, node.size, facts.rows)
+                landing = [pointer + _results_nbytes(facts) for pointer in shared]
+                actions = reducing(place, cut, facts.row_nbytes, landing, shared, out, bias=bias)
+            return self._steps(actions, call, operands, node)
+
+        request = Request("products", 1 << (_shared_nbytes(facts, cut) - 1).bit_length())
+        scratch_nbytes = facts.rows * facts.row_nbytes if facts.kind == "matmul_reduce_scatter" else 0
+        choice = AlgorithmChoice("overlap", way.why)
+        call.plan = self._engine.prepare_own(OwnCall(operands.text, choice, request, scratch_nbytes, steps))
+        if len(self._known) >= _MOST_PLANS:
+            self._known.popitem(last=False)
+        self._known[key] = call
+        return call
+
+    def _steps(self, actions: Iterable[Action], call: ProductPlan, operands: Operands, node: Node) -> Iterator[Step]:
+        template, tag, barriers = DirectTemplate.of(node), zlib.crc32(operands.text.encode()), 0
+        for action in actions:
+            if isinstance(action, Barrier):
+                yield template.barrier(launch_tag(tag, barriers), after_copies=True)
+                barriers += 1
+            elif isinstance(action, Reduce):
+                yield local_reduction(action, (operands.result_dtype, "sum"))
+            elif isinstance(action, Multiply):
+                yield call.multiply(action)
+            elif isinstance(action, AddBias):
+                yield call.add_bias(action)
+            else:
+                yield action
+
+
+def _results_nbytes(facts: Facts) -> int:
+    return -(-facts.rows * facts.row_nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
+
+
+def _shared_nbytes(facts: Facts, cut: RowCut) -> int:
+    """Return the bytes of memory that peers write on each rank."""
+    if facts.kind == "allgather_matmul":
+        return facts.rows * facts.row_nbytes
+    if facts.kind == "matmul_reduce_scatter":
+        return (facts.size - 1) * facts.shard_rows * facts.row_nbytes
+    most_rows = -(-facts.rows // (cut.parts * facts.size))
+    return _results_nbytes(facts) + cut.parts * (facts.size - 1) * most_rows * facts.row_nbytes

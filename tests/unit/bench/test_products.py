@@ -1,0 +1,62 @@
+"""``python -m mpicomm.bench matmul`` as a user runs it, and with a fault planted into the product that it measures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.jobs.mpiexec import run_job
+
+BENCH = ("-m", "mpicomm.bench", "matmul", "-D", "cpu", "-n", "1", "-G", "2", "--shape", "48,32")
+KINDS = ["allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce"]
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    job = run_job(2, *BENCH, "--rows", "8,64", "--compare", "nccl,torch", "-J", str(path))
+    assert (job.returncode, job.stderr) == (0, "")
+    lines = job.stdout.splitlines()
+    assert lines[-1] == "# OK" and "# nccl: it is for arrays on GPUs" in lines
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    assert [(row[0], int(row[1])) for row in rows] == [(kind, each) for kind in KINDS for each in (8, 64)]
+    assert all(row[-1] == "0" for row in rows)
+    report = json.loads(path.read_text())
+    assert (report["ok"], report["wrong"]) == (True, 0)
+    assert report["absent"] == dict.fromkeys(("nccl", "torch"), "it is for arrays on GPUs")
+    for row, result in zip(rows, report["results"], strict=True):
+        times = {name: each["time_us"] for name, each in result["times"].items()}
+        assert list(times) == ["collective", "product", "mpicomm", "serial"]
+        assert result["ratio"] == times["mpicomm"] / max(times["collective"], times["product"])
+        assert float(row[-2]) == pytest.approx(result["ratio"], abs=0.001)
+
+
+def test_wrong_results_are_counted(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import sys\nimport mpicomm\nfrom mpicomm.bench import __main__ as bench\n"
+        "from mpicomm.cli import options as command_line\n"
+        "right = mpicomm.Communicator.matmul_allreduce\n"
+        "def wrong(self, a, b, out):\n    right(self, a, b, out)\n    out[-1, -1] += self.rank == 1\n"
+        "mpicomm.Communicator.matmul_allreduce = wrong\n"
+        f"sys.argv = ['bench', *{list(BENCH[2:])}, '--rows', '8']\ncommand_line.run(bench.main)\n"
+    )
+    job = run_job(2, str(driver))
+    assert job.returncode == 1
+    assert job.stdout.splitlines()[-1] == "# FAILED: 1 wrong"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rows", "9"), "--rows 9: 2 ranks cannot share them: pass a multiple of 2"),
+        (("--shape", "8"), "argument --shape: '8': use K,N"),
+        (("--eager",), "--eager is for GPUs"),
+        (("-d", "bfloat16"), "--datatype bfloat16 is for GPUs: on the host pass float32"),
+    ],
+)
+def test_bad_options_are_refused(options: tuple[str, ...], message: str) -> None:
+    job = run_job(2, *BENCH, *options)
+    assert job.returncode == 2
+    assert message in job.stderr

@@ -1,0 +1,131 @@
+"""The actions of all ranks give the right product in every order that streams and barriers allow."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier
+from mpicomm.collectives.gpu.algorithms.steps import Fork, Join
+from mpicomm.products.schedule import Action, Place, RowCut, gathering, reducing, scattering
+from tests.helpers.references.product_simulator import Rank, address, run
+
+Array = npt.NDArray[Any]
+INNER, COLUMNS = 5, 3
+
+
+def integers(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.integers(-9, 10, shape).astype(np.float64)
+
+
+class Job:
+    """Two calls of all ranks after each other, in the same memory, with other inputs in the second call."""
+
+    def __init__(self, kind: str, size: int, rows: int, cut: RowCut, seed: int, *, without: int | None = None) -> None:
+        rng = np.random.default_rng(seed)
+        self.bias = integers(rng, COLUMNS)
+        out_rows = {"gather": size * rows, "scatter": rows, "reduce": rows}[kind]
+        a_rows = rows * size if kind == "scatter" else rows
+        self.a = [[integers(rng, a_rows, INNER) for _ in range(size)] for _ in range(2)]
+        self.b = [integers(rng, INNER, COLUMNS) for _ in range(size)]
+        self.out = [[np.full((out_rows, COLUMNS), np.nan) for _ in range(size)] for _ in range(2)]
+        self.kept = [[np.full((size * rows, INNER), np.nan) for _ in range(size)] for _ in range(2)]
+        memory = [np.full(10000, np.nan) for _ in range(size)]
+        landing = [np.full(10000, np.nan) for _ in range(size)]
+        partial = [np.full((size * rows, COLUMNS), np.nan) for _ in range(size)]
+        self.memory = memory, landing, partial  # the actions have only addresses
+        shared, landed = [address(each) for each in memory], [address(each) for each in landing]
+        self.ranks = []
+        for rank in range(size):
+            actions: list[Action] = []
+            place, matrices = Place(rank, size, rows), dict[str, Array]()
+            calls = []
+            for call in range(2):
+                a, out = address(self.a[call][rank]), address(self.out[call][rank])
+                if kind == "gather":
+                    kept = address(self.kept[call][rank])
+                    steps = [*gathering(place, cut, 8 * INNER, a, shared, kept)]
+                elif kind == "scatter":
+                    steps = [*scattering(place, cut, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
+                else:
+                    steps = [*reducing(place, cut, 8 * COLUMNS, landed, shared, out, bias=True)]
+                matrices = {"a": self.a[call][rank], "out": self.out[call][rank], "partial": partial[rank]}
+                matrices["gathered"] = memory[rank][: size * rows * INNER].reshape(size * rows, INNER)
+                calls.append((steps, matrices))
+                actions += steps
+            if without is not None:
+                order = [at for at, each in enumerate(actions) if isinstance(each, (Barrier, Fork, Join))]
+                assert without < len(order)
+                actions.pop(order[without])
+            self.ranks.append(_rank(calls, actions, self.b[rank], self.bias))
+        self.kind, self.size, self.rows = kind, size, rows
+
+    def check(self) -> None:
+        for call in range(2):
+            if self.kind == "gather":
+                whole = np.concatenate(self.a[call])
+                for rank in range(self.size):
+                    assert (self.out[call][rank] == whole @ self.b[rank]).all()
+                    assert (self.kept[call][rank] == whole).all()
+                continue
+            total = sum(a @ b for a, b in zip(self.a[call], self.b, strict=True)) + self.bias
+            for rank in range(self.size):
+                rows = slice(rank * self.rows, (rank + 1) * self.rows) if self.kind == "scatter" else slice(None)
+                assert (self.out[call][rank] == total[rows]).all()
+
+
+def _rank(calls: list[Any], actions: list[Action], b: Array, bias: Array) -> Rank:
+    second = {id(step) for step in calls[1][0]}
+    rank = Rank(actions, calls[0][1], b, bias)
+    carry_out = rank.carry_out
+
+    def carry(kind: str, action: Any) -> None:
+        rank.matrices = calls[id(action) in second][1]
+        carry_out(kind, action)
+
+    rank.carry_out = carry  # type: ignore[method-assign]
+    return rank
+
+
+def cut_of(kind: str, size: int, rows: int, draw: Any) -> RowCut:
+    if kind == "reduce":
+        return RowCut(rows, merged=False, parts=draw(st.integers(1, 3)))
+    merged = draw(st.booleans())
+    own = draw(st.integers(1, rows)) if kind == "gather" and merged else rows
+    return RowCut(own, merged)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(["gather", "scatter", "reduce"]), st.integers(2, 5), st.integers(1, 7), st.data())
+def test_every_order_gives_the_product(kind: str, size: int, rows: int, data: st.DataObject) -> None:
+    seed = data.draw(st.integers(0, 1 << 30))
+    job = Job(kind, size, rows, cut_of(kind, size, rows, data.draw), seed)
+    run(job.ranks, random.Random(seed))
+    job.check()
+
+
+# No call comes before the first call, so nothing has to wait for an earlier call. In an all-reduce the barrier at the
+# beginning waits only for calls of the other kinds, which share the memory.
+@pytest.mark.parametrize(("kind", "of_earlier_calls"), [("gather", [0, 1]), ("scatter", [0]), ("reduce", [0, 13])])
+def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list[int]) -> None:
+    cut, size = RowCut(2, merged=False, parts=2), 3
+    probe = Job(kind, size, 2, cut, 0)
+    count = sum(what in ("wait", "barrier") for what, _ in (*probe.ranks[0].main, *probe.ranks[0].beside))
+    needless = []
+    for number in range(count):
+        for seed in range(300):
+            try:
+                job = Job(kind, size, 2, cut, seed, without=number)
+                run(job.ranks, random.Random(seed))
+                job.check()
+            except AssertionError:
+                break
+        else:
+            needless.append(number)
+    assert needless == of_earlier_calls
