@@ -135,7 +135,8 @@ class Products:
         try:
             session.group.barrier(kind)
         except CollectiveTimeoutError as error:
-            raise did_not_arrive(kind, [*error.ranks], timeout_s, session.group.absence_reason()) from None
+            missing = [*error.ranks]
+            raise did_not_arrive(kind, missing, timeout_s, session.group.absence_reason(missing)) from None
         raise CollectiveTimeoutError(f"{kind}: the ranks came one after the other, within twice {timeout_s:g} s")
 
     def _on_gpu(self, operands: Operands, stream: Any, a: Any) -> Any:
