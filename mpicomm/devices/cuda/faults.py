@@ -15,7 +15,8 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.devices.host import fence
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, PeerError, equal_error
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError, equal_error
+from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
 from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
 from mpicomm.kernels.window import FENCE, LOCK, START, WAIT
 
@@ -27,6 +28,8 @@ _OPERATIONS = {
     FENCE: "Win.Fence",
     START: "Win.Start: the Post",
     WAIT: "Win.Wait: the Complete",
+    DISPATCH: "Experts.dispatch",
+    COMBINE: "Experts.combine",
 }
 _UNUSABLE = "the communicator is unusable: create another"
 
@@ -106,6 +109,18 @@ class FaultPage:
             raise CollectiveTimeoutError(
                 f"Win.Lock: rank {record.peer} holds the lock, and did not give it up within "
                 f"{record.elapsed_ns / 1e9:.3g} s; {_UNUSABLE}",
+                ranks=[record.peer],
+            )
+        if record.operation == ROUTES:
+            raise InvalidUsageError(
+                f"Experts.dispatch: topk_ids of rank {record.peer} has an id that is no expert at token "
+                f"{record.sequence}: pass the number of an expert, or -1 for none; {_UNUSABLE}",
+                ranks=[record.peer],
+            )
+        if record.operation == ROOM:
+            raise InvalidUsageError(
+                f"Experts.dispatch: rank {record.peer} gets {record.sequence} rows, more than the capacity: create the "
+                f"Experts with a larger capacity; {_UNUSABLE}",
                 ranks=[record.peer],
             )
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
