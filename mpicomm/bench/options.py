@@ -58,7 +58,12 @@ def parser() -> argparse.ArgumentParser:
     )
     count = arguments.count_from
     collective = arguments.name_from(OPERATIONS, "collective", aliases=ALIASES)
-    result.add_argument("collective", type=collective, metavar="COLLECTIVE", help=", ".join(OPERATIONS))
+    result.add_argument(
+        "collective",
+        type=collective,
+        metavar="COLLECTIVE",
+        help=", ".join(OPERATIONS) + "; and experts, with other options",
+    )
     arguments.add_sweep_arguments(result, smallest=8, factor=2)
     dtype_name = arguments.name_from(DTYPES, "type", aliases=_NCCL_TESTS_NAMES)
     result.add_argument("-d", "--datatype", type=dtype_name, default="float32", metavar="TYPE", help=", ".join(DTYPES))
