@@ -5,10 +5,11 @@ of the host and of GPUs over memory that the ranks have opened for each other. O
 PyTorch.
 """
 
+from mpicomm.torch.experts import experts
 from mpicomm.torch.gradients import AllreduceState, allreduce_hook
 from mpicomm.torch.groups import communicator
 from mpicomm.torch.registration import register
 
 register()
 
-__all__ = ["AllreduceState", "allreduce_hook", "communicator", "register"]
+__all__ = ["AllreduceState", "allreduce_hook", "communicator", "experts", "register"]
