@@ -19,6 +19,8 @@ if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
         MpicommError,
         PeerError,
     )
+    from mpicomm.experts.experts import Experts
+    from mpicomm.experts.received import Received
     from mpicomm.install import install, uninstall
     from mpicomm.kernels.headers import include_dir
     from mpicomm.mpi.ops import AVG
@@ -31,12 +33,14 @@ __all__ = [
     "BackendUnavailableError",
     "CollectiveTimeoutError",
     "Communicator",
+    "Experts",
     "HandleError",
     "InvalidUsageError",
     "KernelCompileError",
     "MpicommError",
     "Op",
     "PeerError",
+    "Received",
     "SharedEvent",
     "SymmetricArray",
     "Win",

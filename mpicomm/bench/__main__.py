@@ -12,6 +12,7 @@ from mpicomm.bench import options as options_module
 from mpicomm.bench.beside import Slowdown, slowdowns
 from mpicomm.bench.contenders import ORDINARY, OWN, Contenders
 from mpicomm.bench.content import Content
+from mpicomm.bench.experts import command as experts
 from mpicomm.bench.machine import GpuMachine, HostMachine, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.model.command import main as run_model
@@ -28,8 +29,9 @@ from mpicomm.sizes import format_size
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    if sys.argv[1:2] == [products.NAME]:
-        return products.main()
+    for other in (products, experts):
+        if sys.argv[1:2] == [other.NAME]:
+            return other.main()
     options = command_line.parse_args(options_module.parser())
     if options.model is not None:
         options_module.require_model(options)

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "collective",
         type=collective,
         metavar="COLLECTIVE",
-        help=f"{', '.join(OPERATIONS)}, or matmul, which has other options",
+        help=f"{', '.join(OPERATIONS)}; or matmul or experts, which have other options",
     )
     arguments.add_sweep_arguments(result, smallest=8, factor=2)
     dtype_name = arguments.name_from(DTYPES, "type", aliases=_NCCL_TESTS_NAMES)

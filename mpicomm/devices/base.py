@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mpicomm.devices.handle import Exported, Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.devices.stream_threads import StreamThreads
-from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
@@ -311,7 +311,7 @@ class GpuBackend(Backend, Protocol):
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Let every later `check` raise an error of the same class and text."""
 
-    def untold(self) -> CollectiveTimeoutError | PeerError | None:
+    def untold(self) -> MpicommError | None:
         """Return the error that `check` would raise, if no check has raised it so far."""
 
     def current(self) -> AbstractContextManager[None]:

@@ -23,6 +23,10 @@ enum Operation : u32 {
   kStart = 6,
   kWait = 7,
   kLock = 8,      // another rank holds the lock
+  kDispatch = 9,  // the operations of experts, see experts.cuh
+  kCombine = 10,
+  kRoutes = 11,   // a rank passed an id that is no expert
+  kRoom = 12,     // a rank gets more rows than its result has
 };
 
 // A fault record lies in mapped host memory, so that the host can read it while kernels run. The
@@ -60,8 +64,8 @@ MPICOMM_DEVICE_CALL void report_fault(const Watch& watch, u64 elapsed_ns) {
   // The first writer wins, because it names the first missing rank, and later timeouts follow from
   // that one. Without the swap, two threads of different streams could mix their fields.
   if (compare_and_swap(&fault->state, kClear, kWriting) != kClear) return;
-  // Pairs with the loads of `failed` in spin_until, load_health, mpicomm_signal, mpicomm_message and
-  // window.cu: the other waits of this device and its later kernels then leave. Without the
+  // Pairs with the loads of `failed` in spin_until, load_health, mpicomm_signal, mpicomm_message,
+  // window.cu and experts.cuh: the other waits of this device and its later kernels then leave. Without the
   // store they would go on with data that never came. It is relaxed, because the readers need only
   // the word.
   store_relaxed(fault->failed, kWriting);

@@ -5,6 +5,7 @@ of the host and of GPUs over memory that the ranks have opened for each other. O
 PyTorch.
 """
 
+from mpicomm.torch.experts import experts
 from mpicomm.torch.gradients import AllreduceState, allreduce_hook
 from mpicomm.torch.groups import communicator
 from mpicomm.torch.products import allgather_matmul, matmul_allreduce, matmul_reduce_scatter
@@ -17,6 +18,7 @@ __all__ = [
     "allgather_matmul",
     "allreduce_hook",
     "communicator",
+    "experts",
     "matmul_allreduce",
     "matmul_reduce_scatter",
     "register",

@@ -22,7 +22,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
         "programs that use the package",
         [["tune"], ["__main__", "ring", "info", "doctor", "bench", "p2p", "trace"], ["cli"]],
     ),
-    ("Interface", "methods as in mpi4py, PyTorch", [["torch", "install"], ["api"], ["observation"]]),
+    ("Interface", "methods as in mpi4py, PyTorch", [["torch", "install"], ["experts"], ["api"], ["observation"]]),
     ("Calls", "read a call, choose its way", [["messages", "windows", "products"], ["ways"]]),
     (
         "Engines",
@@ -40,7 +40,20 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
     ),
 ]
 """The bands of rooms from the top down: a title, what the rooms do, and rows of rooms that import only from below."""
-USES_MPI = {"bench", "doctor", "p2p", "__main__", "cli", "torch", "install", "api", "observation", "messages", "ways"}
+USES_MPI = {
+    "bench",
+    "doctor",
+    "p2p",
+    "__main__",
+    "cli",
+    "torch",
+    "install",
+    "experts",
+    "api",
+    "observation",
+    "messages",
+    "ways",
+}
 USES_MPI |= {"domains", "collectives.gpu", "collectives.gpu.algorithms", "collectives.host", "collectives", "session"}
 USES_MPI |= {"recording", "cluster", "mpi", "windows", "products"}
 USES_CUDA = {"bench", "p2p", "collectives.gpu", "collectives.gpu.algorithms", "devices.cuda"}

@@ -23,6 +23,7 @@ INTERNAL = frozenset(
         "Communicator.permanent",
         *(f"SymmetricArray.{name}" for name in ("__init__", "close_own", "close_peers", "memory_use")),
         *(f"SharedEvent.{name}" for name in ("__init__", "close_own", "close_peers", "memory_use")),
+        *(f"Received.{name}" for name in ("__init__", "empty", "pointers", "on_device")),
         *("RankInfo.__init__", "Statistics.__init__"),
         *("Epilogue.key", "Epilogue.bind", "Elementwise.key", "Elementwise.bind", "Elementwise.read"),
     }
@@ -73,6 +74,7 @@ PURPOSES = (
         "have these methods.",
     ),
     Purpose("Matrix products", modules=("mpicomm.api.products",)),
+    Purpose("Mixture of experts", ("Experts", "Received")),
     Purpose("Operations", ("AVG", "Op"), text="Epilogues are in [mpicomm.epilogues](mpicomm/epilogues.html)."),
     Purpose(
         "Messages",

@@ -13,7 +13,7 @@ try:
 except BackendUnavailableError as unavailable:
     pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
-NEEDS = {"train_cupy": "sklearn"}
+NEEDS = {"experts": "sklearn", "train_cupy": "sklearn"}
 """Some environments of these tests lack these packages."""
 
 
@@ -22,7 +22,8 @@ NEEDS = {"train_cupy": "sklearn"}
     "name",
     [
         *("peer_memory", "gpu_allreduce", "halo_exchange", "ring_sum"),
-        *("fft_transpose", "histogram", "jacobi", "pipeline", "producer_consumers", "train_cupy", "work_stealing"),
+        *("experts", "fft_transpose", "histogram", "jacobi", "pipeline", "producer_consumers", "train_cupy"),
+        "work_stealing",
     ],
 )
 def test_example_runs_on_gpus(name: str, nprocs: int) -> None:

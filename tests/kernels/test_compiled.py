@@ -36,6 +36,14 @@ from mpicomm.kernels.epilogue import (  # noqa: E402
     norm_kernel,
     norm_options,
 )
+from mpicomm.kernels.experts import (  # noqa: E402
+    DISPATCH_KERNEL,
+    DISPATCH_THREADS,
+    QUANTIZE_THREADS,
+    SUM_THREADS,
+    combine_experts_kernel,
+    quantize_experts_kernel,
+)
 from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_THREADS  # noqa: E402
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
@@ -75,6 +83,9 @@ BANDWIDTH += [
 ]
 BANDWIDTH += [chain_kernel(reduction) for reduction in (None, ("int8", "sum"), WIDEST)]
 BANDWIDTH += [direct_kernel(), PACK_KERNEL, COPY]
+EXPERTS_DTYPES = ("float32", "float16", "bfloat16")
+BANDWIDTH += [combine_experts_kernel(dtype, result) for dtype in EXPERTS_DTYPES for result in EXPERTS_DTYPES]
+BANDWIDTH += [quantize_experts_kernel("bfloat16")]
 BANDWIDTH += [
     combine_kernel(reduction, result)
     for reduction, result in ((("float32", "sum"), "bfloat16"), (("bfloat16", "max"), "bfloat16"), (WIDEST, WIDEST[0]))
@@ -230,6 +241,9 @@ LARGEST_BLOCKS = [
     (epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH), EPILOGUE_THREADS),
     (norm_kernel("float64", "float32", "float64"), NORM_THREADS),
     (PACK_KERNEL, PACK_THREADS),
+    (DISPATCH_KERNEL, DISPATCH_THREADS),
+    (combine_experts_kernel("bfloat16", "float32"), SUM_THREADS),
+    (quantize_experts_kernel("float32"), QUANTIZE_THREADS),
     (MESSAGE_KERNEL, MESSAGE_THREADS),
     (COPY, COPY_THREADS),
 ]

@@ -37,7 +37,7 @@ from mpicomm.devices.cuda.streams import is_tensor, resolve_stream, threads_of
 from mpicomm.devices.handle import Exported, Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.devices.stream_threads import StreamThreads
-from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
+from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
@@ -294,7 +294,7 @@ class CudaBackend:
         """
         (self._faults or self._fault_page()).check(self.calls)
 
-    def untold(self) -> CollectiveTimeoutError | PeerError | None:
+    def untold(self) -> MpicommError | None:
         """Return the error that `check` would raise, if no check has raised it so far."""
         return None if self._faults is None else self._faults.untold(self.calls)
 

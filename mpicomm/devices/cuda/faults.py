@@ -15,7 +15,8 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.devices.host import fence
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, PeerError, equal_error
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
+from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
 from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
 from mpicomm.kernels.window import COMES_FIRST, FENCE, LOCK, START, WAIT, late_lock
 
@@ -27,6 +28,8 @@ _OPERATIONS = {
     FENCE: "Win.Fence",
     START: "Win.Start: the Post",
     WAIT: "Win.Wait: the Complete",
+    DISPATCH: "Experts.dispatch",
+    COMBINE: "Experts.combine",
 }
 _UNUSABLE = "the communicator is unusable: create another"
 
@@ -91,11 +94,11 @@ class FaultPage:
             self._is_told = True
             raise error
 
-    def untold(self, calls: DifferingCalls | None = None) -> CollectiveTimeoutError | PeerError | None:
+    def untold(self, calls: DifferingCalls | None = None) -> MpicommError | None:
         """Return the error that `check` would raise, if no check has raised it so far. Local."""
         return None if self._is_told else self._found(calls)
 
-    def _found(self, calls: DifferingCalls | None) -> CollectiveTimeoutError | PeerError | None:
+    def _found(self, calls: DifferingCalls | None) -> MpicommError | None:
         if self.error is not None:
             return equal_error(self.error)
         # A record without its last field does not count yet. Its kernel still runs, and the next check sees the record.
@@ -119,6 +122,18 @@ class FaultPage:
             return CollectiveTimeoutError(
                 f"Win.Lock: {late_lock(record.peer, comes_first=record.sequence == COMES_FIRST)} within "
                 f"{record.elapsed_ns / 1e9:.3g} s; {_UNUSABLE}",
+                ranks=[record.peer],
+            )
+        if record.operation == ROUTES:
+            return InvalidUsageError(
+                f"Experts.dispatch: topk_ids of rank {record.peer} has an id that is no expert at token "
+                f"{record.sequence}: pass the number of an expert, or -1 for none; {_UNUSABLE}",
+                ranks=[record.peer],
+            )
+        if record.operation == ROOM:
+            return InvalidUsageError(
+                f"Experts.dispatch: rank {record.peer} gets {record.sequence} rows, more than the capacity: create the "
+                f"Experts with a larger capacity; {_UNUSABLE}",
                 ranks=[record.peer],
             )
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")

@@ -124,6 +124,21 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   cpu::meet_warp(mask, false);
   return votes;
 }
+// Returns the lanes of the mask whose values equal this lane's value.
+template <class T>
+unsigned __match_any_sync(unsigned mask, T value) {
+  unsigned long long* const words = cpu::warp_words();
+  mask &= cpu::live_lanes();
+  __atomic_store_n(&words[cpu::lane()], static_cast<unsigned long long>(value), __ATOMIC_RELAXED);
+  cpu::meet_warp(mask, false);
+  unsigned alike = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    const bool is_alike = __atomic_load_n(&words[lane], __ATOMIC_RELAXED) == static_cast<unsigned long long>(value);
+    if (mask >> lane & 1 && is_alike) alike |= 1u << lane;
+  }
+  cpu::meet_warp(mask, false);
+  return alike;
+}
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) {
   mask &= cpu::live_lanes();

@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="the page is of a GPU's driver")
 
 from mpicomm.devices.cuda.faults import FaultPage, FaultRecord
-from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
 from mpicomm.kernels.team import EXCHANGE, MISMATCH
 
 
@@ -56,3 +57,22 @@ def test_an_error_is_untold_until_a_check_raises_it() -> None:
     with pytest.raises(CollectiveTimeoutError):
         page.check()
     assert page.untold() is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "text"),
+    [
+        (DISPATCH, CollectiveTimeoutError, "Experts.dispatch: number 7 from rank 1 did not come within 1 s"),
+        (COMBINE, CollectiveTimeoutError, "Experts.combine: number 7 from rank 1 did not come within 1 s"),
+        (ROUTES, InvalidUsageError, "topk_ids of rank 1 has an id that is no expert at token 7: pass the number of"),
+        (ROOM, InvalidUsageError, "rank 1 gets 7 rows, more than the capacity: create the Experts with a larger"),
+    ],
+)
+def test_faults_of_experts_name_the_rank(operation: int, kind: type[MpicommError], text: str) -> None:
+    page = object.__new__(FaultPage)
+    page.error = page._calls = None
+    page.record = FaultRecord(state=2, operation=operation, sequence=7, peer=1, elapsed_ns=10**9)
+    for _ in range(2):
+        with pytest.raises(kind, match=text) as info:
+            page.check()
+        assert info.value.ranks == (1,)

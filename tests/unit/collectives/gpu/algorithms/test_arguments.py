@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, SendrecvSide
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.kernels import accumulate, combine, epilogue, message, packing, team, window
+from mpicomm.kernels import accumulate, combine, epilogue, experts, message, packing, team, window
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import Faults, Team
@@ -61,6 +61,13 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "pack.cu": {"mpicomm::Region": packing.RegionEntry, "mpicomm::Packing": packing.PackArguments},
     "message.cu": {"mpicomm::MessageStep": message.MessageStep},
     "window.cu": {"mpicomm::Synchronisation": window.SynchronisationArguments, "mpicomm::Lock": window.LockWords},
+    "experts_dispatch.cu": {
+        "mpicomm::Experts": experts.ExpertsArguments,
+        "mpicomm::Dispatch": experts.DispatchArguments,
+        "mpicomm::TwoArrays<mpicomm::u8>": experts.TwoArrays,
+    },
+    "experts_combine.cu": {"mpicomm::Combine": experts.CombineExpertsArguments},
+    "experts_quantize.cu": {"mpicomm::Quantize": experts.QuantizeArguments},
     "chain.cu": {"mpicomm::Hop": HopArguments, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": SendrecvSide, "mpicomm::Sendrecv": SendrecvArguments},
     "p2p.cu": {
@@ -116,6 +123,18 @@ CONSTANTS = {
         "kWait": window.WAIT,
         "kLock": window.LOCK,
     },
+    "experts_dispatch.cu": {
+        "kDispatchThreads": experts.DISPATCH_THREADS,
+        "kMostExperts": experts.MOST_EXPERTS,
+        "kMostTopK": experts.MOST_TOP_K,
+        "kPartPackets": experts.PART_PACKETS,
+        "kDispatch": experts.DISPATCH,
+        "kCombine": experts.COMBINE,
+        "kRoutes": experts.ROUTES,
+        "kRoom": experts.ROOM,
+    },
+    "experts_combine.cu": {"kPacketNbytes": experts.PACKET_NBYTES, "kSumThreads": experts.SUM_THREADS},
+    "experts_quantize.cu": {"kGroup": experts.GROUP, "kQuantizeThreads": experts.QUANTIZE_THREADS},
     "chain.cu": {
         "kChainThreads": chain.CHAIN_THREADS,
         "kChainSlots": chain.CHAIN_SLOTS,

@@ -1,0 +1,337 @@
+"""Experts: the dispatch and the combine of a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from mpicomm.api.communicator import Communicator
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.host import HostBackend
+from mpicomm.errors import InvalidUsageError
+from mpicomm.experts.arrays import GivenArray, name_of, new_array, pointer_of, read_array
+from mpicomm.experts.on_gpu import (
+    ExpertsArena,
+    ExpertsLaunch,
+    ExpertsLaunches,
+    launch,
+    launches_of,
+    require_one_domain,
+    share_arena,
+)
+from mpicomm.experts.on_host import Combined, Dispatched, HostWay
+from mpicomm.experts.received import FLOAT32, Received
+from mpicomm.experts.shape import DTYPES, WIRE, Shape, checked_dtype, checked_shape
+from mpicomm.kernels.experts import PACKET_NBYTES
+from mpicomm.mpi.buffers import read
+from mpicomm.mpi.location import refuse_stream, require_here
+from mpicomm.windows.stream_use import StreamUse
+
+_ID_TYPES = ("int64", "int32")
+
+
+class Experts:
+    """Sends the tokens of all ranks to the ranks of their experts, and brings the results back.
+
+    Construction is *collective* and blocking. All ranks pass the same arguments:
+
+    - ``comm`` is a `Communicator`. On a GPU its ranks must map each other's memory, so they are on one node.
+    - ``num_experts`` is the number of experts of all ranks, which come in order: the first ranks have one more if the
+      number does not fit. Or it is a list with the number of experts of each rank. There are at most 512.
+    - ``hidden`` is the length of a token, ``top_k`` the number of experts of a token, at most 32. A rank dispatches up
+      to ``max_tokens`` tokens at once. ``dtype`` is ``bfloat16``, ``float16`` or ``float32``.
+    - ``capacity`` is the number of rows that a rank has room for. By default there is room for everything that may
+      come, ``size * max_tokens * top_k`` rows and the padding. More rows than fit are an error on all ranks.
+    - The rows of each expert begin at a multiple of ``alignment``.
+    - With ``wire_dtype="float8_e4m3fn"`` tokens travel as floats of 8 bits, with a scale in float32 for each 128
+      elements. `dispatch` quantises them, or takes tokens of 8 bits with their scales. The sums of `combine` travel as
+      ``dtype``. ``hidden`` is a multiple of 512 then.
+    - On a GPU a launch has at most ``blocks`` blocks, each of at most 384 threads. `blocks` says how many it has.
+
+    A dispatch and a combine each send a token once to each rank. On a GPU both are stream-ordered. They can be captured
+    in CUDA graphs, and the routes may change between replays. Arrays of NumPy, or tensors in host memory, go through
+    MPI, and the calls block. All ranks make the same calls in the same order.
+
+    The memory lives until `close` or the communicator's ``Free``. ``comm.describe()`` shows it as "experts".
+
+    The constructor raises the same error on all ranks: `InvalidUsageError` for bad arguments, or if the ranks differ in
+    them; `HandleError` if memory cannot be allocated or opened; `CollectiveTimeoutError` if a rank does not come.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        num_experts: int | Sequence[int],
+        hidden: int,
+        max_tokens: int,
+        top_k: int,
+        dtype: Any = "bfloat16",
+        *,
+        capacity: int | None = None,
+        alignment: int = 1,
+        blocks: int | None = None,
+        wire_dtype: Any = None,
+    ) -> None:
+        if not isinstance(comm, Communicator):
+            raise InvalidUsageError(f"Experts: comm={comm!r} is no mpicomm.Communicator: create one from it")
+        self._session = session = comm._session.set_up("Experts")
+
+        def describe() -> Shape:
+            return checked_shape(
+                comm.size, num_experts, hidden, max_tokens, top_k, dtype, capacity, alignment, blocks, wire_dtype
+            )
+
+        shapes = session.group.exchange("Experts", describe)
+        if len(set(shapes)) > 1:
+            raise InvalidUsageError(f"Experts: the ranks differ: {shapes}: pass the same arguments on all ranks")
+        self._shape = shapes[0]
+        self._rank = comm.rank
+        self._gpu: GpuBackend | None = None
+        self._arena: ExpertsArena | None = None
+        self._launches: ExpertsLaunches | None = None
+        if not isinstance(session.backend, HostBackend):
+            require_one_domain(session)
+            self._gpu = session.backend
+            self._arena = share_arena(session, self._shape)
+            self._launches = launches_of(session, self._shape, self._gpu, self._arena)
+        self._streams = StreamUse(self._gpu)
+        self._host = HostWay(session, self._shape)
+        self.closed = False
+
+    def __repr__(self) -> str:
+        shape = self._shape
+        state = " closed" if self.closed else ""
+        return (
+            f"<mpicomm.Experts num_experts={list(shape.experts_per_rank)} hidden={shape.hidden} "
+            f"max_tokens={shape.max_tokens} top_k={shape.top_k} dtype={shape.dtype.name}{state}>"
+        )
+
+    def __enter__(self) -> Experts:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidUsageError("an Experts object cannot be pickled: every rank creates it")
+
+    @property
+    def local_experts(self) -> range:
+        """The numbers of this rank's experts."""
+        first = sum(self._shape.experts_per_rank[: self._rank])
+        return range(first, first + self._shape.experts_per_rank[self._rank])
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows that a rank has room for."""
+        return self._shape.capacity
+
+    @property
+    def wire_dtype(self) -> str | None:
+        """The dtype in which tokens travel, with scales; None for the dtype of this object."""
+        return None if self._shape.wire is None else name_of(self._shape.wire)
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The blocks of each kind of launch on a GPU: of "dispatch" and "combine", and of both with few tokens.
+
+        Up to 256 tokens of a rank are few.
+        """
+        return {} if self._launches is None else {name: each.total for name, each in self._launches.blocks.items()}
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_ids: Any,
+        topk_weights: Any = None,
+        *,
+        scales: Any = None,
+        out: Received | None = None,
+        stream: Any = None,
+    ) -> Received:
+        """Send each token once to each rank that has one of its experts, and lay the tokens out there by expert.
+
+        Collective; stream-ordered on a GPU, blocking on the host. ``x`` has shape ``[tokens, hidden]``, ``topk_ids``
+        and ``topk_weights`` have shape ``[tokens, top_k]``. The number of tokens may differ between ranks, and may be
+        0. Ids are int64 or int32, and -1 stands for no expert. An id that occurs twice in a token gives two rows.
+        Weights are float32, and 1 by default.
+
+        With ``wire_dtype`` an ``x`` of floats of 8 bits, or of bytes, comes with ``scales``: float32 of shape
+        ``[tokens, hidden // 128]``. Otherwise each group of 128 elements gets the scale that makes its largest
+        magnitude 448, the largest float of 8 bits, or that makes 1e-4 so if the group is smaller.
+
+        The result has new arrays, unless ``out`` is a result of this object, which is written again. A captured graph
+        writes into the same arrays at each replay.
+
+        Raises `InvalidUsageError` for bad arguments. An id that is no expert, and too many rows for ``capacity``, are
+        errors on all ranks: on a GPU the next call or ``comm.check()`` raises `InvalidUsageError`, and the communicator
+        is unusable. A rank that does not come is a `CollectiveTimeoutError`, which names it.
+        """
+        what = "Experts.dispatch"
+        self._require_usable(what)
+        on_device = self._is_on_gpu(x, "x")
+
+        def given() -> Dispatched:
+            return self._read_tokens(x, topk_ids, topk_weights, scales, out, on_device=on_device)
+
+        if not on_device:
+            refuse_stream(what, stream)
+            return self._host.dispatch(given)
+        assert self._launches is not None
+        launches, dispatched = self._launches, given()
+        x_and_scales = dispatched.x.pointer, 0 if dispatched.scales is None else dispatched.scales.pointer
+        steps: list[ExpertsLaunch] = []
+        if dispatched.quantizes:
+            quantize, x_and_scales = launches.quantize(dispatched.x.pointer, dispatched.received.num_tokens)
+            steps.append(quantize)
+        weights = 0 if dispatched.weights is None else dispatched.weights.pointer
+        wide = dispatched.ids.dtype.itemsize == 8
+        steps.append(
+            launches.dispatch(x_and_scales, dispatched.ids.pointer, weights, dispatched.received, wide_ids=wide)
+        )
+        self._enqueue(steps, x, stream)
+        return dispatched.received
+
+    def combine(
+        self,
+        z: Any,
+        received: Received,
+        *,
+        out: Any = None,
+        dtype: Any = None,
+        weighted: bool = True,
+        values: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Return for each token of this rank the weighted sum of the rows of its experts.
+
+        Collective; stream-ordered on a GPU, blocking on the host. ``z`` has shape ``[capacity, hidden]``: the rows of
+        ``received.x`` after the experts. With ``weighted`` each row counts by its weight of `dispatch`. The result has
+        shape ``[tokens, hidden]``, and the ``dtype`` of ``out`` or ``dtype``, by default the dtype of this object. A
+        token without experts gets zeros.
+
+        ``values`` are numbers of the rows, float32 of shape ``[capacity]``, such as the gradients of weights. Then the
+        result is a pair. Its second item has shape ``[tokens, top_k]``: the value of the row of each slot, and 0 in
+        slots without an expert. All ranks pass values, or none does.
+
+        Each rank adds its rows of a token in the order of slots, in float32, and rounds the sum to the dtype of this
+        object. The rank of the token adds these sums in the order of ranks, in float32, and rounds once more. So the
+        bits are the same in every run.
+
+        Raises as `dispatch`.
+        """
+        what = "Experts.combine"
+        self._require_usable(what)
+        on_device = self._is_on_gpu(z, "z")
+
+        def given() -> Combined:
+            return self._read_rows(z, received, out, dtype, values, on_device=on_device)
+
+        if not on_device:
+            refuse_stream(what, stream)
+            combined = self._host.combine(given, weighted=weighted)
+        else:
+            assert self._launches is not None
+            combined = given()
+            numbers = (0, 0) if combined.values is None else (combined.values.pointer, pointer_of(combined.of_slots))
+            result = combined.result
+            made = self._launches.combine(
+                combined.rows.pointer, received, result.pointer, name_of(result.dtype), numbers, weighted=weighted
+            )
+            self._enqueue([made], z, stream)
+        return combined.result.array if values is None else (combined.result.array, combined.of_slots)
+
+    def close(self) -> None:
+        """Free the memory, after a wait for this rank's device. Collective, blocking. A second call does nothing."""
+        if not self.closed:
+            self.closed = True
+            if self._arena is not None and not self._arena.closed:
+                self._session.close_shared(self._arena, "Experts")
+
+    def _require_usable(self, what: str) -> None:
+        if self.closed or (self._arena is not None and self._arena.closed):
+            raise InvalidUsageError(f"{what}: this Experts object is closed: create another")
+        self._session.require_usable(what)
+
+    def _is_on_gpu(self, array: Any, name: str) -> bool:
+        # Without a GPU the host way reads the array, because it lets an error of one rank be an error of all.
+        return self._gpu is not None and read(array, False, name).on_device
+
+    def _enqueue(self, steps: Sequence[ExpertsLaunch], array: Any, stream: Any) -> None:
+        """Enqueue launches after the launches before them, on whichever streams they are."""
+        assert self._gpu is not None
+        where, captures = self._streams.resolve(stream, array)
+        self._streams.before_synchronisation(where, captures=captures)
+        launch(self._gpu, steps, where)
+        self._streams.after_synchronisation(where, captures=captures)
+
+    def _read_tokens(
+        self, x: Any, topk_ids: Any, topk_weights: Any, scales: Any, out: Received | None, *, on_device: bool
+    ) -> Dispatched:
+        shape = self._shape
+        kinds = (name_of(shape.dtype),) if scales is None else (WIRE, "uint8")
+        if scales is not None and not shape.scales:
+            raise InvalidUsageError("scales is for an Experts object with wire_dtype: leave scales out")
+        tokens = read_array(x, "x", kinds, (None, shape.hidden))
+        count = tokens.shape[0]
+        if count > shape.max_tokens:
+            raise InvalidUsageError(f"x has {count} tokens, more than max_tokens={shape.max_tokens}: pass fewer")
+        ids = read_array(topk_ids, "topk_ids", _ID_TYPES, (count, shape.top_k))
+        weights = numbers = None
+        if topk_weights is not None:
+            weights = read_array(topk_weights, "topk_weights", ("float32",), (count, shape.top_k))
+        if scales is not None:
+            numbers = read_array(scales, "scales", ("float32",), (count, shape.scales))
+        named = ((tokens, "x"), (ids, "topk_ids"), (weights, "topk_weights"), (numbers, "scales"))
+        for array, name in named:
+            if array is not None:
+                self._require_place(array, name, on_device=on_device)
+        if out is None:
+            out = Received.empty(shape, self._rank, x, on_device=on_device)
+        else:
+            self._require_ours(out, "out", on_device=on_device)
+        out.num_tokens = count
+        return Dispatched(tokens, ids, weights, out, numbers, quantizes=scales is None and shape.scales > 0)
+
+    def _read_rows(self, z: Any, received: Received, out: Any, dtype: Any, values: Any, *, on_device: bool) -> Combined:
+        shape = self._shape
+        self._require_ours(received, "received", on_device=on_device)
+        rows = read_array(z, "z", (name_of(shape.dtype),), (shape.capacity, shape.hidden))
+        self._require_place(rows, "z", on_device=on_device)
+        result = received.num_tokens, shape.hidden
+        if out is None:
+            kind = shape.dtype if dtype is None else checked_dtype(dtype, "Experts.combine")
+            out = new_array(z, result, kind, on_device=on_device)
+        elif dtype is not None:
+            raise InvalidUsageError("out has a dtype: leave dtype out")
+        output = read_array(out, "out", DTYPES, result, writable=True)
+        self._require_place(output, "out", on_device=on_device)
+        if values is None:
+            return Combined(rows, received, output)
+        numbers = read_array(values, "values", ("float32",), (shape.capacity,))
+        self._require_place(numbers, "values", on_device=on_device)
+        of_slots = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
+        return Combined(rows, received, output, numbers, of_slots)
+
+    def _require_place(self, matrix: GivenArray, name: str, *, on_device: bool) -> None:
+        if matrix.on_device and self._gpu is None:
+            raise InvalidUsageError(
+                f'{name} is on a GPU, the communicator is on the cpu: create the communicator with device="auto"'
+            )
+        if matrix.on_device != on_device:
+            here, there = ("a GPU", "host memory") if matrix.on_device else ("host memory", "a GPU")
+            raise InvalidUsageError(f"{name} is in {here}, and another array of the call in {there}: pass all in one")
+        if not on_device:
+            return
+        require_here(name, matrix.device, self._session.placement.here.device)
+        if matrix.pointer % PACKET_NBYTES and name in ("x", "scales", "z", "out"):
+            raise InvalidUsageError(
+                f"{name} begins at address {matrix.pointer:#x}, which is no multiple of {PACKET_NBYTES}: copy it first"
+            )
+
+    def _require_ours(self, received: Received, name: str, *, on_device: bool) -> None:
+        shape = self._shape
+        if not isinstance(received, Received):
+            raise InvalidUsageError(f"{name}={received!r} is no result of dispatch")
+        if tuple(received.x.shape) != (shape.capacity, shape.hidden) or received.on_device != on_device:
+            raise InvalidUsageError(f"{name} is the result of another Experts object, or lies in another place")

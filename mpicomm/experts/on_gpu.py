@@ -1,0 +1,247 @@
+"""GpuWay: dispatches and combines on GPUs, by kernels on memory that all ranks map."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mpicomm import environment
+from mpicomm.devices.base import GpuBackend, Segment
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.errors import InvalidUsageError
+from mpicomm.experts.shape import DTYPES, Shape
+from mpicomm.kernels.experts import (
+    BLOCKS_OF_A_MULTIPROCESSOR,
+    DISPATCH_KERNEL,
+    DISPATCH_THREADS,
+    QUANTIZE_THREADS,
+    SUM_THREADS,
+    CombineExpertsArguments,
+    DispatchArguments,
+    ExpertsMemory,
+    QuantizeArguments,
+    combine_experts_kernel,
+    quantize_blocks,
+    quantize_experts_kernel,
+)
+from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.variant import Variant
+from mpicomm.session import Session
+from mpicomm.sharing.segments import SharedSegments, share
+
+_PURPOSE = "experts"
+_FEW_TOKENS = 256
+"""Up to so many tokens of a rank a launch is in the mode of low latency."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a launch."""
+
+    senders: int
+    receivers: int
+
+    @property
+    def total(self) -> int:
+        """All blocks."""
+        return self.senders + self.receivers
+
+
+BlocksOfModes = dict[str, Blocks]
+"""The blocks of "dispatch" and "combine", and of "dispatch of few" and "combine of few" tokens."""
+
+
+def blocks_of_modes(most: int) -> BlocksOfModes:
+    """Return the blocks of launches of at most ``most`` blocks, which is 2 or more."""
+
+    def cut(senders: int, receivers: int) -> Blocks:
+        total = senders + receivers
+        if total > most:
+            senders = min(max(1, senders * most // total), most - 1)
+            receivers = most - senders
+        return Blocks(senders, receivers)
+
+    return {
+        "dispatch of few": cut(48, 84),
+        "dispatch": cut(48, 208),
+        "combine of few": cut(128, 128),
+        "combine": cut(112, 144),
+    }
+
+
+@dataclass(slots=True, eq=False)
+class ExpertsLaunch:
+    """A launch of a kernel."""
+
+    variant: Variant
+    arguments: ctypes.Structure
+    blocks: int
+    threads: int
+
+
+class Filled(Protocol):
+    """The part of a `Received` that launches need."""
+
+    num_tokens: int
+
+    @property
+    def pointers(self) -> dict[str, int]:
+        """The addresses of the arrays, by their names."""
+
+
+class ExpertsLaunches:
+    """Makes the launches of one rank. It reaches the arenas through ``team``."""
+
+    def __init__(self, shape: Shape, team: Team, blocks: BlocksOfModes, multiprocessors: int = 1) -> None:
+        self._shape = shape
+        self._multiprocessors = multiprocessors
+        self._quantizes = quantize_experts_kernel(shape.dtype.name)
+        self.blocks = blocks
+        self._memory = memory = ExpertsMemory(shape.in_kernels)
+        self._quantized = team.arenas[team.rank] + memory.quantized
+        self._dispatch = DispatchArguments(
+            experts=memory.arguments(team, memory.shape.row), capacity=shape.capacity, alignment=shape.alignment
+        )
+        for each in (self._dispatch.x, self._dispatch.rows):
+            each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
+        self._combine = CombineExpertsArguments(experts=memory.arguments(team, memory.shape.sums))
+        self._combines = {result: combine_experts_kernel(shape.dtype.name, result) for result in DTYPES}
+        for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
+            arguments.experts.team.tags[:] = [zlib.crc32(text.encode())] * MAX_RANKS
+
+    def dispatch(
+        self, x: tuple[int, int], ids: int, weights: int, received: Filled, *, wide_ids: bool
+    ) -> ExpertsLaunch:
+        """Return the launch. The next call changes its argument.
+
+        ``x`` are the addresses of the rows and of their scales.
+        """
+        arguments, pointers = self._dispatch, received.pointers
+        blocks = self._blocks_for("dispatch", received.num_tokens)
+        arguments.experts.senders = blocks.senders
+        arguments.x.first, arguments.x.second = x
+        arguments.ids, arguments.weights = ids, weights
+        arguments.rows.first, arguments.rows.second = pointers["x"], pointers["scales"]
+        arguments.row_weights = pointers["weights"]
+        arguments.counts, arguments.offsets = pointers["counts"], pointers["offsets"]
+        arguments.sources, arguments.places = pointers["sources"], pointers["places"]
+        arguments.targets, arguments.tokens = pointers["targets"], pointers["tokens"]
+        arguments.num_tokens, arguments.wide_ids = received.num_tokens, wide_ids
+        return ExpertsLaunch(DISPATCH_KERNEL, arguments, blocks.total, DISPATCH_THREADS)
+
+    def quantize(self, x: int, tokens: int) -> tuple[ExpertsLaunch, tuple[int, int]]:
+        """Return the launch that quantises tokens, and the addresses of the rows and of their scales."""
+        shape = self._shape
+        places = self._quantized, self._quantized + shape.max_tokens * shape.hidden
+        groups = tokens * shape.scales
+        blocks = quantize_blocks(groups, self._multiprocessors)
+        return ExpertsLaunch(self._quantizes, QuantizeArguments(x, *places, groups), blocks, QUANTIZE_THREADS), places
+
+    def combine(
+        self, rows: int, received: Filled, output: int, dtype: str, values: tuple[int, int] = (0, 0), *, weighted: bool
+    ) -> ExpertsLaunch:
+        """Return the launch. The next call changes its argument.
+
+        ``values`` are the addresses of the values of rows and of slots.
+        """
+        arguments, pointers = self._combine, received.pointers
+        blocks = self._blocks_for("combine", received.num_tokens)
+        arguments.experts.senders = blocks.senders
+        arguments.rows, arguments.output = rows, output
+        arguments.values, arguments.slot_values = values
+        arguments.row_weights = pointers["weights"] if weighted else 0
+        arguments.places, arguments.targets = pointers["places"], pointers["targets"]
+        arguments.tokens, arguments.num_tokens = pointers["tokens"], received.num_tokens
+        return ExpertsLaunch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
+
+    def _blocks_for(self, what: str, tokens: int) -> Blocks:
+        return self.blocks[f"{what} of few" if tokens <= _FEW_TOKENS else what]
+
+
+class ExpertsArena:
+    """The memory of all ranks for an Experts object. The session keeps and releases it."""
+
+    def __init__(self, session: Session, segments: SharedSegments) -> None:
+        self.pointers = [segments[index].pointer for index in range(session.domain.size)]
+        self.closed = False
+        self._kind = session.kind
+        self._segments = segments
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's arena; local."""
+        return (MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes),)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' arenas; local, the first step of a close."""
+        self.closed = True
+        self._segments.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's arena; local, the last step of a close, after every peer's `close_peers`."""
+        self._segments.close_own()
+
+
+def require_one_domain(session: Session) -> None:
+    """Raise `InvalidUsageError` unless all ranks map each other's GPU memory. It raises on all ranks alike. Local."""
+    if session.domain.size == session.group.size:
+        return
+    nodes = len(session.placement.nodes)
+    raise InvalidUsageError(
+        f"Experts: the communicator has {session.group.size} ranks of {nodes} nodes, and kernels serve up to "
+        f"{MAX_RANKS} ranks of one node: create the Experts on comm.Split_type(MPI.COMM_TYPE_SHARED), or send tokens "
+        "to other nodes by comm.Alltoallv with counts in host memory"
+    )
+
+
+def share_arena(session: Session, shape: Shape) -> ExpertsArena:
+    """Let all ranks open each other's arenas. Collective; a failure raises the same error on all ranks."""
+    memory = ExpertsMemory(shape.in_kernels)
+    backend = session.backend
+
+    def allocate() -> Segment:
+        segment = backend.allocate(session.kind, memory.nbytes)
+        try:
+            # Before the exchange that tells the peers of the arena, because it could wipe out a peer's first words.
+            backend.zero(segment.pointer, memory.zeroed_nbytes)
+        except Exception:
+            segment.close()
+            raise
+        return segment
+
+    segments = share(session.domain, backend, "Experts", allocate, lambda: shape)
+    return session.keep(ExpertsArena(session, segments))
+
+
+def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: ExpertsArena) -> ExpertsLaunches:
+    """Return the launches of this rank. Collective: all blocks of all ranks must run at once.
+
+    Ranks that share a device side by side share its multiprocessors: see `DeviceEngine`.
+    """
+    domain = session.domain
+
+    def facts() -> tuple[int, bytes, bool]:
+        return backend.multiprocessors, backend.info.uuid, not environment.multi_process_service()
+
+    devices = domain.exchange("Experts: devices", facts)
+    uuids = [uuid for _, uuid, _ in devices]
+    side_by_side = 1 if all(turns for _, _, turns in devices) else max(map(uuids.count, uuids))
+    multiprocessors = max(1, min(count for count, _, _ in devices) // side_by_side)
+    most = min(MAX_BLOCKS, BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
+    team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=domain.size, rank=domain.rank)
+    for index, rank in enumerate(domain.ranks):
+        team.arenas[index], team.names[index] = arena.pointers[index], rank
+    # Loading may wait for a device on which a kernel waits, so it comes before all launches.
+    quantizes = [quantize_experts_kernel(shape.dtype.name)] if shape.scales else []
+    combines = [combine_experts_kernel(shape.dtype.name, result) for result in DTYPES]
+    for variant in (DISPATCH_KERNEL, *combines, *quantizes):
+        backend.load(variant)
+    return ExpertsLaunches(shape, team, blocks_of_modes(most), multiprocessors)
+
+
+def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int) -> None:
+    """Enqueue launches of `ExpertsLaunches`."""
+    for each in made:
+        backend.launch(each.variant, each.arguments, stream, blocks=each.blocks, threads=each.threads)

@@ -1,0 +1,242 @@
+"""HostWay: dispatches and combines of arrays in host memory, by MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.experts.arrays import GivenArray, host_view
+from mpicomm.experts.received import Received
+from mpicomm.experts.shape import WIRE, Shape
+from mpicomm.kernels.experts import GROUP
+from mpicomm.mpi.types import covered_dtype
+from mpicomm.session import Session
+
+Array = npt.NDArray[Any]
+_LARGEST, _LEAST_LARGEST = 448, 1e-4  # as in experts_quantize.cu
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """The arrays of a dispatch."""
+
+    x: GivenArray
+    ids: GivenArray
+    weights: GivenArray | None
+    received: Received
+    scales: GivenArray | None
+    quantizes: bool
+    """Whether the call quantises ``x``."""
+
+
+@dataclass(frozen=True)
+class Combined:
+    """The arrays of a combine."""
+
+    rows: GivenArray
+    received: Received
+    result: GivenArray
+    values: GivenArray | None = None
+    of_slots: Any = None
+
+
+class HostWay:
+    """Carries calls out between all ranks, also of several nodes. All methods are collective and block.
+
+    Before data goes, all ranks meet: an error of one rank is an error of all ranks, and they can go on.
+    """
+
+    def __init__(self, session: Session, shape: Shape) -> None:
+        self._session = session
+        self._shape = shape
+        self._rank = session.group.rank
+        self._firsts = np.cumsum([0, *shape.experts_per_rank])
+
+    def dispatch(self, prepare: Callable[[], Dispatched]) -> Received:
+        """Return the laid out rows. ``prepare`` reads the arguments, and raises for bad ones."""
+        made: list[tuple[Dispatched, Array]] = []
+
+        def check() -> int:
+            given = prepare()
+            made.append((given, self._checked_ids(given.ids)))
+            return given.x.shape[0]
+
+        tokens = self._session.group.exchange("Experts.dispatch", check)
+        given, ids = made[0]
+        received, weights = given.received, self._weights(given.weights, given.ids)
+        all_ids, all_weights = self._gathered(ids, tokens), self._gathered(weights, tokens)
+        # Every rank computes the rows of all ranks, so all ranks raise the same error.
+        together = self._together(all_ids, -1)
+        for rank in range(self._shape.size):
+            offsets = self._layout(together, rank)[2]
+            if offsets[-1] > self._shape.capacity:
+                raise InvalidUsageError(
+                    f"Experts.dispatch: rank {rank} gets {offsets[-1]} rows, more than capacity="
+                    f"{self._shape.capacity} of the Experts: create it with a larger capacity",
+                    ranks=[rank],
+                )
+        targets = self._targets(ids)
+        there = [(targets >> rank & 1) != 0 for rank in range(self._shape.size)]
+        taken = [(self._targets(each) >> self._rank & 1) != 0 for each in all_ids]
+        places = self._describe(received, all_ids, all_weights)
+        for array, target in zip(_arrays_of(given), (received.x, received.scales), strict=False):
+            self._fill(host_view(target), self._exchanged([array[each] for each in there], taken), taken, places)
+        slots = np.bitwise_or.reduce(np.where(ids >= 0, 1 << np.arange(self._shape.top_k), 0), axis=1)
+        sets = host_view(received.targets)[: len(targets)]
+        sets[:, 0], sets[:, 1] = targets, slots.astype(np.uint32).view(np.int32)
+        host_view(received.tokens)[:] = tokens
+        return received
+
+    def combine(self, prepare: Callable[[], Combined], *, weighted: bool) -> Combined:
+        """Fill the arrays of a combine. ``prepare`` reads the arguments, and raises for bad ones."""
+        made: list[Combined] = []
+        self._session.group.exchange("Experts.combine", lambda: made.append(prepare()))
+        given, received = made[0], made[0].received
+        rows, tokens = given.rows.on_host(), host_view(received.tokens)
+        all_places = [places[: tokens[source]] for source, places in enumerate(host_view(received.places))]
+        places = [each[(each >= 0).any(axis=1)] for each in all_places]
+        weights = host_view(received.weights) if weighted else None
+        targets = host_view(received.targets)[: received.num_tokens, 0]
+        there = [(targets >> rank & 1) != 0 for rank in range(self._shape.size)]
+        total = np.zeros((received.num_tokens, self._shape.hidden), np.float32)
+        partial = self._exchanged([self._sums(rows, each, weights) for each in places], there)
+        for mine, sums in zip(there, partial, strict=True):
+            total[mine] += sums.astype(np.float32)
+        view = given.result.on_host()
+        view[...] = total.astype(view.dtype)
+        if given.values is not None:
+            numbers, of_slots = given.values.on_host(), host_view(given.of_slots)
+            of_slots[...] = 0
+            sent = [np.where(each >= 0, numbers[each], np.float32(0)) for each in places]
+            for mine, found in zip(there, self._exchanged(sent, there), strict=True):
+                of_slots[mine] += found
+        return given
+
+    def _sums(self, rows: Array, places: Array, weights: Array | None) -> Array:
+        """Return the sum of the rows of each token in ``places``, in the order of slots."""
+        sums = np.zeros((len(places), self._shape.hidden), np.float32)
+        for slot in range(self._shape.top_k):
+            here = np.flatnonzero(places[:, slot] >= 0)
+            taken = places[here, slot]
+            terms = rows[taken].astype(np.float32)
+            sums[here] += terms if weights is None else weights[taken, None] * terms
+        return sums.astype(self._shape.dtype)
+
+    def _checked_ids(self, ids: GivenArray) -> Array:
+        found = ids.on_host().astype(np.int64)
+        wrong = np.argwhere((found < -1) | (found >= self._shape.num_experts))
+        if len(wrong):
+            token, slot = wrong[0]
+            raise InvalidUsageError(
+                f"Experts.dispatch: topk_ids of rank {self._rank} has the id {found[token, slot]} at token {token}: "
+                f"pass 0 to {self._shape.num_experts - 1}, or -1 for none"
+            )
+        return found
+
+    @staticmethod
+    def _weights(weights: GivenArray | None, ids: GivenArray) -> Array:
+        return np.ones(ids.shape, np.float32) if weights is None else weights.on_host()
+
+    def _targets(self, ids: Array) -> npt.NDArray[np.int32]:
+        """Return the set of ranks of each token."""
+        owners = np.searchsorted(self._firsts[1:], ids, side="right")
+        sets = np.where(ids >= 0, 1 << owners, 0)
+        together: npt.NDArray[np.int32] = np.bitwise_or.reduce(sets, axis=1).astype(np.int32)
+        return together
+
+    def _together(self, of_ranks: Sequence[Array], none: float) -> Array:
+        """Return the slots of all ranks: ``[tokens, ranks, slots]``, with ``none`` for tokens that a rank lacks."""
+        most = max(map(len, of_ranks))
+        together = np.full((most, self._shape.size, self._shape.top_k), none, of_ranks[0].dtype)
+        for rank, mine in enumerate(of_ranks):
+            together[: len(mine), rank] = mine
+        return together
+
+    def _layout(self, ids: Array, rank: int) -> tuple[Array, Array, Array]:
+        """Return the pairs of a rank by expert, the number of rows of each expert, and the first row of each."""
+        first, end = self._firsts[rank], self._firsts[rank + 1]
+        experts = ids.reshape(-1)
+        pairs = np.flatnonzero((experts >= first) & (experts < end))
+        pairs = pairs[np.argsort(experts[pairs], kind="stable")]
+        counts = np.bincount(experts[pairs] - first, minlength=end - first)
+        aligned = -(-counts // self._shape.alignment) * self._shape.alignment
+        return pairs, counts, np.concatenate([[0], np.cumsum(aligned)])
+
+    def _describe(self, received: Received, all_ids: list[Array], all_weights: list[Array]) -> tuple[Array, ...]:
+        """Write all that describes the rows. Return the place, token and rank of each row, and the end of all rows."""
+        ids = self._together(all_ids, -1)
+        pairs, counts, offsets = self._layout(ids, self._rank)
+        experts = ids.reshape(-1)[pairs] - self._firsts[self._rank]
+        within = np.arange(len(pairs)) - np.concatenate([[0], np.cumsum(counts)])[experts]
+        places = offsets[experts] + within
+        tokens, ranks, slots = np.unravel_index(pairs, ids.shape)
+        sources, weights = host_view(received.sources), host_view(received.weights)
+        host_view(received.counts)[:], host_view(received.offsets)[:] = counts, offsets
+        sources[:], weights[:] = -1, 0
+        sources[places] = np.stack([ranks, tokens, slots], axis=1)
+        weights[places] = self._together(all_weights, 0).reshape(-1)[pairs]
+        all_places = host_view(received.places)
+        all_places[:] = -1
+        all_places[ranks, tokens, slots] = places
+        return places, tokens, ranks, offsets[-1:]
+
+    @staticmethod
+    def _fill(target: Array, rows: list[Array], taken: list[Array], where: tuple[Array, ...]) -> None:
+        """Write the rows, which have come from each rank in the order of its tokens, to their places."""
+        places, tokens, ranks, end = where
+        target[: end[0]] = 0
+        for rank, came in enumerate(taken):
+            number = np.cumsum(came) - 1  # of a token among the rows of its rank
+            mine = ranks == rank
+            target[places[mine]] = rows[rank][number[tokens[mine]]].reshape(-1, target.shape[1])
+
+    def _gathered(self, mine: Array, tokens: list[int]) -> list[Array]:
+        """Return the arrays of all ranks, with so many tokens each."""
+        top_k, total = self._shape.top_k, sum(tokens)
+        everything = np.empty((total, top_k), mine.dtype)
+        counts = [count * top_k * mine.dtype.itemsize for count in tokens]
+        sent = np.ascontiguousarray(mine)
+        self._session.private.Allgatherv([_bytes(sent), MPI.BYTE], [_bytes(everything), counts, MPI.BYTE])
+        return np.split(everything, np.cumsum(tokens)[:-1])
+
+    def _exchanged(self, sent: list[Array], taken: Sequence[npt.NDArray[np.bool_]]) -> list[Array]:
+        """Send rows to each rank, and return the rows of each rank: as many as there are True in its item of ``taken``.
+
+        ``sent`` has rows of the same length and type on all ranks.
+        """
+        together = np.concatenate(sent)
+        counts = [int(np.count_nonzero(each)) for each in taken]
+        result = np.empty((sum(counts), *together.shape[1:]), together.dtype)
+        row_nbytes = together[:1].nbytes if len(together) else result[:1].nbytes
+        self._session.private.Alltoallv(
+            [_bytes(together), [len(each) * row_nbytes for each in sent], MPI.BYTE],
+            [_bytes(result), [count * row_nbytes for count in counts], MPI.BYTE],
+        )
+        return np.split(result, np.cumsum(counts)[:-1])
+
+
+def _arrays_of(given: Dispatched) -> list[Array]:
+    """Return the rows that travel, and their scales if they have scales."""
+    x = given.x.on_host()
+    if given.scales is not None:
+        return [x.view(covered_dtype(WIRE)), given.scales.on_host()]
+    return [*quantized(x)] if given.quantizes else [x]
+
+
+def quantized(x: Array) -> tuple[Array, Array]:
+    """Return rows as floats of 8 bits, and their scales: see experts_quantize.cu."""
+    groups = x.astype(np.float32).reshape(len(x), -1, GROUP)
+    largest = np.maximum(np.abs(groups).max(axis=2, initial=0), np.float32(_LEAST_LARGEST))
+    values = groups * (np.float32(_LARGEST) / largest)[:, :, None]
+    return values.reshape(x.shape).astype(covered_dtype(WIRE)), largest / np.float32(_LARGEST)
+
+
+def _bytes(array: Array) -> Array:
+    # MPI has no type for bfloat16, and the buffer protocol refuses it.
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,153 @@
+"""Shape: the numbers of an Experts object, which all ranks pass alike, and their checks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.experts import GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES, ExpertsShape, RowShape
+from mpicomm.mpi.types import covered_dtype, torch_dtype
+
+DTYPES = ("float32", "float16", "bfloat16")
+WIRE = "float8_e4m3fn"
+_SCALE_NBYTES = 4
+_HIDDEN_OF_WIRE = 4 * GROUP  # the scales of a row are whole packets
+_MOST_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of an Experts object."""
+
+    experts_per_rank: tuple[int, ...]
+    hidden: int
+    max_tokens: int
+    top_k: int
+    dtype: np.dtype[Any]
+    capacity: int
+    alignment: int
+    blocks: int | None
+    wire: np.dtype[Any] | None = None
+    """The type in which rows travel, with scales; None for `dtype`, without scales."""
+
+    @property
+    def scales(self) -> int:
+        """The number of scales of a row."""
+        return 0 if self.wire is None else self.hidden // GROUP
+
+    @property
+    def row_dtype(self) -> np.dtype[Any]:
+        """The type of the elements of a row."""
+        return self.wire or self.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.experts_per_rank)
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of all ranks."""
+        return sum(self.experts_per_rank)
+
+    @property
+    def in_kernels(self) -> ExpertsShape:
+        """The numbers that kernels need."""
+        row = self.hidden * self.row_dtype.itemsize + self.scales * _SCALE_NBYTES
+        sums = self.hidden * self.dtype.itemsize
+        rows = RowShape(row), RowShape(sums)
+        return ExpertsShape(self.experts_per_rank, *rows, self.max_tokens, self.top_k, self.wire is not None)
+
+
+def checked_shape(
+    size: int,
+    num_experts: int | Sequence[int],
+    hidden: int,
+    max_tokens: int,
+    top_k: int,
+    dtype: Any,
+    capacity: int | None,
+    alignment: int,
+    blocks: int | None,
+    wire_dtype: Any = None,
+) -> Shape:
+    """Return the shape of an Experts object of ``size`` ranks. Raises `InvalidUsageError` for numbers that cannot work.
+
+    Local.
+    """
+    experts = _experts_per_rank(num_experts, size)
+    element = checked_dtype(dtype, "Experts")
+    hidden, max_tokens, top_k = (
+        _number(value, name, 1) for value, name in ((hidden, "hidden"), (max_tokens, "max_tokens"), (top_k, "top_k"))
+    )
+    alignment = _number(alignment, "alignment", 1)
+    if blocks is not None:
+        blocks = _number(blocks, "blocks", 2)
+    if hidden * element.itemsize % PACKET_NBYTES:
+        raise InvalidUsageError(
+            f"Experts: a row of hidden={hidden} elements of {element.name} has {hidden * element.itemsize} bytes: pass "
+            f"a hidden whose rows are a multiple of {PACKET_NBYTES} bytes"
+        )
+    wire = None
+    if wire_dtype is not None:
+        if str(getattr(wire_dtype, "name", wire_dtype)).removeprefix("torch.") != WIRE:
+            raise InvalidUsageError(f"Experts: wire_dtype={wire_dtype!r}: pass {WIRE}, or leave it out")
+        if hidden % _HIDDEN_OF_WIRE:
+            raise InvalidUsageError(
+                f"Experts: hidden={hidden} with wire_dtype={WIRE}: pass a multiple of {_HIDDEN_OF_WIRE}"
+            )
+        wire = covered_dtype(WIRE)
+    if top_k > MOST_TOP_K:
+        raise InvalidUsageError(f"Experts: top_k={top_k}: pass {MOST_TOP_K} or less")
+    most = size * max_tokens * top_k + max(experts) * (alignment - 1)
+    capacity = most if capacity is None else _number(capacity, "capacity", 1)
+    if most > _MOST_ROWS or capacity > _MOST_ROWS:
+        raise InvalidUsageError(
+            f"Experts: max_tokens={max_tokens}, top_k={top_k} and capacity={capacity} on {size} ranks are more than "
+            f"{_MOST_ROWS} rows: pass smaller numbers"
+        )
+    return Shape(experts, hidden, max_tokens, top_k, element, capacity, alignment, blocks, wire)
+
+
+def _experts_per_rank(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:
+    if isinstance(num_experts, Sequence):
+        experts = tuple(_number(count, "num_experts", 0) for count in num_experts)
+        if len(experts) != size:
+            raise InvalidUsageError(
+                f"Experts: num_experts={list(experts)} has {len(experts)} numbers: pass one for each of {size} ranks"
+            )
+    else:
+        each, rest = divmod(_number(num_experts, "num_experts", 1), size)
+        experts = tuple(each + (rank < rest) for rank in range(size))
+    if not 1 <= sum(experts) <= MOST_EXPERTS:
+        raise InvalidUsageError(f"Experts: num_experts={sum(experts)}: pass 1 to {MOST_EXPERTS}")
+    return experts
+
+
+def checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
+    """Return one of `DTYPES`, by its name or as a dtype of NumPy or PyTorch. Raises `InvalidUsageError`. Local."""
+    name = str(dtype)
+    known = torch_dtype(dtype) if name.startswith("torch.") else None
+    if known is None:
+        try:
+            known = covered_dtype(name) if name in DTYPES else np.dtype(dtype)
+        except TypeError:
+            known = None
+    if known is None or known.name not in DTYPES:
+        raise InvalidUsageError(f"{what}: dtype={dtype!r}: pass one of {', '.join(DTYPES)}")
+    return known
+
+
+def _number(value: Any, name: str, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidUsageError(f"Experts: {name}={value!r} is no int") from None
+    if number < least:
+        raise InvalidUsageError(f"Experts: {name}={number}: pass {least} or more")
+    return number

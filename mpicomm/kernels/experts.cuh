@@ -1,0 +1,295 @@
+// Mixture of experts: the memory of an Experts object, its launches and its waits. The kernels are
+// in experts_dispatch.cu and experts_combine.cu. Each launch has two kinds of blocks: senders, which
+// store into the memory of peers, and receivers, which take data from the memory of this rank.
+//
+// Memory. The arena of a rank has these parts after its head. A source is a rank with tokens. The
+// part of a source or of a peer in an arena has the number `index_in`.
+//
+//     routes       of each source: a packet with the number of its tokens, then a packet with the
+//                  expert and the weight of each slot of each token
+//     row flags    of each peer: a word for each part of each token
+//     rows         of each peer: its tokens, in their order; only the tokens of this rank's experts
+//     sum flags    of each peer: a word for each part of each token of this rank
+//     sums         of each peer: its sums for the tokens of this rank
+//     values       a number for each slot of each token of this rank, from the rank of its expert
+//     counted      of each receiver block: a flag for its histogram; then the count of renewals
+//     histograms   of each receiver block: its pairs of each expert
+//
+// The last two are private to the rank.
+//
+// A token lies at the same number in the memory of its source, in `rows` and in `sums`. So a rank
+// pushes rows before it knows the tokens of the others.
+//
+// Parts. A row travels in parts, of up to kPartPackets packets for each lane of a warp. A warp stores
+// some parts into the memory of peers, and then a flag for each part and peer. A release waits until
+// all earlier stores of the warp have arrived, so a warp with many parts stores several of them
+// before it. Warps release at different times, so the links stay busy.
+//
+// Launches. The launches of an Experts object, dispatches and combines, have numbers, alike on all
+// ranks (team.cuh). The flags of a launch are its number.
+//
+// Why a place is free. A dispatch stores into routes and rows, which only dispatches read. A combine
+// stores into sums and values, which only combines read. Launch n of one kind may store in the memory of a peer
+// after the last launch of that kind has ended there. If launch n - 1 was of the other kind, the
+// peer has ended launch n - 2 when it announces n - 1. Otherwise it has ended launch n - 1 when it
+// announces n. So a dispatch after a combine finds the announcement there. It waits only if the
+// peer is late.
+//
+// Why no ranks wait in a circle. A sender waits only for announcements, which each launch makes
+// first. A receiver waits for senders of the same launch, and for receivers of its rank that wait
+// for senders. All blocks of a launch run at once (team.cuh).
+#pragma once
+
+#include "channel_words.cuh"
+#include "flag_protocol.cuh"
+
+namespace mpicomm {
+
+// The host's copies of these constants and of Experts are in experts.py; a test compares them.
+constexpr u32 kMostExperts = 512;
+constexpr u32 kMostTopK = kLanes;
+constexpr u32 kPartPackets = 4;
+constexpr u64 kWarpNbytes = kLanes * kPacketNbytes;
+
+// The sets of ranks and of slots of a token: the ranks of its experts, and the slots with an expert.
+struct Targets {
+  u32 ranks;
+  u32 slots;
+};
+
+struct Experts {
+  Team team;
+  // Offsets in every arena.
+  u64 routes;
+  u64 row_flags;
+  u64 rows;
+  u64 sum_flags;
+  u64 sums;
+  u64 values;
+  u64 counted;
+  u64 histograms;
+  u64 row_nbytes;   // of a dispatch or of a combine, whole packets, as `part_nbytes`
+  u64 part_nbytes;  // at most kPartPackets * kWarpNbytes
+  u32 parts;        // of a row; the last part may be shorter
+  u32 max_tokens;
+  u32 top_k;
+  u32 senders;  // the first blocks of a launch; the others are receivers
+  u32 firsts[kMaxRanks + 1];  // the first expert of each rank, then the number of experts
+};
+
+enum Kind : u32 { kDispatches = 0, kCombines = 1 };
+
+// A launch, and the launch that a peer must have begun before this rank stores into its memory.
+struct Turn {
+  u64 number;
+  u64 awaited;
+};
+
+// Returns this launch. The count of a block is {number of the last launch, its kind:1}.
+MPICOMM_DEVICE Turn turn_of(const Team& team, Kind kind) {
+  const u64 last = launches_of(team)[blockIdx.x];
+  const u64 number = (last >> 1) + 1;
+  return {number, (last & 1) == kind ? number : number - 1};
+}
+
+// The number of the part of `peer` in the arena of `owner`. The owner itself comes last, because
+// only `routes` has a part for it.
+MPICOMM_DEVICE u32 index_in(const Team& team, u32 owner, u32 peer) {
+  return (peer + 2 * team.size - owner - 1) % team.size;
+}
+
+MPICOMM_DEVICE Pair* routes_of(const Experts& x, u32 owner, u32 source) {
+  const u64 each = static_cast<u64>(x.max_tokens) * x.top_k + 1;
+  return reinterpret_cast<Pair*>(x.team.arenas[owner] + x.routes) + index_in(x.team, owner, source) * each;
+}
+MPICOMM_DEVICE u64 token_in(const Experts& x, u32 owner, u32 peer, u32 token) {
+  return static_cast<u64>(index_in(x.team, owner, peer)) * x.max_tokens + token;
+}
+MPICOMM_DEVICE u64* flag_in(const Experts& x, u64 flags, u32 owner, u32 peer, u32 token, u32 part) {
+  return reinterpret_cast<u64*>(x.team.arenas[owner] + flags) + token_in(x, owner, peer, token) * x.parts + part;
+}
+MPICOMM_DEVICE float* values_in(const Experts& x, u32 owner, u32 token) {
+  return reinterpret_cast<float*>(x.team.arenas[owner] + x.values) + static_cast<u64>(token) * x.top_k;
+}
+MPICOMM_DEVICE u8* row_in(const Experts& x, u64 rows, u32 owner, u32 peer, u32 token) {
+  return x.team.arenas[owner] + rows + token_in(x, owner, peer, token) * x.row_nbytes;
+}
+
+// The number of packets that earlier dispatches have renewed.
+MPICOMM_DEVICE u64* renewals_of(const Experts& x) {
+  return reinterpret_cast<u64*>(x.team.arenas[x.team.rank] + x.counted) + kMaxBlocks;
+}
+
+MPICOMM_DEVICE u32 num_experts(const Experts& x) { return x.firsts[x.team.size]; }
+
+// The rank of an expert. Ranks without experts have the same first expert as the next rank.
+MPICOMM_DEVICE u32 rank_of(const Experts& x, u32 expert) {
+  u32 rank = 0;
+  for (u32 next = 1; next < x.team.size; ++next) rank += expert >= x.firsts[next];
+  return rank;
+}
+
+// The packets of a lane in a part of a row.
+struct Part {
+  u64 begin;
+  u64 end;
+
+  MPICOMM_DEVICE Part(const Experts& x, u32 part, u32 lane) {
+    const u64 next = (part + 1) * x.part_nbytes;
+    begin = part * x.part_nbytes + lane * kPacketNbytes;
+    end = next < x.row_nbytes ? next : x.row_nbytes;
+  }
+  MPICOMM_DEVICE u64 at(u32 i) const { return begin + i * kWarpNbytes; }
+  MPICOMM_DEVICE bool has(u32 i) const { return at(i) < end; }
+};
+
+struct Packets {
+  Packet of[kPartPackets];
+
+  // `place` is the address of a byte of the row.
+  template <class Place>
+  MPICOMM_DEVICE void load(Place place, const Part& part) {
+#pragma unroll
+    for (u32 i = 0; i < kPartPackets; ++i) {
+      if (part.has(i)) of[i] = load_aligned(place(part.at(i)));
+    }
+  }
+  template <class Place>
+  MPICOMM_DEVICE void store(Place place, const Part& part) const {
+#pragma unroll
+    for (u32 i = 0; i < kPartPackets; ++i) {
+      if (part.has(i)) store_aligned(place(part.at(i)), of[i]);
+    }
+  }
+};
+
+// The rank that is to blame if `peer` does not send; `peer` may be this rank. A rank that has announced
+// the launch may wait for a rank that has not, so that rank is to blame.
+MPICOMM_DEVICE_CALL u32 blamed(const Team& team, u32 peer, u32 launch) {
+  if (peer != team.rank && look_at(team, peer, launch) == kAbsent) return peer;
+  for (u32 rank = 0; rank < team.size; ++rank) {
+    if (rank != team.rank && look_at(team, rank, launch) == kAbsent) return rank;
+  }
+  return peer;
+}
+
+// Waits for `peer`. If the result is false, the kernel must leave: time is up, the peer makes
+// another call, or a rank has given up.
+template <class Reached>
+MPICOMM_DEVICE bool await_peer(const Experts& x, u32 operation, u64 number, u32 peer, Reached reached) {
+  const Team& team = x.team;
+  const u32 launch = static_cast<u32>(number);
+  Watch watch{team.faults, team.timeout_ns, operation, number, blockIdx.x, team.names[peer]};
+  const auto leaves = [&] {
+    if (is_told(team) || load_relaxed(team.faults.failed) != kClear) return true;
+    watch.peer = team.names[blamed(team, peer, launch)];
+    return peer != team.rank && look_at(team, peer, launch) == kDifferent && !refuse(team, peer, launch);
+  };
+  return lasts(team, watch, spin(reached, leaves, watch));
+}
+
+// Waits for other blocks of this rank. The wait has no limit. The other blocks wait for peers with a
+// limit, and then every rank is told. With a limit this block could name the wrong rank.
+template <class Reached>
+MPICOMM_DEVICE bool await_block(const Experts& x, u64 number, Reached reached) {
+  const Team& team = x.team;
+  const Watch watch{team.faults, ~0ull, kDispatch, number, blockIdx.x, team.names[team.rank]};
+  const auto leaves = [&] { return is_told(team) || load_relaxed(team.faults.failed) != kClear; };
+  return lasts(team, watch, spin(reached, leaves, watch));
+}
+
+// Begins a launch on all threads of a block: announces the launch, and counts it. If the result is
+// false, all threads must leave.
+MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) {
+  const Team& team = x.team;
+  const u32 thread = threadIdx.x;
+  const bool healthy = thread != 0 || is_healthy(team, blockIdx.x, load_health(team));
+  // Orders the loads of the count by all threads before `count_launch`.
+  if (!__syncthreads_and(healthy)) return false;
+  // A release, because the peer may next overwrite memory that earlier launches of this rank read.
+  // Pairs with the acquire in `peers_are_ready`.
+  if (blockIdx.x == 0 && thread < team.size && thread != team.rank) {
+    announce_all_before(team, thread, static_cast<u32>(turn.number));
+  }
+  count_launch(team, turn.number << 1 | kind, thread, blockDim.x);
+  return true;
+}
+
+// Waits on all threads of a sender block until all peers let this launch store into their memory.
+// If the result is false, all threads must leave.
+MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn& turn) {
+  const Team& team = x.team;
+  const u32 peer = threadIdx.x;
+  bool ok = true;
+  if (peer < team.size && peer != team.rank) {
+    const auto reached = [&] {
+      // Pairs with the release in `begin_launch` of the peer. Without the acquire the stores of this
+      // launch could overtake it, and overwrite data that the peer still reads.
+      const u32 begun = acquire_announcements(team, peer).last_launch();
+      return static_cast<i32>(begun - static_cast<u32>(turn.awaited)) >= 0;
+    };
+    ok = await_peer(x, operation, turn.number, peer, reached);
+  }
+  // Orders the stores of all threads of the block after the acquires.
+  return __syncthreads_and(ok);
+}
+
+// The parts that a warp has stored and has yet to publish. Each lane keeps one flag.
+struct Unpublished {
+  u64* flag = nullptr;
+
+  // The number of parts between two publications, for a warp with `parts` parts.
+  MPICOMM_DEVICE static u64 most(const Team& team, u64 parts) {
+    const u64 lanes = kLanes / team.size, bound = lanes < kMost ? lanes : kMost;
+    const u64 runs = (parts + bound - 1) / bound;
+    return runs == 0 ? 1 : (parts + runs - 1) / runs;
+  }
+  // Notes part number `i` since the last publication, for the ranks in the set `targets`.
+  MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 token, u32 part, u32 lane) {
+    const u32 rank = lane % x.team.size;
+    if (lane / x.team.size == i && (targets >> rank & 1) != 0) {
+      flag = flag_in(x, flags, rank, x.team.rank, token, part);
+    }
+  }
+  // All lanes of the warp call it.
+  MPICOMM_DEVICE void publish(const Turn& turn) {
+    // Orders the stores of all lanes before the releases.
+    __syncwarp();
+    // Pairs with the acquire in `await_part` of the peer, and publishes the part. A plain store could
+    // arrive before the data, and the peer would take the row of an earlier launch.
+    if (flag != nullptr) store_release(flag, turn.number);
+    flag = nullptr;
+  }
+
+ private:
+  static constexpr u32 kMost = 8;
+};
+
+// The parts of one kind of data that the warps of the sender blocks share out. Each warp takes runs of
+// neighbouring parts, and publishes each run. All parts of a warp follow each other if `apart`: then
+// the warps begin in distant places. Otherwise all warps together go through the parts in order.
+template <bool apart, class Act>
+MPICOMM_DEVICE void each_run(const Experts& x, const Turn& turn, u64 parts, Act act) {
+  const u64 of_block = blockDim.x / kLanes, warps = x.senders * of_block;
+  const u64 warp = blockIdx.x * of_block + threadIdx.x / kLanes;
+  const u64 each = (parts + warps - 1) / warps, run = Unpublished::most(x.team, each);
+  const u64 end = apart && (warp + 1) * each < parts ? (warp + 1) * each : parts;
+  for (u64 first = warp * (apart ? each : run); first < end; first += apart ? run : warps * run) {
+    Unpublished unpublished;
+#pragma unroll 1
+    for (u32 i = 0; i < run && first + i < end; ++i) act(first + i, i, unpublished);
+    unpublished.publish(turn);
+  }
+}
+
+// Waits until `peer` has published a part. One lane calls it, and __syncwarp follows.
+MPICOMM_DEVICE bool await_part(
+    const Experts& x, u64 flags, u32 operation, const Turn& turn, u32 peer, u32 token, u32 part) {
+  const u64* const flag = flag_in(x, flags, x.team.rank, peer, token, part);
+  // Pairs with the release in `Unpublished::publish`. A plain load could see the flag while later loads see
+  // the row of an earlier launch. The flag is equal: the peer stores a later number only after this
+  // launch has ended here.
+  return await_peer(x, operation, turn.number, peer, [&] { return load_acquire(flag) == turn.number; });
+}
+
+}  // namespace mpicomm

@@ -1,0 +1,239 @@
+// The combine of a mixture of experts: every token gets the weighted sum of the rows of its experts.
+// experts.cuh has the memory, and the reason why no rank waits in a circle.
+//
+// Order of sums. A rank adds its rows of a token in the order of the token's slots, in float32, and
+// rounds the sum to the type of the rows. The rank of the token adds these sums in the order of the
+// ranks, in float32, and rounds the result to its type. Each step takes the same numbers in the same
+// order in every run, so the result has the same bits.
+//
+// Senders add the rows of tokens of other ranks, and push the sums. Receivers add the rows of this
+// rank's tokens that lie here, and the sums of the other ranks as they come.
+
+#include "element.cuh"
+#include "experts.cuh"
+
+namespace mpicomm {
+
+// The host's copies of this constant and of Combine are in experts.py; a test compares them.
+constexpr u32 kSumThreads = 256;
+
+struct Combine {
+  Experts experts;
+  const u8* rows;             // laid out by a dispatch, which has made these arrays, too
+  const float* row_weights;   // null for ones
+  const i32* places;
+  const Targets* targets;
+  const u32* tokens;
+  const float* values;  // of each row; null for none
+  u8* output;
+  float* slot_values;   // the value of the row of each slot of each token, or 0
+  u32 num_tokens;  // of this rank
+  u32 unused;
+};
+
+using Result = dtype::MPICOMM_RESULT;
+constexpr u32 kElements = kPacketNbytes / sizeof(Element);
+
+struct Elements {
+  Element of[kElements];
+};
+struct alignas(kElements * sizeof(Result) < 16 ? kElements * sizeof(Result) : 16) Results {
+  Result of[kElements];
+};
+
+// The rows of a token of `source` on this rank, one on each lane.
+struct Placed {
+  i32 place = -1;
+  const u8* row = nullptr;
+  float weight = 1;
+  u32 lanes;  // the set of lanes that have a row
+
+  MPICOMM_DEVICE Placed(const Combine& x, u32 source, u32 token, u32 lane) {
+    const u32 top_k = x.experts.top_k;
+    if (lane < top_k) place = x.places[(static_cast<u64>(source) * x.experts.max_tokens + token) * top_k + lane];
+    if (place >= 0) row = x.rows + static_cast<u64>(place) * x.experts.row_nbytes;
+    if (place >= 0 && x.row_weights != nullptr) weight = x.row_weights[place];
+    lanes = __ballot_sync(kWarp, place >= 0);
+  }
+};
+
+MPICOMM_DEVICE void add(float* sums, const Packet& packet, float factor) {
+  const Elements elements = __builtin_bit_cast(Elements, packet);
+#pragma unroll
+  for (u32 i = 0; i < kElements; ++i) sums[i] += factor * Number<Element>::decode(elements.of[i]);
+}
+
+// Adds the rows of a token in their order, and rounds, for packets `first` to `first` + kAtOnce of a
+// part. All lanes of the warp call it.
+constexpr u32 kAtOnce = 2;
+struct Sums {
+  Packet of[kAtOnce];
+};
+MPICOMM_DEVICE Sums sum_rows(const Placed& placed, const Part& part, u32 first) {
+  constexpr u32 kRows = 4;  // the loads of so many rows are in flight together
+  float sums[kAtOnce][kElements];
+#pragma unroll
+  for (u32 i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+    for (u32 e = 0; e < kElements; ++e) sums[i][e] = 0;
+  }
+  for (u32 left = placed.lanes; left != 0;) {
+    Packet packets[kRows][kAtOnce];
+    const u32 lanes = left;
+#pragma unroll
+    for (u32 row = 0; row < kRows; ++row) {
+      // The first lane stands for a row that is not there. Its packets are not added.
+      const u32 lane = left != 0 ? __ffs(left) - 1 : 0;
+      const u8* const from = reinterpret_cast<const u8*>(__shfl_sync(kWarp, reinterpret_cast<u64>(placed.row), lane));
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        if (left != 0 && part.has(first + i)) packets[row][i] = load_aligned(from + part.at(first + i));
+      }
+      left &= left - 1;
+    }
+    // The weights come after the loads of the rows, which need not wait for them.
+    u32 taken = lanes;
+#pragma unroll
+    for (u32 row = 0; row < kRows; ++row) {
+      const float factor = __shfl_sync(kWarp, placed.weight, taken != 0 ? __ffs(taken) - 1 : 0);
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        if (taken != 0 && part.has(first + i)) add(sums[i], packets[row][i], factor);
+      }
+      taken &= taken - 1;
+    }
+  }
+  Sums rounded;
+#pragma unroll
+  for (u32 i = 0; i < kAtOnce; ++i) {
+    Elements elements;
+#pragma unroll
+    for (u32 e = 0; e < kElements; ++e) elements.of[e] = Number<Element>::encode(sums[i][e]);
+    rounded.of[i] = __builtin_bit_cast(Packet, elements);
+  }
+  return rounded;
+}
+
+MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn) {
+  const Experts& experts = x.experts;
+  const Team& team = experts.team;
+  const u32 lane = threadIdx.x % kLanes;
+  const u32 peers = team.size - 1;
+  u32 most = 0;
+  for (u32 source = 0; source < team.size; ++source) {
+    if (source != team.rank && x.tokens[source] > most) most = x.tokens[source];
+  }
+  // Neighbouring units go to different ranks: see team.cuh.
+  const u64 units = static_cast<u64>(most) * experts.parts * peers;
+  each_run<false>(experts, turn, units, [&](u64 unit, u32 number, Unpublished& unpublished) {
+    const u32 source = (team.rank + 1 + static_cast<u32>(unit % peers)) % team.size;
+    const u32 part = static_cast<u32>(unit / peers % experts.parts);
+    const u32 token = static_cast<u32>(unit / peers / experts.parts);
+    if (token >= x.tokens[source]) return;
+    const Placed placed(x, source, token, lane);
+    if (placed.lanes == 0) return;
+    const Part range(experts, part, lane);
+    u8* const target = row_in(experts, experts.sums, source, team.rank, token);
+#pragma unroll 1
+    for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
+      const Sums sums = sum_rows(placed, range, first);
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        if (range.has(first + i)) store_aligned(target + range.at(first + i), sums.of[i]);
+      }
+    }
+    // The flag of the first part publishes the values, too.
+    if (part == 0 && x.values != nullptr && placed.place >= 0) {
+      values_in(experts, source, token)[lane] = x.values[placed.place];
+    }
+    unpublished.note(experts, experts.sum_flags, number, 1u << source, token, part, lane);
+  });
+}
+
+// The sums of this rank, of all threads of a block.
+struct OwnSums {
+  Packet of[kPartPackets][kSumThreads];
+};
+
+MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) {
+  const Experts& experts = x.experts;
+  const Team& team = experts.team;
+  const u32 lane = threadIdx.x % kLanes;
+  const u32 of_block = kSumThreads / kLanes;
+  const u32 warp = (blockIdx.x - experts.senders) * of_block + threadIdx.x / kLanes;
+  const u32 warps = (gridDim.x - experts.senders) * of_block;
+  for (u64 unit = warp; unit < static_cast<u64>(x.num_tokens) * experts.parts; unit += warps) {
+    const u32 token = static_cast<u32>(unit / experts.parts), part = static_cast<u32>(unit % experts.parts);
+    const auto [targets, slots] = x.targets[token];
+    const Part range(experts, part, lane);
+    // This rank adds its rows while the sums of the others are on their way.
+    const Placed placed(x, team.rank, token, lane);
+#pragma unroll 1
+    for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
+      const Sums sums = sum_rows(placed, range, first);
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) own.of[first + i][threadIdx.x] = sums.of[i];
+    }
+    bool ok = true;
+    if (lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
+      ok = await_part(experts, experts.sum_flags, kCombine, turn, lane, token, part);
+    }
+    // Orders the loads of all lanes after the acquires.
+    __syncwarp();
+    if (!__all_sync(kWarp, ok)) return;
+    if (part == 0 && x.values != nullptr && lane < experts.top_k) {
+      float value = 0;
+      if (placed.place >= 0) value = x.values[placed.place];
+      else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, token)[lane];
+      x.slot_values[static_cast<u64>(token) * experts.top_k + lane] = value;
+    }
+    float sums[kPartPackets][kElements];
+#pragma unroll
+    for (u32 i = 0; i < kPartPackets; ++i) {
+#pragma unroll
+      for (u32 e = 0; e < kElements; ++e) sums[i][e] = 0;
+    }
+    for (u32 from = 0; from < team.size; ++from) {
+      if ((targets >> from & 1) == 0) continue;
+      Packets packets;
+      if (from == team.rank) {
+#pragma unroll
+        for (u32 i = 0; i < kPartPackets; ++i) packets.of[i] = own.of[i][threadIdx.x];
+      } else {
+        const u8* const row = row_in(experts, experts.sums, team.rank, from, token);
+        packets.load([&](u64 at) { return row + at; }, range);
+      }
+#pragma unroll
+      for (u32 i = 0; i < kPartPackets; ++i) {
+        if (range.has(i)) add(sums[i], packets.of[i], 1);
+      }
+    }
+#pragma unroll
+    for (u32 i = 0; i < kPartPackets; ++i) {
+      if (!range.has(i)) continue;
+      Results results;
+#pragma unroll
+      for (u32 e = 0; e < kElements; ++e) results.of[e] = Number<Result>::encode(sums[i][e]);
+      const u64 first = (token * experts.row_nbytes + range.at(i)) / sizeof(Element);
+      *reinterpret_cast<Results*>(x.output + first * sizeof(Result)) = results;
+    }
+  }
+}
+
+}  // namespace mpicomm
+
+// Bounds the registers: see team.cuh and experts_dispatch.cu.
+extern "C" __global__ void __launch_bounds__(mpicomm::kSumThreads, 2)
+    mpicomm_experts_combine(const __grid_constant__ mpicomm::Combine);
+
+MPICOMM_KERNEL void mpicomm_experts_combine(const __grid_constant__ mpicomm::Combine x) {
+  __shared__ mpicomm::OwnSums own;
+  const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kCombines);
+  if (!mpicomm::begin_launch(x.experts, mpicomm::kCombines, turn)) return;
+  if (blockIdx.x < x.experts.senders) {
+    if (!mpicomm::peers_are_ready(x.experts, mpicomm::kCombine, turn)) return;
+    mpicomm::push_sums(x, turn);
+  } else {
+    mpicomm::take_sums(x, turn, own);
+  }
+}

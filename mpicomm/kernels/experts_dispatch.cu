@@ -1,0 +1,103 @@
+// The dispatch of a mixture of experts: every token goes once to each rank that has one of its
+// experts, and is laid out there by expert. experts.cuh has the memory, and the reason why no rank
+// waits in a circle.
+//
+// Senders store the routes of their tokens into the memory of all ranks, as packets of the LL
+// protocol. So every rank knows the experts of all tokens. Then they push rows.
+//
+// Receivers lay out. The *pairs* of a token are its top_k slots. All pairs have an order: by the number
+// of the token, then by source, then by slot. The rows of an expert are its pairs in this order. So
+// each range of pairs has pairs of all sources, and all blocks wait for peers alike. Each warp takes a
+// range of tokens, counts its pairs of each expert, and waits for the counts of the other receiver
+// blocks. Then it knows the place of each of its pairs. So the layout depends only on the routes.
+// Last, it copies each row that has come to the places of its pairs.
+//
+// Faults in routes. Every rank sees all routes. So all ranks find an id that is no expert, and a
+// rank whose memory has not enough rows. No block writes a row before all blocks have counted.
+
+#include "experts_receiver.cuh"
+
+namespace mpicomm {
+
+// The expert of a slot, kNoExpert or kWrongExpert.
+MPICOMM_DEVICE u32 expert_of(const Dispatch& x, u64 pair) {
+  const i64 id = x.wide_ids ? static_cast<const i64*>(x.ids)[pair] : static_cast<const i32*>(x.ids)[pair];
+  if (id == -1) return kNoExpert;
+  return id >= 0 && id < static_cast<i64>(num_experts(x.experts)) ? static_cast<u32>(id) : kWrongExpert;
+}
+
+MPICOMM_DEVICE void send_packet(const Experts& x, u32 epoch, u64 slot, u32 first, u32 second) {
+  const Pair packet = FlagProtocol::packet({{first, second, 0, 0}}, epoch);
+  // The next rank comes first: see team.cuh. This rank is the last one.
+  for (u32 i = 1; i <= x.team.size; ++i) {
+    store_volatile(routes_of(x, (x.team.rank + i) % x.team.size, x.team.rank) + slot, packet);
+  }
+}
+
+MPICOMM_DEVICE void send_routes(const Dispatch& x, const Turn& turn) {
+  const Experts& experts = x.experts;
+  const u32 epoch = static_cast<u32>(turn.number);
+  const u64 pairs = static_cast<u64>(x.num_tokens) * experts.top_k;
+  const u64 thread = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (thread == 0) send_packet(experts, epoch, 0, x.num_tokens, 0);
+  for (u64 pair = thread; pair < pairs; pair += static_cast<u64>(experts.senders) * blockDim.x) {
+    const float weight = x.weights == nullptr ? 1.0f : x.weights[pair];
+    send_packet(experts, epoch, 1 + pair, expert_of(x, pair), bits_of(weight));
+  }
+  // Epochs have 32 bits, so an epoch comes again after 2^32 launches. Each dispatch renews one packet
+  // that it does not use, in turn. So no packet still holds the epoch of so long ago.
+  if (thread == 0) {
+    u64* const renewals = renewals_of(experts);
+    const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.max_tokens) * experts.top_k);
+    if (renewed >= pairs) send_packet(experts, epoch, 1 + renewed, kNoExpert, 0);
+  }
+}
+
+MPICOMM_DEVICE void push_rows(const Dispatch& x, const Turn& turn) {
+  const Experts& experts = x.experts;
+  const Team& team = experts.team;
+  const u32 lane = threadIdx.x % kLanes;
+  // Receivers take neighbouring tokens one after the other. Senders begin in distant places, so all
+  // receivers have work from the beginning.
+  each_run<true>(experts, turn, static_cast<u64>(x.num_tokens) * experts.parts, [&](u64 unit, u32 i, Unpublished& unpublished) {
+    const u32 token = static_cast<u32>(unit / experts.parts), part = static_cast<u32>(unit % experts.parts);
+    // The loads of the row are in flight beside the loads of the ids.
+    const Part range(experts, part, lane);
+    Packets packets;
+    packets.load([&](u64 at) { return x.x.at(token, at); }, range);
+    const u32 expert = lane < experts.top_k ? expert_of(x, static_cast<u64>(token) * experts.top_k + lane) : kNoExpert;
+    const u32 owner = expert >= kWrongExpert ? kMaxRanks : rank_of(experts, expert);
+    u32 targets = 0;
+    for (u32 rank = 0; rank < team.size; ++rank) targets |= (__ballot_sync(kWarp, owner == rank) != 0 ? 1u : 0u) << rank;
+    const u32 slots = __ballot_sync(kWarp, owner < team.size);
+    if (part == 0 && lane == 0) x.targets[token] = {targets, slots};
+    const u32 remote = targets & ~(1u << team.rank);
+    for (u32 distance = 1; distance < team.size; ++distance) {
+      const u32 to = (team.rank + distance) % team.size;
+      if ((remote >> to & 1) == 0) continue;
+      u8* const row = row_in(experts, experts.rows, to, team.rank, token);
+      packets.store([&](u64 at) { return row + at; }, range);
+    }
+    unpublished.note(experts, experts.row_flags, i, remote, token, part, lane);
+  });
+}
+
+}  // namespace mpicomm
+
+// Bounds the registers: see team.cuh. Two blocks fit on a multiprocessor, so every device has room
+// for a sender and a receiver.
+extern "C" __global__ void __launch_bounds__(mpicomm::kDispatchThreads, 2)
+    mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Dispatch);
+
+MPICOMM_KERNEL void mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Dispatch x) {
+  __shared__ mpicomm::Layout layout;
+  const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kDispatches);
+  if (!mpicomm::begin_launch(x.experts, mpicomm::kDispatches, turn)) return;
+  if (blockIdx.x < x.experts.senders) {
+    if (!mpicomm::peers_are_ready(x.experts, mpicomm::kDispatch, turn)) return;
+    mpicomm::send_routes(x, turn);
+    mpicomm::push_rows(x, turn);
+  } else {
+    mpicomm::Receiver{x, turn, layout}.run();
+  }
+}

@@ -1,0 +1,51 @@
+// The argument of a dispatch of a mixture of experts: see experts_dispatch.cu.
+#pragma once
+
+#include "experts.cuh"
+
+namespace mpicomm {
+
+// The host's copy is in experts.py; a test compares them.
+constexpr u32 kDispatchThreads = 384;
+constexpr u32 kWarps = kDispatchThreads / kLanes;
+
+// Rows that lie in two arrays: elements, and their scales if they have scales.
+template <class Byte>
+struct TwoArrays {
+  Byte* first;
+  Byte* second;
+  u64 first_nbytes;   // of a row
+  u64 second_nbytes;  // 0 without a second array
+
+  // The address of byte `at` of a row.
+  MPICOMM_DEVICE Byte* at(u64 row, u64 at) const {
+    return at < first_nbytes ? first + row * first_nbytes + at : second + row * second_nbytes + (at - first_nbytes);
+  }
+};
+
+// The host's copies of this structure and of TwoArrays are in experts.py; a test compares them.
+struct Dispatch {
+  Experts experts;
+  TwoArrays<const u8> x;  // rows of this rank's tokens
+  TwoArrays<u8> rows;     // of the result
+  const void* ids;    // top_k ids of each token, -1 for a slot without an expert
+  const float* weights;  // as many weights; null for ones
+  // Memory of the result.
+  i32* counts;    // the rows of each expert of this rank
+  i32* offsets;   // the first row of each expert of this rank, and the end of the last
+  i32* sources;   // the rank, token and slot of each row, or -1 three times
+  float* row_weights;
+  i32* places;    // the row of each pair of each source, or -1
+  Targets* targets;  // of each token of this rank
+  u32* tokens;    // the number of tokens of each source
+  u64 capacity;   // rows of the result
+  u32 num_tokens; // of this rank
+  u32 alignment;  // the rows of each expert begin at a multiple
+  u32 wide_ids;   // whether ids have 64 bits
+  u32 unused;
+};
+
+constexpr u32 kNoExpert = ~0u;      // the id of a slot without an expert
+constexpr u32 kWrongExpert = ~1u;   // in a packet: the id is no expert
+
+}  // namespace mpicomm

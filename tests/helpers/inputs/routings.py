@@ -1,0 +1,71 @@
+"""Random tokens of all ranks, and the experts to which they go: alike on all ranks that draw by the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.helpers.references.experts import Array, Laid, combined, dispatched
+
+
+class Routing:
+    """Tokens with ids and weights for each rank. A part ``none`` of the slots has no expert."""
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        experts_per_rank: Sequence[int],
+        hidden: int,
+        max_tokens: int,
+        top_k: int,
+        dtype: np.dtype[Any],
+        *,
+        none: float = 0.2,
+    ) -> None:
+        self.experts_per_rank = experts_per_rank
+        experts, counts = sum(experts_per_rank), rng.integers(max_tokens + 1, size=len(experts_per_rank))
+        self.xs = [rng.standard_normal((count, hidden)).astype(dtype) for count in counts]
+        self.ids: list[Array] = []
+        for count in counts:
+            ids = np.where(rng.random((count, top_k)) < none, -1, rng.integers(experts, size=(count, top_k)))
+            self.ids.append(ids.astype((np.int64, np.int32)[int(rng.integers(2))]))
+        self.weights = [rng.random((count, top_k), dtype=np.float32) for count in counts]
+
+    def laid(self, alignment: int) -> list[Laid]:
+        """Return the rows of every rank."""
+        ranks = range(len(self.xs))
+        return [dispatched(self.xs, self.ids, self.weights, self.experts_per_rank, rank, alignment) for rank in ranks]
+
+    def sums(self, laid: Sequence[Laid], outputs: Sequence[Array], rank: int, dtype: Any, *, weighted: bool) -> Array:
+        """Return the sums of a rank; ``outputs`` are the rows of all ranks after their experts."""
+        return combined(laid, outputs, rank, len(self.xs[rank]), np.dtype(dtype), weighted=weighted)
+
+    def of_slots(self, laid: Sequence[Laid], values: Sequence[Array], rank: int) -> Array:
+        """Return the values of the rows of each slot of a rank; ``values`` are numbers of the rows of all ranks."""
+        found = np.zeros(self.ids[rank].shape, np.float32)
+        for mine, numbers in zip(laid, values, strict=True):
+            for row, (source, token, slot) in enumerate(mine.sources):
+                if source == rank:
+                    found[token, slot] = numbers[row]
+        return found
+
+
+def require_same(what: str, found: Array, expected: Any) -> None:
+    """Compare all bits of numbers."""
+    wanted = np.ascontiguousarray(expected, found.dtype).reshape(found.shape)
+    bits = np.dtype(f"u{found.dtype.itemsize}")
+    differ = np.argwhere(np.ascontiguousarray(found).view(bits) != wanted.view(bits))
+    assert not len(differ), f"{what} differ, first at {differ[0]}: {found[tuple(differ[0])]}"
+
+
+def require_laid_out(laid: Laid, rows: Array, counts: Array, offsets: Array, sources: Array, weights: Array) -> None:
+    """Compare the arrays of a dispatch with the reference."""
+    used = laid.offsets[-1]
+    require_same("counts", counts, laid.counts)
+    require_same("offsets", offsets, laid.offsets)
+    require_same("sources", sources[:used], np.array(laid.sources).reshape(-1, 3))
+    require_same("sources of the rest", sources[used:], np.full_like(sources[used:], -1))
+    require_same("weights", weights, [*laid.weights, *[0] * (len(weights) - used)])
+    require_same("rows", rows[:used], laid.rows)

@@ -1,0 +1,141 @@
+"""A mixture of experts between the ranks of a machine, with the memory and the arguments of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicomm.experts.on_gpu import Blocks, ExpertsLaunch, ExpertsLaunches
+from mpicomm.experts.shape import Shape
+from mpicomm.kernels.experts import ExpertsMemory
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
+from tests.kernels.build import Builds, Change
+from tests.kernels.launches import kernel_of
+from tests.kernels.machine import Array, Machine, Place
+
+
+@dataclass
+class Result:
+    """The memory of a dispatch on one rank."""
+
+    rows: Place
+    scales: Place
+    counts: Place
+    offsets: Place
+    sources: Place
+    weights: Place
+    places: Place
+    targets: Place
+    tokens: Place
+    num_tokens: int
+
+    @property
+    def pointers(self) -> dict[str, int]:
+        """The addresses of the arrays, as `Received` has them."""
+        names = ("scales", "counts", "offsets", "sources", "weights", "places", "targets", "tokens")
+        return {"x": self.rows.address, **{name: getattr(self, name).address for name in names}}
+
+
+class ExpertsRig:
+    """Ranks with arenas. A launch has ``blocks``: so many senders, and so many receivers."""
+
+    def __init__(
+        self,
+        builds: Builds,
+        experts_per_rank: Sequence[int],
+        hidden: int,
+        max_tokens: int,
+        top_k: int,
+        dtype: Any = np.float32,
+        *,
+        capacity: int = 64,
+        alignment: int = 1,
+        blocks: tuple[int, int] = (1, 1),
+        changes: Sequence[Change] = (),
+        timeout_s: float = 20,
+        wire: np.dtype[Any] | None = None,
+    ) -> None:
+        self.size = len(experts_per_rank)
+        self.shape = Shape(
+            tuple(experts_per_rank), hidden, max_tokens, top_k, np.dtype(dtype), capacity, alignment, None, wire
+        )
+        self.machine = machine = Machine(builds, self.size)
+        self._changes = changes
+        nbytes = ExpertsMemory(self.shape.in_kernels).nbytes
+        self.arenas = [machine.allocate(rank, nbytes) for rank in range(self.size)]
+        machine.keep()
+        modes = dict.fromkeys(("dispatch of few", "combine of few"), Blocks(*blocks))
+        self._launches = [
+            ExpertsLaunches(self.shape, machine.team(self.arenas, rank, timeout_s), modes) for rank in range(self.size)
+        ]
+
+    def start_at(self, number: int) -> None:
+        """Let all ranks be as if launch ``number``, a dispatch, had been the last."""
+        announcements, numbers = LINE_NBYTES // 8, LINE_NBYTES // 8 + 4 * MAX_RANKS
+        for arena in self.arenas:
+            head = arena.bytes[:HEAD_NBYTES].view(np.uint64)
+            for rank in range(MAX_RANKS):
+                head[announcements + 2 * rank + number % 2] = (number & 0xFFFFFFFF) << 32
+            head[numbers:] = number << 1
+
+    def dispatch(self, rank: int, x: Array, ids: Array, weights: Array | None, *, nap_us: int = 0) -> Result:
+        """Enqueue a rank's part, and return the memory of its result."""
+        machine, shape = self.machine, self.shape
+
+        def new(nbytes: int) -> Place:
+            return machine.allocate(rank, nbytes)
+
+        experts = shape.experts_per_rank[rank]
+        result = Result(
+            rows=new(shape.capacity * shape.hidden * shape.row_dtype.itemsize),
+            scales=new(shape.capacity * 4 * shape.scales),
+            counts=new(4 * experts),
+            offsets=new(4 * (experts + 1)),
+            sources=new(12 * shape.capacity),
+            weights=new(4 * shape.capacity),
+            places=new(4 * self.size * shape.max_tokens * shape.top_k),
+            targets=new(8 * shape.max_tokens),
+            tokens=new(4 * self.size),
+            num_tokens=len(x),
+        )
+        given = machine.place(rank, x).address, 0
+        if shape.scales:
+            quantize, given = self._launches[rank].quantize(given[0], len(x))
+            self._launch(rank, quantize, nap_us)
+        made = self._launches[rank].dispatch(
+            given,
+            machine.place(rank, ids).address,
+            0 if weights is None else machine.place(rank, weights).address,
+            result,
+            wide_ids=ids.dtype.itemsize == 8,
+        )
+        self._launch(rank, made, nap_us)
+        return result
+
+    def combine(
+        self,
+        rank: int,
+        rows: Place,
+        result: Result,
+        dtype: Any,
+        values: Array | None = None,
+        *,
+        weighted: bool = True,
+        nap_us: int = 0,
+    ) -> tuple[Place, Place]:
+        """Enqueue a rank's part, and return the memory of the sums, and of the values of slots."""
+        output = self.machine.allocate(rank, result.num_tokens * self.shape.hidden * np.dtype(dtype).itemsize)
+        of_slots = self.machine.allocate(rank, result.num_tokens * self.shape.top_k * 4)
+        numbers = (0, 0) if values is None else (self.machine.place(rank, values).address, of_slots.address)
+        name = np.dtype(dtype).name
+        made = self._launches[rank].combine(rows.address, result, output.address, name, numbers, weighted=weighted)
+        self._launch(rank, made, nap_us)
+        return output, of_slots
+
+    def _launch(self, rank: int, made: ExpertsLaunch, nap_us: int) -> None:
+        kernel = kernel_of(self.machine.builds, made.variant, self._changes)
+        arguments = [made.arguments]
+        self.machine.launch(rank, kernel, arguments, blocks=made.blocks, threads=made.threads, nap_us=nap_us)
