@@ -29,9 +29,10 @@ from mpicomm.sizes import format_size
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    for other in (products, experts):
-        if sys.argv[1:2] == [other.NAME]:
-            return other.main()
+    if sys.argv[1:2] == [products.NAME]:
+        return products.main()
+    if sys.argv[1:2] == [experts.NAME]:
+        return experts.main()
     options = command_line.parse_args(options_module.parser())
     if options.model is not None:
         options_module.require_model(options)
