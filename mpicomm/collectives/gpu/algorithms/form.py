@@ -45,7 +45,7 @@ def has_form(call: Call) -> bool:
     operation = call.operation
     shapes = {operation.send, operation.receive}
     readable = shapes <= {"one", "blocks", "vector"} and not operation.of_neighbors
-    return readable and call.packed is None and call.epilogue is None and not call.scratch_nbytes
+    return readable and call.packed is None and call.epilogue is call.wire is None and not call.scratch_nbytes
 
 
 class Form:

@@ -13,6 +13,7 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, mo
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
+from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.protocols import (
     ProtocolLimits,
@@ -33,6 +34,7 @@ class PacketOneShot(Algorithm):
     """All data goes straight to the ranks that need it."""
 
     name = "one_shot"
+    codes = True
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
@@ -42,6 +44,8 @@ class PacketOneShot(Algorithm):
         """See `Algorithm`."""
         if node.size == 1:
             return "there is one rank"
+        if call.wire is not None:
+            return None
         protocol = packet_protocol(call.one_shot.longest_nbytes, self._limits(call, node))
         return None if protocol else "the inboxes are smaller than the data that goes one way"
 
@@ -51,7 +55,9 @@ class PacketOneShot(Algorithm):
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
-        rows = _rows(call, node)
+        coding, rows = coding_of(call), _rows(call, node)
+        if coding is not None:
+            return coding.memory(call.one_shot.longest_nbytes, node)
         return _memory(node, self._limits(call, node), rows.nbytes if rows else call.one_shot.longest_nbytes)
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
@@ -60,7 +66,12 @@ class PacketOneShot(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        exchange, rows = call.one_shot, _rows(call, node)
+        exchange, coding, rows = call.one_shot, coding_of(call), _rows(call, node)
+        if coding is not None:
+            template = PacketTemplate(node, exchange, call.reduction, coding=coding)
+            yield template.launch(call.tag(), coding.way(exchange.longest_nbytes, node))
+            yield from moved(exchange)
+            return
         way = sized_ways(self._limits(call, node), node)(rows.nbytes if rows else exchange.longest_nbytes)
         assert way is not None
         if rows:
@@ -87,13 +98,23 @@ class PacketTwoShot(Algorithm):
     """Each rank reduces or receives a shard, and sends it on to all ranks that need it."""
 
     name = "two_shot"
+    codes = True
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
         return operation.two_shot is not None
 
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`."""
+        if call.wire is not None and not call.wire[0].again:
+            return "its results travel as codes"
+        return None
+
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
+        coding = coding_of(call)
+        if coding is not None:
+            return coding.memory(call.two_shot.longest_nbytes, node)
         return _memory(node, two_shot_limits(call.reduction, node), call.two_shot.longest_nbytes)
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
@@ -102,7 +123,11 @@ class PacketTwoShot(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        schedule, limits = call.two_shot, two_shot_limits(call.reduction, node)
+        schedule, coding, limits = call.two_shot, coding_of(call), two_shot_limits(call.reduction, node)
+        if coding is not None:
+            template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, coding=coding)
+            yield template.launch(call.tag(), coding.way(schedule.longest_nbytes, node, fan_out=True))
+            return
         way = sized_ways(limits, node, fan_out=True)(schedule.longest_nbytes)
         assert way is not None
         finish = self._fused(call)

@@ -1,0 +1,52 @@
+"""Calls in which packets carry codes of 8 bits: see units.cuh. All functions are pure, and alike on all ranks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, SLOT_NBYTES
+from mpicomm.collectives.gpu.algorithms.packets.geometry import geometries_of, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.packets.ways import Way, inboxes_of, large_inboxes
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How packets carry elements as codes."""
+
+    element: str
+    """The element type, by its name."""
+    itemsize: int
+    codes: str
+    codes_result: bool
+    """Whether the result of a reduction becomes codes again."""
+
+    @property
+    def unit_nbytes(self) -> int:
+        """The bytes of memory that one packet carries."""
+        return CODES_OF_PACKET * self.itemsize
+
+    def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> Way:
+        """Return the way of messages of at most ``nbytes``, for which the arena has `memory`."""
+        units, arena = -(-nbytes // self.unit_nbytes), node.arena
+        most_units, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out)
+        inboxes = arena.sentinels
+        for request in self.memory(nbytes, node):
+            inboxes = inboxes_of(arena.layout, arena.region(request))
+        return "sentinel", inboxes, geometries[bisect_left(most_units, units)], nbytes
+
+    def memory(self, nbytes: int, node: Node) -> Sequence[Request]:
+        """Return the memory beyond the arena for messages of at most ``nbytes``."""
+        packed = -(-nbytes // self.unit_nbytes) * SLOT_NBYTES
+        return () if packed <= node.arena.sentinels.nbytes else (large_inboxes(node.arena.layout, packed),)
+
+
+def coding_of(call: GpuCall) -> Coding | None:
+    """Return how packets carry the elements of a call; None if they carry them as they are."""
+    if call.wire is None:
+        return None
+    wire, dtype = call.wire
+    return Coding(dtype.name, dtype.itemsize, wire.codes, wire.again and call.operation.two_shot is not None)

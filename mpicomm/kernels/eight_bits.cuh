@@ -1,0 +1,232 @@
+// Eight bits on the wire: floats as codes of 8 bits with a scale for each block. The compiler gets
+// MPICOMM_WIRE, the type of the codes: float8_e4m3fn or int8. The host's copy of this arithmetic is
+// collectives/eight_bits.py, with the same bits; a test compares them.
+//
+// A block has 128 elements. Its scale is a power of two, the least with which no element of the
+// block exceeds the largest code. So the products with scales are exact. Only the codes round: to
+// nearest, ties to even. A block with a NaN or an infinity has the scale NaN, and decodes to NaNs.
+//
+// A thread codes a part of a block: 16 elements, which become the 16 bytes of one packet. The 8
+// threads of a block are neighbours in a warp. In each line of 128 bytes of the block, a thread has
+// 16 bytes. So the threads of a warp access whole lines.
+//
+// On the wire a scale is a byte, its exponent with the bias of a float. It is never 0. No byte of
+// the codes is 0xFF, so no word of a packet looks like an empty slot (packet_protocols.cuh).
+#pragma once
+
+#include "reduce_packets.cuh"
+
+namespace mpicomm {
+
+// The host's copies of these constants are in eight_bits.py and arguments.py of packets; a test
+// compares them.
+constexpr u32 kBlockElements = 128;
+constexpr u32 kPartElements = 16;
+constexpr u32 kThreadsOfBlock = kBlockElements / kPartElements;
+constexpr u32 kBlockNbytes = kBlockElements * sizeof(Element);
+constexpr u32 kNotFinite = 255;  // the scale of a block with a NaN or an infinity
+
+template <class Code>
+struct Coding;
+
+template <>
+struct Coding<dtype::float8_e4m3fn> {
+  static constexpr u32 kLargest = 0x43E00000;  // 448, as a float
+
+  // Returns four codes as a word. The values are at most `kLargest`.
+  MPICOMM_DEVICE static u32 encode(float a, float b, float c, float d) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return static_cast<u32>(high) << 16 | low;
+#else
+    using Code = dtype::float8_e4m3fn;
+    return Code::encode(a).bits | Code::encode(b).bits << 8 | Code::encode(c).bits << 16 |
+           static_cast<u32>(Code::encode(d).bits) << 24;
+#endif
+  }
+
+  MPICOMM_DEVICE static void decode(u32 word, float (&to)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    // Exact: each value is a float16.
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      u32 both;
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(static_cast<u16>(word >> half * 16)));
+      asm("{ .reg .b16 low, high;\n"
+          "  mov.b32 {low, high}, %2;\n"
+          "  cvt.f32.f16 %0, low;\n"
+          "  cvt.f32.f16 %1, high; }"
+          : "=f"(to[half * 2]), "=f"(to[half * 2 + 1])
+          : "r"(both));
+    }
+#else
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) to[i] = dtype::float8_e4m3fn{static_cast<u8>(word >> i * 8)}.decode();
+#endif
+  }
+};
+
+// Codes -127 to 127, in two's complement, with seven bits flipped: so 0xFF would be -128.
+template <>
+struct Coding<dtype::int8> {
+  static constexpr u32 kLargest = 0x42FE0000;  // 127, as a float
+  static constexpr float kUnits = 12582912.0f;  // 1.5 * 2^23: the last bit of such a float stands for 1
+
+  MPICOMM_DEVICE static u32 encode(float a, float b, float c, float d) {
+    // The addition rounds to nearest even, and leaves the integer in the low bits.
+    const u32 low = (bits_of(a + kUnits) & 0xFF) | (bits_of(b + kUnits) & 0xFF) << 8;
+    const u32 high = (bits_of(c + kUnits) & 0xFF) | bits_of(d + kUnits) << 8;
+    return (low | high << 16) ^ 0x7F7F7F7Fu;
+  }
+
+  MPICOMM_DEVICE static void decode(u32 word, float (&to)[4]) {
+    const u32 raised = ~word;  // each code plus 128
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) to[i] = float_of(0x4B000000u | (raised >> i * 8 & 0xFF)) - 8388736.0f;  // 2^23 + 128
+  }
+};
+
+using Codes = Coding<dtype::MPICOMM_WIRE>;
+
+// A thread's part of a block: its values, or its codes and the scale of the block.
+struct Values {
+  float of[kPartElements];
+};
+struct Coded {
+  Packet codes;
+  u32 scale;
+};
+
+// The lanes of the warp that share the block of this thread.
+MPICOMM_DEVICE u32 lanes_of_block() { return 0xFFu << (threadIdx.x % kLanes / kThreadsOfBlock * kThreadsOfBlock); }
+static_assert(kThreadsOfBlock == 8, "the mask has a bit for each thread of a block");
+
+// Returns the scale for elements of at most the magnitude with these bits.
+MPICOMM_DEVICE u32 scale_for(u32 magnitude) {
+  constexpr u32 kExponent = (Codes::kLargest >> 23) - 127, kMantissa = Codes::kLargest & 0x7FFFFF;
+  if (magnitude >= 0x7F800000u) return kNotFinite;
+  // A larger mantissa than the mantissa of the largest code carries into the exponent.
+  const i32 scale = static_cast<i32>((magnitude + (0x7FFFFF - kMantissa)) >> 23) - static_cast<i32>(kExponent);
+  return scale < 1 ? 1 : static_cast<u32>(scale);
+}
+
+// Codes a part. All threads of the block call it together.
+MPICOMM_DEVICE Coded code(const Values& values) {
+  u32 magnitude = 0;
+#pragma unroll
+  for (u32 e = 0; e < kPartElements; ++e) {
+    // As integers the magnitudes of floats have the order of the floats, and NaNs are the largest.
+    const u32 own = bits_of(values.of[e]) & 0x7FFFFFFFu;
+    magnitude = magnitude < own ? own : magnitude;
+  }
+#pragma unroll
+  for (u32 distance = 1; distance < kThreadsOfBlock; distance *= 2) {
+    const u32 other = __shfl_xor_sync(lanes_of_block(), magnitude, static_cast<int>(distance));
+    magnitude = magnitude < other ? other : magnitude;
+  }
+  Coded coded{{}, scale_for(magnitude)};
+  if (coded.scale == kNotFinite) return coded;
+  const float inverse = float_of((254 - coded.scale) << 23);
+#pragma unroll
+  for (u32 word = 0; word < 4; ++word) {
+    const float* const four = values.of + word * 4;
+    coded.codes.words[word] =
+        Codes::encode(four[0] * inverse, four[1] * inverse, four[2] * inverse, four[3] * inverse);
+  }
+  return coded;
+}
+
+MPICOMM_DEVICE float factor_of(u32 scale) { return float_of(scale == kNotFinite ? 0x7FC00000u : scale << 23); }
+
+MPICOMM_DEVICE Values decode(const Coded& coded) {
+  const float factor = factor_of(coded.scale);
+  Values values;
+#pragma unroll
+  for (u32 word = 0; word < 4; ++word) {
+    float four[4];
+    Codes::decode(coded.codes.words[word], four);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) values.of[word * 4 + i] = four[i] * factor;
+  }
+  return values;
+}
+
+// Adds a contribution. The product is exact, so one rounding and two give the same bits.
+MPICOMM_DEVICE void add(Values& sum, const Coded& coded) {
+  const float factor = factor_of(coded.scale);
+#pragma unroll
+  for (u32 word = 0; word < 4; ++word) {
+    float four[4];
+    Codes::decode(coded.codes.words[word], four);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      float& each = sum.of[word * 4 + i];
+#if defined(__CUDACC__)
+      each = __fmaf_rn(four[i], factor, each);
+#else
+      each = four[i] * factor + each;
+#endif
+    }
+  }
+}
+
+// The elements of a part in memory, by the lines of its block.
+struct Part {
+  Packet packets[sizeof(Element)];
+};
+
+MPICOMM_DEVICE Values values_of(const Part& part) {
+  Values values;
+#pragma unroll
+  for (u32 line = 0; line < sizeof(Element); ++line) {
+    const auto elements = __builtin_bit_cast(Elements, part.packets[line]);
+#pragma unroll
+    for (u32 e = 0; e < kElements; ++e) {
+      values.of[line * kElements + e] = Number<Element>::decode(elements.of[e]);
+    }
+  }
+  return values;
+}
+
+template <class T>
+constexpr bool kIsBfloat16 = false;
+template <>
+constexpr bool kIsBfloat16<dtype::bfloat16> = true;
+
+// Returns two elements of 16 bits as a word.
+template <class T>
+MPICOMM_DEVICE u32 both_of(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (kIsBfloat16<T>) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+  }
+#endif
+  return static_cast<u32>(Number<T>::encode(high).bits) << 16 | Number<T>::encode(low).bits;
+}
+
+// Returns the part of a line, from the first of its values.
+template <class T>
+MPICOMM_DEVICE Packet packet_of(const float* values) {
+  Packet packet;
+#pragma unroll
+  for (u32 word = 0; word < 4; ++word) {
+    if constexpr (sizeof(T) == 4) packet.words[word] = bits_of(values[word]);
+    else packet.words[word] = both_of<T>(values[word * 2], values[word * 2 + 1]);
+  }
+  return packet;
+}
+
+MPICOMM_DEVICE Part part_of(const Values& values) {
+  Part part;
+#pragma unroll
+  for (u32 line = 0; line < sizeof(Element); ++line) {
+    part.packets[line] = packet_of<Element>(values.of + line * kElements);
+  }
+  return part;
+}
+
+}  // namespace mpicomm
