@@ -19,7 +19,8 @@ from tests.helpers.inputs.patterns import Pattern, blocks
 from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change
-from tests.kernels.machine import Machine, Place
+from tests.kernels.late_resets import LATE, LOST
+from tests.kernels.machine import CAUGHT, Machine, Place, RunFailedError
 from tests.kernels.packet_rig import PacketRig
 from tests.kernels.packet_runs import SMALL
 
@@ -160,3 +161,74 @@ def run_all(
 )
 def test_results_have_the_bits_of_the_host(builds: Builds, size: int, codes: str, dtype: str) -> None:
     run_all(builds, size, codes, dtype)
+
+
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
+def test_no_race(watched_builds: Builds, codes: str) -> None:
+    run_all(watched_builds, 2, codes, "bfloat16", counts=(129, 8 * STEP + 77))
+
+
+def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
+    machine = Machine(builds, 3)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, timeout_s=0.3)
+    dtype, count = np.dtype(np.float32), 9 * STEP
+    for rank in range(2):
+        source = machine.allocate(rank, 4 * count)
+        span = Span(source.address, count)
+        buffers = Buffers(rank, 3, dtype, send=span, output=span, op="sum", whole=BLOCK)
+        signature = Signature("Allreduce", "float32", count, "sum", wire_dtype="int8")
+        rig.run(rank, Pattern(operations.ALLREDUCE, buffers, "two_shot"), signature, wire=(Wire("int8"), dtype))
+    with pytest.raises(RunFailedError, match=r"operation=2, sequence=1, block=\d, peer=12"):
+        machine.run(limit_s=20)
+
+
+def test_ranks_with_other_codes_notice_it(builds: Builds) -> None:
+    machine = Machine(builds, 2)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, timeout_s=5)
+    dtype, count = np.dtype(np.float32), 700
+    for rank, codes in enumerate(("int8", "float8_e4m3fn")):
+        span = Span(machine.allocate(rank, 4 * count).address, count)
+        buffers = Buffers(rank, 2, dtype, send=span, output=span, op="sum", whole=BLOCK)
+        signature = Signature("Allreduce", "float32", count, "sum", wire_dtype=codes)
+        rig.run(rank, Pattern(operations.ALLREDUCE, buffers, "two_shot"), signature, wire=(Wire(codes), dtype))
+    with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
+        machine.run()
+
+
+LAPS = (9 * STEP, 8 * STEP + 77, 30 * STEP)
+"""Counts for which inboxes of six or seven steps are used again, also after two shots between two ranks."""
+
+
+def test_scales_may_be_put_back_as_late_as_the_next_fence(builds: Builds) -> None:
+    run_all(builds, 2, "int8", "bfloat16", counts=LAPS, laps=7, changes=LATE)
+
+
+SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
+MISTAKES = {
+    "not put back": Change(
+        WORKER,
+        "if (ranks >> rank & 1) store_volatile(worker.scale(worker.x.team.rank, stage, rank, place), 0);",
+        "",
+    ),
+    "put back before all threads have it": Change(
+        WORKER, "if (!__all_sync(lanes_of_block(), took)) return false;", "if (!took) return false;"
+    ),
+    "not waited for": Change(WORKER, "if (took && missing() != 0) took = await_ranks", "if (false) took = await_ranks"),
+    "of one thread": Change(
+        "eight_bits.cuh", "distance < kThreadsOfBlock; distance *= 2", "distance < 2; distance *= 2"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_with_scales_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for seed in range(5):
+            run_all(builds, 2, "int8", "bfloat16", counts=(300, *LAPS), seed=seed, changes=[MISTAKES[name]], limit_s=20)
+
+
+def test_fence_that_is_not_waited_for_is_seen(builds: Builds) -> None:
+    mistake = Change(SOURCE, "fences.await(thread, turn - slack_of(x));", "")
+    with pytest.raises(AssertionError, match=LOST):
+        for seed in range(5):
+            run_all(builds, 2, "int8", "bfloat16", counts=LAPS, laps=7, seed=seed, changes=[*LATE, mistake], limit_s=20)
