@@ -45,7 +45,7 @@ def has_form(call: Call) -> bool:
     operation = call.operation
     shapes = {operation.send, operation.receive}
     readable = shapes <= {"one", "blocks", "vector"} and not operation.of_neighbors
-    return readable and call.packed is None and call.epilogue is call.wire is None and not call.scratch_nbytes
+    return readable and call.packed is None and call.epilogue is None and not call.scratch_nbytes
 
 
 class Form:
@@ -62,6 +62,8 @@ class Form:
         """The bytes of an element of the send buffer and of the receive buffer."""
         self.dtype = call.dtype
         self.op = call.op or ""
+        self.wire = (call.wire, call.dtype) if call.wire is not None else None
+        """See `GpuCall.wire`."""
         self.reduction: Reduction | None = reduction_of(call.dtype, self.op) if operation.reduces else None
         self.rank = rank
         self.root = call.arguments.root

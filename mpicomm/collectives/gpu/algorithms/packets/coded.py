@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, SLOT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometries_of, most_blocks_of
-from mpicomm.collectives.gpu.algorithms.packets.ways import Way, inboxes_of, large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.ways import Way, WayOf, inboxes_of, large_inboxes
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,24 @@ class Coding:
             inboxes = inboxes_of(arena.layout, arena.region(request))
         return "sentinel", inboxes, geometries[bisect_left(most_units, units)], nbytes
 
+    def ways(self, node: Node, *, fan_out: bool = False) -> WayOf:
+        """Return the ways of messages of any length, if the arena has the inboxes."""
+
+        def way_of(nbytes: int) -> Way | None:
+            if not all(node.arena.has(request) for request in self.memory(nbytes, node)):
+                return None  # the ranks set up memory when they plan a call
+            return self.way(nbytes, node, fan_out=fan_out)
+
+        return way_of
+
     def memory(self, nbytes: int, node: Node) -> Sequence[Request]:
         """Return the memory beyond the arena for messages of at most ``nbytes``."""
         packed = -(-nbytes // self.unit_nbytes) * SLOT_NBYTES
         return () if packed <= node.arena.sentinels.nbytes else (large_inboxes(node.arena.layout, packed),)
 
 
-def coding_of(call: GpuCall) -> Coding | None:
-    """Return how packets carry the elements of a call; None if they carry them as they are."""
+def coding_of(call: GpuCall | Form) -> Coding | None:
+    """Return how packets carry the elements of a call or a form; None if they carry them as they are."""
     if call.wire is None:
         return None
     wire, dtype = call.wire

@@ -25,7 +25,7 @@ from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geo
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Step
-from mpicomm.collectives.gpu.algorithms.template import Lengths, Template
+from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import Fused
 
@@ -51,6 +51,8 @@ class PacketOneShot(Algorithm):
 
     def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
         """See `Algorithm`."""
+        if form.wire is not None:
+            return 1, inf
         return 1, max(one_shot_limits(form.operation, form.reduction, node))
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
@@ -81,6 +83,9 @@ class PacketOneShot(Algorithm):
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
+        coding = coding_of(form)
+        if coding is not None:
+            return PacketCalls(form, node, coding.ways(node), two_shot=False)
         ways = sized_ways(one_shot_limits(form.operation, form.reduction, node), node)
         return PacketCalls(form, node, ways, two_shot=False) if form.is_even else PacketBlocks(form, node, ways)
 
@@ -110,6 +115,10 @@ class PacketTwoShot(Algorithm):
             return "its results travel as codes"
         return None
 
+    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
+        """See `Algorithm`."""
+        return None if form.wire is not None and not form.wire[0].again else ALL_LENGTHS
+
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
         coding = coding_of(call)
@@ -136,6 +145,9 @@ class PacketTwoShot(Algorithm):
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
+        coding = coding_of(form)
+        if coding is not None:
+            return PacketCalls(form, node, coding.ways(node, fan_out=True), two_shot=True)
         ways = sized_ways(two_shot_limits(form.reduction, node), node, fan_out=True)
         return PacketCalls(form, node, ways, two_shot=True)
 
