@@ -26,6 +26,28 @@ constexpr u32 kThreadsOfBlock = kBlockElements / kPartElements;
 constexpr u32 kBlockNbytes = kBlockElements * sizeof(Element);
 constexpr u32 kNotFinite = 255;  // the scale of a block with a NaN or an infinity
 
+// Returns a * b + c. The product is exact, so one rounding and two give the same bits.
+MPICOMM_DEVICE float fused(float a, float b, float c) {
+#if defined(__CUDACC__)
+  return __fmaf_rn(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Returns four of the bytes of `low` (0 to 3) and `high` (4 to 7): each digit of `which` names a
+// byte, the lowest digit the lowest byte.
+MPICOMM_DEVICE u32 bytes(u32 low, u32 high, u32 which) {
+#if defined(__CUDACC__)
+  return __byte_perm(low, high, which);
+#else
+  const u64 both = static_cast<u64>(high) << 32 | low;
+  u32 result = 0;
+  for (u32 i = 0; i < 4; ++i) result |= static_cast<u32>(both >> (which >> i * 4 & 7) * 8 & 0xFF) << i * 8;
+  return result;
+#endif
+}
+
 template <class Code>
 struct Coding;
 
@@ -33,8 +55,9 @@ template <>
 struct Coding<dtype::float8_e4m3fn> {
   static constexpr u32 kLargest = 0x43E00000;  // 448, as a float
 
-  // Returns four codes as a word. The values are at most `kLargest`.
-  MPICOMM_DEVICE static u32 encode(float a, float b, float c, float d) {
+  // Returns the codes of four products with `inverse` as a word. The products are at most `kLargest`.
+  MPICOMM_DEVICE static u32 encode(const float* values, float inverse) {
+    const float a = values[0] * inverse, b = values[1] * inverse, c = values[2] * inverse, d = values[3] * inverse;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     u16 low, high;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
@@ -74,17 +97,18 @@ struct Coding<dtype::int8> {
   static constexpr u32 kLargest = 0x42FE0000;  // 127, as a float
   static constexpr float kUnits = 12582912.0f;  // 1.5 * 2^23: the last bit of such a float stands for 1
 
-  MPICOMM_DEVICE static u32 encode(float a, float b, float c, float d) {
+  MPICOMM_DEVICE static u32 encode(const float* values, float inverse) {
     // The addition rounds to nearest even, and leaves the integer in the low bits.
-    const u32 low = (bits_of(a + kUnits) & 0xFF) | (bits_of(b + kUnits) & 0xFF) << 8;
-    const u32 high = (bits_of(c + kUnits) & 0xFF) | bits_of(d + kUnits) << 8;
-    return (low | high << 16) ^ 0x7F7F7F7Fu;
+    u32 of[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) of[i] = bits_of(fused(values[i], inverse, kUnits));
+    return bytes(bytes(of[0], of[1], 0x0040), bytes(of[2], of[3], 0x0040), 0x5410) ^ 0x7F7F7F7Fu;
   }
 
   MPICOMM_DEVICE static void decode(u32 word, float (&to)[4]) {
     const u32 raised = ~word;  // each code plus 128
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) to[i] = float_of(0x4B000000u | (raised >> i * 8 & 0xFF)) - 8388736.0f;  // 2^23 + 128
+    for (u32 i = 0; i < 4; ++i) to[i] = float_of(bytes(raised, 0x4B000000u, 0x7550 + i)) - 8388736.0f;  // 2^23 + 128
   }
 };
 
@@ -112,29 +136,38 @@ MPICOMM_DEVICE u32 scale_for(u32 magnitude) {
   return scale < 1 ? 1 : static_cast<u32>(scale);
 }
 
-// Codes a part. All threads of the block call it together.
-MPICOMM_DEVICE Coded code(const Values& values) {
-  u32 magnitude = 0;
+// Returns the larger of two magnitudes. As integers the bits of magnitudes have the order of the
+// floats, and NaNs are the largest.
+MPICOMM_DEVICE u32 larger(u32 one, u32 other) { return one < other ? other : one; }
+
+// Returns the bits of the largest magnitude.
+MPICOMM_DEVICE u32 magnitude_of(const Values& values) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float largest = 0;
 #pragma unroll
   for (u32 e = 0; e < kPartElements; ++e) {
-    // As integers the magnitudes of floats have the order of the floats, and NaNs are the largest.
-    const u32 own = bits_of(values.of[e]) & 0x7FFFFFFFu;
-    magnitude = magnitude < own ? own : magnitude;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(largest), "f"(fabsf(values.of[e])));
   }
+  return bits_of(largest);
+#else
+  u32 largest = 0;
+#pragma unroll
+  for (u32 e = 0; e < kPartElements; ++e) largest = larger(largest, bits_of(values.of[e]) & 0x7FFFFFFFu);
+  return largest;
+#endif
+}
+
+// Codes a part whose largest magnitude has these bits. All threads of the block call it together.
+MPICOMM_DEVICE Coded code(const Values& values, u32 magnitude) {
 #pragma unroll
   for (u32 distance = 1; distance < kThreadsOfBlock; distance *= 2) {
-    const u32 other = __shfl_xor_sync(lanes_of_block(), magnitude, static_cast<int>(distance));
-    magnitude = magnitude < other ? other : magnitude;
+    magnitude = larger(magnitude, __shfl_xor_sync(lanes_of_block(), magnitude, static_cast<int>(distance)));
   }
   Coded coded{{}, scale_for(magnitude)};
   if (coded.scale == kNotFinite) return coded;
   const float inverse = float_of((254 - coded.scale) << 23);
 #pragma unroll
-  for (u32 word = 0; word < 4; ++word) {
-    const float* const four = values.of + word * 4;
-    coded.codes.words[word] =
-        Codes::encode(four[0] * inverse, four[1] * inverse, four[2] * inverse, four[3] * inverse);
-  }
+  for (u32 word = 0; word < 4; ++word) coded.codes.words[word] = Codes::encode(values.of + word * 4, inverse);
   return coded;
 }
 
@@ -153,7 +186,7 @@ MPICOMM_DEVICE Values decode(const Coded& coded) {
   return values;
 }
 
-// Adds a contribution. The product is exact, so one rounding and two give the same bits.
+// Adds a contribution.
 MPICOMM_DEVICE void add(Values& sum, const Coded& coded) {
   const float factor = factor_of(coded.scale);
 #pragma unroll
@@ -161,14 +194,7 @@ MPICOMM_DEVICE void add(Values& sum, const Coded& coded) {
     float four[4];
     Codes::decode(coded.codes.words[word], four);
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      float& each = sum.of[word * 4 + i];
-#if defined(__CUDACC__)
-      each = __fmaf_rn(four[i], factor, each);
-#else
-      each = four[i] * factor + each;
-#endif
-    }
+    for (u32 i = 0; i < 4; ++i) sum.of[word * 4 + i] = fused(four[i], factor, sum.of[word * 4 + i]);
   }
 }
 
@@ -189,6 +215,31 @@ MPICOMM_DEVICE Values values_of(const Part& part) {
   }
   return values;
 }
+
+// Returns the bits of the largest magnitude of the elements of a part, as a float.
+template <class T>
+MPICOMM_DEVICE u32 magnitude_of(const Part& part) {
+  if constexpr (sizeof(T) == 4) return magnitude_of(values_of(part));
+  else {
+    u32 largest = 0;  // two magnitudes
+#pragma unroll
+    for (u32 line = 0; line < sizeof(T); ++line) {
+#pragma unroll
+      for (u32 word = 0; word < 4; ++word) {
+        const u32 both = part.packets[line].words[word] & 0x7FFF7FFFu;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        asm("max.u16x2 %0, %1, %2;" : "=r"(largest) : "r"(largest), "r"(both));
+#else
+        largest = larger(largest >> 16, both >> 16) << 16 | larger(largest & 0xFFFF, both & 0xFFFF);
+#endif
+      }
+    }
+    return bits_of(T{static_cast<u16>(larger(largest >> 16, largest & 0xFFFF))}.decode());
+  }
+}
+
+MPICOMM_DEVICE Coded code(const Part& part) { return code(values_of(part), magnitude_of<Element>(part)); }
+MPICOMM_DEVICE Coded code(const Values& values) { return code(values, magnitude_of(values)); }
 
 template <class T>
 constexpr bool kIsBfloat16 = false;

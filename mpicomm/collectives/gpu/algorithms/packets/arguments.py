@@ -74,10 +74,15 @@ def finished_packet_arguments(finish: type[ctypes.Structure]) -> type[PacketArgu
     return type("FinishedPacketArguments", (PacketArguments,), {"_fields_": [("finish", finish)]})
 
 
-def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
-    """Return the most worker threads of a block between ``size`` ranks: ``kWorkers`` in packet_worker.cuh."""
+def most_workers(size: int, *, fan_out: bool, one_step: bool, coded: int = 0) -> int:
+    """Return the most worker threads of a block between ``size`` ranks: ``kWorkers`` in packet_worker.cuh.
+
+    If packets carry codes of elements, ``coded`` is the size of an element.
+    """
     if one_step:
         threads = 512 if size > 4 else 768
+    elif coded:
+        threads = 256 if size > 4 else 384 if size > 2 else 512 if fan_out or coded > 2 else 768
     else:
         threads = 256 if size > 4 else 512 if fan_out else 640 if size > 2 else 768
     return threads - OVERSEERS
@@ -107,13 +112,14 @@ def packet_kernel(
     return Variant(_SOURCE, "mpicomm_packets", options)
 
 
-def wire_options(wire: str, *, moves: bool, codes_result: bool) -> tuple[str, ...]:
+def wire_options(wire: str, *, moves: bool, codes_result: bool, alike: bool = False) -> tuple[str, ...]:
     """Return the options of a kernel whose packets have codes of the type ``wire``: see units.cuh.
 
-    The kernel only ``moves`` data, or it reduces. ``codes_result`` is whether it codes the result again.
+    The kernel only ``moves`` data, or it reduces. ``codes_result`` is whether it codes the result again. ``alike`` is
+    whether the rank sends all ranks the elements that it reduces.
     """
-    moving = ("-DMPICOMM_MOVES",) if moves else ()
-    return (f"-DMPICOMM_WIRE={wire}", *moving, *(("-DMPICOMM_CODES_RESULT",) if codes_result else ()))
+    flags = {"MOVES": moves, "CODES_RESULT": codes_result, "ALIKE": alike}
+    return (f"-DMPICOMM_WIRE={wire}", *(f"-DMPICOMM_{name}" for name, wanted in flags.items() if wanted))
 
 
 def flags_can_carry(dtype: str) -> bool:

@@ -33,7 +33,7 @@ class Coding:
     def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> Way:
         """Return the way of messages of at most ``nbytes``, for which the arena has `memory`."""
         units, arena = -(-nbytes // self.unit_nbytes), node.arena
-        most_units, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out)
+        most_units, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out, coded=self.itemsize)
         inboxes = arena.sentinels
         for request in self.memory(nbytes, node):
             inboxes = inboxes_of(arena.layout, arena.region(request))

@@ -81,7 +81,9 @@ constexpr bool kPaced = false;
 // The most threads of a block for which there are registers. The workers are the threads that move
 // data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
-constexpr u32 kMostOfMore = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
+constexpr u32 kMostOfUnits = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
+constexpr u32 kMostOfCodes = kRanks > 4 ? 256 : kRanks > 2 ? 384 : kFanOut || sizeof(Element) > 2 ? 512 : 768;
+constexpr u32 kMostOfMore = kWire ? kMostOfCodes : kMostOfUnits;
 #if defined(MPICOMM_WEIGHT)
 constexpr u32 kWorkers = kGroups * kNormThreads;
 #else
@@ -101,13 +103,14 @@ constexpr bool kReduces = kRelays;
 // The units that a thread sends in a turn, in registers. Their order is the distance from this
 // rank, because a rank begins with the next rank (team.cuh).
 struct Outgoing {
-  Unit units[kRanks];
+  Loaded units[kAlike ? 2 : kRanks];
+  Unit sent{};  // the unit of the turn before, if it is alike for all ranks
 
   MPICOMM_DEVICE void load(const Packets& x, u64 at) {
 #pragma unroll
-    for (u32 distance = kReduces ? 1 : 0; distance < kRanks; ++distance) {
+    for (u32 distance = kReduces ? 1 : 0; distance < (kAlike ? 2 : kRanks); ++distance) {
       const u32 to = (x.team.rank + distance) % kRanks;
-      if (at < x.send_nbytes[to]) units[distance] = unit_at(x.sends[to], at, x.send_nbytes[to]);
+      if (at < x.send_nbytes[to]) units[distance] = load_at(x.sends[to], at, x.send_nbytes[to]);
     }
   }
 };
@@ -217,15 +220,18 @@ struct Worker {
 
   // Sends the units that `out` holds for offset `at`. The unit to this rank itself goes to its
   // place in the output.
-  MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place) const {
+  MPICOMM_DEVICE void push(Outgoing& out, u64 at, u64 place) const {
     const u32 rank = x.team.rank;
+    if (kAlike && at < x.send_nbytes[(rank + 1) % kRanks]) out.sent = unit_of(out.units[1]);
 #pragma unroll
     for (u32 distance = 1; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
-      if (at < x.send_nbytes[to]) send(to, 0, place, out.units[distance], Protocol::flag(count));
+      if (at >= x.send_nbytes[to]) continue;
+      if constexpr (kAlike) send(to, 0, place, out.sent, Protocol::flag(count));
+      else send(to, 0, place, unit_of(out.units[distance]), Protocol::flag(count));
     }
     if (!kReduces && at < x.send_nbytes[rank]) {
-      store_at(x.receives[rank], at, x.send_nbytes[rank], out.units[0]);
+      store_at(x.receives[rank], at, x.send_nbytes[rank], unit_of(out.units[0]));
     }
   }
 

@@ -214,10 +214,11 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
     Pair b[kRanks], c[kRanks];
     Scales b_scales, c_scales;
-    [[maybe_unused]] Unit in{};
+    [[maybe_unused]] Loaded in{};
+    [[maybe_unused]] const Unit sent = out.sent;
     worker.look(b, 0, b_ranks, b_place);
     b_scales.look(worker, 0, b_ranks, b_place);
-    if (reduces && x.own != nullptr) in = unit_at(x.own, b_at, x.output_nbytes);
+    if (!kAlike && reduces && x.own != nullptr) in = load_at(x.own, b_at, x.output_nbytes);
     [[maybe_unused]] Packet residual{};
     if (kRows && reduces) residual = rows.load_residual(b_at);
     if constexpr (kFanOut) {
@@ -244,10 +245,12 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     // overseer would wait for this worker, this worker for its group, and the group for the fence.
     if (kRows && kLaps && !took) fences.say(thread, fences.kLeft);
     if (reduces && took) {
-      Unit units[kRanks];
+      Unit units[kRanks], own;
+      if constexpr (kAlike) own = sent;
+      else own = unit_of(in);
 #pragma unroll
       for (u32 source = 0; source < kRanks; ++source) {
-        units[source] = source == rank ? in : b_scales.unit(source, Protocol::unit(b[source]));
+        units[source] = source == rank ? own : b_scales.unit(source, Protocol::unit(b[source]));
       }
       const Reduced reduced = reduce(units, x.sources);
       if constexpr (kRows) rows.add(b_at, reduced, residual);

@@ -73,6 +73,8 @@ class PacketTemplate:
         self._itemsize = exchange.dtype.itemsize
         self._reduction = reduction
         self._coding = coding
+        mine = exchange.reduction
+        self._alike = mine is not None and fan_out is None and set(exchange.sends) <= {mine.own, None}
         self._host_slots = node.host_slots
         self._fans = fan_out is not None
         self._rows = finish is not None and finish.rows is not None
@@ -182,7 +184,9 @@ class PacketTemplate:
         """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
         coding, wire, reduction = self._coding, (), self._reduction
         if coding is not None:
-            wire = wire_options(coding.codes, moves=reduction is None, codes_result=coding.codes_result)
+            wire = wire_options(
+                coding.codes, moves=reduction is None, codes_result=coding.codes_result, alike=self._alike
+            )
             reduction = reduction or (coding.element, "sum")
         return packet_kernel(
             reduction,

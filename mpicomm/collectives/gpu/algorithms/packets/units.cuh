@@ -43,9 +43,35 @@ MPICOMM_DEVICE u64 place_in_line(u64 at, u32 line) {
   return at + line * kLineNbytes + threadIdx.x % kThreadsOfBlock * kPacketNbytes;
 }
 
+// A rank that sends the same elements to all ranks, and reduces them, codes them once.
+#if defined(MPICOMM_ALIKE)
+constexpr bool kAlike = true;
+#else
+constexpr bool kAlike = false;
+#endif
+
+// What a load leaves in registers: elements, if there are registers for them. Then a thread need
+// not wait for the load until it needs the unit. Otherwise a unit.
+constexpr bool kHoldsElements = kAlike || (MPICOMM_RANKS - 1) * sizeof(Element) <= 6;
+template <bool holds_elements>
+struct Loading {
+  using Loaded = Part;
+  MPICOMM_DEVICE static Part of(const Part& part) { return part; }
+};
+template <>
+struct Loading<false> {
+  using Loaded = Unit;
+  MPICOMM_DEVICE static Unit of(const Part& part) { return code(part); }
+};
+using Loaded = Loading<kHoldsElements>::Loaded;
+
+// All threads of the block call it together.
+MPICOMM_DEVICE Unit unit_of(const Part& part) { return code(part); }
+MPICOMM_DEVICE const Unit& unit_of(const Unit& unit) { return unit; }
+
 // Loads the unit of the block at offset `at`. Elements beyond the end count as zero. All threads of
 // the block call it together.
-MPICOMM_DEVICE Unit unit_at(const u8* array, u64 at, u64 nbytes) {
+MPICOMM_DEVICE Loaded load_at(const u8* array, u64 at, u64 nbytes) {
   const u32 width = width_of(array);
   Part part{};
 #pragma unroll
@@ -53,7 +79,7 @@ MPICOMM_DEVICE Unit unit_at(const u8* array, u64 at, u64 nbytes) {
     const u64 place = place_in_line(at, line);
     if (place < nbytes) part.packets[line] = load_unit(array, width, place, nbytes);
   }
-  return code(values_of(part));
+  return Loading<kHoldsElements>::of(part);
 }
 
 MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Values& values) {
@@ -99,11 +125,15 @@ constexpr bool kWire = false;
 constexpr u32 kSharers = 1;
 constexpr u32 kCarriedNbytes = kUnitNbytes;
 
+constexpr bool kAlike = false;
+
 using Unit = Packet;
+using Loaded = Packet;
 using Reduced = Packet;
 constexpr bool kKeepsReduced = false;  // an epilogue may change it
 
-MPICOMM_DEVICE Unit unit_at(const u8* array, u64 at, u64 nbytes) { return load_unit(array, width_of(array), at, nbytes); }
+MPICOMM_DEVICE const Unit& unit_of(const Loaded& packet) { return packet; }
+MPICOMM_DEVICE Loaded load_at(const u8* array, u64 at, u64 nbytes) { return load_unit(array, width_of(array), at, nbytes); }
 MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Unit& unit) {
   store_unit(array, width_of(array), at, nbytes, unit);
 }
