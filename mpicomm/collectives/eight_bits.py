@@ -72,7 +72,7 @@ def _each_decoded(coded: npt.NDArray[np.uint8], codes: str, count: int, take: An
             take(part, values.reshape(-1)[: part.stop - part.start])
 
 
-def _scales_for(part: npt.NDArray[np.float32], codes: str) -> npt.NDArray[np.uint32]:
+def _scales_for(part: npt.NDArray[np.float32], codes: str) -> Array:
     """Return the scale of each row."""
     magnitudes = (part.view(np.uint32) & _MAGNITUDE).max(axis=1)
     largest = int(_LARGEST[codes].view(np.uint32))
@@ -80,14 +80,16 @@ def _scales_for(part: npt.NDArray[np.float32], codes: str) -> npt.NDArray[np.uin
     # A larger mantissa than the mantissa of the largest code carries into the exponent.
     carried = (magnitudes + np.uint32(0x7FFFFF - mantissa)) >> np.uint32(23)
     scales = np.maximum(carried, exponent + 1) - np.uint32(exponent)
-    return np.where(magnitudes >= _INFINITY, np.uint32(NOT_FINITE), scales).astype(np.uint32)
+    found: Array = np.where(magnitudes >= _INFINITY, np.uint32(NOT_FINITE), scales).astype(np.uint32)
+    return found
 
 
-def _encoded_int8(part: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    return np.rint(part).astype(np.int8).view(np.uint8) ^ _FLIPPED
+def _encoded_int8(part: npt.NDArray[np.float32]) -> Array:
+    flipped: Array = np.rint(part).astype(np.int8).view(np.uint8) ^ _FLIPPED
+    return flipped
 
 
-def _encoded_float8(part: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+def _encoded_float8(part: npt.NDArray[np.float32]) -> Array:
     bits = part.view(np.uint32)
     magnitudes, signs = bits & _MAGNITUDE, bits >> np.uint32(31) << np.uint32(7)
     odd = magnitudes >> np.uint32(20) & np.uint32(1)
@@ -96,19 +98,21 @@ def _encoded_float8(part: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     power = np.uint32(141 << 23)
     subnormal = (magnitudes.view(np.float32) + power.view(np.float32)).view(np.uint32) - power
     rounded = np.where(magnitudes < np.uint32(121 << 23), subnormal, normal)
-    return (rounded | signs).astype(np.uint8)
+    coded: Array = (rounded | signs).astype(np.uint8)
+    return coded
 
 
-def _decoded_float8() -> npt.NDArray[np.float32]:
+def _decoded_float8() -> Array:
     """Return the value of each code."""
     code = np.arange(256, dtype=np.uint32)
     values = ((code & np.uint32(0x7F)) << np.uint32(20)).view(np.float32) * np.float32(2.0**120)
-    return np.copysign(values, np.where(code < 128, np.float32(1), np.float32(-1))).astype(np.float32)
+    signed: Array = np.copysign(values, np.where(code < 128, 1, -1)).astype(np.float32)
+    return signed
 
 
-def _factors() -> npt.NDArray[np.float32]:
+def _factors() -> Array:
     """Return the factor of each scale."""
-    factors = (np.arange(256, dtype=np.uint32) << np.uint32(23)).view(np.float32).copy()
+    factors: Array = (np.arange(256, dtype=np.uint32) << np.uint32(23)).view(np.float32).copy()
     factors[NOT_FINITE] = np.nan
     return factors
 

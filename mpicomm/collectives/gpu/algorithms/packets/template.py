@@ -182,7 +182,8 @@ class PacketTemplate:
 
     def variant(self, kernel: Kernel) -> Variant:
         """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
-        coding, wire, reduction = self._coding, (), self._reduction
+        coding, reduction = self._coding, self._reduction
+        wire: tuple[str, ...] = ()
         if coding is not None:
             wire = wire_options(
                 coding.codes, moves=reduction is None, codes_result=coding.codes_result, alike=self._alike
