@@ -7,11 +7,12 @@
 // nearest, ties to even. A block with a NaN or an infinity has the scale NaN, and decodes to NaNs.
 //
 // A thread codes a part of a block: 16 elements, which become the 16 bytes of one packet. The 8
-// threads of a block are neighbours in a warp. In each line of 128 bytes of the block, a thread has
-// 16 bytes. So the threads of a warp access whole lines.
+// threads of a block are neighbours in a warp, and a warp has 4 blocks. In each line of 128 bytes of
+// the block, a thread has 16 bytes. So the threads of a warp access whole lines.
 //
-// On the wire a scale is a byte, its exponent with the bias of a float. It is never 0. No byte of
-// the codes is 0xFF, so no word of a packet looks like an empty slot (packet_protocols.cuh).
+// On the wire a scale is a byte, its exponent with the bias of a float. It is never 0. The scales of
+// a warp are one word. No byte of the codes is 0xFF, so no word of a packet looks like an empty slot
+// (packet_protocols.cuh).
 #pragma once
 
 #include "reduce_packets.cuh"
@@ -114,18 +115,18 @@ struct Coding<dtype::int8> {
 
 using Codes = Coding<dtype::MPICOMM_WIRE>;
 
-// A thread's part of a block: its values, or its codes and the scale of the block.
+// A thread's part of a block: its values, or its codes and the scales of the blocks of its warp.
 struct Values {
   float of[kPartElements];
 };
 struct Coded {
   Packet codes;
-  u32 scale;
+  u32 scales;
 };
 
-// The lanes of the warp that share the block of this thread.
-MPICOMM_DEVICE u32 lanes_of_block() { return 0xFFu << (threadIdx.x % kLanes / kThreadsOfBlock * kThreadsOfBlock); }
-static_assert(kThreadsOfBlock == 8, "the mask has a bit for each thread of a block");
+// The block of this thread among the blocks of its warp.
+MPICOMM_DEVICE u32 block_of_warp() { return threadIdx.x % kLanes / kThreadsOfBlock; }
+static_assert(kLanes / kThreadsOfBlock == sizeof(u32), "a word has a byte for each block of a warp");
 
 // Returns the scale for elements of at most the magnitude with these bits.
 MPICOMM_DEVICE u32 scale_for(u32 magnitude) {
@@ -157,24 +158,33 @@ MPICOMM_DEVICE u32 magnitude_of(const Values& values) {
 #endif
 }
 
-// Codes a part whose largest magnitude has these bits. All threads of the block call it together.
+// Codes a part whose largest magnitude has these bits. All threads of the warp call it together.
 MPICOMM_DEVICE Coded code(const Values& values, u32 magnitude) {
 #pragma unroll
   for (u32 distance = 1; distance < kThreadsOfBlock; distance *= 2) {
-    magnitude = larger(magnitude, __shfl_xor_sync(lanes_of_block(), magnitude, static_cast<int>(distance)));
+    magnitude = larger(magnitude, __shfl_xor_sync(kWarp, magnitude, static_cast<int>(distance)));
   }
-  Coded coded{{}, scale_for(magnitude)};
-  if (coded.scale == kNotFinite) return coded;
-  const float inverse = float_of((254 - coded.scale) << 23);
+  const u32 scale = scale_for(magnitude);
+  Coded coded{{}, scale << block_of_warp() * 8};
+#pragma unroll
+  for (u32 distance = kThreadsOfBlock; distance < kLanes; distance *= 2) {
+    coded.scales |= __shfl_xor_sync(kWarp, coded.scales, static_cast<int>(distance));
+  }
+  if (scale == kNotFinite) return coded;
+  const float inverse = float_of((254 - scale) << 23);
 #pragma unroll
   for (u32 word = 0; word < 4; ++word) coded.codes.words[word] = Codes::encode(values.of + word * 4, inverse);
   return coded;
 }
 
-MPICOMM_DEVICE float factor_of(u32 scale) { return float_of(scale == kNotFinite ? 0x7FC00000u : scale << 23); }
+// Returns the factor of this thread's codes.
+MPICOMM_DEVICE float factor_of(const Coded& coded) {
+  const u32 scale = coded.scales >> block_of_warp() * 8 & 0xFF;
+  return float_of(scale == kNotFinite ? 0x7FC00000u : scale << 23);
+}
 
 MPICOMM_DEVICE Values decode(const Coded& coded) {
-  const float factor = factor_of(coded.scale);
+  const float factor = factor_of(coded);
   Values values;
 #pragma unroll
   for (u32 word = 0; word < 4; ++word) {
@@ -188,7 +198,7 @@ MPICOMM_DEVICE Values decode(const Coded& coded) {
 
 // Adds a contribution.
 MPICOMM_DEVICE void add(Values& sum, const Coded& coded) {
-  const float factor = factor_of(coded.scale);
+  const float factor = factor_of(coded);
 #pragma unroll
   for (u32 word = 0; word < 4; ++word) {
     float four[4];

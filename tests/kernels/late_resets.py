@@ -8,7 +8,7 @@ LATE = [
     Change(
         "fences.cuh",
         "struct Fences {",
-        """struct Late { u32 worker; Pair* slot; bool asked; u8* scale; };  // a slot, or a scale
+        """struct Late { u32 worker; Pair* slot; bool asked; u32* scales; };  // a slot, or the scales of a warp
 inline std::vector<Late>& late() {
   static thread_local std::vector<Late> all;  // of a block
   return all;
@@ -18,7 +18,7 @@ inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
   for (const Late& each : late()) (arrives(each, who) ? now : left).push_back(each);
   late() = left;
   for (const Late& each : now) {
-    if (each.scale != nullptr) store_volatile(each.scale, 0);
+    if (each.scales != nullptr) store_volatile(each.scales, 0);
     else SentinelProtocol::give_back(each.slot);
   }
 }
@@ -52,9 +52,9 @@ struct Fences {""",
     ),
     Change(
         "packet_worker.cuh",
-        "if (ranks >> rank & 1) store_volatile(worker.scale(worker.x.team.rank, stage, rank, place), 0);",
+        "if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);",
         """if (!(ranks >> rank & 1)) continue;
-        u8* const taken = worker.scale(worker.x.team.rank, stage, rank, place);
+        u32* const taken = worker.scales(worker.x.team.rank, stage, rank, place);
         if constexpr (kLaps) {
           late().push_back({threadIdx.x, nullptr, false, taken});
         } else {

@@ -207,11 +207,11 @@ SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
 MISTAKES = {
     "not put back": Change(
         WORKER,
-        "if (ranks >> rank & 1) store_volatile(worker.scale(worker.x.team.rank, stage, rank, place), 0);",
+        "if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);",
         "",
     ),
     "put back before all threads have it": Change(
-        WORKER, "if (!__all_sync(lanes_of_block(), took)) return false;", "if (!took) return false;"
+        WORKER, "if (!__all_sync(kWarp, took)) return false;", "if (!took) return false;"
     ),
     "not waited for": Change(WORKER, "if (took && missing() != 0) took = await_ranks", "if (false) took = await_ranks"),
     "of one thread": Change(

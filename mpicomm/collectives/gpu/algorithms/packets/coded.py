@@ -12,6 +12,7 @@ from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, SLOT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometries_of, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.ways import Way, WayOf, inboxes_of, large_inboxes
+from mpicomm.kernels.team import LANES
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Coding:
 
     def memory(self, nbytes: int, node: Node) -> Sequence[Request]:
         """Return the memory beyond the arena for messages of at most ``nbytes``."""
-        packed = -(-nbytes // self.unit_nbytes) * SLOT_NBYTES
+        packed = -(-nbytes // (self.unit_nbytes * LANES)) * LANES * SLOT_NBYTES  # whole warps
         return () if packed <= node.arena.sentinels.nbytes else (large_inboxes(node.arena.layout, packed),)
 
 

@@ -201,9 +201,9 @@ struct Worker {
     return true;
   }
 
-  // The scale beside a slot: see units.cuh.
-  MPICOMM_DEVICE u8* scale(u32 owner, u32 stage, u32 source, u64 place) const {
-    return escape(owner, slot(owner, stage, source, place / kSharers * kSharers));
+  // The scales beside the slots of a warp: see units.cuh.
+  MPICOMM_DEVICE u32* scales(u32 owner, u32 stage, u32 source, u64 place) const {
+    return reinterpret_cast<u32*>(escape(owner, slot(owner, stage, source, place / kSharers * kSharers)));
   }
 
   // Stores a packet with `unit` in a slot of rank `to`.
@@ -212,7 +212,7 @@ struct Worker {
     const Pair packet = Protocol::packet(packet_in(unit), flag);
 #if defined(MPICOMM_WIRE)
     // Pairs with the loads in `Scales`. It orders nothing: each receiver waits for both.
-    if (place % kSharers == 0) store_volatile(scale(to, stage, x.team.rank, place), unit.scale);
+    if (place % kSharers == 0) store_volatile(scales(to, stage, x.team.rank, place), unit.scales);
 #endif
     if (Protocol::has_escape(packet)) return store_escaped(target, escape(to, target), packet);
     store_volatile(target, packet);
@@ -295,18 +295,18 @@ struct Scales {
 
   MPICOMM_DEVICE Unit unit(u32 rank, const Packet& codes) const { return {codes, of[rank]}; }
 
-  // Loads the scales beside one slot of a stage for each of `ranks`.
+  // Loads the scales beside the slots of a stage for each of `ranks`.
   MPICOMM_DEVICE void look(const Worker& worker, u32 stage, u32 ranks, u64 place) {
     const u32 own = worker.x.team.rank;
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) of[rank] = load_volatile(worker.scale(own, stage, rank, place));
+      if (ranks >> rank & 1) of[rank] = load_volatile(worker.scales(own, stage, rank, place));
     }
   }
 
   // Takes the scales of `ranks`, after `look` has loaded them once, and resets them. `took` is
   // whether this thread has taken its packets. Returns false if the kernel must leave. All threads
-  // of the block call it together.
+  // of the warp call it together.
   MPICOMM_DEVICE bool take(const Worker& worker, u32 stage, u32 ranks, u64 place, bool took) {
     const auto missing = [&] {
       u32 absent = 0;
@@ -321,14 +321,14 @@ struct Scales {
       return missing();
     };
     if (took && missing() != 0) took = await_ranks(worker.x.team, worker.launch, look_again);
-    // Without this vote the reset below could come before another thread of the block has loaded
-    // the scale. That thread would wait for ever. A thread that leaves takes all of them along,
-    // because the others would wait for it in the next block.
-    if (!__all_sync(lanes_of_block(), took)) return false;
+    // Without this vote the reset below could come before another thread of the warp has loaded the
+    // scales. That thread would wait for ever. A thread that leaves takes all of them along, because
+    // the others would wait for it when they code their next part.
+    if (!__all_sync(kWarp, took)) return false;
     if (place % kSharers == 0) {
 #pragma unroll
       for (u32 rank = 0; rank < kRanks; ++rank) {
-        if (ranks >> rank & 1) store_volatile(worker.scale(worker.x.team.rank, stage, rank, place), 0);
+        if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);
       }
     }
     return true;

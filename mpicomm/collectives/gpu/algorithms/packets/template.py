@@ -31,7 +31,7 @@ from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.epilogues.base import Fused
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction
-from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.team import LANES, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.span import Span
 
@@ -138,6 +138,8 @@ class PacketTemplate:
         threads, coding = blocks * workers, self._coding
         unit_nbytes = UNIT_NBYTES[protocol] if coding is None else coding.unit_nbytes
         units, slots = -(-nbytes // unit_nbytes), inboxes.nbytes // SLOT_NBYTES
+        if coding is not None:  # the slots of a warp lie side by side
+            units, slots = -(-units // LANES) * LANES, slots // LANES * LANES
         steps = -(-units // threads) or 1
         laps = steps if units <= slots else slots // threads
         if steps > laps and (laps < FEWEST_LAPS + self._rows or protocol == "flagged"):

@@ -1,15 +1,16 @@
 // Units of packets.cu: what a thread loads, sends in one packet, and stores. Usually a unit is the
 // bytes of one packet. With eight bits on the wire (MPICOMM_WIRE) it is a thread's part of a block
-// (eight_bits.cuh): the packet has its codes, and a byte beside the slots has the scale of the block.
+// (eight_bits.cuh): the packet has its codes, and a word beside the slots has the scales of the
+// blocks of the warp.
 //
-// The 8 threads of a block have neighbouring slots in every step. The scale lies where a packet of
-// the first of these slots would have its escape. No packet of codes needs an escape. The sender of
-// the first slot stores the scale, and all 8 receivers poll it. Like an escape, it is zero until it
-// comes, and the receiver of the first slot resets it together with that slot. So the scale is free
-// when the slot is free, and the proofs at the top of packets.cu hold for it.
+// The threads of a warp have neighbouring slots in every step. Their scales lie where the packets of
+// the first 4 slots would have their escapes. No packet of codes needs an escape. The sender of the
+// first slot stores the scales, and all receivers poll them. Like an escape, the word is zero until
+// it comes, and the receiver of the first slot resets it together with that slot. So the word is
+// free when the slot is free, and the proofs at the top of packets.cu hold for it.
 //
-// In a step the threads of a block have a unit all or none, because they share the offset of the
-// block. So they take and leave together.
+// In a step the threads of a warp have a unit all or none, because they share the offset of their
+// first block. So they take and leave together.
 #pragma once
 
 #include "packet_protocols.cuh"
@@ -24,7 +25,7 @@ namespace mpicomm {
 #if defined(MPICOMM_WIRE)
 
 constexpr bool kWire = true;
-constexpr u32 kSharers = kThreadsOfBlock;                          // the threads with one offset
+constexpr u32 kSharers = kLanes;                                 // the threads with one offset
 constexpr u32 kCarriedNbytes = kPartElements * sizeof(Element);  // the bytes of memory for each packet
 
 using Unit = Coded;
@@ -38,9 +39,9 @@ constexpr bool kKeepsReduced = false;
 constexpr bool kKeepsReduced = true;
 #endif
 
-// The offset of a thread's packet of a line, in an array in which the block is at `at`.
+// The offset of a thread's packet of a line, in an array in which the blocks of the warp are at `at`.
 MPICOMM_DEVICE u64 place_in_line(u64 at, u32 line) {
-  return at + line * kLineNbytes + threadIdx.x % kThreadsOfBlock * kPacketNbytes;
+  return at + block_of_warp() * kBlockNbytes + line * kLineNbytes + threadIdx.x % kThreadsOfBlock * kPacketNbytes;
 }
 
 // A rank that sends the same elements to all ranks, and reduces them, codes them once.
@@ -65,12 +66,12 @@ struct Loading<false> {
 };
 using Loaded = Loading<kHoldsElements>::Loaded;
 
-// All threads of the block call it together.
+// All threads of the warp call it together.
 MPICOMM_DEVICE Unit unit_of(const Part& part) { return code(part); }
 MPICOMM_DEVICE const Unit& unit_of(const Unit& unit) { return unit; }
 
-// Loads the unit of the block at offset `at`. Elements beyond the end count as zero. All threads of
-// the block call it together.
+// Loads the unit of the blocks at offset `at`. Elements beyond the end count as zero. All threads of
+// the warp call it together.
 MPICOMM_DEVICE Loaded load_at(const u8* array, u64 at, u64 nbytes) {
   const u32 width = width_of(array);
   Part part{};
