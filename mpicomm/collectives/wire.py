@@ -11,6 +11,8 @@ from mpicomm.errors import InvalidUsageError
 
 CODES = ("float8_e4m3fn", "int8")
 """The types of codes."""
+ERRORS = {"float8_e4m3fn": 1 / 16, "int8": 1 / 127}
+"""The most by which a code differs from its element, as a part of the largest magnitude in the block."""
 CODED = ("float32", "float16", "bfloat16")
 """The types of elements that travel as codes."""
 CODED_OPS = ("sum", "avg")
@@ -25,6 +27,12 @@ class Wire:
 
     def __str__(self) -> str:
         return self.codes if self.again else f"{self.codes}, None"
+
+    @property
+    def error(self) -> float:
+        """The most by which the sum of an all-reduce differs, as a part of the largest magnitudes in its block."""
+        one = ERRORS[self.codes]
+        return one * (2 + one) if self.again else one
 
     def require(self, operation: str, dtype: np.dtype[Any] | None, op: str | None) -> None:
         """Raise `InvalidUsageError` for elements and operations that no codes can carry."""
