@@ -16,7 +16,8 @@ ERROR = {"float8_e4m3fn": 1 / 16, "int8": 1 / 127}  # as the docstring of Allred
 
 def through_codes(values: Array, codes: str) -> npt.NDArray[np.float32]:
     """Return the values for which the codes of ``values`` stand."""
-    wide = values.astype(np.float32)
+    with np.errstate(all="ignore"):
+        wide = values.astype(np.float32)
     blocks = [_through(wide[start : start + BLOCK], codes) for start in range(0, wide.size, BLOCK)]
     return np.concatenate([np.empty(0, np.float32), *blocks])
 
@@ -25,7 +26,7 @@ def _through(block: npt.NDArray[np.float32], codes: str) -> npt.NDArray[np.float
     largest = float(np.max(np.abs(block)))
     if not np.isfinite(largest):
         return np.full_like(block, np.nan)
-    exponent = -126
+    exponent = max(-126, int(np.frexp(largest)[1]) - 12)
     while largest > LARGEST[codes] * 2.0**exponent:
         exponent += 1
     scaled = block.astype(np.float64) / 2.0**exponent
