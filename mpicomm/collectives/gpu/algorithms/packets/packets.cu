@@ -4,7 +4,7 @@
 // from 8 bytes up, because no flag, fence or barrier lies between the store of a packet and its
 // use.
 //
-// Units. One packet carries one unit of a message. On each rank, one worker thread handles unit u
+// Units. One packet carries one unit of a message (units.cuh). On each rank, one worker thread handles unit u
 // of all messages. That thread reads unit u of the user's memory before it writes there, so input
 // and output may be the same memory. rows.cuh says which units a thread has.
 //
@@ -80,9 +80,10 @@
 // that packet in an earlier turn. If it waits for a fence, two things come first. Other workers of
 // its block come to the turn in which they ask for the fence, which is an earlier turn. And
 // overseers see the other ranks announce this launch, which these do before they wait in it. It may
-// wait at the end of a row for another worker of its group. Then that worker waits for a packet or
-// a fence of the same or an earlier turn. It either takes that and comes, or gives up and comes. So
-// the thread goes on. That needs all blocks of a launch to run at once: see team.cuh.
+// wait at the end of a row for another worker of its group, or with codes for another worker of its
+// warp. Then that worker waits for a packet or a fence of the same or an earlier turn. It either
+// takes that and comes, or gives up and comes. So the thread goes on. That needs all blocks of a
+// launch to run at once: see team.cuh.
 
 #include "packet_worker.cuh"
 
