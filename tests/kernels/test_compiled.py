@@ -81,7 +81,7 @@ BANDWIDTH += [
         "sentinel",
         "laps",
         fan_out=way == "two_shot",
-        wire=wire_options(codes, moves=way == "moves", codes_result=way != "moves", alike=way == "one_shot"),
+        wire=wire_options(codes, moves=way == "moves", codes_result=way != "moves", alike=way != "two_shot"),
     )
     for size, codes, dtype in ((2, "float8_e4m3fn", "bfloat16"), (4, "int8", "float32"), (8, "int8", "bfloat16"))
     for way in ("one_shot", "two_shot", "moves")

@@ -116,7 +116,7 @@ def wire_options(wire: str, *, moves: bool, codes_result: bool, alike: bool = Fa
     """Return the options of a kernel whose packets have codes of the type ``wire``: see units.cuh.
 
     The kernel only ``moves`` data, or it reduces. ``codes_result`` is whether it codes the result again. ``alike`` is
-    whether the rank sends all ranks the elements that it reduces.
+    whether the rank sends all ranks the same elements, which are also its contribution to a reduction.
     """
     flags = {"MOVES": moves, "CODES_RESULT": codes_result, "ALIKE": alike}
     return (f"-DMPICOMM_WIRE={wire}", *(f"-DMPICOMM_{name}" for name, wanted in flags.items() if wanted))

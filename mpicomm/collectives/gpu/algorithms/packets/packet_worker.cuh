@@ -108,7 +108,7 @@ struct Outgoing {
 
   MPICOMM_DEVICE void load(const Packets& x, u64 at) {
 #pragma unroll
-    for (u32 distance = kReduces ? 1 : 0; distance < (kAlike ? 2 : kRanks); ++distance) {
+    for (u32 distance = kReduces || kAlike ? 1 : 0; distance < (kAlike ? 2 : kRanks); ++distance) {
       const u32 to = (x.team.rank + distance) % kRanks;
       if (at < x.send_nbytes[to]) units[distance] = load_at(x.sends[to], at, x.send_nbytes[to]);
     }
@@ -231,7 +231,8 @@ struct Worker {
       else send(to, 0, place, unit_of(out.units[distance]), Protocol::flag(count));
     }
     if (!kReduces && at < x.send_nbytes[rank]) {
-      store_at(x.receives[rank], at, x.send_nbytes[rank], unit_of(out.units[0]));
+      if constexpr (kAlike) store_at(x.receives[rank], at, x.send_nbytes[rank], out.sent);
+      else store_at(x.receives[rank], at, x.send_nbytes[rank], unit_of(out.units[0]));
     }
   }
 

@@ -73,8 +73,8 @@ class PacketTemplate:
         self._itemsize = exchange.dtype.itemsize
         self._reduction = reduction
         self._coding = coding
-        mine = exchange.reduction
-        self._alike = mine is not None and fan_out is None and set(exchange.sends) <= {mine.own, None}
+        mine, sent = exchange.reduction, {span for span in exchange.sends if span is not None}
+        self._alike = fan_out is None and len(sent) == 1 and (mine is None or mine.own in sent)
         self._host_slots = node.host_slots
         self._fans = fan_out is not None
         self._rows = finish is not None and finish.rows is not None

@@ -44,7 +44,7 @@ MPICOMM_DEVICE u64 place_in_line(u64 at, u32 line) {
   return at + block_of_warp() * kBlockNbytes + line * kLineNbytes + threadIdx.x % kThreadsOfBlock * kPacketNbytes;
 }
 
-// A rank that sends the same elements to all ranks, and reduces them, codes them once.
+// A rank that sends the same elements to all ranks codes them once, also for itself.
 #if defined(MPICOMM_ALIKE)
 constexpr bool kAlike = true;
 #else
