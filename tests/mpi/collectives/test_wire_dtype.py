@@ -109,6 +109,30 @@ def test_requests(comm: mpicomm.Communicator, xp: Any) -> None:
     assert (again == gathered).all()
 
 
+def test_a_graph_is_replayed(comm: mpicomm.Communicator, xp: Any) -> None:
+    if comm.device == "cpu":
+        pytest.skip("graphs are CUDA's")
+    for count in (3001, 700_001):
+        given = parts(comm.size, count)
+        send, receive = xp.asarray(given[comm.rank]), xp.zeros(count, xp.float32)
+        stream = xp.cuda.Stream(non_blocking=True)
+        with stream:
+            comm.Allreduce(send, receive, wire_dtype="int8")  # the first call sets up memory
+            stream.synchronize()
+            stream.begin_capture()
+            for algorithm in ("one_shot", "two_shot", "auto"):
+                comm.Allreduce(send, receive, algorithm=algorithm, wire_dtype="int8")
+            graph = stream.end_capture()
+            for turn in range(1, 4):
+                send *= 0 if turn == 2 else 1
+                receive[...] = -1
+                graph.launch(stream)
+                stream.synchronize()
+                comm.check()
+                expected = expected_sum(given, "int8") if turn == 1 else np.zeros(count, np.float32)
+                require_equal(receive.get(), expected)
+
+
 def test_new_sizes_and_addresses_of_a_known_kind(comm: mpicomm.Communicator, xp: Any) -> None:
     for count in (1000, 1001, 70_001, 128, 3):
         given = parts(comm.size, count)
