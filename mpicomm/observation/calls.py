@@ -15,7 +15,7 @@ from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.recording.record import Category
 
 _BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out")
-_DETAILS = ("dest", "source", "root", "peer")
+_DETAILS = ("dest", "source", "root", "peer", "wire_dtype")
 _ROWS: dict[str, Operation] = {name: row for row in OPERATIONS.values() for name in row.methods}
 _COLLECTIVES = ("Barrier", *OPERATIONS)
 
@@ -74,6 +74,8 @@ class MethodSignature:
             value = arguments[place] if place < len(arguments) else keywords.get(name, default)
             if isinstance(value, int) and value >= 0:  # no wildcard
                 details[name] = value
+            elif name == "wire_dtype" and value is not None:
+                details[name] = str(value)
         nbytes, dtype = None, ""
         for place, name in self.buffers:
             buffer = arguments[place] if place < len(arguments) else keywords.get(name)
