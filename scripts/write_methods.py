@@ -47,12 +47,15 @@ def fold(head: str, items: Sequence[str], tail: str) -> list[str]:
     return [head, *(f"{indent}    {item}," for item in items), indent + tail]
 
 
-def method(name: str, arguments: Iterable[str], returned: str, doc: str, body: list[str]) -> str:
-    """Return the text of a method."""
-    parameters = [PARAMETERS[each] for each in arguments]
+def method(
+    row: Operation, name: str, returned: str, doc: str, body: list[str], arguments: Iterable[str] | None = None
+) -> str:
+    """Return the text of a method; ``arguments`` are by default the arguments of the row."""
+    parameters = [PARAMETERS[each] for each in arguments or row.arguments]
+    wire = ["wire_dtype: Any = None"] * row.coded
     head = fold(
         f"    def {name}(",
-        ["self", *parameters, "*", "stream: Any = None", 'algorithm: str = "auto"'],
+        ["self", *parameters, "*", "stream: Any = None", 'algorithm: str = "auto"', *wire],
         f") -> {returned}:",
     )
     end = '\n"""' if "\n" in doc else '"""'
@@ -71,6 +74,11 @@ def values(row: Operation) -> list[str]:
     return [*buffers, *["op"] * row.reduces, *root, *["counts=recvcounts"] * (row.send == "counted")]
 
 
+def kept(row: Operation) -> list[str]:
+    """Return the expressions for all that a call passes on: `values`, and the codes of its elements."""
+    return [*values(row), *["wire=as_wire(wire_dtype)"] * row.coded]
+
+
 def has_shortcut(row: Operation) -> bool:
     """Return whether the blocking and the nonblocking method hand plain arrays to MPI at once."""
     return row.in_mpi and not row.of_neighbors and row.send != "typed"
@@ -81,7 +89,8 @@ def plainly(row: Operation, name: str) -> list[str]:
     # Only the ranks beside the root may pass None for the output.
     given = [*values(row)[:2], *(["op"] if row.reduces else ["None"] * (row.rooted == "receive"))]
     buffers = ", ".join([*given, *["root"] * (row.rooted == "receive")])
-    conditions = ["stream is None", 'algorithm == "auto"', *["recvcounts is not None"] * (row.send == "counted")]
+    conditions = ["stream is None", 'algorithm == "auto"', *["wire_dtype is None"] * row.coded]
+    conditions += ["recvcounts is not None"] * (row.send == "counted")
     conditions.append(f'self._plain["{name}"]({buffers})')
     condition = f"        if {' and '.join(conditions)}:"
     if len(condition) <= WIDTH:
@@ -119,23 +128,23 @@ def blocking(row: Operation) -> str:
     doc = docstrings().get(row.name.upper())
     if doc is None:
         raise SystemExit(f"{row} has no docstring below its row")
-    run = fold("        return self._collectives.run(", [row_of(row), "stream", "algorithm", *values(row)], ")")
-    return method(row.name, row.arguments, "None", doc, [*(shortcut(row, row.name) if has_shortcut(row) else []), *run])
+    run = fold("        return self._collectives.run(", [row_of(row), "stream", "algorithm", *kept(row)], ")")
+    return method(row, row.name, "None", doc, [*(shortcut(row, row.name) if has_shortcut(row) else []), *run])
 
 
 def nonblocking(row: Operation) -> str:
     """Return the nonblocking method."""
-    start = fold("        return self._collectives.start(", [row_of(row), "stream", "algorithm", *values(row)], ")")
+    start = fold("        return self._collectives.start(", [row_of(row), "stream", "algorithm", *kept(row)], ")")
     body = [*(shortcut(row, row.nonblocking) if has_shortcut(row) else []), *start]
-    return method(row.nonblocking, row.arguments, "MPI.Request", f"Start `{row}`; return its request.", body)
+    return method(row, row.nonblocking, "MPI.Request", f"Start `{row}`; return its request.", body)
 
 
 def persistent(row: Operation) -> str:
     """Return the persistent method."""
-    items = [row_of(row), f"Arguments({', '.join(values(row))})", "info", "stream", "algorithm"]
+    items = [row_of(row), f"Arguments({', '.join(kept(row))})", "info", "stream", "algorithm"]
     body = fold("        return self._collectives.prepare(", items, ")")
     arguments = (*row.arguments, "info")
-    return method(row.persistent, arguments, "MPI.Prequest", f"Prepare `{row}`; return its request.", body)
+    return method(row, row.persistent, "MPI.Prequest", f"Prepare `{row}`; return its request.", body, arguments)
 
 
 FORMS = (blocking, nonblocking, persistent)

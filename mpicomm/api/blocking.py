@@ -11,6 +11,7 @@ from mpicomm.activity.layout import CALL, CALLS_BY_MPI, by_mpi
 from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
+from mpicomm.collectives.wire import as_wire
 from mpicomm.epilogues import as_epilogue
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
@@ -123,6 +124,7 @@ class BlockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
         epilogue: Any = None,
+        wire_dtype: Any = None,
         **operands: Any,
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
@@ -132,10 +134,27 @@ class BlockingCollectives(MPI.Intracomm):
         and are numbers or arrays: ``epilogue="v * scale + bias[i]", scale=0.5, bias=b``. See `Epilogue`. In "one_shot"
         and "two_shot" on GPUs the kernel that reduces applies the epilogue. In other calls one more kernel follows and
         applies it, or NumPy does on host arrays.
+
+        ``wire_dtype`` is "float8_e4m3fn" or "int8", the same on all ranks. Elements of float32, float16 or bfloat16
+        then travel as codes of 8 bits, and ``op`` is SUM or AVG. Each block of 128 elements has a scale, which is a
+        power of two. The ranks add in float32 and in rank order. The sum travels as codes again, except with a pair
+        such as ("int8", None). With one rank nothing travels. The result has the same bits on all ranks, in every run,
+        with every algorithm, on GPUs and on the host.
+
+        Let A be the sum over the ranks of the largest magnitude in the block. The sum differs from the exact sum by at
+        most e * (2 + e) * A, where e is 1/16 for "float8_e4m3fn" and 1/127 for "int8". With a pair it differs by at
+        most e * A. Roundings to float32 and to the elements' type come on top. AVG divides all that by the number of
+        ranks. A block with a NaN or an infinity on any rank is NaN as a whole on all ranks, as is a block whose sum
+        exceeds float32.
+
+        `InvalidUsageError` is raised for other types and operations, with an epilogue, with ``algorithm`` other than
+        "auto", "one_shot" and "two_shot", and for device arrays in several peer domains.
         """
-        if epilogue is not None or operands:
-            finish = as_epilogue(epilogue, operands)
-            return self._collectives.run(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish)
+        if wire_dtype is not None or epilogue is not None or operands:
+            finish, wire = as_epilogue(epilogue, operands), as_wire(wire_dtype)
+            return self._collectives.run(
+                rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish, wire=wire
+            )
         if stream is None and algorithm == "auto" and self._plain["Allreduce"](sendbuf, recvbuf, op):
             row = self._row
             row[CALLS_BY_MPI] += 1
@@ -148,15 +167,21 @@ class BlockingCollectives(MPI.Intracomm):
 
     # scripts/write_methods.py writes all that follows, from the table of operations.
 
-    def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
-        if stream is None and algorithm == "auto" and self._plain["Allgather"](sendbuf, recvbuf):
+    def Allgather(
+        self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto", wire_dtype: Any = None
+    ) -> None:
+        """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank.
+
+        With ``wire_dtype`` elements travel as codes of 8 bits: see `Allreduce`. Each rank also stores its own block as
+        its codes say, so all ranks have the same bits. An element differs from its input by at most e * A.
+        """
+        if stream is None and algorithm == "auto" and wire_dtype is None and self._plain["Allgather"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLGATHER)
             try:
                 return _allgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
                 raise self._collectives.refused(error, rows.ALLGATHER, sendbuf, recvbuf) from error
-        return self._collectives.run(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf, wire=as_wire(wire_dtype))
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and displacements."""
@@ -288,16 +313,35 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(rows.REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Reduce_scatter_block(
-        self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        *,
+        stream: Any = None,
+        algorithm: str = "auto",
+        wire_dtype: Any = None,
     ) -> None:
-        """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``."""
-        if stream is None and algorithm == "auto" and self._plain["Reduce_scatter_block"](sendbuf, recvbuf, op):
+        """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
+
+        With ``wire_dtype`` elements travel as codes of 8 bits: see `Allreduce`. The blocks of 128 elements begin with
+        block r. The sum differs from the exact sum by at most e * A, besides roundings to float32 and to the elements'
+        type.
+        """
+        if (
+            stream is None
+            and algorithm == "auto"
+            and wire_dtype is None
+            and self._plain["Reduce_scatter_block"](sendbuf, recvbuf, op)
+        ):
             begin_by_mpi(self._row, _REDUCE_SCATTER_BLOCK)
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
                 raise self._collectives.refused(error, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op) from error
-        return self._collectives.run(rows.REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op)
+        return self._collectives.run(
+            rows.REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op, wire=as_wire(wire_dtype)
+        )
 
     def Scan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"

@@ -11,6 +11,7 @@ from mpicomm.activity.layout import CALL, CALLS_BY_MPI, by_mpi
 from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
+from mpicomm.collectives.wire import as_wire
 from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.requests import holding
 from mpicomm.ways.dispatch import Dispatcher
@@ -45,11 +46,16 @@ class NonblockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
         epilogue: Any = None,
+        wire_dtype: Any = None,
         **operands: Any,
     ) -> MPI.Request:
         """Start `Allreduce`; return its request."""
         finish = as_epilogue(epilogue, operands) if epilogue is not None or operands else None
-        if finish is stream is None and algorithm == "auto" and self._plain["Iallreduce"](sendbuf, recvbuf, op):
+        if (
+            finish is stream is wire_dtype is None
+            and algorithm == "auto"
+            and self._plain["Iallreduce"](sendbuf, recvbuf, op)
+        ):
             row = self._row
             row[CALLS_BY_MPI] += 1
             row[CALL] = _ALLREDUCE
@@ -57,19 +63,28 @@ class NonblockingCollectives(MPI.Intracomm):
                 return holding(_iallreduce(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
                 raise self._collectives.refused(error, rows.ALLREDUCE, sendbuf, recvbuf, op) from error
-        return self._collectives.start(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish)
+        return self._collectives.start(
+            rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish, wire=as_wire(wire_dtype)
+        )
 
     # scripts/write_methods.py writes all that follows, from the table of operations.
 
-    def Iallgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
+    def Iallgather(
+        self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto", wire_dtype: Any = None
+    ) -> MPI.Request:
         """Start `Allgather`; return its request."""
-        if stream is None and algorithm == "auto" and self._plain["Iallgather"](sendbuf, recvbuf):
+        if (
+            stream is None
+            and algorithm == "auto"
+            and wire_dtype is None
+            and self._plain["Iallgather"](sendbuf, recvbuf)
+        ):
             begin_by_mpi(self._row, _ALLGATHER)
             try:
                 return _iallgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
                 raise self._collectives.refused(error, rows.ALLGATHER, sendbuf, recvbuf) from error
-        return self._collectives.start(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.start(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf, wire=as_wire(wire_dtype))
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Allgatherv`; return its request."""
@@ -199,16 +214,30 @@ class NonblockingCollectives(MPI.Intracomm):
         return self._collectives.start(rows.REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Ireduce_scatter_block(
-        self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        *,
+        stream: Any = None,
+        algorithm: str = "auto",
+        wire_dtype: Any = None,
     ) -> MPI.Request:
         """Start `Reduce_scatter_block`; return its request."""
-        if stream is None and algorithm == "auto" and self._plain["Ireduce_scatter_block"](sendbuf, recvbuf, op):
+        if (
+            stream is None
+            and algorithm == "auto"
+            and wire_dtype is None
+            and self._plain["Ireduce_scatter_block"](sendbuf, recvbuf, op)
+        ):
             begin_by_mpi(self._row, _REDUCE_SCATTER_BLOCK)
             try:
                 return holding(_ireduce_scatter_block(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
                 raise self._collectives.refused(error, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op) from error
-        return self._collectives.start(rows.REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op)
+        return self._collectives.start(
+            rows.REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op, wire=as_wire(wire_dtype)
+        )
 
     def Iscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"

@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
+from mpicomm.collectives.wire import as_wire
 from mpicomm.epilogues import as_epilogue
 from mpicomm.ways.dispatch import Dispatcher
 
@@ -34,20 +35,30 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
         epilogue: Any = None,
+        wire_dtype: Any = None,
         **operands: Any,
     ) -> MPI.Prequest:
         """Prepare `Allreduce`; return its request."""
         finish = as_epilogue(epilogue, operands)
-        arguments = Arguments(sendbuf, recvbuf, op, epilogue=finish)
+        arguments = Arguments(sendbuf, recvbuf, op, epilogue=finish, wire=as_wire(wire_dtype))
         return self._collectives.prepare(rows.ALLREDUCE, arguments, info, stream, algorithm)
 
     # scripts/write_methods.py writes all that follows, from the table of operations.
 
     def Allgather_init(
-        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        info: MPI.Info = MPI.INFO_NULL,
+        *,
+        stream: Any = None,
+        algorithm: str = "auto",
+        wire_dtype: Any = None,
     ) -> MPI.Prequest:
         """Prepare `Allgather`; return its request."""
-        return self._collectives.prepare(rows.ALLGATHER, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(
+            rows.ALLGATHER, Arguments(sendbuf, recvbuf, wire=as_wire(wire_dtype)), info, stream, algorithm
+        )
 
     def Allgatherv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
@@ -157,10 +168,15 @@ class PersistentCollectives(MPI.Intracomm):
         *,
         stream: Any = None,
         algorithm: str = "auto",
+        wire_dtype: Any = None,
     ) -> MPI.Prequest:
         """Prepare `Reduce_scatter_block`; return its request."""
         return self._collectives.prepare(
-            rows.REDUCE_SCATTER_BLOCK, Arguments(sendbuf, recvbuf, op), info, stream, algorithm
+            rows.REDUCE_SCATTER_BLOCK,
+            Arguments(sendbuf, recvbuf, op, wire=as_wire(wire_dtype)),
+            info,
+            stream,
+            algorithm,
         )
 
     def Scan_init(

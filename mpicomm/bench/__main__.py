@@ -24,6 +24,7 @@ from mpicomm.bench.variation import ROOM_NBYTES, mean_share
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
+from mpicomm.collectives.wire import as_wire
 from mpicomm.sizes import format_size
 
 
@@ -53,7 +54,7 @@ def main() -> int:
     ]
     contenders = Contenders(comm, machine, max(16, cases[-1].nbytes) + (ROOM_NBYTES if options.vary else 0))
     kinds = ("symmetric", "ordinary") if options.buffers == "both" else (options.buffers,)
-    contenders.open_own(kinds, options.algorithm)
+    contenders.open_own(kinds, options.algorithm, as_wire(options.wire_dtype))
     contenders.open_peers(options.compare)
 
     ranks = comm.allgather(comm.describe())
@@ -62,7 +63,8 @@ def main() -> int:
     how += ", each of another size and at other addresses" if options.vary else ""
     about = [
         *header(f"bench {operation.name}", ranks, options.handle),
-        f"timed: {how}, slowest rank, median; algorithm {options.algorithm}; {' and '.join(kinds)} arrays",
+        f"timed: {how}, slowest rank, median; algorithm {options.algorithm}; {' and '.join(kinds)} arrays"
+        f"{f', elements travel as {options.wire_dtype}' if options.wire_dtype else ''}",
         *(f"{contender.name} {contender.peer.version}" for contender in contenders.present if not contender.own),
         *(f"{name}: {reason}" for name, reason in contenders.absent.items()),
         "",

@@ -14,6 +14,7 @@ from mpicomm.bench.own import Mpicomm
 from mpicomm.bench.peers import module_of, open_peer
 from mpicomm.bench.peers.base import Peer, UnsupportedError
 from mpicomm.cli import options as command_line
+from mpicomm.collectives.wire import Wire
 
 OWN = "mpicomm"
 ORDINARY = "mpicomm-ordinary"
@@ -54,6 +55,8 @@ class Contender:
     peer: Peer
     first: Any
     second: Any
+    error: float = 0.0
+    """The most by which an element of each rank, of magnitude 1, may change on its way."""
 
     @property
     def own(self) -> bool:
@@ -76,12 +79,14 @@ class Contenders:
         self.present: list[Contender] = []
         self.absent: dict[str, str] = {}
 
-    def open_own(self, kinds: Sequence[str], algorithm: str) -> None:
-        """Add mpicomm on symmetric arrays, on ordinary arrays, or on both. Collective."""
+    def open_own(self, kinds: Sequence[str], algorithm: str, wire: Wire | None = None) -> None:
+        """Add mpicomm on symmetric arrays, on ordinary arrays, or on both. Elements travel as ``wire``. Collective."""
         for kind in kinds:
             name = ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN
-            peer = Mpicomm(self._comm, self._machine, symmetric=kind == "symmetric", algorithm=algorithm)
-            self.present.append(self._with_arrays(name, peer))
+            peer = Mpicomm(self._comm, self._machine, symmetric=kind == "symmetric", algorithm=algorithm, wire=wire)
+            contender = self._with_arrays(name, peer)
+            contender.error = 0.0 if wire is None else wire.error
+            self.present.append(contender)
 
     def open_peers(self, names: Sequence[str]) -> None:
         """Add the peers that all ranks can open. Collective."""

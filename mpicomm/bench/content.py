@@ -67,24 +67,26 @@ class Content:
             for start, stop, data in self._tiles(case.rank, 0, words.size):
                 words[start:stop] = data
 
-    def count_wrong(self, case: Case, buffers: CaseBuffers, *, exact: bool) -> int:
+    def count_wrong(self, case: Case, buffers: CaseBuffers, *, exact: bool, error: float = 0.0) -> int:
         """Return the number of wrong elements that a case received.
 
         It compares all elements, bit by bit. With ``exact=False`` it compares only the ends of each block, with a
-        tolerance for another order of additions.
+        tolerance for another order of additions. ``error`` is as in `Contender`.
         """
         pieces = expected(case)
         if buffers.receive is None or not pieces:
             return 0
         words = buffers.receive.view(self._word)
-        if exact or not case.operation.reduces:
+        if not error and (exact or not case.operation.reduces):
             differing = [
                 self._xp.count_nonzero(words[piece.start : piece.start + piece.count][start:stop] != data)
                 for piece in pieces
                 for start, stop, data in self._tiles(piece.period, piece.offset, piece.count)
             ]
             return int(sum(differing))
-        return sum(self._count_far(words, piece) for piece in pieces)
+        if case.operation.reduces and case.op != "avg":
+            error *= self._size
+        return sum(self._count_far(words, piece, error) for piece in pieces)
 
     def _tiles(self, period: int, offset: int, count: int) -> list[tuple[int, int, Any]]:
         """Cut ``count`` elements of the repeated data into (start, stop, part of the period)."""
@@ -97,7 +99,7 @@ class Content:
             start += step
         return tiles
 
-    def _count_far(self, words: Any, piece: ExpectedPart) -> int:
+    def _count_far(self, words: Any, piece: ExpectedPart, error: float) -> int:
         wrong = 0
         for start in {0, max(0, piece.count - _SAMPLE)}:
             count = min(_SAMPLE, piece.count - start)
@@ -109,7 +111,7 @@ class Content:
                 wrong += int(np.count_nonzero(found != wanted))
                 continue
             found, wanted = found.astype(np.float64), wanted.astype(np.float64)
-            room = self._size * self._size * _EPSILON[self._dtype.itemsize]
+            room = self._size * self._size * _EPSILON[self._dtype.itemsize] + error
             wrong += int(np.count_nonzero(~(np.abs(found - wanted) <= room)))  # a NaN is wrong
         return wrong
 

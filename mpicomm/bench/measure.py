@@ -167,7 +167,9 @@ class Measuring:
         def run_and_compare() -> int:
             self._repeat(call, 1)
             with self._machine.current():
-                return self._content.count_wrong(scene.case, scene.buffers, exact=runner.contender.peer.exact)
+                contender = runner.contender
+                exact, error = contender.peer.exact, contender.error
+                return self._content.count_wrong(scene.case, scene.buffers, exact=exact, error=error)
 
         runner.wrong = (runner.wrong or 0) + self._step(runner.contender, run_and_compare)
 

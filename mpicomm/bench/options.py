@@ -16,6 +16,7 @@ from mpicomm.bench.operations import ALIASES, BARRIER, OPERATIONS
 from mpicomm.bench.peers import PEERS
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
+from mpicomm.collectives.wire import CODES, as_wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import check_legal
 from mpicomm.mpi.types import covered_dtype
@@ -34,6 +35,7 @@ _OF_MEASUREMENTS = (
     "eager",
     "vary",
     "algorithm",
+    "wire_dtype",
     "buffers",
     "compare",
     "beside",
@@ -82,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
         help="each call has another size, above half of the size in the table up to it, and other addresses; no graphs",
     )
     result.add_argument("--algorithm", default="auto", metavar="NAME", help="of mpicomm's calls; default: auto")
+    result.add_argument("--wire-dtype", choices=CODES, help="elements of mpicomm's calls travel as codes of 8 bits")
     result.add_argument(
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
     )
@@ -138,6 +141,12 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError(
             f"the bench is for ranks of one node; these {comm.size} are on {comm.num_nodes}: start them on one"
         )
+    row = OPERATIONS[options.collective].collective
+    wire = as_wire(options.wire_dtype)
+    if wire is not None:
+        if row is None or not row.coded:
+            raise InvalidUsageError("--wire-dtype is for allreduce, allgather and reduce_scatter: leave it out")
+        wire.require(options.collective, covered_dtype(options.datatype), options.op if row.reduces else None)
     barrier = OPERATIONS[options.collective] is BARRIER
     if barrier and options.algorithm != "auto":
         raise InvalidUsageError("--algorithm is not for the barrier, which has one way: leave it out")

@@ -13,6 +13,7 @@ from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.mpi_calls import mpi_call
 from mpicomm.bench.operations import Case, CaseBuffers
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
+from mpicomm.collectives.wire import Wire
 
 _IN_RANK_ORDER = {algorithm.name for algorithm in ALGORITHMS if algorithm.in_rank_order}
 
@@ -24,7 +25,9 @@ class Mpicomm:
     capturable = True
     result_at_front = True
 
-    def __init__(self, comm: Communicator, machine: Machine, *, symmetric: bool, algorithm: str) -> None:
+    def __init__(
+        self, comm: Communicator, machine: Machine, *, symmetric: bool, algorithm: str, wire: Wire | None = None
+    ) -> None:
         self._comm = comm
         self._machine = machine
         self._symmetric = symmetric
@@ -35,6 +38,8 @@ class Mpicomm:
             self._options["stream"] = machine.stream
         if algorithm != "auto":
             self._options["algorithm"] = algorithm
+        if wire is not None:
+            self._options["wire_dtype"] = wire.codes
 
     def allocate(self, nbytes: int) -> Any:
         """Return an array. A symmetric array lives until the communicator is freed."""

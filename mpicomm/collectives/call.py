@@ -19,6 +19,7 @@ from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
+from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
@@ -44,6 +45,7 @@ class Arguments:
     counts: Sequence[int] | None = None
     """``recvcounts``."""
     epilogue: Epilogue | None = None
+    wire: Wire | None = None
 
 
 class Call:
@@ -108,6 +110,10 @@ class Call:
         self.dtype = self._common_dtype()
         self._require_agreeing_counts()
         self.epilogue = self._bound_epilogue()
+        self.wire = self._checked_wire()
+        """The codes as which elements travel; None if they travel as they are."""
+        self.of_call: Signature | None = None
+        """The facts of a whole call of which this call is a part, in which all ranks must agree."""
 
     @property
     def in_place(self) -> bool:
@@ -140,6 +146,8 @@ class Call:
     @property
     def signature(self) -> Signature:
         """The facts in which all ranks must agree."""
+        if self.of_call is not None:
+            return self.of_call
         operation, count = self.operation, None
         dtype = str(self.dtype) if operation.reduces else "bytes"
         if operation.counts == "same":
@@ -147,7 +155,10 @@ class Call:
         root = self.arguments.root if operation.rooted else None
         asked = None if self.algorithm == "auto" else self.algorithm  # ranks with different algorithms never meet
         epilogue = None if self.epilogue is None else self.epilogue.text
-        return Signature(operation.name, dtype, count, self.op, root, asked, epilogue)
+        wire = None if self.wire is None else str(self.wire)
+        if wire is not None and not operation.reduces:
+            dtype = str(self.dtype)  # codes stand for elements, not for bytes
+        return Signature(operation.name, dtype, count, self.op, root, asked, epilogue, wire)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -213,6 +224,23 @@ class Call:
                     f"{self.operation}: epilogue={given!r}: {written.name} overlaps {send.name}: copy one of them"
                 )
         return bound
+
+    def _checked_wire(self) -> Wire | None:
+        wire = self.arguments.wire
+        if wire is None:
+            return None
+        wire.require(self.operation.name, self.dtype, self.op)
+        types_of = {operand.dtype for operand in self.operands if operand.total}
+        if len(types_of) > 1 or self.packed is not None:
+            raise InvalidUsageError(
+                f'{self.operation}: wire_dtype="{wire}" is for two buffers of one element type, not for '
+                f"{' and '.join(str(operand.dtype) for operand in self.operands)} or derived datatypes: convert one"
+            )
+        if self.epilogue is not None:
+            raise InvalidUsageError(
+                f'{self.operation}: wire_dtype="{wire}" goes with no epilogue: leave one of them out'
+            )
+        return wire if self._size > 1 else None  # one rank sends nothing
 
     def _unit(self, operand: Operand) -> int:
         """Return the units of an element. In a reduction a unit is an element, in other calls a byte.

@@ -54,6 +54,8 @@ class Operation:
     two_shot: Callable[[Buffers], TwoShot] | None = None
     ring: Callable[[Buffers], list[Exchange]] | None = None
     chain: Callable[[Buffers], Chain] | None = None
+    coded: bool = False
+    """Whether elements may travel as codes of 8 bits: the argument ``wire_dtype``."""
     copies: Literal["", "one_shot", "two_shot"] = ""
     """The pattern that copy engines carry out; "" if they do not serve the collective."""
 
@@ -106,9 +108,13 @@ class Operation:
 
 
 ALLGATHER = Operation(
-    "Allgather", "one", "blocks", patterns.allgather, traffic="even", into_all=True, copies="one_shot"
+    "Allgather", "one", "blocks", patterns.allgather, traffic="even", into_all=True, coded=True, copies="one_shot"
 )
-"""Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
+"""Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank.
+
+With ``wire_dtype`` elements travel as codes of 8 bits: see `Allreduce`. Each rank also stores its own block as its
+codes say, so all ranks have the same bits. An element differs from its input by at most e * A.
+"""
 ALLGATHERV = Operation("Allgatherv", "one", "vector", patterns.allgather, counts="vector", traffic="uneven")
 """As Allgather, with blocks of any counts and displacements."""
 ALLREDUCE = Operation(
@@ -121,6 +127,7 @@ ALLREDUCE = Operation(
     into_all=True,
     two_shot=patterns.two_shot_allreduce,
     ring=patterns.ring_allreduce,
+    coded=True,
     copies="two_shot",
 )
 ALLTOALL = Operation(
@@ -188,9 +195,20 @@ Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which
 place, a rank with count 0 need not be in place, except in a persistent call on host arrays.
 """
 REDUCE_SCATTER_BLOCK = Operation(
-    "Reduce_scatter_block", "blocks", "one", patterns.reduce_scatter, reduces=True, traffic="even", copies="one_shot"
+    "Reduce_scatter_block",
+    "blocks",
+    "one",
+    patterns.reduce_scatter,
+    reduces=True,
+    traffic="even",
+    coded=True,
+    copies="one_shot",
 )
-"""Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``."""
+"""Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``.
+
+With ``wire_dtype`` elements travel as codes of 8 bits: see `Allreduce`. The blocks of 128 elements begin with block r.
+The sum differs from the exact sum by at most e * A, besides roundings to float32 and to the elements' type.
+"""
 SCAN = Operation("Scan", "one", "one", patterns.scan, reduces=True)
 """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
 SCATTER = Operation("Scatter", "blocks", "one", patterns.scatter, rooted="send", copies="one_shot")

@@ -48,6 +48,8 @@ class Buffers:
     """See `Exchange.cuts`."""
     scratch: Span | None = None
     """Memory for this rank's result of a reduce-scatter in place: see `reduce_scatter`."""
+    whole: int = 0
+    """If not 0, each shard except the last ones has a multiple of so many elements."""
 
     def pieces(self, nbytes: int) -> Iterator[Buffers]:
         """Cut a call with one input and one output of the same count into calls of at most ``nbytes`` each."""
@@ -70,16 +72,21 @@ def blocks(pointer: int, counts: Sequence[int], displs: Sequence[int], itemsize:
     return [Span(pointer + displ * itemsize, count) for count, displ in zip(counts, displs, strict=True)]
 
 
-def split(span: Span, size: int, itemsize: int) -> list[Span]:
-    """Return ``size`` shards of a span, in order. All shards except the last ones are equal. Pure function."""
-    step = shard_count(span.count, size, itemsize)
+def split(span: Span, size: int, itemsize: int, whole: int = 0) -> list[Span]:
+    """Return ``size`` shards of a span, in order. All shards except the last ones are equal. Pure function.
+
+    ``whole`` is as in `Buffers`.
+    """
+    step = shard_count(span.count, size, itemsize, whole)
     bounds = [min(span.count, index * step) for index in range(size + 1)]
     return [_part(span, start, stop, itemsize) for start, stop in itertools.pairwise(bounds)]
 
 
-def shard_count(count: int, size: int, itemsize: int) -> int:
+def shard_count(count: int, size: int, itemsize: int, whole: int = 0) -> int:
     """Return the elements of each shard except the last ones, if ``count`` elements have ``size`` shards."""
     step = -(-count // size)
+    if whole:
+        return -(-step // whole) * whole
     line = max(1, _ALIGNED_NBYTES // itemsize)
     return step if step <= line else -(-step // line) * line
 
@@ -269,7 +276,7 @@ def chain_reduce(b: Buffers) -> Chain:
 
 
 def _shards(b: Buffers, span: Span | None) -> list[Span]:
-    return split(_needed(span), b.size, b.dtype.itemsize)
+    return split(_needed(span), b.size, b.dtype.itemsize, b.whole)
 
 
 def _split_without(b: Buffers, span: Span) -> list[Span]:

@@ -28,10 +28,12 @@ class Signature:
     algorithm: str | None = None
     """The algorithm that the caller named."""
     epilogue: str | None = None
+    wire_dtype: str | None = None
+    """The codes as which elements travel."""
 
     def __str__(self) -> str:
         optional = {"count": self.count, "op": self.op, "root": self.root}
-        optional |= {"epilogue": self.epilogue, "algorithm": self.algorithm}
+        optional |= {"epilogue": self.epilogue, "wire_dtype": self.wire_dtype, "algorithm": self.algorithm}
         parts = [self.dtype, *(f"{name}={value}" for name, value in optional.items() if value is not None)]
         return f"{self.operation}({', '.join(parts)})"
 

@@ -16,7 +16,7 @@ from mpicomm.recording.record import Category
 
 _BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out", "origin", "result")
 _PRODUCTS = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
-_DETAILS = ("dest", "source", "root", "peer", "target_rank", "rank")
+_DETAILS = ("dest", "source", "root", "peer", "target_rank", "rank", "wire_dtype")
 _ROWS: dict[str, Operation] = {name: row for row in OPERATIONS.values() for name in row.methods}
 _COLLECTIVES = ("Barrier", *OPERATIONS)
 
@@ -89,6 +89,8 @@ class MethodSignature:
             value = arguments[place] if place < len(arguments) else keywords.get(name, default)
             if isinstance(value, int) and value >= 0:  # no wildcard
                 details[name] = value
+            elif name == "wire_dtype" and value is not None:
+                details[name] = str(value)
         nbytes, dtype = None, ""
         for place, name in self.buffers:
             buffer = arguments[place] if place < len(arguments) else keywords.get(name)

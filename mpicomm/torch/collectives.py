@@ -18,6 +18,7 @@ from mpicomm.collectives.operations import (
     OPERATIONS,
     REDUCE_SCATTER_BLOCK,
 )
+from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.known_calls import KnownCalls, are_blocks, in_blocks, read, sent_of
 from mpicomm.torch.reductions import reduction_of
@@ -44,18 +45,19 @@ class TensorCollectives:
         self._rank, self._size = comm.rank, comm.size
         self._known = KnownCalls(comm)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any, name: str = "tensor") -> None:
-        """Reduce ``tensor`` over all ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor, op: Any, name: str = "tensor", wire: Wire | None = None) -> None:
+        """Reduce ``tensor`` over all ranks, in place. Elements travel as codes of ``wire``, if it is not None."""
         plain = read(tensor)
         if plain is not None:
             reduction = reduction_of(op, tensor, name)
             of_one_call = reduction.factor is None and not reduction.averages_whole
-            if of_one_call and self._known.enqueue(ALLREDUCE, MPI.IN_PLACE, plain, tensor, reduction.op):
+            if of_one_call and self._known.enqueue(ALLREDUCE, MPI.IN_PLACE, plain, tensor, reduction.op, wire=wire):
                 return
         memory = flat(tensor, name)
         reduction = reduction_of(op, memory, name)
         send = MPI.IN_PLACE if reduction.factor is None else reduction.given(memory)
-        self._comm.Allreduce(send, memory, reduction.op, algorithm=self._way("Allreduce", memory))
+        way, codes = self._way("Allreduce", memory), None if wire is None else wire.codes
+        self._comm.Allreduce(send, memory, reduction.op, algorithm=way, wire_dtype=codes)
         if reduction.averages_whole:
             reduction.finish(memory, self._size)
 

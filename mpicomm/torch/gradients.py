@@ -6,9 +6,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.groups import group_of
 from mpicomm.torch.process_group import ProcessGroup
+
+_CODES = {torch.float8_e4m3fn: Wire("float8_e4m3fn"), torch.int8: Wire("int8")}
 
 
 class AllreduceState:
@@ -16,15 +19,21 @@ class AllreduceState:
 
     ``group`` is a group of the backend ``mpicomm``, by default the group of all ranks. Without ``wire_dtype`` gradients
     travel in their type. With ``torch.bfloat16`` or ``torch.float16`` gradients of float32 travel in half of the bytes.
-    Kernels add in float32 and round once. The constructor is local, and raises `InvalidUsageError` for other types and
-    groups.
+    Kernels add in float32 and round once. With ``torch.float8_e4m3fn`` or ``torch.int8`` gradients travel as codes of 8
+    bits: see ``wire_dtype`` of `mpicomm.Communicator.Allreduce`, which also states the error. A NaN or an infinity
+    makes its block of 128 elements NaN on all ranks, so ``torch.amp.GradScaler`` notices it. The constructor is local,
+    and raises `InvalidUsageError` for other types and groups.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, wire_dtype: torch.dtype | None = None) -> None:
-        if wire_dtype not in (None, torch.bfloat16, torch.float16):
-            raise InvalidUsageError(f"wire_dtype={wire_dtype}: pass torch.bfloat16, torch.float16, or leave it out")
+        if wire_dtype not in (None, torch.bfloat16, torch.float16, *_CODES):
+            raise InvalidUsageError(
+                f"wire_dtype={wire_dtype}: pass torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, or "
+                "leave it out"
+            )
         self.group = group_of(group)
         self.wire_dtype = wire_dtype
+        self._wire = None if wire_dtype is None else _CODES.get(wire_dtype)
         self._converted: dict[int, torch.Tensor] = {}
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -32,8 +41,9 @@ class AllreduceState:
         gradients, all_reduce = bucket.buffer(), self.group.collectives.all_reduce
         # After the last bucket the backward pass is over, so a call on a side stream would overlap with no other work.
         beside = not bucket.is_last()
-        if self.wire_dtype is None or gradients.dtype == self.wire_dtype:
-            return self.group.future("average", all_reduce, (gradients, dist.ReduceOp.AVG), gradients, beside=beside)
+        if self.wire_dtype in (None, gradients.dtype) or self._wire is not None:
+            given = gradients, dist.ReduceOp.AVG, "bucket", self._wire
+            return self.group.future("average", all_reduce, given, gradients, beside=beside)
         converted = self._copy_of(bucket.index(), gradients)
 
         def average_wire() -> None:

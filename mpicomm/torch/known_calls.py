@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.wire import Wire
 from mpicomm.mpi.plain_arrays import ReadArray, plain_tensor
 
 
@@ -23,7 +24,14 @@ class KnownCalls:
         self._comm = comm
 
     def enqueue(
-        self, operation: Operation, send: Any, receive: ReadArray, tensor: torch.Tensor, op: Any = None, root: int = 0
+        self,
+        operation: Operation,
+        send: Any,
+        receive: ReadArray,
+        tensor: torch.Tensor,
+        op: Any = None,
+        root: int = 0,
+        wire: Wire | None = None,
     ) -> bool:
         """Enqueue a known call on the current stream of PyTorch for ``tensor``. Return whether the call is known.
 
@@ -33,7 +41,7 @@ class KnownCalls:
         if type(self._comm) is not Communicator:
             return False
         gpu = self._comm._collectives.engines.gpu
-        known = gpu and gpu.find(operation, "auto", send, receive, op, root, None)
+        known = gpu and gpu.find(operation, "auto", send, receive, op, root, None, wire or ())
         if not gpu or not known:
             return False
         gpu.run(known, None, tensor, tensor)

@@ -24,7 +24,11 @@ def require_known(operation: Operation, algorithm: str) -> None:
 
 def require_possible(call: Call) -> None:
     """Raise if the named algorithm does not support the type, the operation, or the location of the buffers."""
-    operation, algorithm = call.operation, call.algorithm
+    operation, algorithm, wire = call.operation, call.algorithm, call.arguments.wire
+    if wire is not None and algorithm not in ("one_shot", "two_shot"):
+        raise InvalidUsageError(
+            f'algorithm="{algorithm}" of {operation} sends no codes of 8 bits for wire_dtype="{wire}": use "auto"'
+        )
     if algorithm == "mpi":
         if call.op == "avg":
             raise InvalidUsageError(

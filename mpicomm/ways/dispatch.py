@@ -19,12 +19,14 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import crossover, selection
 from mpicomm.collectives.host.fast_path import PlainCheck, at_once, plain_calls
 from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
 from mpicomm.session import Session
+from mpicomm.ways.as_codes import AsCodes
 from mpicomm.ways.by_mpi import MpiWay, OnPinnedCopies
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.on_gpus import OnGpus
@@ -66,6 +68,7 @@ class Dispatcher:
         self._gpus = OnGpus(session, engines, completer, witness)
         self._mapped = InMappedMemory(engines, witness)
         self._epilogue = WithEpilogue(reader, self._carry)
+        self._codes = AsCodes(session, reader, self._mapped)
         self._copies = OnCopies(session, reader, completer, self._carry, self.prepare)
         self._processes = frozenset((place.host, place.pid) for place in placement.places)
         self.at_once: dict[str, PlainCheck] = {}
@@ -83,6 +86,7 @@ class Dispatcher:
         root: int = 0,
         counts: Sequence[int] | None = None,
         epilogue: Epilogue | None = None,
+        wire: Wire | None = None,
     ) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it.
 
@@ -90,12 +94,12 @@ class Dispatcher:
         """
         gpu = self.engines.gpu
         if gpu:
-            finish = () if epilogue is None else epilogue.key(gpu.identity_of)
+            finish = (wire or ()) if epilogue is None else epilogue.key(gpu.identity_of)
             known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
             if known:
                 gpu.run(known, stream, send, receive)
                 return
-        arguments = Arguments(send, receive, op, root, counts, epilogue)
+        arguments = Arguments(send, receive, op, root, counts, epilogue, wire)
         if self._is_plain(operation, operation.name, arguments, stream, algorithm):
             self._mpi.carry_out(operation, arguments, blocking=True)
         else:
@@ -112,9 +116,10 @@ class Dispatcher:
         root: int = 0,
         counts: Sequence[int] | None = None,
         epilogue: Epilogue | None = None,
+        wire: Wire | None = None,
     ) -> MPI.Request:
         """Start a nonblocking collective, with the arguments of `run`."""
-        given = send, receive, op, root, counts, epilogue
+        given = send, receive, op, root, counts, epilogue, wire
         begun: Begun = self._begin_known(operation, stream, algorithm, *given)
         if begun is None:
             arguments = Arguments(*given)
@@ -158,6 +163,7 @@ class Dispatcher:
                 arguments.root,
                 arguments.counts,
                 arguments.epilogue,
+                arguments.wire,
             )
             if known is not None:
                 return known
@@ -229,6 +235,8 @@ class Dispatcher:
         refuse_stream(call.operation.name, call.stream)
         if call.epilogue is not None:
             return self._epilogue
+        if call.wire is not None:
+            return self._codes
         if self._is_for_mpi(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
             return self._mpi
         return self._mapped
@@ -253,7 +261,7 @@ class Dispatcher:
 
     def _is_plain(self, operation: Operation, method: str, given: Arguments, stream: Any, algorithm: str) -> bool:
         """Return whether a call is certainly MPI's, and needs no exchange of counts before. Local."""
-        if algorithm != "auto" or stream is not None or given.epilogue is not None:
+        if algorithm != "auto" or stream is not None or given.epilogue is not None or given.wire is not None:
             return False
         told = operation.send != "counted" or given.counts is not None
         return told and self._plain[method](given.send, given.receive, given.op, given.root)
@@ -269,12 +277,13 @@ class Dispatcher:
         root: int,
         counts: Sequence[int] | None,
         epilogue: Epilogue | None,
+        wire: Wire | None,
     ) -> DeferredWork | None:
         """Begin a call on device arrays that was made before; None if it was not."""
         gpu = self.engines.gpu
         if gpu is None:
             return None
-        finish = () if epilogue is None else epilogue.key(gpu.identity_of)
+        finish = (wire or ()) if epilogue is None else epilogue.key(gpu.identity_of)
         known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
         return None if known is None else self._gpus.until(gpu.begin(known, stream, send, receive))
 

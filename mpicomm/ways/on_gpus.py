@@ -41,7 +41,7 @@ class OnGpus:
             self._witness.tell(operation, on_host=False)
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
-        finish = () if given.epilogue is None else given.epilogue.key(gpu.identity_of)
+        finish = (given.wire or ()) if given.epilogue is None else given.epilogue.key(gpu.identity_of)
         # Other ranks may pass other memory the next time, and this rank would not ask.
         if finish is not None and not call.was_undecided:
             key = (operation, call.algorithm, given.send, given.receive, given.op, given.root, given.counts, finish)

@@ -8,7 +8,7 @@ LATE = [
     Change(
         "fences.cuh",
         "struct Fences {",
-        """struct Late { u32 worker; Pair* slot; bool asked; };
+        """struct Late { u32 worker; Pair* slot; bool asked; u32* scales; };  // a slot, or the scales of a warp
 inline std::vector<Late>& late() {
   static thread_local std::vector<Late> all;  // of a block
   return all;
@@ -17,7 +17,10 @@ inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
   std::vector<Late> left, now;  // first, as others have their turn in each store
   for (const Late& each : late()) (arrives(each, who) ? now : left).push_back(each);
   late() = left;
-  for (const Late& each : now) SentinelProtocol::give_back(each.slot);
+  for (const Late& each : now) {
+    if (each.scales != nullptr) store_volatile(each.scales, 0);
+    else SentinelProtocol::give_back(each.slot);
+  }
 }
 
 struct Fences {""",
@@ -42,10 +45,21 @@ struct Fences {""",
         """if (!(ranks >> rank & 1)) continue;
       Pair* const taken = slot(x.team.rank, stage, rank, place);
       if constexpr (kLaps) {
-        late().push_back({threadIdx.x, taken, false});
+        late().push_back({threadIdx.x, taken, false, nullptr});
       } else {
         Protocol::give_back(taken);
       }""",
+    ),
+    Change(
+        "packet_worker.cuh",
+        "if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);",
+        """if (!(ranks >> rank & 1)) continue;
+        u32* const taken = worker.scales(worker.x.team.rank, stage, rank, place);
+        if constexpr (kLaps) {
+          late().push_back({threadIdx.x, nullptr, false, taken});
+        } else {
+          store_volatile(taken, 0);
+        }""",
     ),
 ]
 """A slot is put back when a later fence is over, and no sooner."""

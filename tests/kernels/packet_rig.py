@@ -13,11 +13,13 @@ from mpicomm.collectives.exchange import TwoShot
 from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
+from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.signature import Signature
+from mpicomm.collectives.wire import Wire
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Change
@@ -73,10 +75,17 @@ class PacketRig:
             flagged[:] = old_flags(flagged.nbytes, rng).view(np.uint8)
 
     def run(
-        self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, finish: CallEpilogue | None = None
+        self,
+        rank: int,
+        pattern: Pattern,
+        signature: Signature,
+        *,
+        nap_us: int = 0,
+        finish: CallEpilogue | None = None,
+        wire: tuple[Wire, np.dtype[Any]] | None = None,
     ) -> None:
         """Enqueue a rank's part of a collective; the geometry of the rig divides the work among threads."""
-        call = replace(pattern.call(signature), epilogue=finish)
+        call = replace(pattern.call(signature), epilogue=finish, wire=wire)
         fused = fused_in(call)
         rows = row_geometry(fused.rows, self._geometry.blocks, self.size) if fused and fused.rows else None
         for step in pattern.steps:
@@ -86,7 +95,9 @@ class PacketRig:
             if rows:
                 geometry, nbytes = rows.threads, rows.nbytes
             inboxes = node.arena.flagged if self._protocol == "flagged" else node.arena.sentinels
-            template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused)
+            template = PacketTemplate(
+                node, exchange, call.reduction, fan_out=fan_out, finish=fused, coding=coding_of(call)
+            )
             launch = template.launch(signature.hash32, (self._protocol, inboxes, geometry, nbytes))
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 

@@ -23,6 +23,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
     Steps,
     most_workers,
     packet_kernel,
+    wire_options,
 )
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_THREADS, sendrecv_kernel  # noqa: E402
 from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
@@ -80,6 +81,18 @@ BANDWIDTH += [
     packet_kernel(reduction, size, "sentinel", "paced", fan_out=False)
     for reduction in (None, WIDEST)
     for size in (2, 4, 8)
+]
+BANDWIDTH += [
+    packet_kernel(
+        (dtype, "sum"),
+        size,
+        "sentinel",
+        "laps",
+        fan_out=way == "two_shot",
+        wire=wire_options(codes, moves=way == "moves", codes_result=way != "moves", alike=way != "two_shot"),
+    )
+    for size, codes, dtype in ((2, "float8_e4m3fn", "bfloat16"), (4, "int8", "float32"), (8, "int8", "bfloat16"))
+    for way in ("one_shot", "two_shot", "moves")
 ]
 BANDWIDTH += [chain_kernel(reduction) for reduction in (None, ("int8", "sum"), WIDEST)]
 BANDWIDTH += [direct_kernel(), PACK_KERNEL, COPY]

@@ -52,6 +52,8 @@ def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]
     for algorithm in ALGORITHMS:
         if algorithm.name == name and algorithm.serves(call.operation):
             refusal = algorithm.accepts(call, node)
+            if call.wire is not None and not algorithm.codes:
+                refusal = "it sends no codes of 8 bits"
             if refusal is None:
                 return algorithm, ""
             reason = refusal

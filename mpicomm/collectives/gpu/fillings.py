@@ -120,6 +120,7 @@ class Fillings:
             (algorithm, *lengths)
             for algorithm in ALGORITHMS
             if algorithm.serves(form.operation)
+            and (algorithm.codes or form.wire is None)
             and (lengths := algorithm.lengths(form, node, symmetric=symmetric)) is not None
         ]
         by_table = [(0, self.asked)]

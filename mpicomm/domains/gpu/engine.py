@@ -89,6 +89,11 @@ class DomainsEngine:
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
         """Return this rank's part of a call that was read; see `DeviceEngine.prepare_call`."""
         require_order(call, self._layout)
+        if call.wire is not None:
+            raise InvalidUsageError(
+                f'{call.operation}: wire_dtype="{call.wire}" is for the GPUs of one peer domain, and the ranks are in '
+                f"{len(self._layout.domains)}: leave it out"
+            )
         scratch = self._packed.of(call.scratch_nbytes)
         buffers = call.buffers(scratch)
         if call.operation.reduces:

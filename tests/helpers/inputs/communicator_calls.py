@@ -20,6 +20,7 @@ from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import types
 from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.references import reference
+from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import OWN, Array, Groups, require_same
 from tests.helpers.rigs.compiling import compile_kernels
 
@@ -73,6 +74,8 @@ class Case:
     """Ranks that are reduced first, before their results are reduced. Scan and Exscan ignore them and take the ranks in
     order.
     """
+    wire: str | None = None
+    """The codes as which elements travel."""
 
     @property
     def row(self) -> Operation:
@@ -143,6 +146,8 @@ class Prepared:
         keywords = {name: given[name] for name in case.row.arguments if name in given}
         if case.algorithm != "auto":
             keywords["algorithm"] = case.algorithm
+        if case.wire is not None:
+            keywords["wire_dtype"] = case.wire
         return getattr(comm, method)(*positional, **keywords)
 
     def _argument(self, argument: Argument, buffer: Placed | None) -> Any:
@@ -176,9 +181,9 @@ class Prepared:
             stop = pad + expected.size
             assert after[stop:].tobytes() == before[stop:].tobytes(), "elements after the count have changed"
         actual = after[pad : pad + expected.size]
-        if not case.row.reduces:
+        if not case.row.reduces and case.wire is None:
             assert actual.tobytes() == expected.tobytes(), _difference(actual, expected)
-        elif case.wild:
+        elif case.wild or case.wire is not None:
             require_same(actual, expected)
         else:
             assert np.array_equal(actual, expected), _difference(actual, expected)
@@ -240,6 +245,8 @@ class Prepared:
         if case.row.reduces and {"Scan": rank + 1, "Exscan": rank}.get(case.operation, size) == 1:
             alone: Array = sent[0].copy()  # a single contribution is the result, even if x / 1 is not x
             return alone
+        if case.wire is not None and size > 1:
+            return self._coded(sent, case.wire)
         result: dict[str, Callable[[], Array | None]] = {
             "Allreduce": lambda: reference.allreduce(sent, case.op, case.groups)[rank],
             "Reduce": lambda: reference.reduce(sent, case.op, root, case.groups)[rank],
@@ -254,6 +261,15 @@ class Prepared:
             "Scatter": lambda: reference.scatter(sent[root], size)[rank],
         }
         return result[case.operation]()
+
+    def _coded(self, sent: list[Array], codes: str) -> Array:
+        """Return this rank's result if elements travel as codes."""
+        case, rank, n = self.case, self._rank, self.case.count
+        if case.operation == "Allgather":
+            return np.concatenate([through_codes(part, codes).astype(case.dtype) for part in sent])
+        if case.operation == "Allreduce":
+            return coded_sum(sent, codes, case.op)
+        return coded_sum([part[rank * n : (rank + 1) * n] for part in sent], codes, case.op, again=False)
 
     def _plan_vector(self) -> tuple[Array | None, Array | None]:
         case, rank, size, root = self.case, self._rank, self._size, self.case.root
@@ -296,6 +312,10 @@ class Prepared:
 
     def _values(self, count: int, *key: int) -> Array:
         case = self.case
+        if case.wire is not None:  # numbers of which codes round most
+            tame = values(case.dtype, count, case.seed, *key).astype(np.float32)
+            numbers: Array = (tame * np.geomspace(1e-3, 1e3, count, dtype=np.float32)).astype(case.dtype)
+            return numbers
         return values(case.dtype, count, case.seed, *key, wild=case.wild or not case.row.reduces)
 
     def _ragged(self, *where: int) -> int:

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.collectives.wire import CODED, CODED_OPS, CODES
 from mpicomm.mpi.types import COVERED
 from tests.helpers.inputs.communicator_calls import FORMS, OF_ONE_TYPE, Case, Prepared, algorithms, legal_ops
 from tests.helpers.references.reductions import dtype_named
@@ -123,6 +124,7 @@ class Player:
         ordered = algorithm != "auto" or self._family.world.device != "cpu"
         # If the processor can, NumPy fuses products and sums of complex numbers, so their bits may differ.
         fused = self._family.world.device == "cpu" and dtype.kind == "c" and op == "prod"
+        travels = row.coded and name in CODED and (moves or op in CODED_OPS) and self._rng.random() < 0.4
         return Case(
             row.name,
             dtype,
@@ -135,10 +137,14 @@ class Player:
             offset,
             seed=1000 * self._seed + number,
             wild=ordered and not fused,
+            wire=self._choose(CODES) if travels else None,
         )
 
     def _call(self, member: Member, case: Case, mode: str, what: str) -> None:
-        prepared = Prepared(replace(case, groups=groups_of(member.comm)), member.rank, member.size, self._xp)
+        groups = groups_of(member.comm)
+        if groups is not None and len(groups) > 1 and member.comm.device != "cpu":
+            case = replace(case, wire=None)  # GPUs of several peer domains refuse it
+        prepared = Prepared(replace(case, groups=groups), member.rank, member.size, self._xp)
         self._unchecked.append((what, member, prepared))
         if mode == "blocking":
             prepared.run(member.comm)

@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.collectives.wire import CODED, CODES
 from mpicomm.mpi.types import COVERED
 from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.inputs.communicator_calls import FORMS, MOVEMENTS, OF_ONE_TYPE, REDUCTIONS, Case, Prepared, legal_ops
@@ -172,6 +173,9 @@ def every_type(ranks: Ranks, name: str) -> None:
     ops = [op for op in legal_ops(name) if op not in OWN]
     calls = [*itertools.product(REDUCTIONS, ops), *((operation, "sum") for operation in MOVEMENTS)]
     run(ranks.comm, "run", [Case(operation, dtype, 1025, op, root) for operation, op in calls])
+    if name in CODED:
+        coded = [row.name for row in OPERATIONS.values() if row.coded]
+        run(ranks.comm, "run", [Case(operation, dtype, 1025, wire=codes) for operation in coded for codes in CODES])
 
 
 def every_size(ranks: Ranks) -> None:

@@ -22,6 +22,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from tests.helpers.inputs.checked_on_device import idle_kernel
+from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 
 COUNTS = (1, 5, 1003, 20011)
@@ -88,6 +89,22 @@ def finished(comm: mpicomm.Communicator) -> None:
         comm.Allreduce(mine, normal, algorithm=algorithm, epilogue=norm)
         check([(wide, 2.0 * total + np.arange(count)), (residual, np.full(count, total + 1, np.float32))])
         check([(normal, np.ones(count, np.float32))])
+
+
+def coded(comm: mpicomm.Communicator) -> None:
+    """Send codes of 8 bits: in one hop and in two, in few steps and in inboxes used again."""
+    for count, codes in ((5003, "int8"), (700_001, "float8_e4m3fn"), (6_000_011, "int8")):
+        parts = [np.random.default_rng([count, rank]).standard_normal(count, np.float32) for rank in range(comm.size)]
+        mine, total = cupy.asarray(parts[comm.rank]), coded_sum(parts, codes)
+        for algorithm in ("one_shot", "two_shot"):
+            got = cupy.zeros(count, np.float32)
+            comm.Allreduce(mine, got, algorithm=algorithm, wire_dtype=codes)
+            check([(got, total)])
+        gathered, block = cupy.zeros(count * comm.size, np.float32), cupy.zeros(count, np.float32)
+        comm.Allgather(mine, gathered, wire_dtype=codes)
+        comm.Reduce_scatter_block(cupy.concatenate([mine] * comm.size), block, wire_dtype=codes)
+        check([(block, coded_sum(parts, codes, again=False))])
+        check([(gathered, np.concatenate([through_codes(part, codes) for part in parts]))])
 
 
 def uneven(comm: mpicomm.Communicator) -> None:
@@ -326,6 +343,7 @@ def main() -> None:
             check(movements(comm, count, seed))
         each_way(comm)
         finished(comm)
+        coded(comm)
         uneven(comm)
         symmetric(comm)
         signals(comm)

@@ -202,3 +202,14 @@ def test_an_algorithm_of_one_group_is_refused(comm: mpicomm.Communicator, xp: An
     with pytest.raises(mpicomm.InvalidUsageError, match=r'algorithm="ring" of Allreduce'):
         comm.Allreduce(array, xp.empty_like(array), algorithm="ring")
     assert OPERATIONS["Allreduce"].ring is not None
+
+
+def test_codes_of_eight_bits(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
+    if comm.device == "cpu":
+        for row in OPERATIONS.values():
+            if row.coded:
+                check(comm, xp, Case(row.name, np.dtype(np.float32), 1025, wire="int8"))
+    elif len(groups_of(placement, comm.size, str(comm.device))) > 1:
+        array = xp.ones(5, np.float16)
+        with pytest.raises(mpicomm.InvalidUsageError, match='wire_dtype="int8" is for the GPUs of one peer domain'):
+            comm.Allreduce(array, xp.empty_like(array), wire_dtype="int8")

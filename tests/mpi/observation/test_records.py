@@ -53,7 +53,7 @@ def test_the_trace_has_operation_bytes_type_and_algorithm(traced: mpicomm.Commun
     small, large, out = np.ones(10), np.ones(1 << 16, "f4"), np.empty(1 << 16, "f4")
     traced.Bcast(small, root=size - 1)
     traced.Allreduce(large, out, algorithm="ring")
-    traced.Allreduce([large, 5, MPI.FLOAT], [out, 5, MPI.FLOAT], algorithm="one_shot")
+    traced.Allreduce([large, 5, MPI.FLOAT], [out, 5, MPI.FLOAT], algorithm="one_shot", wire_dtype="int8")
     traced.Alltoallv([np.ones(size), [1] * size], [np.ones(size), [1] * size])
     traced.allreduce(1)
     traced.matmul_allreduce(np.ones((2, 3), "f4"), np.ones((3, 2), "f4"))
@@ -84,6 +84,7 @@ def test_the_trace_has_operation_bytes_type_and_algorithm(traced: mpicomm.Commun
     ]
     assert facts(found[0], "root", "number") == ("Bcast", size - 1, "1")
     assert facts(found[1], "why", "number") == ("Allreduce", 'algorithm="ring"', "2")
+    assert facts(found[2], "wire_dtype") == ("Allreduce", "int8")
     assert facts(found[6], "dest", "number") == ("Sendrecv", peer, None)
     assert facts(found[-2], "error") == ("Allreduce", "RefusedByMpiError")
 

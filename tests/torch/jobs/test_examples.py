@@ -15,7 +15,7 @@ from tests.helpers.jobs.mpiexec import ROOT, run_job
 TRAIN = ROOT / "examples/train_torch.py"
 SPREAD = ROOT / "examples/tensor_parallel.py"
 AVERAGES = {
-    "comm": "comm.Allreduce(MPI.IN_PLACE, gradients, op=mpicomm.AVG)",
+    "comm": "comm.Allreduce(MPI.IN_PLACE, gradients, op=mpicomm.AVG, wire_dtype=codes)",
     "ddp": "model = DistributedDataParallel(model)",
     "fsdp": "fully_shard(part, mesh=mesh)",
 }
@@ -33,10 +33,12 @@ def test_ranks_compute_the_results_of_one_rank(nprocs: int, device: str, tmp_pat
     given = [
         (TRAIN, "--mode", mode, "--epochs=3", "--check", f"--plot={picture}") for mode, picture in pictures.items()
     ]
-    job, ended = run_in_turn(nprocs, *given, (SPREAD,), **DEVICES[device])
+    coded = (TRAIN, "--mode", "ddp", "--wire-dtype", "float8_e4m3fn", "--epochs=3", "--check")
+    job, ended = run_in_turn(nprocs, *given, coded, (SPREAD,), **DEVICES[device])
     assert job.returncode == 0 and errors_of(job, device) == ""
-    assert [code for _, code in ended] == [0] * (len(AVERAGES) + 1)
-    *trainings, layers = (output for output, _ in ended)
+    assert [code for _, code in ended] == [0] * (len(AVERAGES) + 2)
+    *trainings, with_codes, layers = (output for output, _ in ended)
+    assert re.search(r"\nlosses of one rank differ by at most [1-9]\S+; 2e-02 is allowed$", with_codes.rstrip())
     for mode, training in zip(AVERAGES, trainings, strict=True):
         trained, compared = training.splitlines()
         found = re.fullmatch(rf"{nprocs} ranks, {mode}: \d+ samples/s, loss ([0-9.]+), ([0-9.]+)% read right", trained)

@@ -50,6 +50,17 @@ def test_gradients_travel_in_half_of_the_bytes(world: dist.ProcessGroup, wire_dt
     assert all(torch.equal(each, got) for each in gathered)
 
 
+@pytest.mark.parametrize(("wire_dtype", "error"), [(torch.float8_e4m3fn, 1 / 16), (torch.int8, 1 / 127)])
+def test_gradients_travel_as_codes(world: dist.ProcessGroup, wire_dtype: torch.dtype, error: float) -> None:
+    exact, got = trained(None), trained(AllreduceState(wire_dtype=wire_dtype))
+    # Gradients are less than 1, and the mean differs by at most this part of their largest magnitudes.
+    torch.testing.assert_close(got, exact, rtol=0, atol=STEPS * 0.1 * error * (2 + error))
+    assert dist.get_world_size() == 1 or not torch.equal(got, exact)
+    gathered = [torch.empty_like(got) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, got)
+    assert all(torch.equal(each, got) for each in gathered)
+
+
 def test_the_hooks_that_pytorch_has_built_in(world: dist.ProcessGroup) -> None:
     exact = trained(None)
     got = trained(None, builtin=dist.BuiltinCommHookType.ALLREDUCE)
@@ -60,8 +71,8 @@ def test_the_hooks_that_pytorch_has_built_in(world: dist.ProcessGroup) -> None:
 
 
 def test_other_types_and_groups_are_refused(world: dist.ProcessGroup) -> None:
-    with pytest.raises(InvalidUsageError, match=r"wire_dtype=torch.int8: pass torch.bfloat16"):
-        AllreduceState(wire_dtype=torch.int8)
+    with pytest.raises(InvalidUsageError, match=r"wire_dtype=torch.int16: pass torch.bfloat16"):
+        AllreduceState(wire_dtype=torch.int16)
     other = dist.new_group(backend="gloo")
     with pytest.raises(InvalidUsageError, match="is no group of mpicomm"):
         AllreduceState(other)

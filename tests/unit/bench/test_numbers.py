@@ -143,6 +143,19 @@ def test_a_right_result_is_right_and_a_wrong_element_is_found(name: str, in_plac
         assert content.count_wrong(one, place, exact=False) == 1
 
 
+@pytest.mark.parametrize(("op", "allowed"), [("sum", 0.3), ("avg", 0.1)])
+def test_codes_may_differ_by_their_error(op: str, allowed: float) -> None:
+    content = Content(np, FLOAT, op, 3, 1000, reduces=True)
+    one = dataclasses.replace(case("allreduce", rank=0, size=3, block=1000), op=op)
+    place = CaseBuffers(np.empty(one.nbytes, np.uint8), np.empty(one.nbytes, np.uint8))
+    right = reduce_in_order(op, [random_data(FLOAT, 1000, rank) for rank in range(3)])
+    for factor, wrong in ((0.9, 0), (1.1, 1)):
+        place.receive.view(FLOAT)[:] = right
+        place.receive.view(FLOAT)[7] += factor * allowed
+        assert content.count_wrong(one, place, exact=True, error=0.1) == wrong
+        assert content.count_wrong(one, place, exact=True) == 1
+
+
 def test_data_from_elsewhere_in_the_array_is_found() -> None:
     count = 1_300_000  # beyond one period
     content = Content(np, FLOAT, "sum", 2, count, reduces=False)

@@ -9,11 +9,14 @@ import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from mpicomm.collectives.call import Call
+from mpicomm.collectives.eight_bits import BLOCK
 from mpicomm.collectives.exchange import Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Arena, Request
@@ -21,6 +24,7 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
@@ -82,6 +86,8 @@ class GpuCall:
     memory: Mapped | None = None
     """The place of all ranks' output, if that is symmetric memory."""
     epilogue: CallEpilogue | None = None
+    wire: tuple[Wire, np.dtype[Any]] | None = None
+    """How elements travel, and their type; None if they travel as they are."""
 
     @classmethod
     def of(cls, call: Call, mappings: Mappings, scratch: Span | None) -> GpuCall:
@@ -93,7 +99,11 @@ class GpuCall:
         if call.epilogue is not None and call.receive is not None:
             finish = CallEpilogue(call.epilogue, call.receive.pointer)
         facts, buffers = call.signature, call.buffers(scratch)
-        return cls(call.operation, str(facts), facts.hash32, buffers, call.nbytes or 0, memory, finish)
+        wire = None
+        if call.wire is not None and call.dtype is not None:
+            wire = call.wire, call.dtype
+            buffers = replace(buffers, whole=BLOCK)  # so that results do not depend on the shards
+        return cls(call.operation, str(facts), facts.hash32, buffers, call.nbytes or 0, memory, finish, wire)
 
     @property
     def lengths_are_private(self) -> bool:
@@ -156,6 +166,8 @@ class Algorithm(ABC):
     """The value of ``algorithm=`` that selects it; several algorithms may have one name."""
     in_rank_order: ClassVar[bool] = True
     """Whether it reduces in the order of ranks; "auto" takes no other algorithm."""
+    codes: ClassVar[bool] = False
+    """Whether it carries elements as codes of 8 bits if a call asks for that."""
     into_memory: ClassVar[bool] = False
     """Whether it stores straight into symmetric output. Then ranks must agree on the address."""
 

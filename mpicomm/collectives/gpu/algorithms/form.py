@@ -62,6 +62,8 @@ class Form:
         """The bytes of an element of the send buffer and of the receive buffer."""
         self.dtype = call.dtype
         self.op = call.op or ""
+        self.wire = (call.wire, call.dtype) if call.wire is not None else None
+        """See `GpuCall.wire`."""
         self.reduction: Reduction | None = reduction_of(call.dtype, self.op) if operation.reduces else None
         self.rank = rank
         self.root = call.arguments.root

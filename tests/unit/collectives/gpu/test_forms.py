@@ -25,6 +25,7 @@ from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.longest_message import longest_with_peers
 from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.plain_arrays import plain_array
@@ -89,7 +90,16 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call_of(
-    operation: Operation, rank: int, size: int, count: int, dtype: np.dtype[Any], root: int, *, in_place: bool, at: int
+    operation: Operation,
+    rank: int,
+    size: int,
+    count: int,
+    dtype: np.dtype[Any],
+    root: int,
+    *,
+    in_place: bool,
+    at: int,
+    wire: Wire | None = None,
 ) -> Call:
     """A call in which each block has ``count`` elements, with buffers at addresses that depend on ``at``."""
     blocks = {"one": count, "blocks": count * size}
@@ -102,7 +112,7 @@ def call_of(
     elif in_place and operation.rooted == "send" and rank == root:
         receive = MPI.IN_PLACE
     op = MPI.SUM if operation.reduces else None
-    return Call(operation, Arguments(send, receive, op, root), rank, size)
+    return Call(operation, Arguments(send, receive, op, root, wire=wire), rank, size)
 
 
 def plan_of(call: Call, device: Device, asked: str, mappings: Mappings | None = None) -> FormPlan:
@@ -128,6 +138,8 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
     operation = data.draw(st.sampled_from(serving), "operation")
     dtype = np.dtype(data.draw(st.sampled_from(["f4", "f8", "i2", "u1", "c16", *["g"] * (not operation.reduces)])))
     in_place = data.draw(st.booleans(), "in place")
+    wires = [None, Wire("int8"), Wire("float8_e4m3fn", again=False)]
+    wire = data.draw(st.sampled_from(wires if operation.coded and dtype == np.float32 else wires[:1]), "wire")
     counts = st.integers(1, 40) | st.integers(1, 40_000) | st.integers(1, 40_000_000)
     device = Device(
         regions=data.draw(st.booleans(), "regions"),
@@ -136,7 +148,8 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
         blocks=data.draw(st.sampled_from([16, 132]), "blocks"),
         link_speed=data.draw(st.sampled_from([0.5, 1.0]), "link speed"),
     )
-    first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, in_place=in_place, at=0)
+    kind: dict[str, Any] = {"in_place": in_place, "wire": wire}
+    first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, at=0, **kind)
     assume(has_form(first))
     symmetric, mappings = data.draw(st.booleans(), "symmetric"), Mappings()
     plan = plan_of(first, device, asked, mappings)
@@ -144,7 +157,7 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
         mappings.add([(1 << 51) + (abs(each - rank) << 48) for each in range(size)], rank, 1 << 45)
     for number in range(1, 4):  # later calls follow earlier ones in the same memory
         count = data.draw(counts, "count")
-        call = call_of(operation, rank, size, count, dtype, root, in_place=in_place, at=number)
+        call = call_of(operation, rank, size, count, dtype, root, at=number, **kind)
         planned = GpuCall.of(call, mappings, None)
         filled = fill(plan, call)
         try:

@@ -21,6 +21,8 @@ SLOT_NBYTES = 16
 FENCES_NBYTES = 3072  # for each block: see fences.cuh
 ABSENT = 0xFFF5A3C6
 """The words of an empty slot of the sentinel protocol."""
+CODES_OF_PACKET = 16
+"""The elements that a packet carries as codes of 8 bits: ``kPartElements`` in eight_bits.cuh."""
 UNIT_NBYTES = {"flagged": 8, "sentinel": 16}
 """The bytes of data in a packet of each protocol: see packet_protocols.cuh."""
 _PROTOCOLS = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
@@ -72,10 +74,15 @@ def finished_packet_arguments(finish: type[ctypes.Structure]) -> type[PacketArgu
     return type("FinishedPacketArguments", (PacketArguments,), {"_fields_": [("finish", finish)]})
 
 
-def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
-    """Return the most worker threads of a block between ``size`` ranks: ``kWorkers`` in packet_worker.cuh."""
+def most_workers(size: int, *, fan_out: bool, one_step: bool, coded: int = 0) -> int:
+    """Return the most worker threads of a block between ``size`` ranks: ``kWorkers`` in packet_worker.cuh.
+
+    If packets carry codes of elements, ``coded`` is the size of an element.
+    """
     if one_step:
         threads = 512 if size > 4 else 768
+    elif coded:
+        threads = 256 if size > 4 else 384 if size > 2 else 512 if fan_out or coded > 2 else 768
     else:
         threads = 256 if size > 4 else 512 if fan_out else 640 if size > 2 else 768
     return threads - OVERSEERS
@@ -90,18 +97,29 @@ def packet_kernel(
     fan_out: bool,
     host_slots: bool = False,
     epilogue: tuple[str, ...] = (),
+    wire: tuple[str, ...] = (),
 ) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the kernel that does not reduce.
 
     ``epilogue`` are the options of an epilogue. With them the kernel takes `finished_packet_arguments`. ``host_slots``
-    is whether inboxes lie in host memory. Then a kernel that reuses slots within a launch is another variant. Raises as
-    `options_for`.
+    is whether inboxes lie in host memory. Then a kernel that reuses slots within a launch is another variant. ``wire``
+    are the options of `wire_options`. Raises as `options_for`.
     """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
     ways = (*_PROTOCOLS[protocol], *_STEPS[steps], *fans, *fences)
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue)
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue, *wire)
     return Variant(_SOURCE, "mpicomm_packets", options)
+
+
+def wire_options(wire: str, *, moves: bool, codes_result: bool, alike: bool = False) -> tuple[str, ...]:
+    """Return the options of a kernel whose packets have codes of the type ``wire``: see units.cuh.
+
+    The kernel only ``moves`` data, or it reduces. ``codes_result`` is whether it codes the result again. ``alike`` is
+    whether the rank sends all ranks the same elements, which are also its contribution to a reduction.
+    """
+    flags = {"MOVES": moves, "CODES_RESULT": codes_result, "ALIKE": alike}
+    return (f"-DMPICOMM_WIRE={wire}", *(f"-DMPICOMM_{name}" for name, wanted in flags.items() if wanted))
 
 
 def flags_can_carry(dtype: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from mpicomm.collectives.eight_bits import BLOCK
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import WayOf
 from mpicomm.collectives.gpu.algorithms.template import Filled
@@ -16,7 +18,8 @@ class PacketCalls(PacketTemplate):
 
     def __init__(self, form: Form, node: Node, way_of: WayOf, *, two_shot: bool) -> None:
         first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
-        super().__init__(node, first, form.reduction, fan_out=second, alike=not two_shot)
+        super().__init__(node, first, form.reduction, fan_out=second, alike=not two_shot, coding=coding_of(form))
+        self._whole = BLOCK if form.wire else 0
         own = first.reduction.own if first.reduction is not None else None
         pieces = [form.piece(span, own) for span in self.places]
         self._parts = parts = form.shards if two_shot else 1 + max(piece.part for piece in pieces)
@@ -39,7 +42,8 @@ class PacketCalls(PacketTemplate):
             end = nbytes * parts
             begins, others = range(send, send + end, nbytes), range(receive, receive + end, nbytes)
             return self.write([0, *[nbytes] * parts, *begins, *others], nbytes, hash32, way)
-        longest = min(nbytes, shard_count(nbytes // self._itemsize, parts, self._itemsize) * self._itemsize)
+        count = shard_count(nbytes // self._itemsize, parts, self._itemsize, self._whole)
+        longest = min(nbytes, count * self._itemsize)
         way = self._way_of(longest)
         if way is None:
             return None

@@ -7,7 +7,7 @@
 // because packets carry elements of one size. rows.cuh normalises rows.
 #pragma once
 
-#include "packet_protocols.cuh"
+#include "units.cuh"
 #if defined(MPICOMM_EPILOGUE)
 #include "epilogue.cuh"
 #include "reduce_packets.cuh"
@@ -81,9 +81,16 @@ struct Finish {
   Norm norm;
 #endif
 
-  MPICOMM_DEVICE Packet sent_on(const Packet& unit, const u8*) const { return unit; }
-  MPICOMM_DEVICE void store(u8* array, u64 at, u64 nbytes, const Packet& unit) const {
-    store_unit(array, width_of(array), at, nbytes, unit);
+  MPICOMM_DEVICE Unit sent_on(const Reduced& result, const u8*) const {
+#if defined(MPICOMM_WIRE)
+    return code(result);
+#else
+    return result;
+#endif
+  }
+  template <class Any>
+  MPICOMM_DEVICE void store(u8* array, u64 at, u64 nbytes, const Any& unit) const {
+    store_at(array, at, nbytes, unit);
   }
 };
 

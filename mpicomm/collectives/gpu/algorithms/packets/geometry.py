@@ -31,11 +31,11 @@ class Geometry(NamedTuple):
 
 
 @cache
-def geometries_of(most_blocks: int, size: int, *, fan_out: bool) -> tuple[list[int], list[Geometry]]:
+def geometries_of(most_blocks: int, size: int, *, fan_out: bool, coded: int = 0) -> tuple[list[int], list[Geometry]]:
     """Return the most packets that geometries between ``size`` ranks move in one step, and these geometries.
 
     The last geometry, which has no such number, is for all longer messages. The choice is measured on H200s: one step
-    if possible, with as many blocks as there are, each as small as one step allows.
+    if possible, with as many blocks as there are, each as small as one step allows. ``coded`` is as in `most_workers`.
     """
     most, units, geometries = most_workers(size, fan_out=fan_out, one_step=True), [0], list[Geometry]()
     for workers in (*(each for each in _WORKERS if each < most), most):
@@ -44,7 +44,8 @@ def geometries_of(most_blocks: int, size: int, *, fan_out: bool) -> tuple[list[i
             if geometry.threads > units[-1]:
                 units.append(geometry.threads)
                 geometries.append(geometry)
-    return units[1:], [*geometries, Geometry(most_blocks, most_workers(size, fan_out=fan_out, one_step=False))]
+    workers = most_workers(size, fan_out=fan_out, one_step=False, coded=coded)
+    return units[1:], [*geometries, Geometry(most_blocks, workers)]
 
 
 @cache

@@ -5,12 +5,8 @@
 
 #include "fences.cuh"
 #include "ll_flags.cuh"
-#include "packet_protocols.cuh"
 #include "rows.cuh"
 #include "team.cuh"
-#if defined(MPICOMM_DTYPE)
-#include "reduce_packets.cuh"
-#endif
 
 namespace mpicomm {
 
@@ -85,7 +81,9 @@ constexpr bool kPaced = false;
 // The most threads of a block for which there are registers. The workers are the threads that move
 // data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
-constexpr u32 kMostOfMore = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
+constexpr u32 kMostOfUnits = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
+constexpr u32 kMostOfCodes = kRanks > 4 ? 256 : kRanks > 2 ? 384 : kFanOut || sizeof(Element) > 2 ? 512 : 768;
+constexpr u32 kMostOfMore = kWire ? kMostOfCodes : kMostOfUnits;
 #if defined(MPICOMM_WEIGHT)
 constexpr u32 kWorkers = kGroups * kNormThreads;
 #else
@@ -94,7 +92,7 @@ constexpr u32 kWorkers = (kOneStep ? kMostOfOneStep : kMostOfMore) - kOverseers;
 constexpr u32 kThreads = kWorkers + kOverseers;
 static_assert(kWorkers <= Fences::kMostWorkers && kOverseers == kLanes, "one overseer for each lane of the workers");
 
-#if defined(MPICOMM_DTYPE)
+#if defined(MPICOMM_DTYPE) && !defined(MPICOMM_MOVES)
 constexpr bool kRelays = false;
 constexpr bool kReduces = true;  // whether the packets of all sources give one result
 #else
@@ -102,35 +100,17 @@ constexpr bool kRelays = kFanOut;
 constexpr bool kReduces = kRelays;
 #endif
 
-// Returns the unit of the only source, unchanged.
-MPICOMM_DEVICE Packet single(const Packet (&units)[kRanks], u32 sources) {
-#pragma unroll
-  for (u32 rank = 0; rank < kRanks; ++rank) {
-    if (sources >> rank & 1) return units[rank];
-  }
-  return {};
-}
-
-// Returns the reduction of the units of all sources.
-MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
-#if defined(MPICOMM_DTYPE)
-  if ((sources & (sources - 1)) != 0) return reduce_packets<kUnitNbytes>(units, sources);
-#endif
-  return single(units, sources);
-}
-
 // The units that a thread sends in a turn, in registers. Their order is the distance from this
 // rank, because a rank begins with the next rank (team.cuh).
 struct Outgoing {
-  Packet units[kRanks];
+  Loaded units[kAlike ? 2 : kRanks];
+  Unit sent{};  // the unit of the turn before, if it is alike for all ranks
 
   MPICOMM_DEVICE void load(const Packets& x, u64 at) {
 #pragma unroll
-    for (u32 distance = kReduces ? 1 : 0; distance < kRanks; ++distance) {
+    for (u32 distance = kReduces || kAlike ? 1 : 0; distance < (kAlike ? 2 : kRanks); ++distance) {
       const u32 to = (x.team.rank + distance) % kRanks;
-      if (at < x.send_nbytes[to]) {
-        units[distance] = load_unit(x.sends[to], width_of(x.sends[to]), at, x.send_nbytes[to]);
-      }
+      if (at < x.send_nbytes[to]) units[distance] = load_at(x.sends[to], at, x.send_nbytes[to]);
     }
   }
 };
@@ -221,36 +201,51 @@ struct Worker {
     return true;
   }
 
+  // The scales beside the slots of a warp: see units.cuh.
+  MPICOMM_DEVICE u32* scales(u32 owner, u32 stage, u32 source, u64 place) const {
+    return reinterpret_cast<u32*>(escape(owner, slot(owner, stage, source, place / kSharers * kSharers)));
+  }
+
   // Stores a packet with `unit` in a slot of rank `to`.
-  MPICOMM_DEVICE void send(u32 to, u32 stage, u64 place, const Packet& unit, Protocol::Flag flag) const {
+  MPICOMM_DEVICE void send(u32 to, u32 stage, u64 place, const Unit& unit, Protocol::Flag flag) const {
     Pair* const target = slot(to, stage, x.team.rank, place);
-    const Pair packet = Protocol::packet(unit, flag);
+    const Pair packet = Protocol::packet(packet_in(unit), flag);
+#if defined(MPICOMM_WIRE)
+    // Pairs with the loads in `Scales`. It orders nothing: each receiver waits for both.
+    if (place % kSharers == 0) store_volatile(scales(to, stage, x.team.rank, place), unit.scales);
+#endif
     if (Protocol::has_escape(packet)) return store_escaped(target, escape(to, target), packet);
     store_volatile(target, packet);
   }
 
   // Sends the units that `out` holds for offset `at`. The unit to this rank itself goes to its
   // place in the output.
-  MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place) const {
+  MPICOMM_DEVICE void push(Outgoing& out, u64 at, u64 place) const {
     const u32 rank = x.team.rank;
+    if (kAlike && at < x.send_nbytes[(rank + 1) % kRanks]) out.sent = unit_of(out.units[1]);
 #pragma unroll
     for (u32 distance = 1; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
-      if (at < x.send_nbytes[to]) send(to, 0, place, out.units[distance], Protocol::flag(count));
+      if (at >= x.send_nbytes[to]) continue;
+      if constexpr (kAlike) send(to, 0, place, out.sent, Protocol::flag(count));
+      else send(to, 0, place, unit_of(out.units[distance]), Protocol::flag(count));
     }
     if (!kReduces && at < x.send_nbytes[rank]) {
-      store_unit(x.receives[rank], width_of(x.receives[rank]), at, x.send_nbytes[rank], out.units[0]);
+      if constexpr (kAlike) store_at(x.receives[rank], at, x.send_nbytes[rank], out.sent);
+      else store_at(x.receives[rank], at, x.send_nbytes[rank], unit_of(out.units[0]));
     }
   }
 
   // Stores the units of the packets of `ranks` at their places in the output. One copy of the code
   // of a conversion serves all ranks. The code may be long, and a kernel waits until the GPU has
   // fetched it.
-  MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], u32 ranks, u64 at) const {
+  template <class Scales>
+  MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], const Scales& scales, u32 ranks, u64 at) const {
 #pragma unroll(kConverts ? 1 : kRanks)
     for (u32 rank = 0; rank < kRanks; ++rank) {
       if (!(ranks >> rank & 1) || (kRelays && x.receives[rank] == nullptr)) continue;
-      finish_of(x).store(x.receives[rank], at, x.receive_nbytes[rank], Protocol::unit(packet_of(packets, rank)));
+      const Unit unit = scales.unit(rank, Protocol::unit(packet_of(packets, rank)));
+      finish_of(x).store(x.receives[rank], at, x.receive_nbytes[rank], unit);
     }
   }
 
@@ -289,9 +284,63 @@ struct Worker {
     const u32 ranks = x.paced & senders_at(at) & ~ranks_at(x.send_nbytes, at);
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) send(rank, 0, place, Packet{}, Protocol::flag(count));
+      if (ranks >> rank & 1) send(rank, 0, place, Unit{}, Protocol::flag(count));
     }
   }
 };
+
+// The scales of the packets of a turn: see units.cuh.
+#if defined(MPICOMM_WIRE)
+struct Scales {
+  u32 of[kRanks];
+
+  MPICOMM_DEVICE Unit unit(u32 rank, const Packet& codes) const { return {codes, of[rank]}; }
+
+  // Loads the scales beside the slots of a stage for each of `ranks`.
+  MPICOMM_DEVICE void look(const Worker& worker, u32 stage, u32 ranks, u64 place) {
+    const u32 own = worker.x.team.rank;
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+      if (ranks >> rank & 1) of[rank] = load_volatile(worker.scales(own, stage, rank, place));
+    }
+  }
+
+  // Takes the scales of `ranks`, after `look` has loaded them once, and resets them. `took` is
+  // whether this thread has taken its packets. Returns false if the kernel must leave. All threads
+  // of the warp call it together.
+  MPICOMM_DEVICE bool take(const Worker& worker, u32 stage, u32 ranks, u64 place, bool took) {
+    const auto missing = [&] {
+      u32 absent = 0;
+#pragma unroll
+      for (u32 rank = 0; rank < kRanks; ++rank) {
+        if (ranks >> rank & 1 && of[rank] == 0) absent |= 1u << rank;
+      }
+      return absent;
+    };
+    const auto look_again = [&] {
+      look(worker, stage, ranks, place);
+      return missing();
+    };
+    if (took && missing() != 0) took = await_ranks(worker.x.team, worker.launch, look_again);
+    // Without this vote the reset below could come before another thread of the warp has loaded the
+    // scales. That thread would wait for ever. A thread that leaves takes all of them along, because
+    // the others would wait for it when they code their next part.
+    if (!__all_sync(kWarp, took)) return false;
+    if (place % kSharers == 0) {
+#pragma unroll
+      for (u32 rank = 0; rank < kRanks; ++rank) {
+        if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);
+      }
+    }
+    return true;
+  }
+};
+#else
+struct Scales {
+  MPICOMM_DEVICE static Unit unit(u32, const Packet& packet) { return packet; }
+  MPICOMM_DEVICE static void look(const Worker&, u32, u32, u64) {}
+  MPICOMM_DEVICE static bool take(const Worker&, u32, u32, u64, bool took) { return took; }
+};
+#endif
 
 }  // namespace mpicomm

@@ -4,7 +4,7 @@
 // from 8 bytes up, because no flag, fence or barrier lies between the store of a packet and its
 // use.
 //
-// Units. One packet carries one unit of a message. On each rank, one worker thread handles unit u
+// Units. One packet carries one unit of a message (units.cuh). On each rank, one worker thread handles unit u
 // of all messages. That thread reads unit u of the user's memory before it writes there, so input
 // and output may be the same memory. rows.cuh says which units a thread has.
 //
@@ -80,9 +80,10 @@
 // that packet in an earlier turn. If it waits for a fence, two things come first. Other workers of
 // its block come to the turn in which they ask for the fence, which is an earlier turn. And
 // overseers see the other ranks announce this launch, which these do before they wait in it. It may
-// wait at the end of a row for another worker of its group. Then that worker waits for a packet or
-// a fence of the same or an earlier turn. It either takes that and comes, or gives up and comes. So
-// the thread goes on. That needs all blocks of a launch to run at once: see team.cuh.
+// wait at the end of a row for another worker of its group, or with codes for another worker of its
+// warp. Then that worker waits for a packet or a fence of the same or an earlier turn. It either
+// takes that and comes, or gives up and comes. So the thread goes on. That needs all blocks of a
+// launch to run at once: see team.cuh.
 
 #include "packet_worker.cuh"
 
@@ -213,12 +214,18 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     if (kPaced && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
     const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
     Pair b[kRanks], c[kRanks];
-    [[maybe_unused]] Packet in{};
+    Scales b_scales, c_scales;
+    [[maybe_unused]] Loaded in{};
+    [[maybe_unused]] const Unit sent = out.sent;
     worker.look(b, 0, b_ranks, b_place);
-    if (reduces && x.own != nullptr) in = load_unit(x.own, width_of(x.own), b_at, x.output_nbytes);
+    b_scales.look(worker, 0, b_ranks, b_place);
+    if (!kAlike && reduces && x.own != nullptr) in = load_at(x.own, b_at, x.output_nbytes);
     [[maybe_unused]] Packet residual{};
     if (kRows && reduces) residual = rows.load_residual(b_at);
-    if constexpr (kFanOut) worker.look(c, 1, c_ranks, c_place);
+    if constexpr (kFanOut) {
+      worker.look(c, 1, c_ranks, c_place);
+      c_scales.look(worker, 1, c_ranks, c_place);
+    }
 
     if (!kOneStep || turn == 0) worker.push(out, a_at, a_place);
     if (kPaced && paces) worker.pace(a_at, a_place);
@@ -231,35 +238,46 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
       count_launch(team, count, thread, workers);
     }
 
-    const bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_place);
+    bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_place);
+    if (b_ranks != 0) took = b_scales.take(worker, 0, b_ranks, b_place, took);
     if (!kRows && !took) break;
     // A worker that breaks off in a row first waits for its group, and other workers of the group
     // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
     // overseer would wait for this worker, this worker for its group, and the group for the fence.
     if (kRows && kLaps && !took) fences.say(thread, fences.kLeft);
     if (reduces && took) {
-      Packet units[kRanks];
+      Unit units[kRanks], own;
+      if constexpr (kAlike) own = sent;
+      else own = unit_of(in);
 #pragma unroll
-      for (u32 source = 0; source < kRanks; ++source) units[source] = source == rank ? in : Protocol::unit(b[source]);
-      const Packet reduced = reduce(units, x.sources);
+      for (u32 source = 0; source < kRanks; ++source) {
+        units[source] = source == rank ? own : b_scales.unit(source, Protocol::unit(b[source]));
+      }
+      const Reduced reduced = reduce(units, x.sources);
       if constexpr (kRows) rows.add(b_at, reduced, residual);
-      const Packet result = finish_of(x).sent_on(reduced, x.output + b_at);
+      [[maybe_unused]] Unit result{};
+      if constexpr (!kKeepsReduced) result = finish_of(x).sent_on(reduced, x.output + b_at);
       if constexpr (kFanOut) {
         const Protocol::Flag flag = Protocol::flag(count);
 #pragma unroll
         for (u32 distance = 1; distance < kRanks; ++distance) {
           const u32 to = (rank + distance) % kRanks;
           if (x.targets >> to & 1) worker.send(to, 1, b_place, result, flag);
-          if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_place, Packet{}, flag);  // the source needs no data
+          if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_place, Unit{}, flag);  // the source needs no data
         }
       }
-      if (!kRows && x.output != nullptr) finish_of(x).store(x.output, b_at, x.output_nbytes, result);
+      if (!kRows && x.output != nullptr) {
+        if constexpr (kKeepsReduced) store_at(x.output, b_at, x.output_nbytes, reduced);
+        else finish_of(x).store(x.output, b_at, x.output_nbytes, result);
+      }
     }
     if (kRows && has_b && !rows.end_step(took)) break;
-    if constexpr (!kReduces) worker.place(b, b_senders, b_at);
+    if constexpr (!kReduces) worker.place(b, b_scales, b_senders, b_at);
     if constexpr (kFanOut) {
-      if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place)) break;
-      worker.place(c, c_ranks, c_at);
+      bool took_result = c_ranks == 0 || worker.take(c, 1, c_ranks, c_place);
+      if (c_ranks != 0) took_result = c_scales.take(worker, 1, c_ranks, c_place, took_result);
+      if (!took_result) break;
+      worker.place(c, c_scales, c_ranks, c_at);
     }
 
     paced = paces;

@@ -13,6 +13,7 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, mo
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
+from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.protocols import (
     ProtocolLimits,
@@ -24,7 +25,7 @@ from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geo
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Step
-from mpicomm.collectives.gpu.algorithms.template import Lengths, Template
+from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import Fused
 
@@ -33,6 +34,7 @@ class PacketOneShot(Algorithm):
     """All data goes straight to the ranks that need it."""
 
     name = "one_shot"
+    codes = True
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
@@ -42,16 +44,22 @@ class PacketOneShot(Algorithm):
         """See `Algorithm`."""
         if node.size == 1:
             return "there is one rank"
+        if call.wire is not None:
+            return None
         protocol = packet_protocol(call.one_shot.longest_nbytes, self._limits(call, node))
         return None if protocol else "the inboxes are smaller than the data that goes one way"
 
     def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
         """See `Algorithm`."""
+        if form.wire is not None:
+            return 1, inf
         return 1, max(one_shot_limits(form.operation, form.reduction, node))
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
-        rows = _rows(call, node)
+        coding, rows = coding_of(call), _rows(call, node)
+        if coding is not None:
+            return coding.memory(call.one_shot.longest_nbytes, node)
         return _memory(node, self._limits(call, node), rows.nbytes if rows else call.one_shot.longest_nbytes)
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
@@ -60,7 +68,12 @@ class PacketOneShot(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        exchange, rows = call.one_shot, _rows(call, node)
+        exchange, coding, rows = call.one_shot, coding_of(call), _rows(call, node)
+        if coding is not None:
+            template = PacketTemplate(node, exchange, call.reduction, coding=coding)
+            yield template.launch(call.tag(), coding.way(exchange.longest_nbytes, node))
+            yield from moved(exchange)
+            return
         way = sized_ways(self._limits(call, node), node)(rows.nbytes if rows else exchange.longest_nbytes)
         assert way is not None
         if rows:
@@ -70,6 +83,9 @@ class PacketOneShot(Algorithm):
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
+        coding = coding_of(form)
+        if coding is not None:
+            return PacketCalls(form, node, coding.ways(node), two_shot=False)
         ways = sized_ways(one_shot_limits(form.operation, form.reduction, node), node)
         return PacketCalls(form, node, ways, two_shot=False) if form.is_even else PacketBlocks(form, node, ways)
 
@@ -87,13 +103,27 @@ class PacketTwoShot(Algorithm):
     """Each rank reduces or receives a shard, and sends it on to all ranks that need it."""
 
     name = "two_shot"
+    codes = True
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
         return operation.two_shot is not None
 
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`."""
+        if call.wire is not None and not call.wire[0].again:
+            return "its results travel as codes"
+        return None
+
+    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
+        """See `Algorithm`."""
+        return None if form.wire is not None and not form.wire[0].again else ALL_LENGTHS
+
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
+        coding = coding_of(call)
+        if coding is not None:
+            return coding.memory(call.two_shot.longest_nbytes, node)
         return _memory(node, two_shot_limits(call.reduction, node), call.two_shot.longest_nbytes)
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
@@ -102,7 +132,11 @@ class PacketTwoShot(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        schedule, limits = call.two_shot, two_shot_limits(call.reduction, node)
+        schedule, coding, limits = call.two_shot, coding_of(call), two_shot_limits(call.reduction, node)
+        if coding is not None:
+            template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, coding=coding)
+            yield template.launch(call.tag(), coding.way(schedule.longest_nbytes, node, fan_out=True))
+            return
         way = sized_ways(limits, node, fan_out=True)(schedule.longest_nbytes)
         assert way is not None
         finish = self._fused(call)
@@ -111,6 +145,9 @@ class PacketTwoShot(Algorithm):
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
+        coding = coding_of(form)
+        if coding is not None:
+            return PacketCalls(form, node, coding.ways(node, fan_out=True), two_shot=True)
         ways = sized_ways(two_shot_limits(form.reduction, node), node, fan_out=True)
         return PacketCalls(form, node, ways, two_shot=True)
 

@@ -120,8 +120,8 @@ struct Course {
   u64 begin, step_nbytes;
 
   MPICOMM_DEVICE Course(const Finish&, u32 worker, u32 workers)
-      : begin((static_cast<u64>(blockIdx.x) * workers + worker) * kUnitNbytes),
-        step_nbytes(static_cast<u64>(gridDim.x) * workers * kUnitNbytes) {}
+      : begin((static_cast<u64>(blockIdx.x) * workers + worker) / kSharers * kSharers * kCarriedNbytes),
+        step_nbytes(static_cast<u64>(gridDim.x) * workers * kCarriedNbytes) {}
 
   MPICOMM_DEVICE u64 first() const { return begin; }
   MPICOMM_DEVICE u64 after(u64 at) const { return at + step_nbytes; }
@@ -135,7 +135,7 @@ struct Sums {};
 struct Rows {
   MPICOMM_DEVICE Rows(const Finish&, Sums*, u32, u32) {}
   MPICOMM_DEVICE static Packet load_residual(u64) { return {}; }
-  MPICOMM_DEVICE static void add(u64, const Packet&, const Packet&) {}
+  MPICOMM_DEVICE static void add(u64, const Reduced&, const Packet&) {}
   MPICOMM_DEVICE static bool end_step(bool ok) { return ok; }
 };
 

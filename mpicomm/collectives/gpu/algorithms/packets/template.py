@@ -22,14 +22,16 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     Steps,
     finished_packet_arguments,
     packet_kernel,
+    wire_options,
 )
+from mpicomm.collectives.gpu.algorithms.packets.coded import Coding
 from mpicomm.collectives.gpu.algorithms.packets.ways import Way
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.epilogues.base import Fused
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction
-from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.team import LANES, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.span import Span
 
@@ -51,7 +53,7 @@ class PacketTemplate:
     The form is ``exchange`` and, with ``fan_out``, the next exchange, in which ranks send on the data that they have
     reduced or received. `places` are the pieces of memory in both exchanges, each once. With ``alike`` all places have
     the same length in each call. ``reduction`` is (dtype, op) if any rank reduces. The kernel applies ``finish`` to the
-    result.
+    result. With ``coding`` packets carry codes.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between.
@@ -66,9 +68,13 @@ class PacketTemplate:
         fan_out: Exchange | None = None,
         finish: Fused | None = None,
         alike: bool = False,
+        coding: Coding | None = None,
     ) -> None:
         self._itemsize = exchange.dtype.itemsize
         self._reduction = reduction
+        self._coding = coding
+        mine, sent = exchange.reduction, {span for span in exchange.sends if span is not None}
+        self._alike = fan_out is None and len(sent) == 1 and (mine is None or mine.own in sent)
         self._host_slots = node.host_slots
         self._fans = fan_out is not None
         self._rows = finish is not None and finish.rows is not None
@@ -98,7 +104,7 @@ class PacketTemplate:
         different = list(dict.fromkeys(of_pair))
         self._tagged = [] if self._fans else [pairs[of_pair.index(each)] for each in different]
         self._tags = [0] * size if self._fans else [different.index(each) for each in of_pair]
-        self._ends = _Ends.of(exchange, fan_out, rank, number, reduces=reduction is not None)
+        self._ends = _Ends.of(exchange, fan_out, rank, number, reduces=reduction is not None, copies=coding is not None)
         self._reduces = exchange.reduction is not None
         self.places: tuple[Span | None, ...] = tuple(numbers)
         """The pieces of memory of the form; the first is None, for no memory."""
@@ -129,8 +135,11 @@ class PacketTemplate:
         ``way`` are the same on all ranks.
         """
         protocol, inboxes, (blocks, workers), nbytes = way
-        threads, unit_nbytes = blocks * workers, UNIT_NBYTES[protocol]
+        threads, coding = blocks * workers, self._coding
+        unit_nbytes = UNIT_NBYTES[protocol] if coding is None else coding.unit_nbytes
         units, slots = -(-nbytes // unit_nbytes), inboxes.nbytes // SLOT_NBYTES
+        if coding is not None:  # the slots of a warp lie side by side
+            units, slots = -(-units // LANES) * LANES, slots // LANES * LANES
         steps = -(-units // threads) or 1
         laps = steps if units <= slots else slots // threads
         if steps > laps and (laps < FEWEST_LAPS + self._rows or protocol == "flagged"):
@@ -175,13 +184,21 @@ class PacketTemplate:
 
     def variant(self, kernel: Kernel) -> Variant:
         """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
+        coding, reduction = self._coding, self._reduction
+        wire: tuple[str, ...] = ()
+        if coding is not None:
+            wire = wire_options(
+                coding.codes, moves=reduction is None, codes_result=coding.codes_result, alike=self._alike
+            )
+            reduction = reduction or (coding.element, "sum")
         return packet_kernel(
-            self._reduction,
+            reduction,
             self._size,
             *kernel,
             fan_out=self._fans,
             host_slots=self._host_slots,
             epilogue=self._options,
+            wire=wire,
         )
 
     def longest_with_peers(self, values: list[int]) -> int:
@@ -227,9 +244,19 @@ class _Ends(NamedTuple):
     targets: int
 
     @classmethod
-    def of(cls, exchange: Exchange, fan_out: Exchange | None, rank: int, number: Number, *, reduces: bool) -> _Ends:
+    def of(
+        cls,
+        exchange: Exchange,
+        fan_out: Exchange | None,
+        rank: int,
+        number: Number,
+        *,
+        reduces: bool,
+        copies: bool,
+    ) -> _Ends:
+        """Return the ends. With ``copies`` this rank copies its message to itself also if that stays in its place."""
         sends, receives = list(exchange.sends), list((fan_out or exchange).receives)
-        if fan_out is not None or receives[rank] in (None, sends[rank]):
+        if fan_out is not None or receives[rank] is None or (receives[rank] == sends[rank] and not copies):
             sends[rank] = receives[rank] = None  # nothing to copy
         sent, received = [*map(number, sends)], [*map(number, receives)]
         places = [*sent, *received]

@@ -1,0 +1,293 @@
+// Eight bits on the wire: floats as codes of 8 bits with a scale for each block. The compiler gets
+// MPICOMM_WIRE, the type of the codes: float8_e4m3fn or int8. The host's copy of this arithmetic is
+// collectives/eight_bits.py, with the same bits; a test compares them.
+//
+// A block has 128 elements. Its scale is a power of two, the least with which no element of the
+// block exceeds the largest code. So the products with scales are exact. Only the codes round: to
+// nearest, ties to even. A block with a NaN or an infinity has the scale NaN, and decodes to NaNs.
+//
+// A thread codes a part of a block: 16 elements, which become the 16 bytes of one packet. The 8
+// threads of a block are neighbours in a warp, and a warp has 4 blocks. In each line of 128 bytes of
+// the block, a thread has 16 bytes. So the threads of a warp access whole lines.
+//
+// On the wire a scale is a byte, its exponent with the bias of a float. It is never 0. The scales of
+// a warp are one word. No byte of the codes is 0xFF, so no word of a packet looks like an empty slot
+// (packet_protocols.cuh).
+#pragma once
+
+#include "reduce_packets.cuh"
+
+namespace mpicomm {
+
+// The host's copies of these constants are in eight_bits.py and arguments.py of packets; a test
+// compares them.
+constexpr u32 kBlockElements = 128;
+constexpr u32 kPartElements = 16;
+constexpr u32 kThreadsOfBlock = kBlockElements / kPartElements;
+constexpr u32 kBlockNbytes = kBlockElements * sizeof(Element);
+constexpr u32 kNotFinite = 255;  // the scale of a block with a NaN or an infinity
+
+// Returns a * b + c. The product is exact, so one rounding and two give the same bits.
+MPICOMM_DEVICE float fused(float a, float b, float c) {
+#if defined(__CUDACC__)
+  return __fmaf_rn(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Returns four of the bytes of `low` (0 to 3) and `high` (4 to 7): each digit of `which` names a
+// byte, the lowest digit the lowest byte.
+MPICOMM_DEVICE u32 bytes(u32 low, u32 high, u32 which) {
+#if defined(__CUDACC__)
+  return __byte_perm(low, high, which);
+#else
+  const u64 both = static_cast<u64>(high) << 32 | low;
+  u32 result = 0;
+  for (u32 i = 0; i < 4; ++i) result |= static_cast<u32>(both >> (which >> i * 4 & 7) * 8 & 0xFF) << i * 8;
+  return result;
+#endif
+}
+
+template <class Code>
+struct Coding;
+
+template <>
+struct Coding<dtype::float8_e4m3fn> {
+  static constexpr u32 kLargest = 0x43E00000;  // 448, as a float
+
+  // Returns the codes of four products with `inverse` as a word. The products are at most `kLargest`.
+  MPICOMM_DEVICE static u32 encode(const float* values, float inverse) {
+    const float a = values[0] * inverse, b = values[1] * inverse, c = values[2] * inverse, d = values[3] * inverse;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return static_cast<u32>(high) << 16 | low;
+#else
+    using Code = dtype::float8_e4m3fn;
+    return Code::encode(a).bits | Code::encode(b).bits << 8 | Code::encode(c).bits << 16 |
+           static_cast<u32>(Code::encode(d).bits) << 24;
+#endif
+  }
+
+  MPICOMM_DEVICE static void decode(u32 word, float (&to)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    // Exact: each value is a float16.
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      u32 both;
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(static_cast<u16>(word >> half * 16)));
+      asm("{ .reg .b16 low, high;\n"
+          "  mov.b32 {low, high}, %2;\n"
+          "  cvt.f32.f16 %0, low;\n"
+          "  cvt.f32.f16 %1, high; }"
+          : "=f"(to[half * 2]), "=f"(to[half * 2 + 1])
+          : "r"(both));
+    }
+#else
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) to[i] = dtype::float8_e4m3fn{static_cast<u8>(word >> i * 8)}.decode();
+#endif
+  }
+};
+
+// Codes -127 to 127, in two's complement, with seven bits flipped: so 0xFF would be -128.
+template <>
+struct Coding<dtype::int8> {
+  static constexpr u32 kLargest = 0x42FE0000;  // 127, as a float
+  static constexpr float kUnits = 12582912.0f;  // 1.5 * 2^23: the last bit of such a float stands for 1
+
+  MPICOMM_DEVICE static u32 encode(const float* values, float inverse) {
+    // The addition rounds to nearest even, and leaves the integer in the low bits.
+    u32 of[4];
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) of[i] = bits_of(fused(values[i], inverse, kUnits));
+    return bytes(bytes(of[0], of[1], 0x0040), bytes(of[2], of[3], 0x0040), 0x5410) ^ 0x7F7F7F7Fu;
+  }
+
+  MPICOMM_DEVICE static void decode(u32 word, float (&to)[4]) {
+    const u32 raised = ~word;  // each code plus 128
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) to[i] = float_of(bytes(raised, 0x4B000000u, 0x7550 + i)) - 8388736.0f;  // 2^23 + 128
+  }
+};
+
+using Codes = Coding<dtype::MPICOMM_WIRE>;
+
+// A thread's part of a block: its values, or its codes and the scales of the blocks of its warp.
+struct Values {
+  float of[kPartElements];
+};
+struct Coded {
+  Packet codes;
+  u32 scales;
+};
+
+// The block of this thread among the blocks of its warp.
+MPICOMM_DEVICE u32 block_of_warp() { return threadIdx.x % kLanes / kThreadsOfBlock; }
+static_assert(kLanes / kThreadsOfBlock == sizeof(u32), "a word has a byte for each block of a warp");
+
+// Returns the scale for elements of at most the magnitude with these bits.
+MPICOMM_DEVICE u32 scale_for(u32 magnitude) {
+  constexpr u32 kExponent = (Codes::kLargest >> 23) - 127, kMantissa = Codes::kLargest & 0x7FFFFF;
+  if (magnitude >= 0x7F800000u) return kNotFinite;
+  // A larger mantissa than the mantissa of the largest code carries into the exponent.
+  const i32 scale = static_cast<i32>((magnitude + (0x7FFFFF - kMantissa)) >> 23) - static_cast<i32>(kExponent);
+  return scale < 1 ? 1 : static_cast<u32>(scale);
+}
+
+// Returns the larger of two magnitudes. As integers the bits of magnitudes have the order of the
+// floats, and NaNs are the largest.
+MPICOMM_DEVICE u32 larger(u32 one, u32 other) { return one < other ? other : one; }
+
+// Returns the bits of the largest magnitude.
+MPICOMM_DEVICE u32 magnitude_of(const Values& values) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float largest = 0;
+#pragma unroll
+  for (u32 e = 0; e < kPartElements; ++e) {
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(largest), "f"(fabsf(values.of[e])));
+  }
+  return bits_of(largest);
+#else
+  u32 largest = 0;
+#pragma unroll
+  for (u32 e = 0; e < kPartElements; ++e) largest = larger(largest, bits_of(values.of[e]) & 0x7FFFFFFFu);
+  return largest;
+#endif
+}
+
+// Codes a part whose largest magnitude has these bits. All threads of the warp call it together.
+MPICOMM_DEVICE Coded code(const Values& values, u32 magnitude) {
+#pragma unroll
+  for (u32 distance = 1; distance < kThreadsOfBlock; distance *= 2) {
+    magnitude = larger(magnitude, __shfl_xor_sync(kWarp, magnitude, static_cast<int>(distance)));
+  }
+  const u32 scale = scale_for(magnitude);
+  Coded coded{{}, scale << block_of_warp() * 8};
+#pragma unroll
+  for (u32 distance = kThreadsOfBlock; distance < kLanes; distance *= 2) {
+    coded.scales |= __shfl_xor_sync(kWarp, coded.scales, static_cast<int>(distance));
+  }
+  if (scale == kNotFinite) return coded;
+  const float inverse = float_of((254 - scale) << 23);
+#pragma unroll
+  for (u32 word = 0; word < 4; ++word) coded.codes.words[word] = Codes::encode(values.of + word * 4, inverse);
+  return coded;
+}
+
+// Returns the factor of this thread's codes.
+MPICOMM_DEVICE float factor_of(const Coded& coded) {
+  const u32 scale = coded.scales >> block_of_warp() * 8 & 0xFF;
+  return float_of(scale == kNotFinite ? 0x7FC00000u : scale << 23);
+}
+
+MPICOMM_DEVICE Values decode(const Coded& coded) {
+  const float factor = factor_of(coded);
+  Values values;
+#pragma unroll
+  for (u32 word = 0; word < 4; ++word) {
+    float four[4];
+    Codes::decode(coded.codes.words[word], four);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) values.of[word * 4 + i] = four[i] * factor;
+  }
+  return values;
+}
+
+// Adds a contribution.
+MPICOMM_DEVICE void add(Values& sum, const Coded& coded) {
+  const float factor = factor_of(coded);
+#pragma unroll
+  for (u32 word = 0; word < 4; ++word) {
+    float four[4];
+    Codes::decode(coded.codes.words[word], four);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) sum.of[word * 4 + i] = fused(four[i], factor, sum.of[word * 4 + i]);
+  }
+}
+
+// The elements of a part in memory, by the lines of its block.
+struct Part {
+  Packet packets[sizeof(Element)];
+};
+
+MPICOMM_DEVICE Values values_of(const Part& part) {
+  Values values;
+#pragma unroll
+  for (u32 line = 0; line < sizeof(Element); ++line) {
+    const auto elements = __builtin_bit_cast(Elements, part.packets[line]);
+#pragma unroll
+    for (u32 e = 0; e < kElements; ++e) {
+      values.of[line * kElements + e] = Number<Element>::decode(elements.of[e]);
+    }
+  }
+  return values;
+}
+
+// Returns the bits of the largest magnitude of the elements of a part, as a float.
+template <class T>
+MPICOMM_DEVICE u32 magnitude_of(const Part& part) {
+  if constexpr (sizeof(T) == 4) return magnitude_of(values_of(part));
+  else {
+    u32 largest = 0;  // two magnitudes
+#pragma unroll
+    for (u32 line = 0; line < sizeof(T); ++line) {
+#pragma unroll
+      for (u32 word = 0; word < 4; ++word) {
+        const u32 both = part.packets[line].words[word] & 0x7FFF7FFFu;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        asm("max.u16x2 %0, %1, %2;" : "=r"(largest) : "r"(largest), "r"(both));
+#else
+        largest = larger(largest >> 16, both >> 16) << 16 | larger(largest & 0xFFFF, both & 0xFFFF);
+#endif
+      }
+    }
+    return bits_of(T{static_cast<u16>(larger(largest >> 16, largest & 0xFFFF))}.decode());
+  }
+}
+
+MPICOMM_DEVICE Coded code(const Part& part) { return code(values_of(part), magnitude_of<Element>(part)); }
+MPICOMM_DEVICE Coded code(const Values& values) { return code(values, magnitude_of(values)); }
+
+template <class T>
+constexpr bool kIsBfloat16 = false;
+template <>
+constexpr bool kIsBfloat16<dtype::bfloat16> = true;
+
+// Returns two elements of 16 bits as a word.
+template <class T>
+MPICOMM_DEVICE u32 both_of(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (kIsBfloat16<T>) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+  }
+#endif
+  return static_cast<u32>(Number<T>::encode(high).bits) << 16 | Number<T>::encode(low).bits;
+}
+
+// Returns the part of a line, from the first of its values.
+template <class T>
+MPICOMM_DEVICE Packet packet_of(const float* values) {
+  Packet packet;
+#pragma unroll
+  for (u32 word = 0; word < 4; ++word) {
+    if constexpr (sizeof(T) == 4) packet.words[word] = bits_of(values[word]);
+    else packet.words[word] = both_of<T>(values[word * 2], values[word * 2 + 1]);
+  }
+  return packet;
+}
+
+MPICOMM_DEVICE Part part_of(const Values& values) {
+  Part part;
+#pragma unroll
+  for (u32 line = 0; line < sizeof(Element); ++line) {
+    part.packets[line] = packet_of<Element>(values.of + line * kElements);
+  }
+  return part;
+}
+
+}  // namespace mpicomm

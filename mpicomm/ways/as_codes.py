@@ -1,0 +1,117 @@
+"""The way of calls on host arrays whose elements travel as codes of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.collectives import eight_bits
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.operations import ALLGATHER, ALLTOALL, Operation
+from mpicomm.devices.host import array_at
+from mpicomm.mpi.span import Span
+from mpicomm.session import Session
+from mpicomm.ways.on_host import InMappedMemory
+from mpicomm.ways.reader import Reader
+
+_BYTE = np.dtype(np.uint8)
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+
+class AsCodes:
+    """NumPy codes, adds and decodes, with the bits of the kernels. The codes go through mapped memory. It blocks.
+
+    In mapped memory, ranks with different calls notice it, and waits have a limit.
+    """
+
+    def __init__(self, session: Session, reader: Reader, mapped: InMappedMemory) -> None:
+        self._rank, self._size = session.placement.rank, len(session.placement.places)
+        self._reader = reader
+        self._mapped = mapped
+
+    def enqueue(self, call: Call, *, blocking: bool) -> None:
+        """See `Way.enqueue`."""
+        assert call.receive is not None and call.dtype is not None and call.wire is not None
+        ranks, dtype = range(self._size), call.dtype
+        if not call.operation.reduces:
+            received = [_view(call.receive.block(rank), dtype) for rank in ranks]
+            own = received[self._rank] if call.send is None else _view(call.send.whole(), dtype)
+            self._gather(call, own, received)
+        elif call.operation.send == "blocks":
+            assert call.send is not None
+            blocks = [_view(call.send.block(rank), dtype) for rank in ranks]
+            total = self._reduce(call, blocks, blocks[0].size)
+            _convert(total, _view(Span(call.receive.pointer, total.size), dtype))
+        else:
+            assert call.send is not None
+            self._allreduce(call, _view(call.send.whole(), dtype), _view(call.receive.whole(), dtype))
+
+    def _allreduce(self, call: Call, given: Array, output: Array) -> None:
+        """Each rank reduces a shard, and sends it on."""
+        assert call.wire is not None
+        # Shards are whole blocks, so the result does not depend on the number of shards.
+        count = -(-eight_bits.blocks_of(given.size) // self._size) * eight_bits.BLOCK
+        starts = [min(rank * count, given.size) for rank in range(self._size + 1)]
+        parts = [slice(start, stop) for start, stop in pairwise(starts)]
+        total = self._reduce(call, [given[part] for part in parts], count)
+        results = [output[part] for part in parts]
+        if call.wire.again:
+            self._gather(call, total, results)
+        else:
+            made = np.empty(count, output.dtype)
+            _convert(total, made)
+            gathered = self._exchange(call, ALLGATHER, made.view(np.uint8), made.nbytes * self._size)
+            for result, of_rank in zip(results, gathered.reshape(self._size, -1), strict=True):
+                result[:] = of_rank.view(output.dtype)[: result.size]
+
+    def _reduce(self, call: Call, blocks: Sequence[Array], count: int) -> npt.NDArray[np.float32]:
+        """Return the reduction of this rank's block of all ranks. ``count`` are the most elements of a block."""
+        assert call.wire is not None
+        codes, nbytes = call.wire.codes, eight_bits.coded_nbytes(count)
+        sent = np.zeros((self._size, nbytes), np.uint8)
+        for block, coded in zip(blocks, sent, strict=True):
+            padded = np.zeros(count, block.dtype)
+            padded[: block.size] = block
+            eight_bits.encode(padded, codes, coded)
+        received = self._exchange(call, ALLTOALL, sent.reshape(-1), sent.nbytes).reshape(self._size, nbytes)
+        total = np.empty(count, np.float32)
+        eight_bits.decode(received[0], codes, total)
+        for coded in received[1:]:
+            eight_bits.add(coded, codes, total)
+        if call.op == "avg":
+            with np.errstate(all="ignore"):
+                total /= np.float32(self._size)
+        return total
+
+    def _gather(self, call: Call, own: Array, outputs: Sequence[Array]) -> None:
+        """Decode the codes of all ranks into ``outputs``. ``own`` has as many elements as the largest of them."""
+        assert call.wire is not None
+        coded = np.empty(eight_bits.coded_nbytes(own.size), np.uint8)
+        eight_bits.encode(own, call.wire.codes, coded)
+        gathered = self._exchange(call, ALLGATHER, coded, coded.nbytes * self._size)
+        for output, of_rank in zip(outputs, gathered.reshape(self._size, -1), strict=True):
+            decoded = np.empty(own.size, np.float32)
+            eight_bits.decode(of_rank, call.wire.codes, decoded)
+            _convert(decoded[: output.size], output)
+
+    def _exchange(self, call: Call, operation: Operation, sent: Bytes, nbytes: int) -> Bytes:
+        """Return ``nbytes`` that this part of the call brings. Collective."""
+        received = np.empty(nbytes, np.uint8)
+        part = self._reader.read(operation, Arguments(sent, received), "auto", None)
+        part.of_call = call.signature
+        self._mapped.enqueue(part, blocking=True)
+        return received
+
+
+def _view(span: Span, dtype: np.dtype[Any]) -> Array:
+    return array_at(span.pointer, span.count * dtype.itemsize, _BYTE).view(dtype)
+
+
+def _convert(values: npt.NDArray[np.float32], output: Array) -> None:
+    with np.errstate(all="ignore"):
+        np.copyto(output, values, casting="unsafe")

@@ -1,0 +1,97 @@
+"""Codes of 8 bits by NumPy: the values of a plain reference, and the error bound that the docstrings state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from mpicomm.collectives import eight_bits
+from mpicomm.collectives.wire import CODED, CODES
+from tests.helpers.references.coded import BLOCK, ERROR, bound, coded_sum, through_codes
+from tests.helpers.references.reductions import Array, dtype_named
+
+pytest.importorskip("ml_dtypes")
+
+
+def decoded(values: Array, codes: str) -> Array:
+    coded = np.empty(eight_bits.coded_nbytes(values.size), np.uint8)
+    eight_bits.encode(values, codes, coded)
+    assert not (coded[: -(values.size // -BLOCK) * BLOCK] == 0xFF).any()
+    assert (coded[-(values.size // -BLOCK) * BLOCK :] != 0).all()
+    result = np.empty(values.size, np.float32)
+    eight_bits.decode(coded, codes, result)
+    return result
+
+
+bits_of_floats = st.integers(0, 300).flatmap(lambda count: arrays.arrays(np.uint32, count))
+"""Bits of any floats: also NaNs, infinities, subnormals and zeros."""
+
+
+@st.composite
+def contributions(draw: st.DrawFn) -> list[Array]:
+    """Finite numbers of several ranks, of magnitudes whose sum is finite in the element type."""
+    dtype = dtype_named(draw(st.sampled_from(CODED)))
+    size, count = draw(st.integers(1, 5)), draw(st.integers(1, 300))
+    low, high = (-20, 10) if dtype.name == "float16" else (-130, 100)
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    exponents = rng.uniform(low, draw(st.integers(low, high)), (size, count))
+    return [*(rng.uniform(-1, 1, (size, count)) * np.exp2(exponents)).astype(dtype)]
+
+
+@given(bits=bits_of_floats, codes=st.sampled_from(CODES))
+def test_codes_stand_for_the_values_of_the_reference(bits: Array, codes: str) -> None:
+    values = bits.view(np.float32)
+    expected = through_codes(values, codes)
+    got = decoded(values, codes)
+    assert np.array_equal(np.isnan(got), np.isnan(expected))
+    finite = ~np.isnan(expected)
+    assert np.array_equal(got[finite].view(np.uint32), expected[finite].view(np.uint32))
+
+
+@given(bits=bits_of_floats, codes=st.sampled_from(CODES))
+def test_only_blocks_with_a_nan_or_an_infinity_become_nan(bits: Array, codes: str) -> None:
+    values = bits.view(np.float32)
+    got = decoded(values, codes)
+    for start in range(0, values.size, BLOCK):
+        block = slice(start, start + BLOCK)
+        assert np.isnan(got[block]).all() if not np.isfinite(values[block]).all() else np.isfinite(got[block]).all()
+
+
+@given(values=arrays.arrays(np.float32, st.integers(1, 300), elements=st.floats(-(2.0**127), 2.0**127, width=32)))
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_of_codes_are_the_same(values: Array, codes: str) -> None:
+    once = decoded(values, codes)
+    assert np.array_equal(decoded(once, codes), once)
+
+
+@given(parts=contributions(), codes=st.sampled_from(CODES), again=st.booleans())
+def test_sums_keep_the_stated_bound(parts: list[Array], codes: str, again: bool) -> None:
+    got = coded_sum(parts, codes, again=again).astype(np.float64)
+    exact = np.sum([part.astype(np.float64) for part in parts], axis=0)
+    assert (np.abs(got - exact) <= bound(parts, codes, again=again)).all()
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_the_bound_is_no_larger_than_needed(codes: str) -> None:
+    values = np.zeros(BLOCK, np.float32)
+    # With int8, 63.6 needs the scale 1, and 10.5 lies between two codes. With float8, 264 lies between 256 and 288.
+    values[:2] = (63.6, 10.5) if codes == "int8" else (272, 272)
+    worst = float(np.abs(decoded(values, codes) - values).max()) / float(values[0])
+    assert ERROR[codes] * 0.9 < worst <= ERROR[codes]
+
+
+def test_any_number_of_elements_and_of_blocks() -> None:
+    rng = np.random.default_rng(1)
+    for count in (0, 1, 127, 128, 129, 70_000, 200_001):
+        values = rng.standard_normal(count).astype(np.float32)
+        for codes in CODES:
+            got = decoded(values, codes)
+            assert np.array_equal(got, through_codes(values, codes))
+            total = np.ones(count, np.float32)
+            coded = np.empty(eight_bits.coded_nbytes(count), np.uint8)
+            eight_bits.encode(values, codes, coded)
+            eight_bits.add(coded, codes, total)
+            assert np.array_equal(total, np.float32(1) + got)
