@@ -71,11 +71,11 @@ class MethodSignature:
         except ValueError:  # a method of C that does not tell its arguments
             parameters = []
         places = list(enumerate(parameters))
-        buffers: tuple[str, ...] = (
-            _BUFFERS if name[0].isupper() or name in OF_ARRAYS else ()
-        )  # the other methods take objects
+        buffers: tuple[str, ...] = ()  # the other methods take objects
         if name in _PRODUCTS:
             buffers = ("a",)
+        elif name[0].isupper() or name in OF_ARRAYS:
+            buffers = _BUFFERS
         return cls(
             name,
             tuple((place, each.name) for place, each in places if each.name in buffers),
@@ -84,7 +84,7 @@ class MethodSignature:
 
     def facts(self, called: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> CallFacts:
         """Return the facts of a call that its arguments tell. It raises nothing: the call reports all faults."""
-        details = {}
+        details: dict[str, Any] = {}
         for place, name, default in self.details:
             value = arguments[place] if place < len(arguments) else keywords.get(name, default)
             if isinstance(value, int) and value >= 0:  # no wildcard
