@@ -69,7 +69,7 @@ class MethodSignature:
 
     def facts(self, called: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> CallFacts:
         """Return the facts of a call that its arguments tell. It raises nothing: the call reports all faults."""
-        details = {}
+        details: dict[str, Any] = {}
         for place, name, default in self.details:
             value = arguments[place] if place < len(arguments) else keywords.get(name, default)
             if isinstance(value, int) and value >= 0:  # no wildcard
