@@ -136,19 +136,14 @@ class BlockingCollectives(MPI.Intracomm):
         applies it, or NumPy does on host arrays.
 
         ``wire_dtype`` is "float8_e4m3fn" or "int8", the same on all ranks. Elements of float32, float16 or bfloat16
-        then travel as codes of 8 bits, and ``op`` is SUM or AVG. Each block of 128 elements has a scale, which is a
-        power of two. The ranks add in float32 and in rank order. The sum travels as codes again, except with a pair
-        such as ("int8", None). With one rank nothing travels. The result has the same bits on all ranks, in every run,
-        with every algorithm, on GPUs and on the host.
-
-        Let A be the sum over the ranks of the largest magnitude in the block. The sum differs from the exact sum by at
-        most e * (2 + e) * A, where e is 1/16 for "float8_e4m3fn" and 1/127 for "int8". With a pair it differs by at
-        most e * A. Roundings to float32 and to the elements' type come on top. AVG divides all that by the number of
-        ranks. A block with a NaN or an infinity on any rank is NaN as a whole on all ranks, as is a block whose sum
-        exceeds float32.
-
-        `InvalidUsageError` is raised for other types and operations, with an epilogue, with ``algorithm`` other than
-        "auto", "one_shot" and "two_shot", and for device arrays in several peer domains.
+        then travel as codes of 8 bits, with a power of two as the scale of each block of 128. ``op`` is SUM or AVG.
+        The sum travels as codes again, except with a pair such as ("int8", None). Its bits do not depend on rank, run,
+        algorithm and device. Let A be the sum over the ranks of the largest magnitude in the block, and e be 1/16 for
+        "float8_e4m3fn" and 1/127 for "int8". The sum differs from the exact sum by at most e * (2 + e) * A, or with a
+        pair e * A, besides roundings to float32 and to the elements' type. AVG divides all that by the number of
+        ranks. A block is NaN as a whole on all ranks if it has a NaN or an infinity on any rank, or if its sum exceeds
+        float32. Device arrays in several peer domains, and other types, operations and algorithms than "auto",
+        "one_shot" and "two_shot", raise `InvalidUsageError`.
         """
         if wire_dtype is not None or epilogue is not None or operands:
             finish, wire = as_epilogue(epilogue, operands), as_wire(wire_dtype)

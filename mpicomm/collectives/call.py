@@ -19,7 +19,7 @@ from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
-from mpicomm.collectives.wire import Wire
+from mpicomm.collectives.wire import Wire, checked_wire
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
@@ -110,7 +110,8 @@ class Call:
         self.dtype = self._common_dtype()
         self._require_agreeing_counts()
         self.epilogue = self._bound_epilogue()
-        self.wire = self._checked_wire()
+        plain = self.packed is None and self.epilogue is None
+        self.wire = checked_wire(arguments.wire, operation.name, self.operands, self.dtype, self.op, size, plain=plain)
         """The codes as which elements travel; None if they travel as they are."""
         self.of_call: Signature | None = None
         """The facts of a whole call of which this call is a part, in which all ranks must agree."""
@@ -224,23 +225,6 @@ class Call:
                     f"{self.operation}: epilogue={given!r}: {written.name} overlaps {send.name}: copy one of them"
                 )
         return bound
-
-    def _checked_wire(self) -> Wire | None:
-        wire = self.arguments.wire
-        if wire is None:
-            return None
-        wire.require(self.operation.name, self.dtype, self.op)
-        types_of = {operand.dtype for operand in self.operands if operand.total}
-        if len(types_of) > 1 or self.packed is not None:
-            raise InvalidUsageError(
-                f'{self.operation}: wire_dtype="{wire}" is for two buffers of one element type, not for '
-                f"{' and '.join(str(operand.dtype) for operand in self.operands)} or derived datatypes: convert one"
-            )
-        if self.epilogue is not None:
-            raise InvalidUsageError(
-                f'{self.operation}: wire_dtype="{wire}" goes with no epilogue: leave one of them out'
-            )
-        return wire if self._size > 1 else None  # one rank sends nothing
 
     def _unit(self, operand: Operand) -> int:
         """Return the units of an element. In a reduction a unit is an element, in other calls a byte.

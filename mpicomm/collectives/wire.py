@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import Operand
 
 CODES = ("float8_e4m3fn", "int8")
 """The types of codes."""
@@ -45,6 +47,32 @@ class Wire:
             raise InvalidUsageError(
                 f'{operation}: wire_dtype="{self}" is for SUM and AVG, and op is {op}: leave it out'
             )
+
+
+def checked_wire(
+    wire: Wire | None,
+    operation: str,
+    operands: Sequence[Operand],
+    dtype: np.dtype[Any] | None,
+    op: str | None,
+    size: int,
+    *,
+    plain: bool,
+) -> Wire | None:
+    """Return how the elements of a call travel; None if they travel as they are. Raises `InvalidUsageError`.
+
+    ``plain`` is whether the call has neither derived datatypes nor an epilogue.
+    """
+    if wire is None:
+        return None
+    wire.require(operation, dtype, op)
+    if not plain or len({operand.dtype for operand in operands if operand.total}) > 1:
+        kinds = " and ".join(str(operand.dtype) for operand in operands)
+        raise InvalidUsageError(
+            f'{operation}: wire_dtype="{wire}" is for two buffers of one element type, and goes with no derived '
+            f"datatype and no epilogue; the buffers have {kinds}: convert one, or leave it out"
+        )
+    return wire if size > 1 else None  # one rank sends nothing
 
 
 _KNOWN: dict[Any, Wire | None] = {None: None, **{codes: Wire(codes) for codes in CODES}}

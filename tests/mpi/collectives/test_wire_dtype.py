@@ -188,7 +188,7 @@ def test_what_makes_no_sense_is_refused(comm: mpicomm.Communicator, xp: Any) -> 
             'algorithm="ring" of Allreduce sends no codes',
             lambda: comm.Allreduce(floats, out, algorithm="ring", wire_dtype="int8"),
         ),
-        ("goes with no epilogue", lambda: comm.Allreduce(floats, out, epilogue="v", wire_dtype="int8")),
+        ("derived datatype and no epilogue", lambda: comm.Allreduce(floats, out, epilogue="v", wire_dtype="int8")),
         (
             "is for two buffers of one element type",
             lambda: comm.Allgather(floats, xp.zeros(16 * comm.size, xp.float16), wire_dtype="int8"),
