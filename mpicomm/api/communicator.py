@@ -294,14 +294,14 @@ class Communicator(
         """Give the device memory of this communicator back to the driver, until `resume`. Collective, blocking.
 
         It is for programs that need the GPU's memory for another phase. The memory of collectives, messages, signals,
-        symmetric arrays and windows goes, and its addresses stay reserved. So captured graphs, known calls, views and
-        registrations are valid again after `resume`. Registered memory stays, because it is the caller's. So do
-        blocks of less than 2 MiB of private memory, and memory of NCCL between peer domains. Communicators of ``Dup``
-        and ``Split`` have memory of their own: suspend them, too.
+        symmetric arrays, windows and experts goes, and its addresses stay reserved. So captured graphs, known calls,
+        views and registrations are valid again after `resume`. Registered memory stays, because it is the caller's. So
+        do blocks of less than 2 MiB of private memory, and memory of NCCL between peer domains. Communicators of
+        ``Dup`` and ``Split`` have memory of their own: suspend them, too.
 
-        This call first waits for this rank's device. With ``keep`` the contents of
-        symmetric arrays and of windows of `Win.Allocate` go to pinned memory of the host, and come back. With
-        ``keep=False`` their contents are undefined after `resume`. That is faster, and takes no memory of the host.
+        This call first waits for this rank's device. With ``keep`` the contents of symmetric arrays and of windows of
+        `Win.Allocate` go to pinned memory of the host, and come back. With ``keep=False`` their contents are undefined
+        after `resume`. That is faster, and takes no memory of the host.
 
         Until `resume`, calls on device arrays, symmetric arrays, events and windows raise `InvalidUsageError` on all
         ranks. Views of symmetric arrays must not be used. Calls on host arrays go on, as do `check`, `describe`, the

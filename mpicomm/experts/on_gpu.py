@@ -30,6 +30,7 @@ from mpicomm.kernels.experts import (
 from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
+from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 
 _PURPOSE = "experts"
@@ -174,6 +175,10 @@ class ExpertsArena:
         """Return the memory of this rank's arena; local."""
         return (MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes),)
 
+    def memories(self) -> Iterable[SharedSegments]:
+        """Return the memory that a suspension may give back; local."""
+        return (self._segments,)
+
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local, the first step of a close."""
         self.closed = True
@@ -201,17 +206,22 @@ def share_arena(session: Session, shape: Shape) -> ExpertsArena:
     memory = ExpertsMemory(shape.in_kernels)
     backend = session.backend
 
+    def fill(pointer: int) -> None:
+        backend.zero(pointer, memory.zeroed_nbytes)
+
     def allocate() -> Segment:
         segment = backend.allocate(session.kind, memory.nbytes)
         try:
             # Before the exchange that tells the peers of the arena, because it could wipe out a peer's first words.
-            backend.zero(segment.pointer, memory.zeroed_nbytes)
+            fill(segment.pointer)
         except Exception:
             segment.close()
             raise
         return segment
 
     segments = share(session.domain, backend, "Experts", allocate, lambda: shape)
+    # The arena has the numbers of launches, too. So calls go on if the arenas of all ranks are as at first.
+    segments.content = SuspendedContent(fill=fill)
     return session.keep(ExpertsArena(session, segments))
 
 

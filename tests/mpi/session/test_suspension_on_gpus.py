@@ -142,3 +142,24 @@ def test_datatypes_epilogues_and_messages_of_before_work_afterwards(comm: mpicom
     comm.check()
     scattered.Free()
     comm.suspend()
+
+
+def test_experts_and_products_go_on_after_a_suspension(comm: mpicomm.Communicator, xp: Any) -> None:
+    tokens, hidden, top_k = 40, 64, 2
+    generator = xp.random.default_rng(comm.rank)
+    x = generator.random((tokens, hidden), dtype=np.float32)
+    ids = xp.argsort(generator.random((tokens, 2 * comm.size)), axis=1)[:, :top_k].astype(np.int64)
+    weights = xp.full((tokens, top_k), 0.5, "f4")
+    a, b = xp.ones((2 * comm.size, 3), "f4"), xp.full((3, 4), comm.rank + 1, "f4")
+    with mpicomm.Experts(comm, 2 * comm.size, hidden, tokens, top_k, "float32") as experts:
+        for _ in range(3):
+            for _ in range(2):
+                received = experts.dispatch(x, ids, weights)
+                assert (experts.combine(received.x, received) == x).all()  # each token has the weight 1 in all
+                total = comm.matmul_allreduce(a, b)
+                assert (total == 3 * comm.size * (comm.size + 1) / 2).all()
+            comm.suspend(keep=False)
+            with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=r"call resume\(\)"):
+                experts.dispatch(x, ids, weights)
+            comm.resume()
+        comm.check()
