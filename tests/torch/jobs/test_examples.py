@@ -1,4 +1,4 @@
-"""The examples that use PyTorch, as jobs that a test starts from one process."""
+"""The examples that use PyTorch or scikit-learn, as jobs that a test starts from one process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 TRAIN = ROOT / "examples/train_torch.py"
 SPREAD = ROOT / "examples/tensor_parallel.py"
+EXPERTS = ROOT / "examples/experts.py"
 AVERAGES = {
     "comm": "comm.Allreduce(MPI.IN_PLACE, gradients, op=mpicomm.AVG, wire_dtype=codes)",
     "ddp": "model = DistributedDataParallel(model)",
@@ -85,3 +86,26 @@ def test_a_layer_without_its_bias_is_found(tmp_path: Path) -> None:
     broken.write_text(source.replace(call, "allgather_matmul(mine, columns.t(), bias * 0)"))
     job = run_job(2, str(broken), **ON_HOST)
     assert job.returncode != 0 and "Tensor-likes are not close" in job.stderr
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("nprocs", [2, 4])
+def test_ranks_train_experts_as_one_rank_does(nprocs: int, device: str, tmp_path: Path) -> None:
+    picture = tmp_path / "experts.svg"
+    job, ended = run_in_turn(nprocs, (EXPERTS, f"--plot={picture}"), (EXPERTS, "--torch"), **DEVICES[device])
+    assert job.returncode == 0 and errors_of(job, device) == ""
+    for output, code in ended:
+        assert code == 0, output
+        said = rf"{nprocs} ranks trained 8 experts in 60 steps, and read \d\d.\d% of new digits\n"
+        assert re.match(said, output), output
+        assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", output), output
+    assert "<svg" in picture.read_text()
+
+
+def test_derivatives_of_other_weights_are_found(tmp_path: Path) -> None:
+    source, weights = EXPERTS.read_text(), "back.weights[rows, None]"
+    assert source.count(weights) == 1
+    broken = tmp_path / "other_weights.py"
+    broken.write_text(source.replace(weights, "1"))
+    job = run_job(2, str(broken), **ON_HOST)
+    assert job.returncode != 0 and " is allowed\n" in job.stdout, job.stdout + job.stderr
