@@ -375,7 +375,7 @@ def test_memory_that_only_a_message_hands_over_cannot_be_attached(monkeypatch: p
         handle = MemoryHandle("fd", bytes(16), bytes(KEY_NBYTES), 16, 0, 16)
         monkeypatch.setattr(rig.device, "adopt", lambda array: segment)
         monkeypatch.setattr(rig.device, "export", lambda segment: ((handle, descriptors[0]),))
-        with pytest.raises(InvalidUsageError, match=r"virtual memory, which ranks .* or pass the array to Win\.Create"):
+        with pytest.raises(InvalidUsageError, match=r"lies in virtual memory or .* or pass the array to Win\.Create"):
             win.Attach(attached)
         assert segment.content is None
         with pytest.raises(OSError, match="Bad file descriptor"):
