@@ -170,7 +170,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
 
 
 def call_by_mpi(pid: int, own: memoryview) -> str:
-    """Return the name of a call by MPI that a process has begun and this process has not; "" if there is none. Local.
+    """Return the name of a call by MPI that only the process ``pid`` has begun; "" if there is none. Local.
 
     ``own`` has the words of this process in the communicator. The caller waits in another call, to which that process
     has not come. Ranks make the same calls in the same order, so that process is in another call, or has left it. A

@@ -2,7 +2,7 @@
 // The largest magnitude of a group becomes the largest float of 8 bits. An element is about its float
 // of 8 bits, multiplied by the scale.
 //
-// A group belongs to half a warp, and no other thread touches its memory. So it needs no flags.
+// Half a warp computes a group. No other thread touches the group's memory, so the kernel needs no flags.
 
 #include "bytes.cuh"
 #include "element.cuh"

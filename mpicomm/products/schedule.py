@@ -45,7 +45,7 @@ class RowCut:
     """How the rows of a product are cut into products. It is the same on all ranks."""
 
     own_rows: int
-    """The rows of its own shard that a rank multiplies before it waits for another shard."""
+    """How many rows of its shard a rank multiplies before it waits for another shard."""
     merged: bool
     """Whether the rows of all other shards are multiplied together, and not each shard at its turn."""
     parts: int = 1

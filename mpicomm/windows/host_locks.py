@@ -1,4 +1,4 @@
-"""The locks of windows of host memory. Ranks do on a lock what window_lock.cuh does, under the mutex of its owner."""
+"""The locks of windows of host memory: the algorithm of window_lock.cuh, under the mutex of the lock's owner."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class HostLocks:
         try:
             if not wait(taken):
                 raise _obstacle(lock, first)
-        finally:  # otherwise the turn would stay with this rank, and no other rank would take the lock
+        finally:
+            # If the bit stayed after a failed wait, this rank would keep the turn, and no rank would take the lock.
             with holding_mutex(board):
                 lock.waiting &= ~self._me
 

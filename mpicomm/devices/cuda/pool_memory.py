@@ -26,7 +26,7 @@ class AdoptedPoolSegment(CudaSegment):
     def __init__(self, context: PrimaryContext, base: int, size: int, array: Any) -> None:
         self._base = base
         self._size = size
-        # While the array lives, the pool gives its memory to nobody else.
+        # While the array lives, the pool gives this memory to no other array.
         self._array = array
         with context.current():
             # Streams order an allocation. A peer knows none of them, so the allocation has to be over before it.

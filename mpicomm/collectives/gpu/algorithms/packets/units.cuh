@@ -51,8 +51,8 @@ constexpr bool kAlike = true;
 constexpr bool kAlike = false;
 #endif
 
-// What a load leaves in registers: elements, if there are registers for them. Then a thread need
-// not wait for the load until it needs the unit. Otherwise a unit.
+// A load leaves elements in registers if a thread has enough registers. Then the thread waits for the
+// load only when it needs the unit. Otherwise a load leaves a unit.
 constexpr bool kHoldsElements = kAlike || (MPICOMM_RANKS - 1) * sizeof(Element) <= 6;
 template <bool holds_elements>
 struct Loading {
