@@ -10,6 +10,7 @@ import pytest
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.eight_bits import BLOCK
+from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
@@ -27,8 +28,15 @@ from tests.kernels.packet_runs import SMALL
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-STEP = SMALL.threads * 16  # the elements of a step
-INBOX_NBYTES = 6 * STEP
+FEWEST_LAPS = 6
+
+
+def elements_of_step(size: int) -> int:
+    """Return the elements of a step between ``size`` ranks, and the bytes of its codes."""
+    return SMALL.threads * CODES_OF_PACKET * parts_of(size, one_step=False)
+
+
+STEP = elements_of_step(2)
 
 
 def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
@@ -122,7 +130,9 @@ class CodedCalls:
         return self._rig.machine.place(rank, content, offset=offset)
 
 
-COUNTS = (1, 15, 16, 127, 128, 129, 1000, STEP - 1, 2 * STEP + 128, 8 * STEP + 77)
+def counts_of(step: int) -> tuple[int, ...]:
+    """Return counts around the ends of parts, blocks and steps, and a count for which slots are used again."""
+    return 1, 15, 16, 127, 128, 129, 1000, step // 2, step - 1, step + 513, 2 * step + 128, 8 * step + 77
 
 
 def run_all(
@@ -131,8 +141,8 @@ def run_all(
     codes: str,
     dtype: str,
     *,
-    counts: Sequence[int] = COUNTS,
-    laps: int = 6,
+    counts: Sequence[int] | None = None,
+    laps: int = FEWEST_LAPS,
     seed: int = 0,
     changes: Sequence[Change] = (),
     limit_s: float = 60,
@@ -140,11 +150,12 @@ def run_all(
 ) -> None:
     """All calls with codes, or only ``few``, with inboxes of ``laps`` steps."""
     machine = Machine(builds, size)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=laps * STEP, changes=changes, timeout_s=2)
+    step = elements_of_step(size)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=laps * step, changes=changes, timeout_s=2)
     rng = np.random.default_rng([size, seed])
     calls = CodedCalls(rig, rng, Wire(codes), dtype)
     plain = CodedCalls(rig, rng, Wire(codes, again=False), dtype)
-    for number, count in enumerate(counts):
+    for number, count in enumerate(counts or counts_of(step)):
         op = ("sum", "avg")[number % 2]
         calls.allreduce(count, op, two_shot=True)
         if few:
@@ -173,8 +184,9 @@ def test_no_race(watched_builds: Builds, codes: str) -> None:
 
 def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, timeout_s=0.3)
-    dtype, count = np.dtype(np.float32), 9 * STEP
+    step = elements_of_step(3)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=FEWEST_LAPS * step, timeout_s=0.3)
+    dtype, count = np.dtype(np.float32), 9 * step
     for rank in range(2):
         source = machine.allocate(rank, 4 * count)
         span = Span(source.address, count)
@@ -187,7 +199,7 @@ def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
 
 def test_ranks_with_other_codes_notice_it(builds: Builds) -> None:
     machine = Machine(builds, 2)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, timeout_s=5)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=FEWEST_LAPS * STEP, timeout_s=5)
     dtype, count = np.dtype(np.float32), 700
     for rank, codes in enumerate(("int8", "float8_e4m3fn")):
         span = Span(machine.allocate(rank, 4 * count).address, count)
