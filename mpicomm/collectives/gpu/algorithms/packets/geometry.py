@@ -31,7 +31,9 @@ class Geometry(NamedTuple):
 
 
 @cache
-def geometries_of(most_blocks: int, size: int, *, fan_out: bool, coded: bool = False) -> tuple[list[int], list[Geometry]]:
+def geometries_of(
+    most_blocks: int, size: int, *, fan_out: bool, coded: bool = False
+) -> tuple[list[int], list[Geometry]]:
     """Return the most packets that geometries between ``size`` ranks move in one step, and these geometries.
 
     The last geometry, which has no such number, is for all longer messages. The choice is measured on H200s: one step

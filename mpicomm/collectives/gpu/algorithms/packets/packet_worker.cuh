@@ -196,7 +196,6 @@ struct Worker {
   // Takes one unit from each of `ranks`, after `look` has loaded their slots once, and resets the
   // slots. Returns false if the kernel must leave.
   MPICOMM_DEVICE bool take(Held (&units)[kRanks], u32 stage, u32 ranks, u64 place) const {
-    static_assert(kPackets == 1 || !Protocol::kEscapes, "the only packet of a unit may have an escape");
     const Protocol::Flag flag = Protocol::flag(count);
     if (!are_plain(units, ranks, flag)) {
       const auto missing = [&] {
@@ -225,6 +224,7 @@ struct Worker {
   }
 
 #if defined(MPICOMM_WIRE)
+  static_assert(!Protocol::kEscapes, "scales lie in the places of escapes");
   // The scales beside the slots of this thread: see units.cuh.
   MPICOMM_DEVICE ScaleWord* scales(u32 owner, u32 stage, u32 source, u64 place) const {
     const u64 first = place / kSharers * kSharers;
