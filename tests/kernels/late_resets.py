@@ -8,7 +8,7 @@ LATE = [
     Change(
         "fences.cuh",
         "struct Fences {",
-        """struct Late { u32 worker; std::function<void()> reset; bool asked; };  // of a slot, or of the scales beside it
+        """struct Late { u32 worker; std::function<void()> reset; bool asked; };  // of a slot or of scales
 inline std::vector<Late>& late() {
   static thread_local std::vector<Late> all;  // of a block
   return all;
@@ -22,7 +22,11 @@ inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
 
 struct Fences {""",
     ),
-    Change("fences.cuh", '#include "memory_order.cuh"', '#include <functional>\n#include <vector>\n#include "memory_order.cuh"'),
+    Change(
+        "fences.cuh",
+        '#include "memory_order.cuh"',
+        '#include <functional>\n#include <vector>\n#include "memory_order.cuh"',
+    ),
     Change(
         "fences.cuh",
         "void say(u32 worker, u32 turns) {",
