@@ -131,6 +131,25 @@ MPICOMM_DEVICE bool is_whole(const u8* array, u64 at, u64 nbytes) {
   return width_of(array) >= kPacketNbytes && at + kSharers * kCarriedNbytes <= nbytes;
 }
 
+// Loads and stores of other parts: `at` is the offset of the first packet of the part. They are out of
+// line, because a kernel also fetches code that it jumps over.
+MPICOMM_DEVICE_CALL Part load_some(const u8* array, u64 at, u64 nbytes) {
+  Part part{};
+#pragma unroll
+  for (u32 line = 0; line < sizeof(Element); ++line) {
+    const u64 place = at + line * kLineNbytes;
+    if (place < nbytes) part.packets[line] = load_unit(array, width_of(array), place, nbytes);
+  }
+  return part;
+}
+MPICOMM_DEVICE_CALL void store_some(u8* array, u64 at, u64 nbytes, Part part) {
+#pragma unroll
+  for (u32 line = 0; line < sizeof(Element); ++line) {
+    const u64 place = at + line * kLineNbytes;
+    if (place < nbytes) store_unit(array, width_of(array), place, nbytes, part.packets[line]);
+  }
+}
+
 // Loads the unit of the blocks at offset `at`. Elements beyond the end count as zero. All threads of
 // the warp call it together.
 MPICOMM_DEVICE Loaded load_at(const u8* array, u64 at, u64 nbytes) {
@@ -147,37 +166,28 @@ MPICOMM_DEVICE Loaded load_at(const u8* array, u64 at, u64 nbytes) {
     }
   } else {
 #pragma unroll
-    for (u32 part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (u32 line = 0; line < sizeof(Element); ++line) {
-        const u64 place = first + place_of_line(part, line);
-        if (place < nbytes) whole.parts[part].packets[line] = load_unit(array, width_of(array), place, nbytes);
-      }
-    }
+    for (u32 part = 0; part < kParts; ++part) whole.parts[part] = load_some(array, first + place_of_line(part, 0), nbytes);
   }
   return Loading<kHoldsElements>::of(whole);
 }
 
 MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Reduced& values) {
   const u64 first = at + place_of_thread();
+  Part made[kParts];
+#pragma unroll
+  for (u32 part = 0; part < kParts; ++part) made[part] = part_of(values.parts[part]);
   if (is_whole(array, at, nbytes)) {
     u8* const to = array + first;
 #pragma unroll
     for (u32 part = 0; part < kParts; ++part) {
-      const Part made = part_of(values.parts[part]);
 #pragma unroll
-      for (u32 line = 0; line < sizeof(Element); ++line) store_aligned(to + place_of_line(part, line), made.packets[line]);
+      for (u32 line = 0; line < sizeof(Element); ++line) {
+        store_aligned(to + place_of_line(part, line), made[part].packets[line]);
+      }
     }
   } else {
 #pragma unroll
-    for (u32 part = 0; part < kParts; ++part) {
-      const Part made = part_of(values.parts[part]);
-#pragma unroll
-      for (u32 line = 0; line < sizeof(Element); ++line) {
-        const u64 place = first + place_of_line(part, line);
-        if (place < nbytes) store_unit(array, width_of(array), place, nbytes, made.packets[line]);
-      }
-    }
+    for (u32 part = 0; part < kParts; ++part) store_some(array, first + place_of_line(part, 0), nbytes, made[part]);
   }
 }
 MPICOMM_DEVICE void store_at(u8* array, u64 at, u64 nbytes, const Unit& unit) {
