@@ -51,9 +51,8 @@ struct Fences {""",
     ),
     Change(
         "packet_worker.cuh",
-        "if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);",
-        """if (!(ranks >> rank & 1)) continue;
-        ScaleWord* const taken = worker.scales(worker.x.team.rank, stage, rank, place);
+        "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);",
+        """ScaleWord* const taken = worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place);
         const auto reset = [=] { store_volatile(taken, 0); };
         if constexpr (kLaps) late().push_back({threadIdx.x, reset, false});
         else reset();""",

@@ -226,7 +226,7 @@ SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
 MISTAKES = {
     "not put back": Change(
         WORKER,
-        "if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);",
+        "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);",
         "",
     ),
     "put back before all threads have it": Change(

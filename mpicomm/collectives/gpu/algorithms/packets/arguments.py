@@ -87,7 +87,7 @@ def most_workers(size: int, *, fan_out: bool, one_step: bool, coded: bool = Fals
     if one_step:
         threads = 512 if size > 4 else 768
     elif coded:
-        threads = 256 if size > 4 else 384
+        threads = 256 if size > 4 else 384 if size > 2 or fan_out else 512
     else:
         threads = 256 if size > 4 else 512 if fan_out else 640 if size > 2 else 768
     return threads - OVERSEERS

@@ -82,7 +82,7 @@ constexpr bool kPaced = false;
 // data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
 constexpr u32 kMostOfUnits = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
-constexpr u32 kMostOfCodes = kRanks > 4 ? 256 : 384;
+constexpr u32 kMostOfCodes = kRanks > 4 ? 256 : kRanks > 2 || kFanOut ? 384 : 512;
 constexpr u32 kMostOfMore = kWire ? kMostOfCodes : kMostOfUnits;
 #if defined(MPICOMM_WEIGHT)
 constexpr u32 kWorkers = kGroups * kNormThreads;
@@ -129,6 +129,12 @@ MPICOMM_DEVICE_CALL u32 take_escape(const Team& team, u32 launch, u32 rank, u8* 
   return code;
 }
 
+// Arrays of the packets of other ranks have an entry for each rank, except between two ranks. Then
+// they have one entry, and no code for an absent rank.
+constexpr u32 kOthers = kRanks == 2 ? 1 : kRanks;
+MPICOMM_DEVICE constexpr u32 entry_of(u32 rank) { return kRanks == 2 ? 0 : rank; }
+MPICOMM_DEVICE bool is_among(u32 ranks, u32 entry) { return kRanks == 2 ? ranks != 0 : ranks >> entry & 1; }
+
 // The packets of a unit, as slots hold them.
 struct Held {
   Pair packets[kPackets];
@@ -155,14 +161,17 @@ struct Worker {
     return inboxes + 2 * kStages * kRanks * x.inbox_nbytes + begin / kSlotNbytes;
   }
 
+  // The rank of an entry.
+  MPICOMM_DEVICE u32 rank_of(u32 entry) const { return kRanks == 2 ? 1 - x.team.rank : entry; }
+
   // Loads the slots of one unit of a stage for each of `ranks`.
-  MPICOMM_DEVICE void look(Held (&units)[kRanks], u32 stage, u32 ranks, u64 place) const {
+  MPICOMM_DEVICE void look(Held (&units)[kOthers], u32 stage, u32 ranks, u64 place) const {
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (!(ranks >> rank & 1)) continue;
-      const Pair* const from = slot(x.team.rank, stage, rank, place);
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (!is_among(ranks, entry)) continue;
+      const Pair* const from = slot(x.team.rank, stage, rank_of(entry), place);
 #pragma unroll
-      for (u32 each = 0; each < kPackets; ++each) units[rank].packets[each] = load_volatile(from + each * kSharers);
+      for (u32 each = 0; each < kPackets; ++each) units[entry].packets[each] = load_volatile(from + each * kSharers);
     }
   }
 
@@ -173,29 +182,30 @@ struct Worker {
     return come;
   }
 
-  MPICOMM_DEVICE static u32 absent(const Held (&units)[kRanks], u32 ranks, Protocol::Flag flag) {
+  MPICOMM_DEVICE u32 absent(const Held (&units)[kOthers], u32 ranks, Protocol::Flag flag) const {
     u32 missing = 0;
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1 && !has_come(units[rank], flag)) missing |= 1u << rank;
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (is_among(ranks, entry) && !has_come(units[entry], flag)) missing |= 1u << rank_of(entry);
     }
     return missing;
   }
 
   // Whether the packets of all `ranks` have come, and none has an escape. In the common case this
   // is the only check.
-  MPICOMM_DEVICE static bool are_plain(const Held (&units)[kRanks], u32 ranks, Protocol::Flag flag) {
+  MPICOMM_DEVICE static bool are_plain(const Held (&units)[kOthers], u32 ranks, Protocol::Flag flag) {
     bool plain = true;
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) plain &= has_come(units[rank], flag) && !Protocol::has_escape(units[rank].packets[0]);
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (!is_among(ranks, entry)) continue;
+      plain &= has_come(units[entry], flag) && !Protocol::has_escape(units[entry].packets[0]);
     }
     return plain;
   }
 
   // Takes one unit from each of `ranks`, after `look` has loaded their slots once, and resets the
   // slots. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool take(Held (&units)[kRanks], u32 stage, u32 ranks, u64 place) const {
+  MPICOMM_DEVICE bool take(Held (&units)[kOthers], u32 stage, u32 ranks, u64 place) const {
     const Protocol::Flag flag = Protocol::flag(count);
     if (!are_plain(units, ranks, flag)) {
       const auto missing = [&] {
@@ -204,9 +214,10 @@ struct Worker {
       };
       if (absent(units, ranks, flag) != 0 && !await_ranks(x.team, launch, missing)) return false;
 #pragma unroll
-      for (u32 rank = 0; rank < kRanks; ++rank) {
-        Pair& packet = units[rank].packets[0];
-        if (!(ranks >> rank & 1) || !Protocol::has_escape(packet)) continue;
+      for (u32 entry = 0; entry < kOthers; ++entry) {
+        Pair& packet = units[entry].packets[0];
+        if (!is_among(ranks, entry) || !Protocol::has_escape(packet)) continue;
+        const u32 rank = rank_of(entry);
         const Pair* const from = slot(x.team.rank, stage, rank, place);
         const u32 code = take_escape(x.team, launch, rank, escape(x.team.rank, from));
         if (code == 0) return false;
@@ -214,9 +225,9 @@ struct Worker {
       }
     }
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (!(ranks >> rank & 1)) continue;
-      Pair* const taken = slot(x.team.rank, stage, rank, place);
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (!is_among(ranks, entry)) continue;
+      Pair* const taken = slot(x.team.rank, stage, rank_of(entry), place);
 #pragma unroll
       for (u32 each = 0; each < kPackets; ++each) Protocol::give_back(taken + each * kSharers);
     }
@@ -269,22 +280,23 @@ struct Worker {
   // of a conversion serves all ranks. The code may be long, and a kernel waits until the GPU has
   // fetched it.
   template <class Scales>
-  MPICOMM_DEVICE void place(const Held (&units)[kRanks], const Scales& scales, u32 ranks, u64 at) const {
+  MPICOMM_DEVICE void place(const Held (&units)[kOthers], const Scales& scales, u32 ranks, u64 at) const {
 #pragma unroll(kConverts ? 1 : kRanks)
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (!(ranks >> rank & 1) || (kRelays && x.receives[rank] == nullptr)) continue;
-      const Unit unit = scales.unit(rank, held_of(units, rank));
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      const u32 rank = rank_of(entry);
+      if (!is_among(ranks, entry) || (kRelays && x.receives[rank] == nullptr)) continue;
+      const Unit unit = scales.unit(entry, held_of(units, entry));
       finish_of(x).store(x.receives[rank], at, x.receive_nbytes[rank], unit);
     }
   }
 
   // A choice instead of an index, because a variable index would move the packets from registers to
   // memory.
-  MPICOMM_DEVICE static Held held_of(const Held (&units)[kRanks], u32 rank) {
+  MPICOMM_DEVICE static Held held_of(const Held (&units)[kOthers], u32 entry) {
     Held unit = units[0];
 #pragma unroll
-    for (u32 each = 1; each < kRanks; ++each) {
-      if (each == rank) unit = units[each];
+    for (u32 each = 1; each < kOthers; ++each) {
+      if (each == entry) unit = units[each];
     }
     return unit;
   }
@@ -321,14 +333,14 @@ struct Worker {
 // The scales of the units of a turn: see units.cuh.
 #if defined(MPICOMM_WIRE)
 struct Scales {
-  u32 of[kRanks];
+  u32 of[kOthers];
 
-  MPICOMM_DEVICE Unit unit(u32 rank, const Held& held) const {
+  MPICOMM_DEVICE Unit unit(u32 entry, const Held& held) const {
     Unit unit;
 #pragma unroll
     for (u32 part = 0; part < kParts; ++part) {
       unit.codes[part] = Protocol::unit(held.packets[part]);
-      unit.scales[part] = of[rank] >> part * 8 & 0xFF;
+      unit.scales[part] = of[entry] >> part * 8 & 0xFF;
     }
     return unit;
   }
@@ -337,8 +349,8 @@ struct Scales {
   MPICOMM_DEVICE void look(const Worker& worker, u32 stage, u32 ranks, u64 place) {
     const u32 own = worker.x.team.rank;
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) of[rank] = load_volatile(worker.scales(own, stage, rank, place));
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (is_among(ranks, entry)) of[entry] = load_volatile(worker.scales(own, stage, worker.rank_of(entry), place));
     }
   }
 
@@ -349,8 +361,8 @@ struct Scales {
     const auto missing = [&] {
       u32 absent = 0;
 #pragma unroll
-      for (u32 rank = 0; rank < kRanks; ++rank) {
-        if (ranks >> rank & 1 && of[rank] == 0) absent |= 1u << rank;
+      for (u32 entry = 0; entry < kOthers; ++entry) {
+        if (is_among(ranks, entry) && of[entry] == 0) absent |= 1u << worker.rank_of(entry);
       }
       return absent;
     };
@@ -365,8 +377,9 @@ struct Scales {
     if (!__all_sync(kWarp, took)) return false;
     if (is_first_of_block()) {
 #pragma unroll
-      for (u32 rank = 0; rank < kRanks; ++rank) {
-        if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);
+      for (u32 entry = 0; entry < kOthers; ++entry) {
+        if (!is_among(ranks, entry)) continue;
+        store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);
       }
     }
     return true;
