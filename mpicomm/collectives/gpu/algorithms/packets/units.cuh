@@ -60,7 +60,9 @@ struct Travelling<2> {
   using Word = u16;
 };
 using ScaleWord = Travelling<kParts>::Word;
-MPICOMM_DEVICE u32 word_of(const u32 (&scales)[kParts]) { return kParts == 1 ? scales[0] : scales[0] | scales[kParts - 1] << 8; }
+MPICOMM_DEVICE u32 word_of(const u32 (&scales)[kParts]) {
+  return kParts == 1 ? scales[0] : scales[0] | scales[kParts - 1] << 8;
+}
 
 // Whether a result is stored as it was reduced. Otherwise the rank codes it, sends the codes on if
 // there is a fan-out, and stores the values of the codes, as all other ranks do.
