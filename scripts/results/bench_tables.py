@@ -27,12 +27,12 @@ COLLECTIVES = {
     "sendrecv": "Send and receive",
 }
 PEERS = {
-    UNCODED: "without codes",
     "nccl": "NCCL",
     "nccl-symmetric": "NCCL symm.",
     "torch": "torch",
     "nvshmem": "NVSHMEM",
     "mpi": "MPI",
+    UNCODED: "without codes",
 }
 PLACES = {"out-of-place": "", "in-place": "in place: "}
 UNEVEN = "The blocks are uneven: 1/4, 3/4, 5/4 and 7/4 of an even block with 4 ranks, 1/2 and 3/2 with 2 ranks."
@@ -72,7 +72,7 @@ def bench_title(bench: Bench) -> str:
     if bench["collective"] != "barrier":
         parts += [f"{options['buffers']} arrays", options["datatype"]]
     if options.get("wire_dtype"):
-        parts.append(f"travels as {options['wire_dtype']}")
+        parts.append(f"codes of {options['wire_dtype']}")
     if options["eager"]:
         parts.append("call by call")
     if options.get("vary"):
