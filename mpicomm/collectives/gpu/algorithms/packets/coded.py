@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, SLOT_NBYTES, parts_of
-from mpicomm.collectives.gpu.algorithms.packets.geometry import geometries_of, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.packets.geometry import geometries_of, geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.ways import Way, WayOf, inboxes_of, large_inboxes
 from mpicomm.kernels.team import LANES
 
@@ -43,6 +43,10 @@ class Coding:
         for request in self.memory(nbytes, node):
             inboxes = inboxes_of(arena.layout, arena.region(request))
         return "sentinel", inboxes, geometries[bisect_left(most_packets, packets)], nbytes
+
+    def way_within(self, inboxes: Inboxes, nbytes: int, node: Node) -> Way:
+        """Return the way of messages of at most ``nbytes`` in these inboxes, which may be smaller."""
+        return "sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size, coded=True), nbytes
 
     def ways(self, node: Node, *, fan_out: bool = False) -> WayOf:
         """Return the ways of messages of any length, if the arena has the inboxes."""
