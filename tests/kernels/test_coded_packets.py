@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -161,7 +161,7 @@ def run_all(
     rng = np.random.default_rng([size, seed])
     calls = CodedCalls(rig, rng, Wire(codes), dtype)
     plain = CodedCalls(rig, rng, Wire(codes, again=False), dtype)
-    make = {
+    make: dict[str, Callable[[int], None]] = {
         "two_shot": partial(calls.allreduce, op=op, two_shot=True),
         "one_shot": partial(calls.allreduce, op=op, two_shot=False),
         "plain": partial(plain.allreduce, op=op, two_shot=False),
