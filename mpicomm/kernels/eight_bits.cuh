@@ -133,22 +133,26 @@ MPICOMM_DEVICE u32 scale_for(u32 magnitude) {
 // floats, and NaNs are the largest.
 MPICOMM_DEVICE u32 larger(u32 one, u32 other) { return one < other ? other : one; }
 
-// Returns the bits of the largest magnitude.
-MPICOMM_DEVICE u32 magnitude_of(const Values& values) {
+MPICOMM_DEVICE float larger_magnitude(float one, float other) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  float largest = 0;
-#pragma unroll
-  for (u32 e = 0; e < kPartElements; ++e) {
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(largest), "f"(fabsf(values.of[e])));
-  }
-  return bits_of(largest);
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(one)), "f"(fabsf(other)));
+  return result;
 #else
-  u32 largest = 0;
-#pragma unroll
-  for (u32 e = 0; e < kPartElements; ++e) largest = larger(largest, bits_of(values.of[e]) & 0x7FFFFFFFu);
-  return largest;
+  return float_of(larger(bits_of(one) & 0x7FFFFFFFu, bits_of(other) & 0x7FFFFFFFu));
 #endif
 }
+
+// Returns the bits of the largest magnitude. It compares in pairs, because a thread would wait for
+// each step of a longer chain.
+MPICOMM_DEVICE u32 magnitude_of(const Values& values) {
+  const auto largest = [&](u32 e, u32 distance) { return larger_magnitude(values.of[e], values.of[e + distance]); };
+  float four[4];
+#pragma unroll
+  for (u32 e = 0; e < 4; ++e) four[e] = larger_magnitude(largest(e, 4), largest(e + 8, 4));
+  return bits_of(larger_magnitude(larger_magnitude(four[0], four[1]), larger_magnitude(four[2], four[3])));
+}
+static_assert(kPartElements == 16);
 
 // Returns the larger of two numbers in each half of a word.
 MPICOMM_DEVICE u32 larger_halves(u32 one, u32 other) {
@@ -236,15 +240,17 @@ template <class T>
 MPICOMM_DEVICE u32 magnitude_of(const Part& part) {
   if constexpr (sizeof(T) == 4) return magnitude_of(values_of(part));
   else {
-    u32 largest = 0;  // two magnitudes
+    u32 largest[4];  // of two magnitudes
 #pragma unroll
-    for (u32 line = 0; line < sizeof(T); ++line) {
+    for (u32 word = 0; word < 4; ++word) {
+      largest[word] = part.packets[0].words[word] & 0x7FFF7FFFu;
 #pragma unroll
-      for (u32 word = 0; word < 4; ++word) {
-        largest = larger_halves(largest, part.packets[line].words[word] & 0x7FFF7FFFu);
+      for (u32 line = 1; line < sizeof(T); ++line) {
+        largest[word] = larger_halves(largest[word], part.packets[line].words[word] & 0x7FFF7FFFu);
       }
     }
-    return bits_of(T{static_cast<u16>(larger(largest >> 16, largest & 0xFFFF))}.decode());
+    const u32 both = larger_halves(larger_halves(largest[0], largest[1]), larger_halves(largest[2], largest[3]));
+    return bits_of(T{static_cast<u16>(larger(both >> 16, both & 0xFFFF))}.decode());
   }
 }
 
