@@ -10,7 +10,7 @@ from typing import Any
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench import options as options_module
 from mpicomm.bench.beside import Slowdown, slowdowns
-from mpicomm.bench.contenders import ORDINARY, OWN, Contenders
+from mpicomm.bench.contenders import OWN, UNCODED, Contenders
 from mpicomm.bench.content import Content
 from mpicomm.bench.experts import command as experts
 from mpicomm.bench.machine import GpuMachine, HostMachine, Machine
@@ -109,8 +109,9 @@ def finish(
     beside: list[Slowdown],
 ) -> int:
     """Print the summary, write the files, close everything. Return the exit status. Collective."""
-    wrong = sum(count for name, count in results.wrong().items() if name in (OWN, ORDINARY))
-    peers = {contender.name: contender.peer.version for contender in contenders.present if not contender.own}
+    own = {contender.name for contender in contenders.present if contender.own}
+    wrong = sum(count for name, count in results.wrong().items() if name in own)
+    peers = {each.name: each.peer.version for each in contenders.present if not each.own or each.name == UNCODED}
     command_line.show(*(f"# {line}" for line in results.footer()), *(f"# {slowdown}" for slowdown in beside))
     document = {
         **setting(ranks, options),

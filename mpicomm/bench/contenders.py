@@ -18,6 +18,7 @@ from mpicomm.collectives.wire import Wire
 
 OWN = "mpicomm"
 ORDINARY = "mpicomm-ordinary"
+UNCODED = "mpicomm-uncoded"
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class Contender:
     @property
     def own(self) -> bool:
         """Whether it is mpicomm. Failures of mpicomm end the run."""
-        return self.name in (OWN, ORDINARY)
+        return self.name in (OWN, ORDINARY, UNCODED)
 
     def buffers(self, case: Case, shift: int = 0) -> CaseBuffers:
         """Return the buffers of a case, ``shift`` bytes into the two arrays."""
@@ -80,13 +81,20 @@ class Contenders:
         self.absent: dict[str, str] = {}
 
     def open_own(self, kinds: Sequence[str], algorithm: str, wire: Wire | None = None) -> None:
-        """Add mpicomm on symmetric arrays, on ordinary arrays, or on both. Elements travel as ``wire``. Collective."""
+        """Add mpicomm on symmetric arrays, on ordinary arrays, or on both. Elements travel as ``wire``. Collective.
+
+        With ``wire`` the last contender is mpicomm without it, on arrays of the first kind.
+        """
         for kind in kinds:
-            name = ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN
-            peer = Mpicomm(self._comm, self._machine, symmetric=kind == "symmetric", algorithm=algorithm, wire=wire)
-            contender = self._with_arrays(name, peer)
-            contender.error = 0.0 if wire is None else wire.error
-            self.present.append(contender)
+            self._open_own(ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN, kind, algorithm, wire)
+        if wire is not None:
+            self._open_own(UNCODED, kinds[0], algorithm, None)
+
+    def _open_own(self, name: str, kind: str, algorithm: str, wire: Wire | None) -> None:
+        peer = Mpicomm(self._comm, self._machine, symmetric=kind == "symmetric", algorithm=algorithm, wire=wire)
+        contender = self._with_arrays(name, peer)
+        contender.error = 0.0 if wire is None else wire.error
+        self.present.append(contender)
 
     def open_peers(self, names: Sequence[str]) -> None:
         """Add the peers that all ranks can open. Collective."""

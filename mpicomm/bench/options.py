@@ -84,7 +84,11 @@ def parser() -> argparse.ArgumentParser:
         help="each call has another size, above half of the size in the table up to it, and other addresses; no graphs",
     )
     result.add_argument("--algorithm", default="auto", metavar="NAME", help="of mpicomm's calls; default: auto")
-    result.add_argument("--wire-dtype", choices=CODES, help="elements of mpicomm's calls travel as codes of 8 bits")
+    result.add_argument(
+        "--wire-dtype",
+        choices=CODES,
+        help="elements of mpicomm's calls travel as codes of 8 bits; mpicomm-uncoded is mpicomm without it",
+    )
     result.add_argument(
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
     )

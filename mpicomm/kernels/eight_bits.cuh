@@ -10,9 +10,8 @@
 // threads of a block are neighbours in a warp, and a warp has 4 blocks. In each line of 128 bytes of
 // the block, a thread has 16 bytes. So the threads of a warp access whole lines.
 //
-// On the wire a scale is a byte, its exponent with the bias of a float. It is never 0. The scales of
-// a warp are one word. No byte of the codes is 0xFF, so no word of a packet looks like an empty slot
-// (packet_protocols.cuh).
+// On the wire a scale is a byte, its exponent with the bias of a float. It is never 0. No byte of
+// the codes is 0xFF, so no word of a packet looks like an empty slot (packet_protocols.cuh).
 #pragma once
 
 #include "reduce_packets.cuh"
@@ -115,20 +114,13 @@ struct Coding<dtype::int8> {
 
 using Codes = Coding<dtype::MPICOMM_WIRE>;
 
-// A thread's part of a block: its values, or its codes and the scales of the blocks of its warp.
+// The values of a thread's part of a block.
 struct Values {
   float of[kPartElements];
 };
-struct Coded {
-  Packet codes;
-  u32 scales;
-};
 
-// The block of this thread among the blocks of its warp.
-MPICOMM_DEVICE u32 block_of_warp() { return threadIdx.x % kLanes / kThreadsOfBlock; }
-static_assert(kLanes / kThreadsOfBlock == sizeof(u32), "a word has a byte for each block of a warp");
-
-// Returns the scale for elements of at most the magnitude with these bits.
+// Returns the scale for elements of at most the magnitude with these bits. A larger magnitude has no
+// smaller scale.
 MPICOMM_DEVICE u32 scale_for(u32 magnitude) {
   constexpr u32 kExponent = (Codes::kLargest >> 23) - 127, kMantissa = Codes::kLargest & 0x7FFFFF;
   if (magnitude >= 0x7F800000u) return kNotFinite;
@@ -141,55 +133,72 @@ MPICOMM_DEVICE u32 scale_for(u32 magnitude) {
 // floats, and NaNs are the largest.
 MPICOMM_DEVICE u32 larger(u32 one, u32 other) { return one < other ? other : one; }
 
-// Returns the bits of the largest magnitude.
-MPICOMM_DEVICE u32 magnitude_of(const Values& values) {
+MPICOMM_DEVICE float larger_magnitude(float one, float other) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  float largest = 0;
-#pragma unroll
-  for (u32 e = 0; e < kPartElements; ++e) {
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(largest), "f"(fabsf(values.of[e])));
-  }
-  return bits_of(largest);
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(one)), "f"(fabsf(other)));
+  return result;
 #else
-  u32 largest = 0;
-#pragma unroll
-  for (u32 e = 0; e < kPartElements; ++e) largest = larger(largest, bits_of(values.of[e]) & 0x7FFFFFFFu);
-  return largest;
+  return float_of(larger(bits_of(one) & 0x7FFFFFFFu, bits_of(other) & 0x7FFFFFFFu));
 #endif
 }
 
-// Codes a part whose largest magnitude has these bits. All threads of the warp call it together.
-MPICOMM_DEVICE Coded code(const Values& values, u32 magnitude) {
+// Returns the bits of the largest magnitude. It compares in pairs, because a thread would wait for
+// each step of a longer chain.
+MPICOMM_DEVICE u32 magnitude_of(const Values& values) {
+  const auto largest = [&](u32 e, u32 distance) { return larger_magnitude(values.of[e], values.of[e + distance]); };
+  float four[4];
+#pragma unroll
+  for (u32 e = 0; e < 4; ++e) four[e] = larger_magnitude(largest(e, 4), largest(e + 8, 4));
+  return bits_of(larger_magnitude(larger_magnitude(four[0], four[1]), larger_magnitude(four[2], four[3])));
+}
+static_assert(kPartElements == 16);
+
+// Returns the larger of two numbers in each half of a word.
+MPICOMM_DEVICE u32 larger_halves(u32 one, u32 other) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  u32 both;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(one), "r"(other));
+  return both;
+#else
+  return larger(one >> 16, other >> 16) << 16 | larger(one & 0xFFFF, other & 0xFFFF);
+#endif
+}
+
+// Makes the scales of this thread's parts the scales of their blocks. All threads of the warp call it
+// together. One exchange of words serves two parts.
+template <u32 parts>
+MPICOMM_DEVICE void agree(u32 (&scales)[parts]) {
+  static_assert(parts <= 2);
+  u32 both = scales[0] | (parts > 1 ? scales[parts - 1] << 16 : 0);
 #pragma unroll
   for (u32 distance = 1; distance < kThreadsOfBlock; distance *= 2) {
-    magnitude = larger(magnitude, __shfl_xor_sync(kWarp, magnitude, static_cast<int>(distance)));
+    both = larger_halves(both, __shfl_xor_sync(kWarp, both, static_cast<int>(distance)));
   }
-  const u32 scale = scale_for(magnitude);
-  Coded coded{{}, scale << block_of_warp() * 8};
-#pragma unroll
-  for (u32 distance = kThreadsOfBlock; distance < kLanes; distance *= 2) {
-    coded.scales |= __shfl_xor_sync(kWarp, coded.scales, static_cast<int>(distance));
-  }
-  if (scale == kNotFinite) return coded;
+  scales[0] = both & 0xFFFF;
+  if constexpr (parts > 1) scales[1] = both >> 16;
+}
+
+// Returns the codes of a part of a block with this scale.
+MPICOMM_DEVICE Packet codes_of(const Values& values, u32 scale) {
+  Packet codes{};
+  if (scale == kNotFinite) return codes;
   const float inverse = float_of((254 - scale) << 23);
 #pragma unroll
-  for (u32 word = 0; word < 4; ++word) coded.codes.words[word] = Codes::encode(values.of + word * 4, inverse);
-  return coded;
+  for (u32 word = 0; word < 4; ++word) codes.words[word] = Codes::encode(values.of + word * 4, inverse);
+  return codes;
 }
 
-// Returns the factor of this thread's codes.
-MPICOMM_DEVICE float factor_of(const Coded& coded) {
-  const u32 scale = coded.scales >> block_of_warp() * 8 & 0xFF;
-  return float_of(scale == kNotFinite ? 0x7FC00000u : scale << 23);
-}
+// Returns the factor of codes with this scale.
+MPICOMM_DEVICE float factor_of(u32 scale) { return float_of(scale == kNotFinite ? 0x7FC00000u : scale << 23); }
 
-MPICOMM_DEVICE Values decode(const Coded& coded) {
-  const float factor = factor_of(coded);
+MPICOMM_DEVICE Values decode(const Packet& codes, u32 scale) {
+  const float factor = factor_of(scale);
   Values values;
 #pragma unroll
   for (u32 word = 0; word < 4; ++word) {
     float four[4];
-    Codes::decode(coded.codes.words[word], four);
+    Codes::decode(codes.words[word], four);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) values.of[word * 4 + i] = four[i] * factor;
   }
@@ -197,12 +206,12 @@ MPICOMM_DEVICE Values decode(const Coded& coded) {
 }
 
 // Adds a contribution.
-MPICOMM_DEVICE void add(Values& sum, const Coded& coded) {
-  const float factor = factor_of(coded);
+MPICOMM_DEVICE void add(Values& sum, const Packet& codes, u32 scale) {
+  const float factor = factor_of(scale);
 #pragma unroll
   for (u32 word = 0; word < 4; ++word) {
     float four[4];
-    Codes::decode(coded.codes.words[word], four);
+    Codes::decode(codes.words[word], four);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) sum.of[word * 4 + i] = fused(four[i], factor, sum.of[word * 4 + i]);
   }
@@ -231,25 +240,23 @@ template <class T>
 MPICOMM_DEVICE u32 magnitude_of(const Part& part) {
   if constexpr (sizeof(T) == 4) return magnitude_of(values_of(part));
   else {
-    u32 largest = 0;  // two magnitudes
+    u32 largest[4];  // of two magnitudes
 #pragma unroll
-    for (u32 line = 0; line < sizeof(T); ++line) {
+    for (u32 word = 0; word < 4; ++word) {
+      largest[word] = part.packets[0].words[word] & 0x7FFF7FFFu;
 #pragma unroll
-      for (u32 word = 0; word < 4; ++word) {
-        const u32 both = part.packets[line].words[word] & 0x7FFF7FFFu;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-        asm("max.u16x2 %0, %1, %2;" : "=r"(largest) : "r"(largest), "r"(both));
-#else
-        largest = larger(largest >> 16, both >> 16) << 16 | larger(largest & 0xFFFF, both & 0xFFFF);
-#endif
+      for (u32 line = 1; line < sizeof(T); ++line) {
+        largest[word] = larger_halves(largest[word], part.packets[line].words[word] & 0x7FFF7FFFu);
       }
     }
-    return bits_of(T{static_cast<u16>(larger(largest >> 16, largest & 0xFFFF))}.decode());
+    const u32 both = larger_halves(larger_halves(largest[0], largest[1]), larger_halves(largest[2], largest[3]));
+    return bits_of(T{static_cast<u16>(larger(both >> 16, both & 0xFFFF))}.decode());
   }
 }
 
-MPICOMM_DEVICE Coded code(const Part& part) { return code(values_of(part), magnitude_of<Element>(part)); }
-MPICOMM_DEVICE Coded code(const Values& values) { return code(values, magnitude_of(values)); }
+MPICOMM_DEVICE Packet codes_of(const Part& part, u32 scale) { return codes_of(values_of(part), scale); }
+MPICOMM_DEVICE u32 scale_for(const Part& part) { return scale_for(magnitude_of<Element>(part)); }
+MPICOMM_DEVICE u32 scale_for(const Values& values) { return scale_for(magnitude_of(values)); }
 
 template <class T>
 constexpr bool kIsBfloat16 = false;

@@ -40,6 +40,7 @@ namespace mpicomm {
 // Not <cstdint>: NVRTC brings no such header, and these kernels also compile on machines without
 // CUDA headers.
 using u8 = unsigned char;
+using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "flags and records have fixed layouts");
@@ -135,6 +136,11 @@ MPICOMM_DEVICE u32 load_volatile(const u8* p) {
   asm volatile("ld.volatile.global.u8 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
   return value;
 }
+MPICOMM_DEVICE u32 load_volatile(const u16* p) {
+  u16 value;
+  asm volatile("ld.volatile.global.u16 %0, [%1];" : "=h"(value) : "l"(p) : "memory");
+  return value;
+}
 MPICOMM_DEVICE u32 load_volatile(const u32* p) {
   u32 value;
   asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -147,6 +153,9 @@ MPICOMM_DEVICE u64 load_volatile(const u64* p) {
 }
 MPICOMM_DEVICE void store_volatile(u8* p, u32 value) {
   asm volatile("st.volatile.global.u8 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+MPICOMM_DEVICE void store_volatile(u16* p, u32 value) {
+  asm volatile("st.volatile.global.u16 [%0], %1;" ::"l"(p), "h"(static_cast<u16>(value)) : "memory");
 }
 MPICOMM_DEVICE void store_volatile(u32* p, u32 value) {
   asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
@@ -288,9 +297,11 @@ MPICOMM_DEVICE u64 load_relaxed(const u64* p) { return yield_and_load(p, __ATOMI
 MPICOMM_DEVICE void store_relaxed(u32* p, u32 value) { yield_and_store(p, value, __ATOMIC_RELAXED); }
 MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) { yield_and_store(p, value, __ATOMIC_RELAXED); }
 MPICOMM_DEVICE u32 load_volatile(const u8* p) { return yield_and_load(p, __ATOMIC_RELAXED); }
+MPICOMM_DEVICE u32 load_volatile(const u16* p) { return yield_and_load(p, __ATOMIC_RELAXED); }
 MPICOMM_DEVICE u32 load_volatile(const u32* p) { return load_relaxed(p); }
 MPICOMM_DEVICE u64 load_volatile(const u64* p) { return load_relaxed(p); }
 MPICOMM_DEVICE void store_volatile(u8* p, u32 value) { yield_and_store(p, static_cast<u8>(value), __ATOMIC_RELAXED); }
+MPICOMM_DEVICE void store_volatile(u16* p, u32 value) { yield_and_store(p, static_cast<u16>(value), __ATOMIC_RELAXED); }
 MPICOMM_DEVICE void store_volatile(u32* p, u32 value) { store_relaxed(p, value); }
 MPICOMM_DEVICE void store_volatile(u64* p, u64 value) { store_relaxed(p, value); }
 MPICOMM_DEVICE Pair load_volatile(const Pair* p) { return {load_relaxed(&p->first), load_relaxed(&p->second)}; }

@@ -15,7 +15,6 @@ using i8 = signed char;
 using i16 = short;
 using i32 = int;
 using i64 = long long;
-using u16 = unsigned short;
 
 MPICOMM_DEVICE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
 MPICOMM_DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }

@@ -10,6 +10,7 @@ from cells import microseconds, nbytes, table
 Bench = dict[str, Any]
 
 OWN = "mpicomm"
+UNCODED = "mpicomm-uncoded"
 NOISE = 0.03
 COLLECTIVES = {
     "allreduce": "All-reduce",
@@ -25,7 +26,14 @@ COLLECTIVES = {
     "barrier": "Barrier",
     "sendrecv": "Send and receive",
 }
-PEERS = {"nccl": "NCCL", "nccl-symmetric": "NCCL symm.", "torch": "torch", "nvshmem": "NVSHMEM", "mpi": "MPI"}
+PEERS = {
+    "nccl": "NCCL",
+    "nccl-symmetric": "NCCL symm.",
+    "torch": "torch",
+    "nvshmem": "NVSHMEM",
+    "mpi": "MPI",
+    UNCODED: "without codes",
+}
 PLACES = {"out-of-place": "", "in-place": "in place: "}
 UNEVEN = "The blocks are uneven: 1/4, 3/4, 5/4 and 7/4 of an even block with 4 ranks, 1/2 and 3/2 with 2 ranks."
 REMARKS = {
@@ -52,6 +60,7 @@ def place(bench: Bench) -> tuple[Any, ...]:
         options.get("vary", False),
         options["datatype"] != "float32",
         options["datatype"],
+        bool(options.get("wire_dtype")),
     )
     return (list(COLLECTIVES).index(bench["collective"]), ranks(bench), *usual, options["buffers"] != "symmetric")
 
@@ -62,6 +71,8 @@ def bench_title(bench: Bench) -> str:
     parts = [COLLECTIVES[bench["collective"]], f"{ranks(bench)} ranks"]
     if bench["collective"] != "barrier":
         parts += [f"{options['buffers']} arrays", options["datatype"]]
+    if options.get("wire_dtype"):
+        parts.append(f"codes of {options['wire_dtype']}")
     if options["eager"]:
         parts.append("call by call")
     if options.get("vary"):
@@ -73,7 +84,8 @@ def bench_title(bench: Bench) -> str:
 
 def versions_of(bench: Bench) -> dict[str, str]:
     """Return the versions of mpicomm, of its dependencies, and of its peers."""
-    return {**bench["versions"], **{PEERS[name]: version for name, version in bench["peers"].items()}}
+    peers = {PEERS[name]: version for name, version in bench["peers"].items() if name != UNCODED}
+    return {**bench["versions"], **peers}
 
 
 def anchor(title: str) -> str:

@@ -8,7 +8,7 @@ LATE = [
     Change(
         "fences.cuh",
         "struct Fences {",
-        """struct Late { u32 worker; Pair* slot; bool asked; u32* scales; };  // a slot, or the scales of a warp
+        """struct Late { u32 worker; std::function<void()> reset; bool asked; };  // of a slot or of scales
 inline std::vector<Late>& late() {
   static thread_local std::vector<Late> all;  // of a block
   return all;
@@ -17,15 +17,16 @@ inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
   std::vector<Late> left, now;  // first, as others have their turn in each store
   for (const Late& each : late()) (arrives(each, who) ? now : left).push_back(each);
   late() = left;
-  for (const Late& each : now) {
-    if (each.scales != nullptr) store_volatile(each.scales, 0);
-    else SentinelProtocol::give_back(each.slot);
-  }
+  for (const Late& each : now) each.reset();
 }
 
 struct Fences {""",
     ),
-    Change("fences.cuh", '#include "memory_order.cuh"', '#include <vector>\n#include "packet_protocols.cuh"'),
+    Change(
+        "fences.cuh",
+        '#include "memory_order.cuh"',
+        '#include <functional>\n#include <vector>\n#include "memory_order.cuh"',
+    ),
     Change(
         "fences.cuh",
         "void say(u32 worker, u32 turns) {",
@@ -41,25 +42,20 @@ struct Fences {""",
     ),
     Change(
         "packet_worker.cuh",
-        "if (ranks >> rank & 1) Protocol::give_back(slot(x.team.rank, stage, rank, place));",
-        """if (!(ranks >> rank & 1)) continue;
-      Pair* const taken = slot(x.team.rank, stage, rank, place);
-      if constexpr (kLaps) {
-        late().push_back({threadIdx.x, taken, false, nullptr});
-      } else {
-        Protocol::give_back(taken);
+        "for (u32 each = 0; each < kPackets; ++each) Protocol::give_back(taken + each * kSharers);",
+        """for (u32 each = 0; each < kPackets; ++each) {
+        const auto reset = [=] { Protocol::give_back(taken + each * kSharers); };
+        if constexpr (kLaps) late().push_back({threadIdx.x, reset, false});
+        else reset();
       }""",
     ),
     Change(
         "packet_worker.cuh",
-        "if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);",
-        """if (!(ranks >> rank & 1)) continue;
-        u32* const taken = worker.scales(worker.x.team.rank, stage, rank, place);
-        if constexpr (kLaps) {
-          late().push_back({threadIdx.x, nullptr, false, taken});
-        } else {
-          store_volatile(taken, 0);
-        }""",
+        "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);",
+        """ScaleWord* const taken = worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place);
+        const auto reset = [=] { store_volatile(taken, 0); };
+        if constexpr (kLaps) late().push_back({threadIdx.x, reset, false});
+        else reset();""",
     ),
 ]
 """A slot is put back when a later fence is over, and no sooner."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.eight_bits import BLOCK
+from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, parts_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
@@ -27,8 +29,15 @@ from tests.kernels.packet_runs import SMALL
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-STEP = SMALL.threads * 16  # the elements of a step
-INBOX_NBYTES = 6 * STEP
+FEWEST_LAPS = 6
+
+
+def elements_of_step(size: int) -> int:
+    """Return the elements of a step between ``size`` ranks, and the bytes of its codes."""
+    return SMALL.threads * CODES_OF_PACKET * parts_of(size, one_step=False)
+
+
+STEP = elements_of_step(2)
 
 
 def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
@@ -122,7 +131,13 @@ class CodedCalls:
         return self._rig.machine.place(rank, content, offset=offset)
 
 
-COUNTS = (1, 15, 16, 127, 128, 129, 1000, STEP - 1, 2 * STEP + 128, 8 * STEP + 77)
+def counts_of(step: int) -> tuple[int, ...]:
+    """Return counts around the ends of parts, blocks and steps, and a count for which slots are used again."""
+    return 1, 15, 16, 127, 128, 129, 1000, step // 2, step - 1, step + 513, 2 * step + 128, 8 * step + 77
+
+
+BOTH = ("two_shot", "one_shot")
+ALL = (*BOTH, "plain", "scatter", "gather")
 
 
 def run_all(
@@ -131,50 +146,60 @@ def run_all(
     codes: str,
     dtype: str,
     *,
-    counts: Sequence[int] = COUNTS,
-    laps: int = 6,
+    op: str = "sum",
+    counts: Sequence[int] | None = None,
+    laps: int = FEWEST_LAPS,
     seed: int = 0,
     changes: Sequence[Change] = (),
     limit_s: float = 60,
-    few: bool = False,
+    kinds: Sequence[str] = ALL,
 ) -> None:
-    """All calls with codes, or only ``few``, with inboxes of ``laps`` steps."""
+    """Calls with codes of these ``kinds``, with inboxes of ``laps`` steps. The compiler takes most of the time."""
     machine = Machine(builds, size)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=laps * STEP, changes=changes, timeout_s=2)
+    step = elements_of_step(size)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=laps * step, changes=changes, timeout_s=2)
     rng = np.random.default_rng([size, seed])
     calls = CodedCalls(rig, rng, Wire(codes), dtype)
     plain = CodedCalls(rig, rng, Wire(codes, again=False), dtype)
-    for number, count in enumerate(counts):
-        op = ("sum", "avg")[number % 2]
-        calls.allreduce(count, op, two_shot=True)
-        if few:
-            continue
-        calls.allreduce(count, op, two_shot=False)
-        plain.allreduce(count, op, two_shot=False)
-        calls.reduce_scatter(count, op)
-        calls.allgather(count)
+    make: dict[str, Callable[[int], None]] = {
+        "two_shot": partial(calls.allreduce, op=op, two_shot=True),
+        "one_shot": partial(calls.allreduce, op=op, two_shot=False),
+        "plain": partial(plain.allreduce, op=op, two_shot=False),
+        "scatter": partial(calls.reduce_scatter, op=op),
+        "gather": calls.allgather,
+    }
+    for count in counts or counts_of(step):
+        for kind in kinds:
+            make[kind](count)
     machine.run(seed=seed, jitter_us=300, limit_s=limit_s)
     calls.check()
     plain.check()
 
 
 @pytest.mark.parametrize(
-    ("size", "codes", "dtype"),
-    [(2, "float8_e4m3fn", "bfloat16"), (3, "int8", "float32"), (2, "int8", "float16"), (4, "float8_e4m3fn", "float32")],
+    ("size", "codes", "dtype", "op", "kinds"),
+    [
+        (2, "float8_e4m3fn", "bfloat16", "sum", ALL),
+        (3, "int8", "float32", "avg", ALL),
+        (2, "int8", "float16", "avg", BOTH),
+        (4, "float8_e4m3fn", "float32", "sum", BOTH),
+    ],
 )
-def test_results_have_the_bits_of_the_host(builds: Builds, size: int, codes: str, dtype: str) -> None:
-    run_all(builds, size, codes, dtype)
+def test_results_have_the_bits_of_the_host(
+    builds: Builds, size: int, codes: str, dtype: str, op: str, kinds: tuple[str, ...]
+) -> None:
+    run_all(builds, size, codes, dtype, op=op, kinds=kinds)
 
 
-@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
-def test_no_race(watched_builds: Builds, codes: str) -> None:
-    run_all(watched_builds, 2, codes, "bfloat16", counts=(129, 8 * STEP + 77), few=codes == "int8")
+def test_no_race(watched_builds: Builds) -> None:
+    run_all(watched_builds, 2, "int8", "bfloat16", counts=(129, 8 * STEP + 77), kinds=(*BOTH, "gather"))
 
 
 def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, timeout_s=0.3)
-    dtype, count = np.dtype(np.float32), 9 * STEP
+    step = elements_of_step(3)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=FEWEST_LAPS * step, timeout_s=0.3)
+    dtype, count = np.dtype(np.float32), 9 * step
     for rank in range(2):
         source = machine.allocate(rank, 4 * count)
         span = Span(source.address, count)
@@ -187,7 +212,7 @@ def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
 
 def test_ranks_with_other_codes_notice_it(builds: Builds) -> None:
     machine = Machine(builds, 2)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, timeout_s=5)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=FEWEST_LAPS * STEP, timeout_s=5)
     dtype, count = np.dtype(np.float32), 700
     for rank, codes in enumerate(("int8", "float8_e4m3fn")):
         span = Span(machine.allocate(rank, 4 * count).address, count)
@@ -207,14 +232,14 @@ LATER = [Change(late.file, late.old, late.new.replace("turn < 20;", "turn < 600;
 
 
 def test_scales_may_be_put_back_as_late_as_the_next_fence(builds: Builds) -> None:
-    run_all(builds, 2, "int8", "bfloat16", counts=LAPS[:2], laps=7, changes=LATER)
+    run_all(builds, 2, "int8", "bfloat16", counts=LAPS[:2], laps=7, changes=LATER, kinds=BOTH)
 
 
 SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
 MISTAKES = {
     "not put back": Change(
         WORKER,
-        "if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);",
+        "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);",
         "",
     ),
     "put back before all threads have it": Change(
@@ -240,7 +265,7 @@ def test_mistake_with_scales_is_seen(builds: Builds, name: str) -> None:
                 seed=seed,
                 changes=[MISTAKES[name]],
                 limit_s=20,
-                few=True,
+                kinds=("two_shot",),
             )
 
 
@@ -255,7 +280,7 @@ def test_fence_that_is_not_waited_for_is_seen(builds: Builds) -> None:
                 "bfloat16",
                 counts=LAPS[2:],
                 laps=7,
-                few=True,
+                kinds=("two_shot",),
                 seed=seed,
                 changes=[*LATER, mistake],
                 limit_s=20,

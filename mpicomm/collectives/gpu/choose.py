@@ -32,7 +32,8 @@ def choose(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> tuple[Algor
     name, why = asked, f'algorithm="{asked}"'
     if asked == "auto":
         registered, why = call.memory is not None, "by the table"
-        name = tuning.algorithm(call.operation.name, call.nbytes, node.size, registered=registered)
+        coded = call.wire[1].itemsize if call.wire is not None else 0
+        name = tuning.algorithm(call.operation.name, call.nbytes, node.size, registered=registered, coded=coded)
     algorithm, refusal = _first(name, call, node)
     if algorithm is None and asked == "auto":
         algorithm, _ = choose(call, asked, tuning.without(name), node)

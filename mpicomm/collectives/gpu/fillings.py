@@ -127,7 +127,8 @@ class Fillings:
         if self.asked == "auto":
             for name in {*names_for(form.operation)} - {algorithm.name for algorithm, *_ in taking}:
                 tuning = tuning.without(name)  # as `choose` does
-            by_table = tuning.choices(form.operation.name, node.size, registered=symmetric)
+            coded = form.wire[1].itemsize if form.wire is not None else 0
+            by_table = tuning.choices(form.operation.name, node.size, registered=symmetric, coded=coded)
         begins: list[int] = []
         found: list[Filling] = []
         for (begin, name), (end, _) in pairwise([*by_table, (_NO_END, "")]):

@@ -31,11 +31,13 @@ class Kind(NamedTuple):
     operation: str
     registered: bool
     """Whether the output of all ranks is symmetric memory."""
+    coded: bool = False
+    """Whether elements travel as codes of 8 bits. Then all bytes are bytes of codes."""
 
 
-def kind_of(operation: str, *, registered: bool) -> Kind:
+def kind_of(operation: str, *, registered: bool, coded: bool = False) -> Kind:
     """Return the kind of a call. ``registered`` counts only if peers may store into the collective's output."""
-    return Kind(operation, registered and OPERATIONS[operation].into_all)
+    return Kind(operation, registered and OPERATIONS[operation].into_all and not coded, coded)
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class Row:
     def _described(self) -> tuple[str, str]:
         """Return the kind and the choices as text."""
         first, *rest = self.choices
-        operation, registered = self.kind
-        calls = f"{operation}, symmetric output" if registered else operation
+        operation, registered, coded = self.kind
+        calls = operation + ", symmetric output" * registered + ", codes of 8 bits" * coded
         return calls, ", ".join([first[1], *(f"{name} from {_size(begin)}" for begin, name in rest)])
 
 
@@ -99,24 +101,25 @@ class Tuning:
     link_speed: float = 1.0
     """The speed of the slowest link between the ranks, relative to the links on which built_in.py was measured."""
 
-    def algorithm(self, operation: str, nbytes: int, size: int, *, registered: bool) -> str:
+    def algorithm(self, operation: str, nbytes: int, size: int, *, registered: bool, coded: int = 0) -> str:
         """Return the algorithm for a call of ``nbytes`` in all, as `Call.nbytes` counts, between ``size`` ranks. Local.
 
         ``registered`` is whether the output lies in a SymmetricArray on all ranks. If the table has no row for that,
-        the row for any output decides.
+        the row for any output decides. ``coded`` is the size of an element if elements travel as codes, else 0.
 
         If a number of ranks has no row, the row of the next smaller number decides, with scaled bounds. The bounds of
         "one_shot" and "two_shot" keep the bytes that one rank sends in one hop, nbytes * (size - 1). The bounds of the
         other algorithms keep the bytes of one copy, nbytes / size. Rows of 2 ranks are only for 2 ranks, because a
         second hop saves nothing between them. Without any row the algorithm is "one_shot".
         """
-        row = self._find(kind_of(operation, registered=registered), size)
-        return row.algorithm(nbytes, size) if row else "one_shot"
+        row = self._find(kind_of(operation, registered=registered, coded=coded > 0), size)
+        return row.algorithm(nbytes // (coded or 1), size) if row else "one_shot"
 
-    def choices(self, operation: str, size: int, *, registered: bool) -> list[tuple[int, str]]:
+    def choices(self, operation: str, size: int, *, registered: bool, coded: int = 0) -> list[tuple[int, str]]:
         """Return all answers of `algorithm` as pairs of the fewest bytes and the algorithm from there on, ascending."""
-        row = self._find(kind_of(operation, registered=registered), size)
-        return row.choices_above(-1, size) if row else [(0, "one_shot")]
+        row = self._find(kind_of(operation, registered=registered, coded=coded > 0), size)
+        found = row.choices_above(-1, size) if row else [(0, "one_shot")]
+        return [(begin * (coded or 1), name) for begin, name in found]
 
     def updated(self, rows: Iterable[Row]) -> Tuning:
         """Return the table with ``rows`` in place of its rows for the same calls."""

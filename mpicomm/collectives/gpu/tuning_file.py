@@ -78,7 +78,8 @@ def load(path: Path) -> Tuning:
 def _row_to_json(row: Row) -> dict[str, Any]:
     measured = row.measured
     return {
-        **row.kind._asdict(),
+        "operation": row.kind.operation,
+        "registered": row.kind.registered,
         "ranks": row.size,
         "choices": [{"from_nbytes": begin, "algorithm": name} for begin, name in row.choices],
         "measured": measured

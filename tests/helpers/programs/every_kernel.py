@@ -93,13 +93,15 @@ def finished(comm: mpicomm.Communicator) -> None:
 
 def coded(comm: mpicomm.Communicator) -> None:
     """Send codes of 8 bits: in one hop and in two, in few steps and in inboxes used again."""
-    for count, codes in ((5003, "int8"), (700_001, "float8_e4m3fn"), (6_000_011, "int8")):
+    for count, codes in ((5003, "int8"), (700_001, "float8_e4m3fn"), (17_000_011, "int8")):
         parts = [np.random.default_rng([count, rank]).standard_normal(count, np.float32) for rank in range(comm.size)]
         mine, total = cupy.asarray(parts[comm.rank]), coded_sum(parts, codes)
         for algorithm in ("one_shot", "two_shot"):
             got = cupy.zeros(count, np.float32)
             comm.Allreduce(mine, got, algorithm=algorithm, wire_dtype=codes)
             check([(got, total)])
+        if total.nbytes > 16 << 20:
+            break  # NumPy takes long for more
         gathered, block = cupy.zeros(count * comm.size, np.float32), cupy.zeros(count, np.float32)
         comm.Allgather(mine, gathered, wire_dtype=codes)
         comm.Reduce_scatter_block(cupy.concatenate([mine] * comm.size), block, wire_dtype=codes)

@@ -55,6 +55,17 @@ def test_all_is_well(tmp_path: Path) -> None:
         assert float(row[20]) == pytest.approx(ratio, abs=0.0051)
 
 
+def test_calls_with_codes_stand_beside_calls_without(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ("-b", "1K", "-e", "1K", "--wire-dtype", "int8", "-J", str(path))
+    job = run_job(2, *BENCH, "allreduce", *SHORT, *options)
+    assert (job.returncode, job.stderr) == (0, "")
+    report = json.loads(path.read_text())
+    assert (report["ok"], report["options"]["wire_dtype"]) == (True, "int8")
+    assert set(report["results"][0]["places"]["out-of-place"]) == {"mpicomm", "mpicomm-uncoded"}
+    assert list(report["peers"]) == list(report["geometric_means"]) == ["mpicomm-uncoded"]
+
+
 def test_every_collective_runs(tmp_path: Path) -> None:
     # One job for all, because the start of Python takes most of the time of a run.
     driver = tmp_path / "driver.py"

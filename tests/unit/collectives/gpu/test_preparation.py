@@ -15,11 +15,12 @@ pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda
 from mpicomm.collectives.gpu import choose
 from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, OVERSEERS
+from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, FEWEST_LAPS, OVERSEERS
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.choose import Preparation
 from mpicomm.collectives.signature import Signature
+from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues import Elementwise, rms_norm
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import Team
@@ -71,11 +72,15 @@ class Rig:
         call_log, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
         self._preparation = Preparation(TABLE, node, self.arena, call_log, calls)  # type: ignore[arg-type]
 
-    def steps(self, count: int, asked: str = "auto", result: str = "", hidden: int = 0) -> list[Step]:
+    def steps(
+        self, count: int, asked: str = "auto", result: str = "", hidden: int = 0, wire: Wire | None = None
+    ) -> list[Step]:
         """Return the steps of an all-reduce, with an epilogue to ``result`` or of rows of ``hidden`` elements."""
         send, output = Span(1 << 40, count), Span(2 << 40, count)
         pattern = patterns.allreduce(0, 3, FLOAT32, send, output, "sum")
         call = pattern.call(Signature("Allreduce", "float32", count, "sum"))
+        if wire is not None:
+            call = replace(call, wire=(wire, FLOAT32))
         if result:
             receive = parse(np.empty(count, result), writable=True, name="recvbuf")
             epilogue = Elementwise("v * i").bind("Allreduce", FLOAT32, receive)
@@ -135,6 +140,17 @@ def test_rows_are_normalised_by_the_kernel_of_one_hop_or_by_the_next_one() -> No
     for count, asked, hidden in ((32 * 1024, "two_shot", 1024), (99, "one_shot", 33), (16384, "one_shot", 16384)):
         *_, behind = rig.steps(count, asked, hidden=hidden)
         assert isinstance(behind, Launch) and behind.variant.entry == "mpicomm_rms_norm"
+
+
+def test_without_memory_for_large_inboxes_codes_go_through_small_inboxes() -> None:
+    rig = Rig(**{"collectives_large messages": NoMemoryError("there is none")})
+    count = 9 * rig.arena.sentinels.nbytes
+    (launch,) = rig.steps(count, wire=Wire("int8"))
+    assert isinstance(launch, Launch) and "-DMPICOMM_WIRE=int8" in launch.variant.options
+    assert "-DMPICOMM_LAPS" in launch.variant.options
+    arguments = launch.arguments
+    assert arguments.inbox_nbytes == rig.arena.sentinels.nbytes and arguments.laps >= FEWEST_LAPS
+    assert arguments.steps * launch.blocks * (launch.threads - OVERSEERS) * CODES_OF_PACKET >= count
 
 
 def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -40,6 +40,22 @@ def test_two_shot_begins_at_the_size_where_it_was_faster(operation: str, size: i
 
 
 @pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_rows_of_calls_with_codes_count_codes(itemsize: int, registered: bool) -> None:
+    for codes, algorithm in (
+        (0, "one_shot"),
+        (512 * KIB - 1, "one_shot"),
+        (512 * KIB, "two_shot"),
+        (1 << 30, "two_shot"),
+    ):
+        nbytes = codes * itemsize
+        assert BUILT_IN.algorithm("Allreduce", nbytes, 2, registered=registered, coded=itemsize) == algorithm
+        choices = BUILT_IN.choices("Allreduce", 2, registered=registered, coded=itemsize)
+        assert [name for begin, name in choices if begin <= nbytes][-1] == algorithm
+        assert BUILT_IN.algorithm("Allgather", nbytes, 2, registered=registered, coded=itemsize) == "one_shot"
+
+
+@pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("size", MEASURED)
 @pytest.mark.parametrize("operation", CHAIN_FROM)
 def test_chains_begin_at_the_size_where_they_were_faster(operation: str, size: int, registered: bool) -> None:

@@ -13,6 +13,7 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks
+from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_way, any_length_ways, inboxes_of, large_inboxes
@@ -50,8 +51,11 @@ class AnyLengthPackets(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        inboxes = node.arena.any_length if call.lengths_are_private else node.arena.sentinels
-        yield PacketTemplate(node, call.one_shot, call.reduction).launch(call.tag(), any_length_way(node, inboxes))
+        inboxes, coding = node.arena.any_length if call.lengths_are_private else node.arena.sentinels, coding_of(call)
+        way = any_length_way(node, inboxes)
+        if coding is not None:
+            way = coding.way_within(inboxes, call.one_shot.longest_nbytes, node)
+        yield PacketTemplate(node, call.one_shot, call.reduction, coding=coding).launch(call.tag(), way)
         yield from moved(call.one_shot)
 
 

@@ -74,15 +74,20 @@ def finished_packet_arguments(finish: type[ctypes.Structure]) -> type[PacketArgu
     return type("FinishedPacketArguments", (PacketArguments,), {"_fields_": [("finish", finish)]})
 
 
-def most_workers(size: int, *, fan_out: bool, one_step: bool, coded: int = 0) -> int:
+def parts_of(size: int, *, one_step: bool) -> int:
+    """Return the packets of a unit of codes between ``size`` ranks: ``kParts`` in units.cuh."""
+    return 1 if one_step or size > 2 else 2
+
+
+def most_workers(size: int, *, fan_out: bool, one_step: bool, coded: bool = False) -> int:
     """Return the most worker threads of a block between ``size`` ranks: ``kWorkers`` in packet_worker.cuh.
 
-    If packets carry codes of elements, ``coded`` is the size of an element.
+    ``coded`` is whether packets carry codes.
     """
     if one_step:
         threads = 512 if size > 4 else 768
     elif coded:
-        threads = 256 if size > 4 else 384 if size > 2 else 512 if fan_out or coded > 2 else 768
+        threads = 256 if size > 4 else 384 if size > 2 or fan_out else 512
     else:
         threads = 256 if size > 4 else 512 if fan_out else 640 if size > 2 else 768
     return threads - OVERSEERS

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, SLOT_NBYTES
-from mpicomm.collectives.gpu.algorithms.packets.geometry import geometries_of, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, SLOT_NBYTES, parts_of
+from mpicomm.collectives.gpu.algorithms.packets.geometry import geometries_of, geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.ways import Way, WayOf, inboxes_of, large_inboxes
 from mpicomm.kernels.team import LANES
 
@@ -27,18 +27,26 @@ class Coding:
     """Whether the result of a reduction becomes codes again."""
 
     @property
-    def unit_nbytes(self) -> int:
+    def packet_nbytes(self) -> int:
         """The bytes of memory that one packet carries."""
         return CODES_OF_PACKET * self.itemsize
 
+    def parts(self, nbytes: int, threads: int, size: int) -> int:
+        """Return the packets of a unit if ``threads`` of each of ``size`` ranks send at most ``nbytes``."""
+        return parts_of(size, one_step=nbytes <= threads * self.packet_nbytes)
+
     def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> Way:
         """Return the way of messages of at most ``nbytes``, for which the arena has `memory`."""
-        units, arena = -(-nbytes // self.unit_nbytes), node.arena
-        most_units, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out, coded=self.itemsize)
+        packets, arena = -(-nbytes // self.packet_nbytes), node.arena
+        most_packets, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out, coded=True)
         inboxes = arena.sentinels
         for request in self.memory(nbytes, node):
             inboxes = inboxes_of(arena.layout, arena.region(request))
-        return "sentinel", inboxes, geometries[bisect_left(most_units, units)], nbytes
+        return "sentinel", inboxes, geometries[bisect_left(most_packets, packets)], nbytes
+
+    def way_within(self, inboxes: Inboxes, nbytes: int, node: Node) -> Way:
+        """Return the way of messages of at most ``nbytes`` in these inboxes, which may be smaller."""
+        return "sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size, coded=True), nbytes
 
     def ways(self, node: Node, *, fan_out: bool = False) -> WayOf:
         """Return the ways of messages of any length, if the arena has the inboxes."""
@@ -52,7 +60,8 @@ class Coding:
 
     def memory(self, nbytes: int, node: Node) -> Sequence[Request]:
         """Return the memory beyond the arena for messages of at most ``nbytes``."""
-        packed = -(-nbytes // (self.unit_nbytes * LANES)) * LANES * SLOT_NBYTES  # whole warps
+        slots = parts_of(node.size, one_step=False) * LANES  # of the unit of a warp
+        packed = -(-nbytes // (self.packet_nbytes * slots)) * slots * SLOT_NBYTES
         return () if packed <= node.arena.sentinels.nbytes else (large_inboxes(node.arena.layout, packed),)
 
 

@@ -83,7 +83,7 @@ struct Finish {
 
   MPICOMM_DEVICE Unit sent_on(const Reduced& result, const u8*) const {
 #if defined(MPICOMM_WIRE)
-    return code(result);
+    return unit_from(result);
 #else
     return result;
 #endif

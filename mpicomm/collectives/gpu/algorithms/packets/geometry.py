@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, most_workers
+from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, most_workers, parts_of
 from mpicomm.kernels.team import LANES
 
 MAX_BLOCKS = 128
@@ -31,7 +31,9 @@ class Geometry(NamedTuple):
 
 
 @cache
-def geometries_of(most_blocks: int, size: int, *, fan_out: bool, coded: int = 0) -> tuple[list[int], list[Geometry]]:
+def geometries_of(
+    most_blocks: int, size: int, *, fan_out: bool, coded: bool = False
+) -> tuple[list[int], list[Geometry]]:
     """Return the most packets that geometries between ``size`` ranks move in one step, and these geometries.
 
     The last geometry, which has no such number, is for all longer messages. The choice is measured on H200s: one step
@@ -49,13 +51,15 @@ def geometries_of(most_blocks: int, size: int, *, fan_out: bool, coded: int = 0)
 
 
 @cache
-def geometry_within(inbox_nbytes: int, most_blocks: int, size: int) -> Geometry:
+def geometry_within(inbox_nbytes: int, most_blocks: int, size: int, *, coded: bool = False) -> Geometry:
     """Return the geometry for messages of any length in inboxes of that size; the same on all ranks.
 
-    It has the most threads for which an inbox still holds `FEWEST_LAPS` steps, because a launch reuses slots.
+    It has the most threads for which an inbox still holds `FEWEST_LAPS` steps, because a launch reuses slots. ``coded``
+    is as in `most_workers`.
     """
-    room = inbox_nbytes // SLOT_NBYTES // (FEWEST_LAPS * most_blocks) // LANES * LANES
-    return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False)))
+    slots = inbox_nbytes // SLOT_NBYTES // (parts_of(size, one_step=False) if coded else 1)
+    room = slots // (FEWEST_LAPS * most_blocks) // LANES * LANES
+    return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False, coded=coded)))
 
 
 def most_blocks_of(node: Node) -> int:

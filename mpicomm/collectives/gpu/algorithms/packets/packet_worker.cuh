@@ -82,7 +82,7 @@ constexpr bool kPaced = false;
 // data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
 constexpr u32 kMostOfUnits = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
-constexpr u32 kMostOfCodes = kRanks > 4 ? 256 : kRanks > 2 ? 384 : kFanOut || sizeof(Element) > 2 ? 512 : 768;
+constexpr u32 kMostOfCodes = kRanks > 4 ? 256 : kRanks > 2 || kFanOut ? 384 : 512;
 constexpr u32 kMostOfMore = kWire ? kMostOfCodes : kMostOfUnits;
 #if defined(MPICOMM_WEIGHT)
 constexpr u32 kWorkers = kGroups * kNormThreads;
@@ -129,15 +129,29 @@ MPICOMM_DEVICE_CALL u32 take_escape(const Team& team, u32 launch, u32 rank, u8* 
   return code;
 }
 
+// Arrays of the packets of other ranks have an entry for each rank, except between two ranks. Then
+// they have one entry, and no code for an absent rank.
+constexpr u32 kOthers = kRanks == 2 ? 1 : kRanks;
+MPICOMM_DEVICE constexpr u32 entry_of(u32 rank) { return kRanks == 2 ? 0 : rank; }
+MPICOMM_DEVICE bool is_among(u32 ranks, u32 entry) { return kRanks == 2 ? ranks != 0 : ranks >> entry & 1; }
+
+// The packets of a unit, as slots hold them.
+struct Held {
+  Pair packets[kPackets];
+};
+
 // The work of one thread in one turn. `count` is the number of the launch, `launch` its lower half.
 struct Worker {
   const Packets& x;
   u64 count;
   u32 launch;
 
+  // The slot of the first packet of a unit. The slots of its other packets follow at a distance of
+  // kSharers.
   MPICOMM_DEVICE Pair* slot(u32 owner, u32 stage, u32 source, u64 place) const {
     const u32 inbox = ((launch % 2) * kStages + stage) * kRanks + source;
-    return reinterpret_cast<Pair*>(x.inboxes[owner] + inbox * x.inbox_nbytes) + place;
+    const u64 first = kPackets == 1 ? place : place / kSharers * kSharers * kPackets + place % kSharers;
+    return reinterpret_cast<Pair*>(x.inboxes[owner] + inbox * x.inbox_nbytes) + first;
   }
 
   // The escape of a slot. Escapes follow the inboxes, in the order of the slots.
@@ -147,75 +161,101 @@ struct Worker {
     return inboxes + 2 * kStages * kRanks * x.inbox_nbytes + begin / kSlotNbytes;
   }
 
-  // Loads one slot of a stage for each of `ranks`.
-  MPICOMM_DEVICE void look(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
+  // The rank of an entry.
+  MPICOMM_DEVICE u32 rank_of(u32 entry) const { return kRanks == 2 ? 1 - x.team.rank : entry; }
+
+  // Loads the slots of one unit of a stage for each of `ranks`.
+  MPICOMM_DEVICE void look(Held (&units)[kOthers], u32 stage, u32 ranks, u64 place) const {
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) packets[rank] = load_volatile(slot(x.team.rank, stage, rank, place));
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (!is_among(ranks, entry)) continue;
+      const Pair* const from = slot(x.team.rank, stage, rank_of(entry), place);
+#pragma unroll
+      for (u32 each = 0; each < kPackets; ++each) units[entry].packets[each] = load_volatile(from + each * kSharers);
     }
   }
 
-  MPICOMM_DEVICE static u32 absent(const Pair (&packets)[kRanks], u32 ranks, Protocol::Flag flag) {
+  MPICOMM_DEVICE static bool has_come(const Held& unit, Protocol::Flag flag) {
+    bool come = true;
+#pragma unroll
+    for (u32 each = 0; each < kPackets; ++each) come &= Protocol::has_come(unit.packets[each], flag);
+    return come;
+  }
+
+  MPICOMM_DEVICE u32 absent(const Held (&units)[kOthers], u32 ranks, Protocol::Flag flag) const {
     u32 missing = 0;
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1 && !Protocol::has_come(packets[rank], flag)) missing |= 1u << rank;
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (is_among(ranks, entry) && !has_come(units[entry], flag)) missing |= 1u << rank_of(entry);
     }
     return missing;
   }
 
   // Whether the packets of all `ranks` have come, and none has an escape. In the common case this
   // is the only check.
-  MPICOMM_DEVICE static bool are_plain(const Pair (&packets)[kRanks], u32 ranks, Protocol::Flag flag) {
+  MPICOMM_DEVICE static bool are_plain(const Held (&units)[kOthers], u32 ranks, Protocol::Flag flag) {
     bool plain = true;
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) plain &= Protocol::has_come(packets[rank], flag) && !Protocol::has_escape(packets[rank]);
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (!is_among(ranks, entry)) continue;
+      plain &= has_come(units[entry], flag) && !Protocol::has_escape(units[entry].packets[0]);
     }
     return plain;
   }
 
-  // Takes one packet from each of `ranks`, after `look` has loaded their slots once, and resets the
+  // Takes one unit from each of `ranks`, after `look` has loaded their slots once, and resets the
   // slots. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool take(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
+  MPICOMM_DEVICE bool take(Held (&units)[kOthers], u32 stage, u32 ranks, u64 place) const {
     const Protocol::Flag flag = Protocol::flag(count);
-    if (!are_plain(packets, ranks, flag)) {
+    if (!are_plain(units, ranks, flag)) {
       const auto missing = [&] {
-        look(packets, stage, ranks, place);
-        return absent(packets, ranks, flag);
+        look(units, stage, ranks, place);
+        return absent(units, ranks, flag);
       };
-      if (absent(packets, ranks, flag) != 0 && !await_ranks(x.team, launch, missing)) return false;
+      if (absent(units, ranks, flag) != 0 && !await_ranks(x.team, launch, missing)) return false;
 #pragma unroll
-      for (u32 rank = 0; rank < kRanks; ++rank) {
-        if (!(ranks >> rank & 1) || !Protocol::has_escape(packets[rank])) continue;
+      for (u32 entry = 0; entry < kOthers; ++entry) {
+        Pair& packet = units[entry].packets[0];
+        if (!is_among(ranks, entry) || !Protocol::has_escape(packet)) continue;
+        const u32 rank = rank_of(entry);
         const Pair* const from = slot(x.team.rank, stage, rank, place);
         const u32 code = take_escape(x.team, launch, rank, escape(x.team.rank, from));
         if (code == 0) return false;
-        packets[rank] = unescaped(packets[rank], code);
+        packet = unescaped(packet, code);
       }
     }
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) Protocol::give_back(slot(x.team.rank, stage, rank, place));
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (!is_among(ranks, entry)) continue;
+      Pair* const taken = slot(x.team.rank, stage, rank_of(entry), place);
+#pragma unroll
+      for (u32 each = 0; each < kPackets; ++each) Protocol::give_back(taken + each * kSharers);
     }
     return true;
   }
 
-  // The scales beside the slots of a warp: see units.cuh.
-  MPICOMM_DEVICE u32* scales(u32 owner, u32 stage, u32 source, u64 place) const {
-    return reinterpret_cast<u32*>(escape(owner, slot(owner, stage, source, place / kSharers * kSharers)));
+#if defined(MPICOMM_WIRE)
+  static_assert(!Protocol::kEscapes, "scales lie in the places of escapes");
+  // The scales beside the slots of this thread: see units.cuh.
+  MPICOMM_DEVICE ScaleWord* scales(u32 owner, u32 stage, u32 source, u64 place) const {
+    const u64 first = place / kSharers * kSharers;
+    return reinterpret_cast<ScaleWord*>(escape(owner, slot(owner, stage, source, first))) + block_of_warp();
   }
+#endif
 
-  // Stores a packet with `unit` in a slot of rank `to`.
+  // Stores the packets of `unit` in slots of rank `to`.
   MPICOMM_DEVICE void send(u32 to, u32 stage, u64 place, const Unit& unit, Protocol::Flag flag) const {
     Pair* const target = slot(to, stage, x.team.rank, place);
-    const Pair packet = Protocol::packet(packet_in(unit), flag);
 #if defined(MPICOMM_WIRE)
     // Pairs with the loads in `Scales`. It orders nothing: each receiver waits for both.
-    if (place % kSharers == 0) store_volatile(scales(to, stage, x.team.rank, place), unit.scales);
+    if (is_first_of_block()) store_volatile(scales(to, stage, x.team.rank, place), word_of(unit.scales));
 #endif
-    if (Protocol::has_escape(packet)) return store_escaped(target, escape(to, target), packet);
-    store_volatile(target, packet);
+#pragma unroll
+    for (u32 each = 0; each < kPackets; ++each) {
+      const Pair packet = Protocol::packet(packet_in(unit, each), flag);
+      if (Protocol::has_escape(packet)) return store_escaped(target, escape(to, target), packet);
+      store_volatile(target + each * kSharers, packet);
+    }
   }
 
   // Sends the units that `out` holds for offset `at`. The unit to this rank itself goes to its
@@ -240,24 +280,25 @@ struct Worker {
   // of a conversion serves all ranks. The code may be long, and a kernel waits until the GPU has
   // fetched it.
   template <class Scales>
-  MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], const Scales& scales, u32 ranks, u64 at) const {
+  MPICOMM_DEVICE void place(const Held (&units)[kOthers], const Scales& scales, u32 ranks, u64 at) const {
 #pragma unroll(kConverts ? 1 : kRanks)
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (!(ranks >> rank & 1) || (kRelays && x.receives[rank] == nullptr)) continue;
-      const Unit unit = scales.unit(rank, Protocol::unit(packet_of(packets, rank)));
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      const u32 rank = rank_of(entry);
+      if (!is_among(ranks, entry) || (kRelays && x.receives[rank] == nullptr)) continue;
+      const Unit unit = scales.unit(entry, held_of(units, entry));
       finish_of(x).store(x.receives[rank], at, x.receive_nbytes[rank], unit);
     }
   }
 
   // A choice instead of an index, because a variable index would move the packets from registers to
   // memory.
-  MPICOMM_DEVICE static Pair packet_of(const Pair (&packets)[kRanks], u32 rank) {
-    Pair packet = packets[0];
+  MPICOMM_DEVICE static Held held_of(const Held (&units)[kOthers], u32 entry) {
+    Held unit = units[0];
 #pragma unroll
-    for (u32 each = 1; each < kRanks; ++each) {
-      if (each == rank) packet = packets[each];
+    for (u32 each = 1; each < kOthers; ++each) {
+      if (each == entry) unit = units[each];
     }
-    return packet;
+    return unit;
   }
 
   // The peers with a unit at offset `at` in a message of `nbytes[rank]` bytes.
@@ -289,19 +330,27 @@ struct Worker {
   }
 };
 
-// The scales of the packets of a turn: see units.cuh.
+// The scales of the units of a turn: see units.cuh.
 #if defined(MPICOMM_WIRE)
 struct Scales {
-  u32 of[kRanks];
+  u32 of[kOthers];
 
-  MPICOMM_DEVICE Unit unit(u32 rank, const Packet& codes) const { return {codes, of[rank]}; }
+  MPICOMM_DEVICE Unit unit(u32 entry, const Held& held) const {
+    Unit unit;
+#pragma unroll
+    for (u32 part = 0; part < kParts; ++part) {
+      unit.codes[part] = Protocol::unit(held.packets[part]);
+      unit.scales[part] = of[entry] >> part * 8 & 0xFF;
+    }
+    return unit;
+  }
 
   // Loads the scales beside the slots of a stage for each of `ranks`.
   MPICOMM_DEVICE void look(const Worker& worker, u32 stage, u32 ranks, u64 place) {
     const u32 own = worker.x.team.rank;
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) of[rank] = load_volatile(worker.scales(own, stage, rank, place));
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (is_among(ranks, entry)) of[entry] = load_volatile(worker.scales(own, stage, worker.rank_of(entry), place));
     }
   }
 
@@ -312,8 +361,8 @@ struct Scales {
     const auto missing = [&] {
       u32 absent = 0;
 #pragma unroll
-      for (u32 rank = 0; rank < kRanks; ++rank) {
-        if (ranks >> rank & 1 && of[rank] == 0) absent |= 1u << rank;
+      for (u32 entry = 0; entry < kOthers; ++entry) {
+        if (is_among(ranks, entry) && of[entry] == 0) absent |= 1u << worker.rank_of(entry);
       }
       return absent;
     };
@@ -326,10 +375,11 @@ struct Scales {
     // scales. That thread would wait for ever. A thread that leaves takes all of them along, because
     // the others would wait for it when they code their next part.
     if (!__all_sync(kWarp, took)) return false;
-    if (place % kSharers == 0) {
+    if (is_first_of_block()) {
 #pragma unroll
-      for (u32 rank = 0; rank < kRanks; ++rank) {
-        if (ranks >> rank & 1) store_volatile(worker.scales(worker.x.team.rank, stage, rank, place), 0);
+      for (u32 entry = 0; entry < kOthers; ++entry) {
+        if (!is_among(ranks, entry)) continue;
+        store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);
       }
     }
     return true;
@@ -337,7 +387,7 @@ struct Scales {
 };
 #else
 struct Scales {
-  MPICOMM_DEVICE static Unit unit(u32, const Packet& packet) { return packet; }
+  MPICOMM_DEVICE static Unit unit(u32, const Held& held) { return Protocol::unit(held.packets[0]); }
   MPICOMM_DEVICE static void look(const Worker&, u32, u32, u64) {}
   MPICOMM_DEVICE static bool take(const Worker&, u32, u32, u64, bool took) { return took; }
 };

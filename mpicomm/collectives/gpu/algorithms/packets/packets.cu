@@ -213,7 +213,7 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     // they may not have taken the packets in the slots where this rank stores next.
     if (kPaced && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
     const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
-    Pair b[kRanks], c[kRanks];
+    Held b[kOthers], c[kOthers];
     Scales b_scales, c_scales;
     [[maybe_unused]] Loaded in{};
     [[maybe_unused]] const Unit sent = out.sent;
@@ -251,7 +251,7 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
       else own = unit_of(in);
 #pragma unroll
       for (u32 source = 0; source < kRanks; ++source) {
-        units[source] = source == rank ? own : b_scales.unit(source, Protocol::unit(b[source]));
+        units[source] = source == rank ? own : b_scales.unit(entry_of(source), b[entry_of(source)]);
       }
       const Reduced reduced = reduce(units, x.sources);
       if constexpr (kRows) rows.add(b_at, reduced, residual);

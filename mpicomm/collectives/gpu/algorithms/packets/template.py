@@ -136,10 +136,16 @@ class PacketTemplate:
         """
         protocol, inboxes, (blocks, workers), nbytes = way
         threads, coding = blocks * workers, self._coding
-        unit_nbytes = UNIT_NBYTES[protocol] if coding is None else coding.unit_nbytes
-        units, slots = -(-nbytes // unit_nbytes), inboxes.nbytes // SLOT_NBYTES
-        if coding is not None:  # the slots of a warp lie side by side
-            units, slots = -(-units // LANES) * LANES, slots // LANES * LANES
+        parts = 1
+        if coding is None:
+            unit_nbytes = UNIT_NBYTES[protocol]
+            units, slots = -(-nbytes // unit_nbytes), inboxes.nbytes // SLOT_NBYTES
+        else:
+            parts = coding.parts(nbytes, threads, self._size)
+            unit_nbytes = parts * coding.packet_nbytes
+            # The slots of a warp lie side by side.
+            units = -(-nbytes // (unit_nbytes * LANES)) * LANES
+            slots = inboxes.nbytes // (SLOT_NBYTES * parts * LANES) * LANES
         steps = -(-units // threads) or 1
         laps = steps if units <= slots else slots // threads
         if steps > laps and (laps < FEWEST_LAPS + self._rows or protocol == "flagged"):
@@ -169,7 +175,7 @@ class PacketTemplate:
             self._inboxes.pack_into(arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
         # A kernel for more steps has more work in each step.
-        of_steps: Steps = "one" if steps == 1 else "few" if steps <= laps else "paced" if paced else "laps"
+        of_steps: Steps = "one" if steps == parts == 1 else "few" if steps <= laps else "paced" if paced else "laps"
         return (protocol, of_steps), blocks, workers + OVERSEERS
 
     def launch(self, tag: int, way: Way) -> Launch:

@@ -214,11 +214,16 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
     # Without the kernel of packets.cu, because the compiler takes long for it.
     source.write_text(f'#include "packet_worker.cuh"\nstatic_assert(mpicomm::kWorkers == {workers});')
     compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))
-    for dtype, coded in (("bfloat16", 2), ("float32", 4)):
+    for dtype in ("bfloat16", "float32"):
         wire = packets.wire_options("int8", moves=False, codes_result=True)
         variant = packets.packet_kernel((dtype, "sum"), size, "sentinel", steps, fan_out=fan_out, wire=wire)
-        workers = packets.most_workers(size, fan_out=fan_out, one_step=steps == "one", coded=coded)
-        constants = {"kWorkers": workers, "kPartElements": packets.CODES_OF_PACKET, "kBlockElements": eight_bits.BLOCK}
+        workers = packets.most_workers(size, fan_out=fan_out, one_step=steps == "one", coded=True)
+        constants = {
+            "kWorkers": workers,
+            "kParts": packets.parts_of(size, one_step=steps == "one"),
+            "kPartElements": packets.CODES_OF_PACKET,
+            "kBlockElements": eight_bits.BLOCK,
+        }
         lines = [f"static_assert(mpicomm::{name} == {value});" for name, value in constants.items()]
         source.write_text("\n".join(['#include "packet_worker.cuh"', *lines]))
         compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))
