@@ -25,8 +25,8 @@ import mpicomm.torch
 dist.init_process_group("mpicomm")  # MPI gives rank, size and address
 comm = mpicomm.torch.communicator()
 device = torch.device("cpu" if comm.device == "cpu" else f"cuda:{comm.device}")
-rows, width, hidden = (16, 256, 1024) if device.type == "cpu" else (512, 4096, 16384)
-batch = rows * comm.size
+rows, width, neurons = (16, 256, 256) if device.type == "cpu" else (512, 4096, 4096)
+batch, hidden = rows * comm.size, neurons * comm.size  # so any number of ranks has equal parts
 
 torch.manual_seed(1)  # the same layers and inputs on every rank
 whole = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)).to(device)
