@@ -93,6 +93,25 @@ def test_a_function_multiplies_in_place_of_the_library(comm: mpicomm.Communicato
     assert (host(got) == 2 * np.concatenate(a) @ b).all() and sum(seen) == 8 * comm.size
 
 
+@pytest.mark.parametrize("kind", ["matmul_reduce_scatter", "matmul_allreduce"])
+def test_a_product_that_fails_on_one_rank_raises_on_all_ranks(host_comm: mpicomm.Communicator, kind: str) -> None:
+    comm = host_comm
+    failing = comm.size - 1
+
+    def product(a: Array, b: Array, out: Array) -> None:
+        np.matmul(a, b, out=out)
+        if comm.rank == failing:
+            raise ZeroDivisionError("no such product")
+
+    a, b = np.ones((comm.size, 3)), np.ones((3, 2))
+    error = ZeroDivisionError if comm.rank == failing else mpicomm.PeerError
+    with pytest.raises(error, match="no such product") as caught:
+        getattr(comm, kind)(a, b, product=product)
+    if comm.rank != failing:
+        assert caught.value.ranks == (failing,) and "ZeroDivisionError" in str(caught.value)
+    assert (getattr(comm, kind)(a, b) == 3 * comm.size).all()
+
+
 def test_empty_matrices_have_empty_products(comm: mpicomm.Communicator, xp: Any) -> None:
     assert comm.allgather_matmul(xp.empty((0, 4), "f4"), xp.empty((4, 3), "f4")).shape == (0, 3)
     zeros = comm.matmul_allreduce(xp.empty((2, 0), "f4"), xp.empty((0, 3), "f4"))
