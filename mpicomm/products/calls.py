@@ -1,4 +1,7 @@
-"""Products: the matrix products of one communicator that a collective precedes or follows."""
+"""Products: the matrix products of one communicator that a collective precedes or follows.
+
+The modules with the work load at the first product, because `import mpicomm` loads this module.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,15 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.location import refuse_stream, require_here
-from mpicomm.products import choose
-from mpicomm.products.choose import Kind, ProductWay
-from mpicomm.products.libraries import Multiply
-from mpicomm.products.meeting import meet
-from mpicomm.products.operands import Operands, read
 from mpicomm.products.scales import NO_SCALING, Scaling
 from mpicomm.recording.record import current
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
+    from mpicomm.products.choose import Kind, ProductWay
+    from mpicomm.products.libraries import Multiply
+    from mpicomm.products.operands import Operands
     from mpicomm.products.overlapped import Overlapped
 
 _MOST_CALLS = 4096
@@ -59,6 +60,8 @@ class Products:
         scaling: Scaling = NO_SCALING,
     ) -> Any:
         """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host."""
+        from mpicomm.products.operands import read
+
         on_gpus = isinstance(self._session.placement.here.device, int)
         gpu: Callable[[], GpuBackend] | None = partial(self._session.gpu, kind) if on_gpus else None
         reading = partial(read, kind, self._size, gpu, a, b, out, bias, product, gathered, scaling)
@@ -74,10 +77,14 @@ class Products:
         gpu = self._collectives.engines.gpu
         if gpu is None or self._size == 1 or len(self._session.placement.domains) > 1:
             return ()
+        from mpicomm.products import choose
+
         node = gpu.engine.node  # type: ignore[attr-defined]
         return choose.describe(self._size, node.multiprocessors, node.link_speed)
 
     def _on_host(self, kind: Kind, reading: Callable[[], Operands], stream: Any) -> Any:
+        from mpicomm.products.meeting import meet
+
         calls: list[Operands] = []
         sums: list[Any] = []
 
@@ -139,6 +146,8 @@ class Products:
             return None
         text = operands.text
         if text not in self._ways:
+            from mpicomm.products.choose import choose
+
             gpu = self._collectives.engines.on_gpu(operands.kind)
             gpu.engine.require_same(text)
             if self._overlapped is None and len(self._session.placement.domains) == 1:
@@ -148,7 +157,7 @@ class Products:
             way = None
             if self._overlapped is not None and 0 not in (*operands.a.shape, *operands.b.shape):
                 facts = self._overlapped.facts(operands)
-                way = choose.choose(facts)
+                way = choose(facts)
                 if way.cut is not None and not self._overlapped.fits(facts, way.cut):
                     way = replace(way, cut=None, memory_is_short=True)
             if len(self._ways) >= _MOST_CALLS:
