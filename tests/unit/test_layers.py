@@ -129,7 +129,7 @@ def test_module_imports_from_rooms_below_its_own(module: str) -> None:
         ("symmetric/array.py", "def f():\n    from mpicomm.api.communicator import Communicator"),
         ("symmetric/array.py", "if TYPE_CHECKING:\n    from mpicomm.session import Session"),
         ("collectives/gpu/algorithms/chain/plan.py", "from mpicomm.collectives.gpu.engine import DeviceEngine"),
-        ("session.py", "import mpicomm"),
+        ("session/session.py", "import mpicomm"),
         ("symmetric/signals.py", "from mpi4py import MPI"),
         ("devices/host.py", "import cupy"),
         ("ring.py", "try:\n    from cuda.bindings import driver\nexcept ImportError:\n    pass"),
