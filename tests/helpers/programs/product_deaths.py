@@ -19,8 +19,13 @@ from typing import Any
 from tests.helpers.jobs.in_child import begin_in_child
 
 PATIENCE_S = 20.0
-SHAPES = {"cpu": (24, 16, 8), "cuda": (3840, 4096, 4096)}
-"""The rows, columns and inner size of all products. On GPUs they overlap with their collective."""
+
+
+def shape_of(device: str, kind: str) -> tuple[int, int, int]:
+    """Return the rows, the inner size and the columns of a product. On GPUs it overlaps with its collective."""
+    if device == "cpu":
+        return 24, 16, 8
+    return 3840, 4096 if kind == "allgather_matmul" else 512, 4096
 
 
 @dataclass
@@ -45,7 +50,7 @@ def main(results: Path, device: str, kind: str, how: str, timeout_s: float) -> N
     world = MPI.COMM_WORLD
     comm = mpicomm.Communicator(world.Dup(), device="cpu" if device == "cpu" else "auto", timeout_s=timeout_s)
     victim = comm.size - 1
-    rows, inner, columns = SHAPES[device]
+    rows, inner, columns = shape_of(device, kind)
     multiplied, fatal = 0, 0
     with array_module(comm) as xp:
         a = xp.ones((rows // comm.size if kind == "allgather_matmul" else rows, inner), "f4")
