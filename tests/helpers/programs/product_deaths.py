@@ -102,5 +102,5 @@ def _last(call: Any, products: int) -> Call:
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
     begin_in_child(directory)  # so that the launcher does not end the job with the victim
-    main(directory, *sys.argv[2:5], float(sys.argv[5]))
+    main(directory, sys.argv[2], sys.argv[3], sys.argv[4], float(sys.argv[5]))
     os._exit(0)  # MPI_Finalize would wait for the victim

@@ -190,8 +190,8 @@ def test_products_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
     kernel = xp.RawKernel(KERNEL, "multiply")
 
     def product(a: Any, b: Any, out: Any) -> None:  # CuPy calls cuBLAS in no capture
-        rows, inner, columns = *a.shape, b.shape[1]
-        kernel((columns // 256, rows), (256,), (a, b, out, np.int32(inner), np.int32(columns)))
+        sizes = np.int32(a.shape[1]), np.int32(b.shape[1])
+        kernel((b.shape[1] // 256, a.shape[0]), (256,), (a, b, out, *sizes))
 
     (_, (rows, inner, columns), (_, short, _)), size = SHAPES, comm.size
     a = [integers(rank, rows, inner) for rank in range(size)]
