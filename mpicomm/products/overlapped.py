@@ -15,9 +15,21 @@ from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
+from mpicomm.devices.cuda.forked_stream import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands
-from mpicomm.products.schedule import Action, AddBias, Multiply, Place, RowCut, gathering, reducing, scattering
+from mpicomm.products.schedule import (
+    LANES,
+    Action,
+    AddBias,
+    JoinLane,
+    Multiply,
+    Place,
+    RowCut,
+    gathering,
+    reducing,
+    scattering,
+)
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -31,8 +43,9 @@ _ALIGNED_NBYTES = 256
 class ProductPlan:
     """A planned call. Each enqueue binds matrices to it, because a plan must not keep the memory of the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Sequence[ForkedStream | None]) -> None:
         self.plan: Plan
+        self._lanes = lanes
         self.gathered = self.partial = 0
         """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
         self._matrices: dict[str, Any] = {}
@@ -64,25 +77,31 @@ class ProductPlan:
 
     def multiply(self, action: Multiply) -> LibraryWork:
         """Return the step of a product."""
-        begin, at, rows = action.begin, action.at, action.rows
+        begin, at, rows, lane = action.begin, action.at, action.rows, self._lanes[action.lane]
 
         def work(operands: Operands) -> None:
             left, into = self._matrices[action.left], self._matrices[action.into]
             first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
             operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
 
-        return self._step(work)
+        return self._step(work, lane)
 
     def add_bias(self, action: AddBias) -> LibraryWork:
         """Return the step that adds the bias."""
         rows = slice(action.begin, action.begin + action.rows)
         return self._step(lambda operands: operands.library.add(operands.out[rows], operands.bias))
 
-    def _step(self, work: Callable[[Operands], None]) -> LibraryWork:
+    def join(self, action: JoinLane) -> LibraryWork:
+        """Return the step in which the stream waits for a lane."""
+        lane = self._lanes[action.lane]
+        return LibraryWork(lambda stream: lane.join(stream) if lane else None)
+
+    def _step(self, work: Callable[[Operands], None], lane: ForkedStream | None = None) -> LibraryWork:
         def enqueue(stream: int) -> None:
             operands = self._operands
             assert operands is not None
-            with nullcontext() if stream == self._stream else operands.library.current(stream):
+            target = lane.fork(stream) if lane else stream
+            with nullcontext() if target == self._stream else operands.library.current(target):
                 work(operands)
 
         return LibraryWork(enqueue)
@@ -95,6 +114,8 @@ class Overlapped:
         self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
         self._carry_out = calls.carry_out
         self._known: OrderedDict[Any, ProductPlan] = OrderedDict()
+        self._lanes: tuple[ForkedStream | None, ...] = (None, *(ForkedStream() for _ in LANES))
+        """The lanes by their numbers. Lane 0 is the stream of a call."""
 
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
@@ -129,7 +150,7 @@ class Overlapped:
         """
         pointer, text = operands.library.pointer, operands.text
         kept = 0 if operands.gathered is None else pointer(operands.gathered)
-        key = text, pointer(operands.a), pointer(operands.out), kept
+        key = text, pointer(operands.a), pointer(operands.out), kept, operands.product is None
         call = self._known.get(key)
         again = call is not None
         if call is None:
@@ -141,7 +162,9 @@ class Overlapped:
     def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
         from mpicomm.collectives.gpu.engine import OwnCall
 
-        call, facts, cut = ProductPlan(), way.facts, way.cut
+        # A function of the caller may have memory that two calls at once would use.
+        lanes = self._lanes if operands.product is None else (None,) * len(self._lanes)
+        call, facts, cut = ProductPlan(lanes), way.facts, way.cut
         assert cut is not None
 
         def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
@@ -180,6 +203,8 @@ class Overlapped:
                 yield local_reduction(action, (operands.result_dtype, "sum"))
             elif isinstance(action, Multiply):
                 yield call.multiply(action)
+            elif isinstance(action, JoinLane):
+                yield call.join(action)
             elif isinstance(action, AddBias):
                 yield call.add_bias(action)
             else:

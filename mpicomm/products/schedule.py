@@ -10,6 +10,8 @@ At any time all ranks copy to different peers: in turn d each rank copies to the
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +29,19 @@ class Multiply:
     into: Literal["out", "partial"]
     at: int
     rows: int
+    lane: int = 0
+    """The stream of the product: 0 is the stream of the barriers, and `LANES` have streams beside it."""
+
+
+LANES = (1, 2)
+"""Products on two lanes run at the same time, if the first leaves multiprocessors idle."""
+
+
+@dataclass(frozen=True)
+class JoinLane:
+    """All steps after it, except products on lanes, wait for all products on a lane before it."""
+
+    lane: int
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class AddBias:
     rows: int
 
 
-Action = Barrier | Fork | Join | Copy | Reduce | Multiply | AddBias
+Action = Barrier | Fork | Join | Copy | Reduce | Multiply | JoinLane | AddBias
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,8 @@ class RowCut:
     """How many rows of its shard a rank multiplies before it waits for another shard."""
     merged: bool
     """Whether the rows of all other shards are multiplied together, and not each shard at its turn."""
+    in_lanes: bool = False
+    """Whether products run on two lanes. Then the products of shards fill the multiprocessors together."""
     parts: int = 1
     """The parts of an all-reduce. A part is reduced and sent back while the next part is multiplied."""
 
@@ -89,7 +106,8 @@ def gathering(
         yield Copy(
             gathered[rank] + begin * row_nbytes, a + (begin - rank * rows) * row_nbytes, (end - begin) * row_nbytes
         )
-    yield Multiply("a", first - rank * rows, "out", first, last - first)
+    lanes = itertools.cycle(LANES if cut.in_lanes else (0,))
+    yield Multiply("a", first - rank * rows, "out", first, last - first, next(lanes))
     for distance in range(1, size):
         # The join pairs with the barrier. Without the join, a rank could come to the barrier before its copy is over,
         # and the peer would multiply a shard that has not come. The copy of the next turn runs beside the product.
@@ -104,7 +122,9 @@ def gathering(
             if distance == 1:
                 yield Copy(kept + rank * nbytes, a, nbytes)
         for begin, end in arriving(place, cut, distance):
-            yield Multiply("gathered", begin, "out", begin, end - begin)
+            yield Multiply("gathered", begin, "out", begin, end - begin, next(lanes))
+    if cut.in_lanes:
+        yield from map(JoinLane, LANES)
     if kept:
         yield Join()
 
@@ -140,17 +160,31 @@ def scattering(
         for begin, end in ((0, rank), (rank + 1, size)):
             if begin < end:
                 yield Multiply("a", begin * rows, "partial", begin * rows, (end - begin) * rows)
+    lanes = itertools.cycle(LANES)
+    products = deque(
+        Multiply("a", peer * rows, "partial", peer * rows, rows, next(lanes) if cut.in_lanes else 0)
+        for peer in map(place.to, range(1, 1 if cut.merged else size))
+    )
+    products.append(Multiply("a", rank * rows, "out", 0, rows, next(lanes) if cut.in_lanes else 0))
+    order = [product.lane for product in products]
+    if cut.in_lanes:
+        # The next product is enqueued before this stream waits for a product, so that both run at the same time.
+        yield products.popleft()
     for distance in range(1, size):
         peer = place.to(distance)
-        if not cut.merged:
-            yield Multiply("a", peer * rows, "partial", peer * rows, rows)
+        if len(products) > (not cut.in_lanes):
+            yield products.popleft()
         if distance == 1:
             # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
             yield Barrier()
+        if cut.in_lanes:
+            yield JoinLane(order[distance - 1])
         # The fork makes the copy wait for its product and for the barrier.
         yield Fork()
         yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
-    yield Multiply("a", rank * rows, "out", 0, rows)
+    yield from products
+    if cut.in_lanes:
+        yield JoinLane(order[-1])
     # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
     yield from (Join(), Barrier())
     yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)
