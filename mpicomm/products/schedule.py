@@ -11,7 +11,6 @@ At any time all ranks copy to different peers: in turn d each rank copies to the
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -156,35 +155,42 @@ def scattering(
     """
     rank, size, rows = place.rank, place.size, place.rows
     nbytes = rows * row_nbytes
-    if cut.merged:
-        for begin, end in ((0, rank), (rank + 1, size)):
-            if begin < end:
-                yield Multiply("a", begin * rows, "partial", begin * rows, (end - begin) * rows)
-    lanes = itertools.cycle(LANES)
-    products = deque(
-        Multiply("a", peer * rows, "partial", peer * rows, rows, next(lanes) if cut.in_lanes else 0)
-        for peer in map(place.to, range(1, 1 if cut.merged else size))
-    )
-    products.append(Multiply("a", rank * rows, "out", 0, rows, next(lanes) if cut.in_lanes else 0))
-    order = [product.lane for product in products]
-    if cut.in_lanes:
-        # The next product is enqueued before this stream waits for a product, so that both run at the same time.
-        yield products.popleft()
-    for distance in range(1, size):
-        peer = place.to(distance)
-        if len(products) > (not cut.in_lanes):
-            yield products.popleft()
+    lanes = itertools.cycle(LANES if cut.in_lanes else (0,))
+    products = [
+        Multiply("a", peer * rows, "partial", peer * rows, rows, next(lanes)) for peer in map(place.to, range(1, size))
+    ]
+    own = Multiply("a", rank * rows, "out", 0, rows, next(lanes))
+
+    def send(distance: int) -> Iterator[Action]:
         if distance == 1:
             # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
             yield Barrier()
         if cut.in_lanes:
-            yield JoinLane(order[distance - 1])
+            yield JoinLane(products[distance - 1].lane)
         # The fork makes the copy wait for its product and for the barrier.
         yield Fork()
+        peer = place.to(distance)
         yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
-    yield from products
-    if cut.in_lanes:
-        yield JoinLane(order[-1])
+
+    if cut.merged:
+        for begin, end in ((0, rank), (rank + 1, size)):
+            if begin < end:
+                yield Multiply("a", begin * rows, "partial", begin * rows, (end - begin) * rows)
+        for distance in range(1, size):
+            yield from send(distance)
+        yield own
+    elif cut.in_lanes:
+        # The next product is enqueued before this stream waits for a product, so that both run at the same time.
+        yield products[0]
+        for distance, following in enumerate((*products[1:], own), 1):
+            yield following
+            yield from send(distance)
+        yield JoinLane(own.lane)
+    else:
+        for distance, product in enumerate(products, 1):
+            yield product
+            yield from send(distance)
+        yield own
     # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
     yield from (Join(), Barrier())
     yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)
