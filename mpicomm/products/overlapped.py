@@ -19,7 +19,6 @@ from mpicomm.devices.cuda.forked_stream import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands
 from mpicomm.products.schedule import (
-    LANES,
     Action,
     AddBias,
     JoinLane,
@@ -43,9 +42,9 @@ _ALIGNED_NBYTES = 256
 class ProductPlan:
     """A planned call. Each enqueue binds matrices to it, because a plan must not keep the memory of the caller."""
 
-    def __init__(self, lanes: Sequence[ForkedStream | None]) -> None:
+    def __init__(self, lane: ForkedStream) -> None:
         self.plan: Plan
-        self._lanes = lanes
+        self._lane = lane
         self.gathered = self.partial = 0
         """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
         self._matrices: dict[str, Any] = {}
@@ -77,31 +76,26 @@ class ProductPlan:
 
     def multiply(self, action: Multiply) -> LibraryWork:
         """Return the step of a product."""
-        begin, at, rows, lane = action.begin, action.at, action.rows, self._lanes[action.lane]
+        begin, at, rows = action.begin, action.at, action.rows
 
         def work(operands: Operands) -> None:
             left, into = self._matrices[action.left], self._matrices[action.into]
             first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
             operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
 
-        return self._step(work, lane)
+        return self._step(work, in_lane=action.in_lane)
 
     def add_bias(self, action: AddBias) -> LibraryWork:
         """Return the step that adds the bias."""
         rows = slice(action.begin, action.begin + action.rows)
         return self._step(lambda operands: operands.library.add(operands.out[rows], operands.bias))
 
-    def join(self, action: JoinLane) -> LibraryWork:
-        """Return the step in which the stream waits for a lane."""
-        lane = self._lanes[action.lane]
-        return LibraryWork(lambda stream: lane.join(stream) if lane else None)
-
-    def _step(self, work: Callable[[Operands], None], lane: ForkedStream | None = None) -> LibraryWork:
+    def _step(self, work: Callable[[Operands], None], *, in_lane: bool = False) -> LibraryWork:
         def enqueue(stream: int) -> None:
             operands = self._operands
             assert operands is not None
-            target = lane.fork(stream) if lane else stream
-            with nullcontext() if target == self._stream else operands.library.current(target):
+            stream = self._lane.fork(stream) if in_lane else stream
+            with nullcontext() if stream == self._stream else operands.library.current(stream):
                 work(operands)
 
         return LibraryWork(enqueue)
@@ -114,8 +108,7 @@ class Overlapped:
         self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
         self._carry_out = calls.carry_out
         self._known: OrderedDict[Any, ProductPlan] = OrderedDict()
-        self._lanes: tuple[ForkedStream | None, ...] = (None, *(ForkedStream() for _ in LANES))
-        """The lanes by their numbers. Lane 0 is the stream of a call."""
+        self._lane = ForkedStream()
 
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
@@ -150,7 +143,7 @@ class Overlapped:
         """
         pointer, text = operands.library.pointer, operands.text
         kept = 0 if operands.gathered is None else pointer(operands.gathered)
-        key = text, pointer(operands.a), pointer(operands.out), kept, operands.product is None
+        key = text, pointer(operands.a), pointer(operands.out), kept
         call = self._known.get(key)
         again = call is not None
         if call is None:
@@ -162,9 +155,7 @@ class Overlapped:
     def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
         from mpicomm.collectives.gpu.engine import OwnCall
 
-        # A function of the caller may have memory that two calls at once would use.
-        lanes = self._lanes if operands.product is None else (None,) * len(self._lanes)
-        call, facts, cut = ProductPlan(lanes), way.facts, way.cut
+        call, facts, cut = ProductPlan(self._lane), way.facts, way.cut
         assert cut is not None
 
         def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
@@ -204,7 +195,7 @@ class Overlapped:
             elif isinstance(action, Multiply):
                 yield call.multiply(action)
             elif isinstance(action, JoinLane):
-                yield call.join(action)
+                yield LibraryWork(self._lane.join)
             elif isinstance(action, AddBias):
                 yield call.add_bias(action)
             else:

@@ -1,16 +1,20 @@
 """The actions of one rank in a product that overlaps with a collective. They know no device, so tests need none.
 
 Copy engines carry the data on a stream beside the products. A barrier says that all copies before it have landed, and
-detects a rank that does not come or calls something else. Each barrier stands on the stream of the products, between
-two products. There it finds a free multiprocessor. On another stream it could wait until a product is over, and its
-waiting block could keep out a block of a product.
+detects a rank that does not come or calls something else.
+
+Before a reduction the barriers stand on the stream of the products, between two products. There a barrier finds a free
+multiprocessor, so the copies after it begin at once. On another stream it could wait until the next product is over.
+
+After an all-gather only the product after a barrier waits for it. So the products run on a *lane*, a stream beside the
+barriers. A product leaves multiprocessors free in its last wave, and the barrier is over before the product ends. If
+all multiprocessors are at work, the barrier waits until the product is over, as it would on the same stream.
 
 At any time all ranks copy to different peers: in turn d each rank copies to the rank at distance d.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,19 +32,13 @@ class Multiply:
     into: Literal["out", "partial"]
     at: int
     rows: int
-    lane: int = 0
-    """The stream of the product: 0 is the stream of the barriers, and `LANES` have streams beside it."""
-
-
-LANES = (1, 2)
-"""Products on two lanes run at the same time, if the first leaves multiprocessors idle."""
+    in_lane: bool = False
+    """Whether it runs on the lane. It waits for all steps before it, except copies, and holds up no later step."""
 
 
 @dataclass(frozen=True)
 class JoinLane:
-    """All steps after it, except products on lanes, wait for all products on a lane before it."""
-
-    lane: int
+    """All steps after it wait for all products on the lane."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,6 @@ class RowCut:
     """How many rows of its shard a rank multiplies before it waits for another shard."""
     merged: bool
     """Whether the rows of all other shards are multiplied together, and not each shard at its turn."""
-    in_lanes: bool = False
-    """Whether products run on two lanes. Then the products of shards fill the multiprocessors together."""
     parts: int = 1
     """The parts of an all-reduce. A part is reduced and sent back while the next part is multiplied."""
 
@@ -105,8 +101,7 @@ def gathering(
         yield Copy(
             gathered[rank] + begin * row_nbytes, a + (begin - rank * rows) * row_nbytes, (end - begin) * row_nbytes
         )
-    lanes = itertools.cycle(LANES if cut.in_lanes else (0,))
-    yield Multiply("a", first - rank * rows, "out", first, last - first, next(lanes))
+    yield Multiply("a", first - rank * rows, "out", first, last - first, in_lane=True)
     for distance in range(1, size):
         # The join pairs with the barrier. Without the join, a rank could come to the barrier before its copy is over,
         # and the peer would multiply a shard that has not come. The copy of the next turn runs beside the product.
@@ -121,9 +116,8 @@ def gathering(
             if distance == 1:
                 yield Copy(kept + rank * nbytes, a, nbytes)
         for begin, end in arriving(place, cut, distance):
-            yield Multiply("gathered", begin, "out", begin, end - begin, next(lanes))
-    if cut.in_lanes:
-        yield from map(JoinLane, LANES)
+            yield Multiply("gathered", begin, "out", begin, end - begin, in_lane=True)
+    yield JoinLane()
     if kept:
         yield Join()
 
@@ -155,42 +149,21 @@ def scattering(
     """
     rank, size, rows = place.rank, place.size, place.rows
     nbytes = rows * row_nbytes
-    lanes = itertools.cycle(LANES if cut.in_lanes else (0,))
-    products = [
-        Multiply("a", peer * rows, "partial", peer * rows, rows, next(lanes)) for peer in map(place.to, range(1, size))
-    ]
-    own = Multiply("a", rank * rows, "out", 0, rows, next(lanes))
-
-    def send(distance: int) -> Iterator[Action]:
-        if distance == 1:
-            # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
-            yield Barrier()
-        if cut.in_lanes:
-            yield JoinLane(products[distance - 1].lane)
-        # The fork makes the copy wait for its product and for the barrier.
-        yield Fork()
-        peer = place.to(distance)
-        yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
-
     if cut.merged:
         for begin, end in ((0, rank), (rank + 1, size)):
             if begin < end:
                 yield Multiply("a", begin * rows, "partial", begin * rows, (end - begin) * rows)
-        for distance in range(1, size):
-            yield from send(distance)
-        yield own
-    elif cut.in_lanes:
-        # The next product is enqueued before this stream waits for a product, so that both run at the same time.
-        yield products[0]
-        for distance, following in enumerate((*products[1:], own), 1):
-            yield following
-            yield from send(distance)
-        yield JoinLane(own.lane)
-    else:
-        for distance, product in enumerate(products, 1):
-            yield product
-            yield from send(distance)
-        yield own
+    for distance in range(1, size):
+        peer = place.to(distance)
+        if not cut.merged:
+            yield Multiply("a", peer * rows, "partial", peer * rows, rows)
+        if distance == 1:
+            # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
+            yield Barrier()
+        # The fork makes the copy wait for its product and for the barrier.
+        yield Fork()
+        yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
+    yield Multiply("a", rank * rows, "out", 0, rows)
     # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
     yield from (Join(), Barrier())
     yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
-from mpicomm.products.schedule import LANES, Action, AddBias, JoinLane, Multiply
+from mpicomm.products.schedule import Action, AddBias, JoinLane, Multiply
 
 Array = npt.NDArray[Any]
 
@@ -21,29 +21,29 @@ def address(array: Array) -> int:
     return int(array.ctypes.data)
 
 
-STREAMS = ("main", "beside", *(f"lane {lane}" for lane in LANES))
+STREAMS = ("main", "beside", "lane")
 
 
 class Rank:
-    """A rank with its matrices, a main stream, and beside it a stream for copies and lanes for products."""
+    """A rank with its matrices, a main stream, and beside it a stream for copies and a lane for products."""
 
     def __init__(self, actions: list[Action], matrices: dict[str, Array], b: Array, bias: Array | None) -> None:
         self.matrices, self._b, self._bias = matrices, b, bias
         self.queues: dict[str, list[tuple[str, Any]]] = {name: [] for name in STREAMS}
         self.over = dict.fromkeys(STREAMS, 0)
         self.barriers = 0
-        main, beside = self.queues["main"], self.queues["beside"]
+        main, beside, lane = self.queues.values()
         for action in actions:
             if isinstance(action, Fork):
                 beside.append(("wait", ("main", len(main))))
             elif isinstance(action, Join):
                 main.append(("wait", ("beside", len(beside))))
             elif isinstance(action, JoinLane):
-                main.append(("wait", (f"lane {action.lane}", len(self.queues[f"lane {action.lane}"]))))
+                main.append(("wait", ("lane", len(lane))))
             elif isinstance(action, Copy) and not action.local:
                 beside.append(("copy", action))
-            elif isinstance(action, Multiply) and action.lane:
-                self.queues[f"lane {action.lane}"] += [("wait", ("main", len(main))), ("work", action)]
+            elif isinstance(action, Multiply) and action.in_lane:
+                lane += [("wait", ("main", len(main))), ("work", action)]
             else:
                 main.append(("barrier" if isinstance(action, Barrier) else "work", action))
         for name in STREAMS[1:]:

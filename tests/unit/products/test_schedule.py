@@ -98,7 +98,7 @@ def cut_of(kind: str, size: int, rows: int, draw: Any) -> RowCut:
         return RowCut(rows, merged=False, parts=draw(st.integers(1, 3)))
     merged = draw(st.booleans())
     own = draw(st.integers(1, rows)) if kind == "gather" and merged else rows
-    return RowCut(own, merged, in_lanes=not merged and draw(st.booleans()))
+    return RowCut(own, merged)
 
 
 @settings(deadline=None, max_examples=60)
@@ -112,18 +112,9 @@ def test_every_order_gives_the_product(kind: str, size: int, rows: int, data: st
 
 # No call comes before the first call, so nothing has to wait for an earlier call. In an all-reduce the barrier at the
 # beginning waits only for calls of the other kinds, which share the memory.
-@pytest.mark.parametrize(
-    ("kind", "in_lanes", "of_earlier_calls"),
-    [
-        ("gather", False, [0, 1]),
-        ("gather", True, [0, 1]),
-        ("scatter", False, [0]),
-        ("scatter", True, [0]),
-        ("reduce", False, [0, 13]),
-    ],
-)
-def test_every_barrier_fork_and_join_is_needed(kind: str, in_lanes: bool, of_earlier_calls: list[int]) -> None:
-    cut, size = RowCut(2, merged=False, in_lanes=in_lanes, parts=2), 3
+@pytest.mark.parametrize(("kind", "of_earlier_calls"), [("gather", [0, 1]), ("scatter", [0]), ("reduce", [0, 13])])
+def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list[int]) -> None:
+    cut, size = RowCut(2, merged=False, parts=2), 3
     needless = []
     for number in range(Job(kind, size, 2, cut, 0).orders):
         for seed in range(300):
