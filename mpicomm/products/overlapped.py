@@ -83,7 +83,7 @@ class ProductPlan:
             first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
             operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
 
-        return self._step(work, in_lane=action.in_lane)
+        return self._step(work, in_lane=True)
 
     def add_bias(self, action: AddBias) -> LibraryWork:
         """Return the step that adds the bias."""

@@ -3,12 +3,10 @@
 Copy engines carry the data on a stream beside the products. A barrier says that all copies before it have landed, and
 detects a rank that does not come or calls something else.
 
-Before a reduction the barriers stand on the stream of the products, between two products. There a barrier finds a free
-multiprocessor, so the copies after it begin at once. On another stream it could wait until the next product is over.
-
-After an all-gather only the product after a barrier waits for it. So the products run on a *lane*, a stream beside the
-barriers. A product leaves multiprocessors free in its last wave, and the barrier is over before the product ends. If
-all multiprocessors are at work, the barrier waits until the product is over, as it would on the same stream.
+Products run on a *lane*, a stream beside the barriers. A product leaves multiprocessors free in its last wave, so the
+barrier after its copies is over before the product ends. If all multiprocessors are at work, the barrier waits until
+the product is over, as it would on the stream of the product. No copy that is to run beside a product waits for a
+barrier that runs beside the same product: such a copy could begin too late.
 
 At any time all ranks copy to different peers: in turn d each rank copies to the rank at distance d.
 """
@@ -25,20 +23,21 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 
 @dataclass(frozen=True)
 class Multiply:
-    """The product of ``rows`` rows: rows of ``left`` from ``begin`` on give rows of ``into`` from ``at`` on."""
+    """The product of ``rows`` rows: rows of ``left`` from ``begin`` on give rows of ``into`` from ``at`` on.
+
+    It waits for all steps before it, except copies. Steps after it do not wait for it before `JoinLane`.
+    """
 
     left: Literal["a", "gathered"]
     begin: int
     into: Literal["out", "partial"]
     at: int
     rows: int
-    in_lane: bool = False
-    """Whether it runs on the lane. It waits for all steps before it, except copies, and holds up no later step."""
 
 
 @dataclass(frozen=True)
 class JoinLane:
-    """All steps after it wait for all products on the lane."""
+    """All steps after it wait for all products before it. So do copies after the next fork."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def gathering(
         yield Copy(
             gathered[rank] + begin * row_nbytes, a + (begin - rank * rows) * row_nbytes, (end - begin) * row_nbytes
         )
-    yield Multiply("a", first - rank * rows, "out", first, last - first, in_lane=True)
+    yield Multiply("a", first - rank * rows, "out", first, last - first)
     for distance in range(1, size):
         # The join pairs with the barrier. Without the join, a rank could come to the barrier before its copy is over,
         # and the peer would multiply a shard that has not come. The copy of the next turn runs beside the product.
@@ -116,7 +115,7 @@ def gathering(
             if distance == 1:
                 yield Copy(kept + rank * nbytes, a, nbytes)
         for begin, end in arriving(place, cut, distance):
-            yield Multiply("gathered", begin, "out", begin, end - begin, in_lane=True)
+            yield Multiply("gathered", begin, "out", begin, end - begin)
     yield JoinLane()
     if kept:
         yield Join()
@@ -160,12 +159,12 @@ def scattering(
         if distance == 1:
             # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
             yield Barrier()
-        # The fork makes the copy wait for its product and for the barrier.
-        yield Fork()
+        # They make the copy wait for its product and for the barrier.
+        yield from (JoinLane(), Fork())
         yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
     yield Multiply("a", rank * rows, "out", 0, rows)
     # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
-    yield from (Join(), Barrier())
+    yield from (Join(), Barrier(), JoinLane())
     yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)
     if bias:
         yield AddBias(0, rows)
@@ -225,7 +224,7 @@ def reducing(
                 yield Multiply("a", begin, "out", begin, end - begin)
             if part == 0 and distance == 1:
                 yield Barrier()  # as in `scattering`; an earlier call of another kind may still use the memory
-            yield Fork()
+            yield from (JoinLane(), Fork())
             if begin < end:
                 target = landing[peer] + part * room + slot(rank, peer, size) * stride
                 yield Copy(target, out + begin * row_nbytes, (end - begin) * row_nbytes)
@@ -234,7 +233,7 @@ def reducing(
         if nbytes:
             yield Multiply("a", begin, "out", begin, end - begin)
         # After the barrier the contributions to this part have come, and the results of the previous part.
-        yield from (Join(), Barrier())
+        yield from (Join(), Barrier(), JoinLane())
         if nbytes:
             contributions = sources(place, landing[rank] + part * room, stride, out + at)
             yield Reduce(contributions, out + at, nbytes, most_blocks=_REDUCING_BLOCKS)

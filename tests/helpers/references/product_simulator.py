@@ -42,7 +42,7 @@ class Rank:
                 main.append(("wait", ("lane", len(lane))))
             elif isinstance(action, Copy) and not action.local:
                 beside.append(("copy", action))
-            elif isinstance(action, Multiply) and action.in_lane:
+            elif isinstance(action, Multiply):
                 lane += [("wait", ("main", len(main))), ("work", action)]
             else:
                 main.append(("barrier" if isinstance(action, Barrier) else "work", action))

@@ -112,7 +112,7 @@ def test_every_order_gives_the_product(kind: str, size: int, rows: int, data: st
 
 # No call comes before the first call, so nothing has to wait for an earlier call. In an all-reduce the barrier at the
 # beginning waits only for calls of the other kinds, which share the memory.
-@pytest.mark.parametrize(("kind", "of_earlier_calls"), [("gather", [0, 1]), ("scatter", [0]), ("reduce", [0, 13])])
+@pytest.mark.parametrize(("kind", "of_earlier_calls"), [("gather", [0, 1]), ("scatter", [0]), ("reduce", [0, 19])])
 def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list[int]) -> None:
     cut, size = RowCut(2, merged=False, parts=2), 3
     needless = []
