@@ -25,11 +25,12 @@ import mpicomm.torch
 dist.init_process_group("mpicomm")  # MPI gives rank, size and address
 comm = mpicomm.torch.communicator()
 device = torch.device("cpu" if comm.device == "cpu" else f"cuda:{comm.device}")
-rows, width, hidden = (16, 256, 1024) if device.type == "cpu" else (512, 4096, 16384)
-batch = rows * comm.size
+rows, width, neurons = (16, 256, 256) if device.type == "cpu" else (512, 4096, 4096)
+batch, hidden = rows * comm.size, neurons * comm.size  # so any number of ranks has equal parts
 
 torch.manual_seed(1)  # the same layers and inputs on every rank
-whole = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)).to(device)
+before, after = nn.Linear(width, hidden, device=device), nn.Linear(hidden, width, device=device)
+whole = nn.Sequential(before, nn.GELU(), after)
 first, second = torch.randn(2, batch, width, device=device)
 
 mesh = init_device_mesh(device.type, (comm.size,))
@@ -86,7 +87,6 @@ with torch.no_grad():
 
 # The same layers by products that overlap with their collective, forward and backward.
 own = slice(comm.rank * rows, (comm.rank + 1) * rows)
-before, _, after = whole
 columns = before.weight.detach().tensor_split(comm.size)[comm.rank].clone().requires_grad_()
 bias = before.bias.detach().tensor_split(comm.size)[comm.rank].clone().requires_grad_()
 second_rows = after.weight.detach().tensor_split(comm.size, 1)[comm.rank].clone().requires_grad_()

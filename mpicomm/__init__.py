@@ -3,7 +3,13 @@
 `Communicator` is an mpi4py communicator; see the README for a first program.
 """
 
+import importlib
 import sys
+import typing
+
+if typing.TYPE_CHECKING:
+    from mpicomm.experts.experts import Experts
+    from mpicomm.experts.received import Received
 
 # These commands decide themselves whether to start MPI, and when; the modules below load and start it.
 if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
@@ -19,8 +25,6 @@ if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
         MpicommError,
         PeerError,
     )
-    from mpicomm.experts.experts import Experts
-    from mpicomm.experts.received import Received
     from mpicomm.install import install, uninstall
     from mpicomm.kernels.headers import include_dir
     from mpicomm.mpi.ops import AVG
@@ -52,3 +56,18 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if not typing.TYPE_CHECKING:  # a type checker would take every name for a name of this module
+    _AT_FIRST_USE = {"Experts": "mpicomm.experts.experts", "Received": "mpicomm.experts.received"}
+    """The modules of names that few programs use. A module loads when a program first reads its name."""
+
+    def __getattr__(name: str) -> object:
+        """Return a name that no program has read before."""
+        if name not in _AT_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_AT_FIRST_USE[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        """Return all names, also the names that no program has read yet."""
+        return sorted({*globals(), *__all__})

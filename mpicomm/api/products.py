@@ -47,7 +47,9 @@ class ProductCalls(MPI.Intracomm):
 
     **Errors.** `InvalidUsageError` for arguments that have no product, on the rank that passes them; on the host on all
     ranks. If ranks pass different shapes or types, all ranks raise: `InvalidUsageError` on the host, `PeerError` on
-    GPUs. If a rank is missing, the others raise `CollectiveTimeoutError`. On GPUs the next call or ``check`` may raise.
+    GPUs. If a rank is missing, also because it died in its product, the others raise `CollectiveTimeoutError`. If
+    ``product`` raises before a reduction on the host, the other ranks raise `PeerError`. On GPUs the next call or
+    ``check`` may raise.
     """
 
     _products: Products

@@ -1,148 +1,24 @@
-"""Host memory that the ranks of a node share: memfd segments, which every rank maps and views as NumPy arrays."""
+"""The host as a device: its backend, its events, and arrays over addresses."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import fcntl
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpicomm.devices.base import Link, Scratch
-from mpicomm.devices.descriptor import Descriptor, way_out
 from mpicomm.devices.handle import Exported, Kind, MemoryHandle
+from mpicomm.devices.host_memory import HostSegment, find_shared_mapping
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, equal_error
-from mpicomm.interrupts import uninterrupted
 from mpicomm.waiting import wait_until
 
 NO_DEVICE = bytes(16)
-
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def memfd_create(nbytes: int) -> Descriptor:
-    """Return a descriptor of ``nbytes`` bytes of anonymous shared memory, sealed at that size; the caller closes it.
-
-    Raises `HandleError` if the machine has less memory left. The kernel would grant the memory in this case, too, and
-    kill the process at some later access.
-    """
-    available = _available_nbytes()
-    if nbytes > available:
-        raise HandleError(
-            f"cannot allocate {nbytes} bytes of shared host memory: {available} are available; "
-            "make the array smaller or free others"
-        )
-    try:
-        fd = Descriptor.of(os.memfd_create, "mpicomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise HandleError(f"memfd_create failed: {error.strerror}{way_out(error.errno)}") from error
-    try:
-        os.ftruncate(fd, nbytes)
-        # A peer could shrink a file without seals. Every access after its new end would be a SIGBUS in this process.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as error:
-        fd.close()  # the error holds this frame, and the frame holds the descriptor
-        raise HandleError(f"cannot allocate {nbytes} bytes of shared host memory: {error.strerror}") from error
-    return fd
-
-
-def require_sealed(fd: int) -> None:
-    """Raise `HandleError` unless a peer's descriptor has the seals of `memfd_create`; a peer may send anything."""
-    try:
-        sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # a file of another kind, which has no seals
-        sealed = False
-    if not sealed:
-        raise HandleError(
-            "shared memory is not sealed against shrinking: mpicomm has not made it; run one mpicomm on all ranks"
-        )
-
-
-class _Mapping:
-    """A shared mapping, which its last view unmaps. Python's ``mmap`` would keep a descriptor open for each mapping."""
-
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        with uninterrupted():
-            address = _map(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
-            if address == _MAP_FAILED:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            # Not at exit, because threads of the user may still access the memory then.
-            weakref.finalize(self, _unmap, address, nbytes).atexit = False
-        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_map, _unmap = _libc.mmap, _libc.munmap
-_map.restype = ctypes.c_void_p
-_map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-_unmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Map bytes of the shared memory ``fd``; the mapping lasts as long as the array or a view of it."""
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    try:
-        if os.fstat(fd).st_size < offset + nbytes:
-            # The kernel also maps bytes after the end of a file, and kills the process at the first access to them.
-            raise HandleError(f"shared memory has {os.fstat(fd).st_size} bytes, its handle promised {offset + nbytes}")
-        mapping = _Mapping(fd, start, offset + nbytes - start)
-    except OSError as error:
-        raise HandleError(f"cannot map {nbytes} bytes of shared memory: {error.strerror}") from error
-    return np.asarray(mapping)[offset - start : offset + nbytes - start]
-
-
-class HostSegment:
-    """Shared host memory in this process: its memory, or the memory of a peer.
-
-    `close` gives up the mapping. The last NumPy view unmaps it, so a view that outlives its array stays readable
-    instead of crashing the process. A segment to export has the descriptor of the file, ``fd``. `close` closes the
-    descriptor unless `take_fd` has handed it over. The last reference to a segment does what `close` does.
-    """
-
-    def __init__(
-        self, content: npt.NDArray[np.uint8], *, fd: Descriptor | None = None, size: int = 0, offset: int = 0
-    ) -> None:
-        self.content: npt.NDArray[np.uint8] | None = content
-        self.pointer = content.ctypes.data
-        self.nbytes = content.nbytes
-        self.size = size
-        self.offset = offset
-        self._fd = fd
-
-    @classmethod
-    def allocate(cls, size: int) -> HostSegment:
-        """Allocate ``size`` bytes, a multiple of a page, all zero."""
-        fd = memfd_create(size)
-        try:
-            return cls(map_shared(fd, 0, size), fd=fd, size=size)
-        except Exception:
-            fd.close()  # the error holds this frame, and the frame holds the descriptor
-            raise
-
-    def take_fd(self) -> Descriptor:
-        """Hand the descriptor to the caller, which closes it; the mapping does not need it."""
-        fd, self._fd = self._fd, None
-        if fd is None:
-            raise HandleError("shared memory was exported before: allocate another segment")
-        return fd
-
-    def close(self) -> None:
-        """Give up the mapping, and close the descriptor if the segment still has it. A second call does nothing."""
-        self.content = None
-        if self._fd is not None:
-            self._fd.close()
-            self._fd = None
 
 
 class HostEvent:
@@ -189,7 +65,7 @@ class HostBackend:
         """Return the shared mapping that holds an array (``multiprocessing.shared_memory``, ``numpy.memmap``)."""
         if array.nbytes == 0:
             return self.allocate("memfd", 0)  # an empty array has no memory, but peers expect a handle that opens
-        fd, offset = _find_shared_mapping(array.ctypes.data, array.nbytes)
+        fd, offset = find_shared_mapping(array.ctypes.data, array.nbytes)
         content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
         return HostSegment(content, fd=fd, size=os.fstat(fd).st_size, offset=offset)
 
@@ -205,7 +81,7 @@ class HostBackend:
             raise HandleError(
                 f"a cpu communicator cannot open a handle of kind {handle.kind}: pass the same device= on all ranks"
             )
-        return HostSegment(map_shared(fd, handle.offset, handle.nbytes))
+        return HostSegment.open(fd, handle.offset, handle.nbytes)
 
     def asarray(self, array: Any, name: str = "array") -> npt.NDArray[Any]:
         """Return ``array`` as a NumPy array without copying."""
@@ -373,38 +249,3 @@ def array_at(pointer: int, count: int, dtype: np.dtype[Any], owner: Any = None) 
     if count == 0:
         return np.empty(0, dtype)
     return np.asarray(_Memory(pointer, count, dtype, owner))
-
-
-def _available_nbytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise HandleError("/proc/meminfo has no MemAvailable line: Linux 3.14 or newer is needed")
-
-
-def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor, int]:
-    """Return a new descriptor of the file of an address, which the caller closes, and the offset in the file."""
-    # In bytes, because file names need not be text.
-    with Path("/proc/self/maps").open("rb") as maps:
-        for line in maps:
-            fields = line.rstrip(b"\n").split(maxsplit=5)
-            start, end = (int(bound, 16) for bound in fields[0].split(b"-"))
-            if not start <= pointer < end:
-                continue
-            path = fields[5] if len(fields) > 5 else b""
-            permissions = fields[1].decode()
-            if permissions[3] == "s" and permissions[1] == "w" and pointer + nbytes <= end:
-                with contextlib.suppress(OSError):
-                    fd = Descriptor.of(os.open, path, os.O_RDWR | os.O_CLOEXEC)
-                    if os.fstat(fd).st_ino == int(fields[4]):
-                        return fd, int(fields[2], 16) + pointer - start
-                    fd.close()
-                raise InvalidUsageError(
-                    f"array lies in a shared mapping of {os.fsdecode(path) or 'anonymous memory'}, which cannot be "
-                    "opened again by name; allocate with comm.empty(), or register before the name is removed"
-                )
-            break
-    raise InvalidUsageError(
-        "array lies in private memory of this process, which no peer can open; allocate it with comm.empty(), or place "
-        "it in multiprocessing.shared_memory or a writable numpy.memmap"
-    )

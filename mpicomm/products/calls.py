@@ -1,38 +1,35 @@
-"""Products: the matrix products of one communicator that a collective precedes or follows."""
+"""Products: the matrix products of one communicator that a collective precedes or follows.
+
+The modules with the work load at the first product, because `import mpicomm` loads this module.
+"""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import abandoned, did_not_arrive
 from mpicomm.collectives import operations as rows
 from mpicomm.devices.base import GpuBackend
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.location import refuse_stream, require_here
-from mpicomm.products import choose
-from mpicomm.products.choose import Kind, ProductWay
-from mpicomm.products.libraries import Multiply
-from mpicomm.products.operands import Operands, read
 from mpicomm.products.scales import NO_SCALING, Scaling
 from mpicomm.recording.record import current
 from mpicomm.session import Session
-from mpicomm.waiting import wait_until
 from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
+    from mpicomm.products.choose import Kind, ProductWay
+    from mpicomm.products.libraries import Multiply
+    from mpicomm.products.operands import Operands
     from mpicomm.products.overlapped import Overlapped
 
 _MOST_CALLS = 4096
-_NAMING_S = 0.5
 
 
 class Products:
@@ -63,6 +60,8 @@ class Products:
         scaling: Scaling = NO_SCALING,
     ) -> Any:
         """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host."""
+        from mpicomm.products.operands import read
+
         on_gpus = isinstance(self._session.placement.here.device, int)
         gpu: Callable[[], GpuBackend] | None = partial(self._session.gpu, kind) if on_gpus else None
         reading = partial(read, kind, self._size, gpu, a, b, out, bias, product, gathered, scaling)
@@ -78,11 +77,18 @@ class Products:
         gpu = self._collectives.engines.gpu
         if gpu is None or self._size == 1 or len(self._session.placement.domains) > 1:
             return ()
+        from mpicomm.products import choose
+
         node = gpu.engine.node  # type: ignore[attr-defined]
         return choose.describe(self._size, node.multiprocessors, node.link_speed)
 
     def _on_host(self, kind: Kind, reading: Callable[[], Operands], stream: Any) -> Any:
-        def compare() -> Operands:
+        from mpicomm.products.meeting import meet
+
+        calls: list[Operands] = []
+        sums: list[Any] = []
+
+        def multiply_if_possible() -> str:
             refuse_stream(kind, stream)
             operands = reading()
             if operands.device is not None:
@@ -90,54 +96,23 @@ class Products:
                     f"{kind}: a is on GPU {operands.device}, and this communicator is on the cpu: pass host arrays, or "
                     "create the communicator on GPUs"
                 )
-            return operands
-
-        operands = self._same_on_all_ranks(kind, compare)
-        if operands.out is None:
-            operands.out = operands.library.empty(operands.shape, operands.result_like)
-        self._gather_scales(operands, None)
-        self._one_after_the_other(operands, None, "on the host")
-        return operands.out
-
-    def _same_on_all_ranks(self, kind: Kind, reading: Callable[[], Operands]) -> Operands:
-        """Return this rank's operands, if all ranks call the same. Else raise the same error on all ranks.
-
-        MPI itself would wait for ever, or return parts of the result.
-        """
-        session, failure = self._session.set_up(kind), None
-        try:
-            operands = reading()
-            digest = zlib.crc32(operands.text.encode()) + 1
-        except InvalidUsageError as error:
-            failure, digest = error, 0
-        mine, most = np.array([digest, -digest]), np.empty(2, int)
-        request = session.private.Iallreduce(mine, most, MPI.MAX)  # it takes a tenth of the time of an exchange
-        if not wait_until(request.Test, session.group.timeout_s):
-            abandoned.append(request)
-            self._name_missing(kind)
-        elif failure is None and most[0] == -most[1]:
-            return operands
-
-        def say() -> str:
-            if failure is not None:
-                raise failure
+            if operands.out is None:
+                operands.out = operands.library.empty(operands.shape, operands.result_like)
+            calls.append(operands)
+            if kind != "allgather_matmul":
+                sums.append(self._partial_sums(operands))
             return operands.text
 
-        texts = session.group.exchange(kind, say)
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-        raise InvalidUsageError(f"ranks called different things: {said}: pass the same shapes and dtypes on all ranks")
-
-    def _name_missing(self, kind: Kind) -> None:
-        """Raise `CollectiveTimeoutError` with the ranks that have not come in time. The communicator is then broken."""
-        session = self._session
-        timeout_s = session.group.timeout_s
-        session.hasten(_NAMING_S)
-        try:
-            session.group.barrier(kind)
-        except CollectiveTimeoutError as error:
-            missing = [*error.ranks]
-            raise did_not_arrive(kind, missing, timeout_s, session.group.absence_reason(missing)) from None
-        raise CollectiveTimeoutError(f"{kind}: the ranks came one after the other, within twice {timeout_s:g} s")
+        # The product comes before the meeting, because MPI would wait for a rank that fails or dies in its product.
+        meet(self._session.set_up(kind), kind, multiply_if_possible)
+        (operands,) = calls
+        self._record_one_after_the_other("on the host")
+        if kind == "allgather_matmul":
+            self._gather_scales(operands, None)
+            self._gather_and_multiply(operands, None)
+        else:
+            self._reduce(operands, sums[0], None)
+        return operands.out
 
     def _on_gpu(self, operands: Operands, stream: Any, a: Any) -> Any:
         kind, session = operands.kind, self._session
@@ -171,6 +146,8 @@ class Products:
             return None
         text = operands.text
         if text not in self._ways:
+            from mpicomm.products.choose import choose
+
             gpu = self._collectives.engines.on_gpu(operands.kind)
             gpu.engine.require_same(text)
             if self._overlapped is None and len(self._session.placement.domains) == 1:
@@ -180,7 +157,7 @@ class Products:
             way = None
             if self._overlapped is not None and 0 not in (*operands.a.shape, *operands.b.shape):
                 facts = self._overlapped.facts(operands)
-                way = choose.choose(facts)
+                way = choose(facts)
                 if way.cut is not None and not self._overlapped.fits(facts, way.cut):
                     way = replace(way, cut=None, memory_is_short=True)
             if len(self._ways) >= _MOST_CALLS:
@@ -209,28 +186,40 @@ class Products:
             self._ways[operands.text] = None
             self._one_after_the_other(operands, stream, f"memory is short: {error}")
 
-    def _one_after_the_other(self, operands: Operands, stream: int | None, why: str) -> None:
+    def _one_after_the_other(self, operands: Operands, stream: int, why: str) -> None:
+        self._record_one_after_the_other(why)
+        if operands.kind == "allgather_matmul":
+            self._gather_and_multiply(operands, stream)
+        else:
+            self._reduce(operands, self._partial_sums(operands), stream)
+
+    def _record_one_after_the_other(self, why: str) -> None:
         record, channel = current(), self._session.channel
         if record is not None and channel is not None:
             channel.choose(record, "one after the other", why)
-        library, run = operands.library, self._collectives.run
-        if operands.kind == "allgather_matmul":
-            gathered = operands.gathered
-            if gathered is None:
-                shape = (self._size * operands.a.shape[0], operands.a.shape[1])
-                gathered = operands.a if self._size == 1 else library.empty(shape, operands.a)
-            if gathered is not operands.a:
-                run(rows.ALLGATHER, stream, "auto", library.contiguous(operands.a), gathered)
-            operands.multiply(gathered, operands.out)
-            return
-        if self._size == 1:
-            operands.multiply(operands.a, operands.out)
-        elif operands.kind == "matmul_allreduce":
-            operands.multiply(operands.a, operands.out)
+
+    def _gather_and_multiply(self, operands: Operands, stream: int | None) -> None:
+        library, gathered = operands.library, operands.gathered
+        if gathered is None:
+            shape = (self._size * operands.a.shape[0], operands.a.shape[1])
+            gathered = operands.a if self._size == 1 else library.empty(shape, operands.a)
+        if gathered is not operands.a:
+            self._collectives.run(rows.ALLGATHER, stream, "auto", library.contiguous(operands.a), gathered)
+        operands.multiply(gathered, operands.out)
+
+    def _partial_sums(self, operands: Operands) -> Any:
+        """Multiply, and return the product of this rank: ``out``, or a new matrix if it has more rows than ``out``."""
+        into = operands.out
+        if operands.kind == "matmul_reduce_scatter" and self._size > 1:
+            into = operands.library.empty((operands.a.shape[0], operands.shape[1]), operands.result_like)
+        operands.multiply(operands.a, into)
+        return into
+
+    def _reduce(self, operands: Operands, sums: Any, stream: int | None) -> None:
+        run = self._collectives.run
+        if sums is not operands.out:
+            run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", sums, operands.out, MPI.SUM)
+        elif self._size > 1:
             run(rows.ALLREDUCE, stream, "auto", MPI.IN_PLACE, operands.out, MPI.SUM)
-        else:
-            partial_sums = library.empty((operands.a.shape[0], operands.shape[1]), operands.result_like)
-            operands.multiply(operands.a, partial_sums)
-            run(rows.REDUCE_SCATTER_BLOCK, stream, "auto", partial_sums, operands.out, MPI.SUM)
         if operands.bias is not None:
-            library.add(operands.out, operands.bias)
+            operands.library.add(operands.out, operands.bias)

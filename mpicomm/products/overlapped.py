@@ -15,9 +15,20 @@ from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
+from mpicomm.devices.cuda.forked_stream import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands
-from mpicomm.products.schedule import Action, AddBias, Multiply, Place, RowCut, gathering, reducing, scattering
+from mpicomm.products.schedule import (
+    Action,
+    AddBias,
+    JoinLane,
+    Multiply,
+    Place,
+    RowCut,
+    gathering,
+    reducing,
+    scattering,
+)
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -31,8 +42,9 @@ _ALIGNED_NBYTES = 256
 class ProductPlan:
     """A planned call. Each enqueue binds matrices to it, because a plan must not keep the memory of the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: ForkedStream) -> None:
         self.plan: Plan
+        self._lane = lane
         self.gathered = self.partial = 0
         """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
         self._matrices: dict[str, Any] = {}
@@ -71,17 +83,18 @@ class ProductPlan:
             first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
             operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
 
-        return self._step(work)
+        return self._step(work, in_lane=True)
 
     def add_bias(self, action: AddBias) -> LibraryWork:
         """Return the step that adds the bias."""
         rows = slice(action.begin, action.begin + action.rows)
         return self._step(lambda operands: operands.library.add(operands.out[rows], operands.bias))
 
-    def _step(self, work: Callable[[Operands], None]) -> LibraryWork:
+    def _step(self, work: Callable[[Operands], None], *, in_lane: bool = False) -> LibraryWork:
         def enqueue(stream: int) -> None:
             operands = self._operands
             assert operands is not None
+            stream = self._lane.fork(stream) if in_lane else stream
             with nullcontext() if stream == self._stream else operands.library.current(stream):
                 work(operands)
 
@@ -95,6 +108,7 @@ class Overlapped:
         self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
         self._carry_out = calls.carry_out
         self._known: OrderedDict[Any, ProductPlan] = OrderedDict()
+        self._lane = ForkedStream()
 
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
@@ -141,7 +155,7 @@ class Overlapped:
     def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
         from mpicomm.collectives.gpu.engine import OwnCall
 
-        call, facts, cut = ProductPlan(), way.facts, way.cut
+        call, facts, cut = ProductPlan(self._lane), way.facts, way.cut
         assert cut is not None
 
         def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
@@ -180,6 +194,8 @@ class Overlapped:
                 yield local_reduction(action, (operands.result_dtype, "sum"))
             elif isinstance(action, Multiply):
                 yield call.multiply(action)
+            elif isinstance(action, JoinLane):
+                yield LibraryWork(self._lane.join)
             elif isinstance(action, AddBias):
                 yield call.add_bias(action)
             else:

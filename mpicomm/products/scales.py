@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.products.libraries import Library, Multiply
+
+if TYPE_CHECKING:
+    from mpicomm.products.libraries import Library, Multiply
 
 _NARROW = ("float8_e4m3fn", "float8_e5m2")
 

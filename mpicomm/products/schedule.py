@@ -1,9 +1,12 @@
 """The actions of one rank in a product that overlaps with a collective. They know no device, so tests need none.
 
 Copy engines carry the data on a stream beside the products. A barrier says that all copies before it have landed, and
-detects a rank that does not come or calls something else. Each barrier stands on the stream of the products, between
-two products. There it finds a free multiprocessor. On another stream it could wait until a product is over, and its
-waiting block could keep out a block of a product.
+detects a rank that does not come or calls something else.
+
+Products run on a *lane*, a stream beside the barriers. A product leaves multiprocessors free in its last wave, so the
+barrier after its copies is over before the product ends. If all multiprocessors are at work, the barrier waits until
+the product is over, as it would on the stream of the product. No copy that is to run beside a product waits for a
+barrier that runs beside the same product: such a copy could begin too late.
 
 At any time all ranks copy to different peers: in turn d each rank copies to the rank at distance d.
 """
@@ -20,13 +23,21 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 
 @dataclass(frozen=True)
 class Multiply:
-    """The product of ``rows`` rows: rows of ``left`` from ``begin`` on give rows of ``into`` from ``at`` on."""
+    """The product of ``rows`` rows: rows of ``left`` from ``begin`` on give rows of ``into`` from ``at`` on.
+
+    It waits for all steps before it, except copies. Steps after it do not wait for it before `JoinLane`.
+    """
 
     left: Literal["a", "gathered"]
     begin: int
     into: Literal["out", "partial"]
     at: int
     rows: int
+
+
+@dataclass(frozen=True)
+class JoinLane:
+    """All steps after it wait for all products before it. So do copies after the next fork."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class AddBias:
     rows: int
 
 
-Action = Barrier | Fork | Join | Copy | Reduce | Multiply | AddBias
+Action = Barrier | Fork | Join | Copy | Reduce | Multiply | JoinLane | AddBias
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,7 @@ def gathering(
                 yield Copy(kept + rank * nbytes, a, nbytes)
         for begin, end in arriving(place, cut, distance):
             yield Multiply("gathered", begin, "out", begin, end - begin)
+    yield JoinLane()
     if kept:
         yield Join()
 
@@ -147,12 +159,12 @@ def scattering(
         if distance == 1:
             # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
             yield Barrier()
-        # The fork makes the copy wait for its product and for the barrier.
-        yield Fork()
+        # They make the copy wait for its product and for the barrier.
+        yield from (JoinLane(), Fork())
         yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
     yield Multiply("a", rank * rows, "out", 0, rows)
     # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
-    yield from (Join(), Barrier())
+    yield from (Join(), Barrier(), JoinLane())
     yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)
     if bias:
         yield AddBias(0, rows)
@@ -212,7 +224,7 @@ def reducing(
                 yield Multiply("a", begin, "out", begin, end - begin)
             if part == 0 and distance == 1:
                 yield Barrier()  # as in `scattering`; an earlier call of another kind may still use the memory
-            yield Fork()
+            yield from (JoinLane(), Fork())
             if begin < end:
                 target = landing[peer] + part * room + slot(rank, peer, size) * stride
                 yield Copy(target, out + begin * row_nbytes, (end - begin) * row_nbytes)
@@ -221,7 +233,7 @@ def reducing(
         if nbytes:
             yield Multiply("a", begin, "out", begin, end - begin)
         # After the barrier the contributions to this part have come, and the results of the previous part.
-        yield from (Join(), Barrier())
+        yield from (Join(), Barrier(), JoinLane())
         if nbytes:
             contributions = sources(place, landing[rank] + part * room, stride, out + at)
             yield Reduce(contributions, out + at, nbytes, most_blocks=_REDUCING_BLOCKS)

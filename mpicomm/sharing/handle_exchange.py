@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import FD_KINDS, SEALED_KINDS, Exported, MemoryHandle
-from mpicomm.devices.host import require_sealed
+from mpicomm.devices.host_memory import require_sealed
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.sharing.fd_exchange import Address, FdExchange
 

@@ -153,6 +153,8 @@ def _module(name: str) -> Page:
 
 
 def _package() -> Page:
+    for name in mpicomm.__all__:
+        getattr(mpicomm, name)  # pdoc does not find names that load at their first use
     module = pdoc.doc.Module(mpicomm)
     methods = {method.qualname: method for method in _members(module.members["Communicator"])}
     others = {cls.__name__: pdoc.doc.Class("mpicomm", cls.__name__, cls, (cls.__module__, "")) for cls in UNEXPORTED}

@@ -55,7 +55,8 @@ def table_of_products(result: dict[str, Any], where: str | None) -> dict[str, An
         "text": "Collective and product are the parts alone. Serial is mpicomm's collective and the product, one after "
         "the other. The ratio is mpicomm's time divided by the larger part. All times are of one run.",
         "notes": [],
-        **{name: document[name] for name in ("command", "versions", "date")},
+        "versions": {**document["versions"], **document["peers"]},
+        **{name: document[name] for name in ("command", "date")},
     }
 
 

@@ -95,7 +95,8 @@ def main() -> int:
     for peer in opened.values():
         peer.close()
     if comm.rank == 0 and options.json is not None:
-        document = {**setting(ranks, options), "datatype": dtype, "results": results, "absent": absent}
+        peers = {name: peer.version for name, peer in opened.items()}
+        document = {**setting(ranks, options), "datatype": dtype, "peers": peers, "results": results, "absent": absent}
         arguments.write_json(options.json, document | {"wrong": wrong, "ok": wrong == 0})
     comm.Free()
     command_line.show("# OK" if wrong == 0 else f"# FAILED: {wrong} wrong")

@@ -19,7 +19,6 @@ from mpicomm.devices.base import DifferingCalls, Launch, Link, Scratch
 from mpicomm.devices.cuda import segments
 from mpicomm.devices.cuda.arrays import as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
-from mpicomm.devices.cuda.completion import Completions
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
@@ -33,17 +32,16 @@ from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.scratch_memory import LEAST_SUSPENDED_NBYTES, ScratchMemory
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
 from mpicomm.devices.cuda.signal_kernels import SignalKernels
-from mpicomm.devices.cuda.streams import is_tensor, resolve_stream, threads_of
+from mpicomm.devices.cuda.streams_of_gpu import StreamsOfGpu
 from mpicomm.devices.handle import Exported, Kind
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.devices.stream_threads import StreamThreads
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
 
 
-class CudaBackend:
+class CudaBackend(StreamsOfGpu):
     """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, and keep the current device of the thread."""
 
     kinds = segments.KINDS
@@ -57,9 +55,8 @@ class CudaBackend:
             )
         self.device: int | str = ordinal
         self.info = devices[ordinal]
-        self._ordinal = ordinal
+        super().__init__(ordinal, PrimaryContext(self.info))
         self._devices = devices
-        self._threads = threads_of(ordinal)
         self.timeout_ns = int(timeout_s * 1e9)
         self.calls: DifferingCalls | None = None
         self.kind: Kind | None = None
@@ -68,10 +65,8 @@ class CudaBackend:
         self._steps: CudaMessageSteps | None = None
         self._tables = PackTables(self)
         self._stream: Any = None
-        self._completions = Completions()
         self._faults: FaultPage | None = None
         self._closed = False
-        self._context = PrimaryContext(self.info)
         self._scratch = ScratchMemory(self._context)
         try:
             with self._context.current():
@@ -130,15 +125,6 @@ class CudaBackend:
             cupy.cuda.get_current_stream(self._ordinal).synchronize()
         return table
 
-    def stream(self, stream: Any, array: Any = None) -> int:
-        """Return the address of a ``stream=`` argument."""
-        if stream is None and type(array) is cupy.ndarray:  # the usual case, quick because every call comes here
-            resolved: int = get_current_stream(self._ordinal).ptr
-        else:
-            resolved = resolve_stream(stream, array, self._ordinal)
-        self._threads.note(resolved)
-        return resolved
-
     def eager_stream(self, stream: Any, array: Any) -> int | None:
         """Return the address of a ``stream=`` argument; None if it captures a graph. Raises as `check` does."""
         if self._faults is None or self._faults.error is not None or self._faults.record.state:
@@ -150,22 +136,6 @@ class CudaBackend:
             return None if runtime.streamIsCapturing(current) else current
         resolved = self.stream(stream, array)
         return None if self.is_capturing(resolved) else resolved
-
-    def threads(self, stream: int) -> StreamThreads:
-        """Return the threads that use a stream which this backend has resolved."""
-        return self._threads.of(stream)
-
-    def waits_beside(self, stream: int, array: Any) -> bool:
-        """Return whether a blocking call on ``array`` and its thread wait for peers beside ``stream``."""
-        # PyTorch itself calls from several threads: the threads of the program and of autograd. It keeps their order,
-        # and expects that no call waits for the GPU.
-        return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
-
-    def meets(self, stream: int, array: Any) -> bool:
-        """Return whether the ranks meet on the host before a blocking collective on ``array`` begins."""
-        # Tensors do not count the threads: backward passes have a separate thread, and a count takes long.
-        several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
-        return several and not self.is_capturing(stream)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses of any device or of the host. Local, stream-ordered."""
@@ -282,11 +252,6 @@ class CudaBackend:
 
         return enqueue
 
-    def is_capturing(self, stream: int) -> bool:
-        """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
-        with self._context.current():
-            return bool(runtime.streamIsCapturing(stream))
-
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if a wait ran out of time, `PeerError` if ranks made different calls.
 
@@ -349,25 +314,6 @@ class CudaBackend:
         with self._context.current():
             self._scratch.resume()
         self._tables.restore(LEAST_SUSPENDED_NBYTES)
-
-    def completion(self, stream: int) -> Callable[[], bool]:
-        """Return a function that says whether the work that ``stream`` has at this call is done; for any thread.
-
-        A stream that captures a graph runs nothing, so its work counts as done.
-        """
-        # This look is cheaper than a change of context, and the device is nearly always this device, because a new
-        # Communicator makes its GPU current.
-        if runtime.getDevice() != self._ordinal:
-            with self._context.current():
-                return self._completion(stream)
-        return self._completion(stream)
-
-    def _completion(self, stream: int) -> Callable[[], bool]:
-        if runtime.streamIsCapturing(stream):
-            return lambda: True
-        event = self._completions.take()
-        runtime.eventRecord(event.ptr, stream)
-        return self._completions.of(event)
 
     def create_event(self) -> CudaEvent:
         """Return an event that other processes can open."""

@@ -13,7 +13,7 @@ from cuda.bindings import driver
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.devices.handle import KEY_NBYTES, Exported, MemoryHandle
-from mpicomm.devices.host import HostSegment, map_shared
+from mpicomm.devices.host_memory import HostSegment
 from mpicomm.errors import HandleError
 
 # The driver allocates and shares whole blocks of 2 MiB. An allocation of a multiple of 2 MiB shares no block, so its
@@ -159,7 +159,7 @@ class StagedSegment(CudaSegment):
     @classmethod
     def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int) -> StagedSegment:
         """Map a peer's shared host memory and pin it for this process, too. The caller still owns ``fd``."""
-        return cls(context, HostSegment(map_shared(fd, handle.offset, handle.nbytes)), own=False)
+        return cls(context, HostSegment.open(fd, handle.offset, handle.nbytes), own=False)
 
     def export(self) -> Exported:
         """Return the handle, and the descriptor, which the caller closes. Each segment can be exported once."""

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.base import Launch, Scratch
-from mpicomm.devices.host import HostSegment, array_at, fence
+from mpicomm.devices.host import array_at, fence
+from mpicomm.devices.host_memory import HostSegment
 from mpicomm.kernels.accumulate import AccumulateArguments, SwapArguments
 from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.team import Faults

@@ -24,18 +24,19 @@ def interrupts_raise(error: type[BaseException]) -> Iterator[Callable[[], None]]
         signal.signal(signal.SIGINT, before)
 
 
-def interrupt_everywhere(act: Callable[[], object], module: ModuleType) -> set[str]:
-    """Call ``act`` with a Ctrl-C before its first line in ``module``, then before its second, and so on to the last.
+def interrupt_everywhere(act: Callable[[], object], *modules: ModuleType) -> set[str]:
+    """Call ``act`` with a Ctrl-C before its first line in ``modules``, then before its second, and so on to the last.
 
     Return the names of the functions that have these lines; the number of lines depends on the version of Python. If no
     line is left for a Ctrl-C, the result of ``act`` is dropped.
     """
+    files = {module.__file__ for module in modules}
     left = count = 0
     functions = set()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         nonlocal left
-        if frame.f_code.co_filename != module.__file__:
+        if frame.f_code.co_filename not in files:
             return None
         if event == "line":
             if left == 0:

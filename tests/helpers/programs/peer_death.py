@@ -14,22 +14,20 @@ JSON per trial into RESULTS, which peer_death_jobs.py reads.
 from __future__ import annotations
 
 import argparse
-import collections
 import faulthandler
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from tests.helpers.faults.interrupts import interrupts_raise
 from tests.helpers.faults.leaks import collect_only_new_objects, nothing_leaks
+from tests.helpers.faults.trap import Trap
 from tests.helpers.jobs.in_child import begin_in_child
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 SLACK_S = 1.0  # a survivor may exceed the deadline by so much
 PATIENCE_S = 20.0  # for a victim that lives on
-REPEATS = 3  # a line counts this often: the lines of loops that wait would hide all others
 RESUMED = ("stop", "raise", "interrupt")
 FOR_GOOD = ("kill", "exit")
 
@@ -59,38 +56,6 @@ class Outcome:
     error_step: str = ""
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
-
-
-class Trap:
-    """Counts the lines of mpicomm that are run, and calls ``act`` at number ``at``; 0 only counts."""
-
-    def __init__(self, package: str, at: int = 0, act: Callable[[], None] | None = None) -> None:
-        self._package, self._at, self._act = package, at, act
-        self._seen: collections.Counter[tuple[CodeType, int]] = collections.Counter()
-        self.lines = 0
-        self.where = ""
-
-    def __enter__(self) -> Trap:
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        return self._line if frame.f_code.co_filename.startswith(self._package) else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if event == "line":
-            place = (frame.f_code, frame.f_lineno)
-            self._seen[place] += 1
-            if self._seen[place] <= REPEATS:
-                self.lines += 1
-                if self.lines == self._at and self._act is not None:
-                    sys.settrace(None)
-                    self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                    self._act()
-        return self._line
 
 
 class Play:

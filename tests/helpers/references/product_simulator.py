@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
-from mpicomm.products.schedule import Action, AddBias, Multiply
+from mpicomm.products.schedule import Action, AddBias, JoinLane, Multiply
 
 Array = npt.NDArray[Any]
 
@@ -21,25 +21,34 @@ def address(array: Array) -> int:
     return int(array.ctypes.data)
 
 
+STREAMS = ("main", "beside", "lane")
+
+
 class Rank:
-    """A rank with its matrices, a stream for products, and a stream for copies beside it."""
+    """A rank with its matrices, a main stream, and beside it a stream for copies and a lane for products."""
 
     def __init__(self, actions: list[Action], matrices: dict[str, Array], b: Array, bias: Array | None) -> None:
         self.matrices, self._b, self._bias = matrices, b, bias
-        self.main: list[tuple[str, Any]] = []
-        self.beside: list[tuple[str, Any]] = []
-        self.over = {"main": 0, "beside": 0}
+        self.queues: dict[str, list[tuple[str, Any]]] = {name: [] for name in STREAMS}
+        self.over = dict.fromkeys(STREAMS, 0)
         self.barriers = 0
+        main, beside, lane = self.queues.values()
         for action in actions:
             if isinstance(action, Fork):
-                self.beside.append(("wait", ("main", len(self.main))))
+                beside.append(("wait", ("main", len(main))))
             elif isinstance(action, Join):
-                self.main.append(("wait", ("beside", len(self.beside))))
+                main.append(("wait", ("beside", len(beside))))
+            elif isinstance(action, JoinLane):
+                main.append(("wait", ("lane", len(lane))))
             elif isinstance(action, Copy) and not action.local:
-                self.beside.append(("copy", action))
+                beside.append(("copy", action))
+            elif isinstance(action, Multiply):
+                lane += [("wait", ("main", len(main))), ("work", action)]
             else:
-                self.main.append(("barrier" if isinstance(action, Barrier) else "work", action))
-        assert not self.beside or ("wait", ("beside", len(self.beside))) in self.main, "a fork without its join"
+                main.append(("barrier" if isinstance(action, Barrier) else "work", action))
+        for name in STREAMS[1:]:
+            queue = self.queues[name]
+            assert not queue or ("wait", (name, len(queue))) in main, "a fork without its join"
 
     def carry_out(self, kind: str, action: Any) -> None:
         if kind == "copy" or isinstance(action, Copy):
@@ -63,7 +72,7 @@ def _at(pointer: int, nbytes: int, dtype: np.dtype[Any]) -> Array:
 
 def run(ranks: list[Rank], rng: random.Random) -> None:
     """Carry out all actions, in an order that ``rng`` draws. A slow rank or stream may be far behind."""
-    weights = [rng.choice([1, 1, 20]) for _ in range(2 * len(ranks))]
+    weights = [rng.choice([1, 1, 20]) for _ in range(len(STREAMS) * len(ranks))]
     while any(_left(rank) for rank in ranks):
         ready = list(_ready(ranks))
         assert ready, "the ranks wait for each other"
@@ -72,13 +81,12 @@ def run(ranks: list[Rank], rng: random.Random) -> None:
 
 
 def _left(rank: Rank) -> bool:
-    return rank.over["main"] < len(rank.main) or rank.over["beside"] < len(rank.beside)
+    return any(rank.over[name] < len(rank.queues[name]) for name in STREAMS)
 
 
 def _ready(ranks: list[Rank]) -> Iterator[tuple[int, Callable[[], None]]]:
     for number, rank in enumerate(ranks):
-        for index, name in enumerate(("main", "beside")):
-            queue: list[tuple[str, Any]] = getattr(rank, name)
+        for index, (name, queue) in enumerate(rank.queues.items()):
             at = rank.over[name]
             if at == len(queue):
                 continue
@@ -96,11 +104,11 @@ def _ready(ranks: list[Rank]) -> Iterator[tuple[int, Callable[[], None]]]:
                     rank.carry_out(kind, action)
                 rank.over[name] += 1
 
-            yield 2 * number + index, act
+            yield len(STREAMS) * number + index, act
 
 
 def _has_arrived(rank: Rank, barriers: int) -> bool:
     if rank.barriers > barriers:
         return True
-    at = rank.over["main"]
-    return rank.barriers == barriers and at < len(rank.main) and rank.main[at][0] == "barrier"
+    at, main = rank.over["main"], rank.queues["main"]
+    return rank.barriers == barriers and at < len(main) and main[at][0] == "barrier"

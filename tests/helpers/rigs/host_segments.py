@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from mpicomm.devices.base import Segment
 from mpicomm.devices.handle import MemoryHandle
-from mpicomm.devices.host import HostBackend, HostSegment
+from mpicomm.devices.host import HostBackend
+from mpicomm.devices.host_memory import HostSegment
 
 PAGE = mmap.PAGESIZE
 

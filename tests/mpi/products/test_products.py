@@ -14,8 +14,8 @@ import mpicomm
 from tests.helpers.rigs.communicators import communicator
 
 Array = npt.NDArray[Any]
-# Shapes that overlap on GPUs, and shapes that do not.
-SHAPES = [(24, 16, 8), (1920, 4096, 4096)]
+# The first shape does not overlap on GPUs. The second overlaps after an all-gather, and the third before a reduction.
+SHAPES = [(24, 16, 8), (1920, 4096, 4096), (1920, 512, 4096)]
 
 
 def integers(seed: int, *shape: int) -> Array:
@@ -93,6 +93,27 @@ def test_a_function_multiplies_in_place_of_the_library(comm: mpicomm.Communicato
     assert (host(got) == 2 * np.concatenate(a) @ b).all() and sum(seen) == 8 * comm.size
 
 
+@pytest.mark.parametrize("kind", ["matmul_reduce_scatter", "matmul_allreduce"])
+def test_a_product_that_fails_on_one_rank_raises_on_all_ranks(host_comm: mpicomm.Communicator, kind: str) -> None:
+    comm = host_comm
+    failing = comm.size - 1
+
+    def product(a: Array, b: Array, out: Array) -> None:
+        np.matmul(a, b, out=out)
+        if comm.rank == failing:
+            raise ZeroDivisionError("no such product")
+
+    a, b = np.ones((comm.size, 3)), np.ones((3, 2))
+    if comm.rank == failing:
+        with pytest.raises(ZeroDivisionError, match="no such product"):
+            getattr(comm, kind)(a, b, product=product)
+    else:
+        with pytest.raises(mpicomm.PeerError, match="ZeroDivisionError: no such product") as caught:
+            getattr(comm, kind)(a, b, product=product)
+        assert caught.value.ranks == (failing,)
+    assert (getattr(comm, kind)(a, b) == 3 * comm.size).all()
+
+
 def test_empty_matrices_have_empty_products(comm: mpicomm.Communicator, xp: Any) -> None:
     assert comm.allgather_matmul(xp.empty((0, 4), "f4"), xp.empty((4, 3), "f4")).shape == (0, 3)
     zeros = comm.matmul_allreduce(xp.empty((2, 0), "f4"), xp.empty((0, 3), "f4"))
@@ -168,22 +189,25 @@ extern "C" __global__ void multiply(const float* a, const float* b, float* out, 
 def test_products_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
     if comm.device == "cpu":
         pytest.skip("the host has no graphs")
-    rows, inner, columns = SHAPES[1]
     kernel = xp.RawKernel(KERNEL, "multiply")
 
     def product(a: Any, b: Any, out: Any) -> None:  # CuPy calls cuBLAS in no capture
-        kernel((columns // 256, a.shape[0]), (256,), (a, b, out, np.int32(inner), np.int32(columns)))
+        sizes = np.int32(a.shape[1]), np.int32(b.shape[1])
+        kernel((b.shape[1] // 256, a.shape[0]), (256,), (a, b, out, *sizes))
 
-    a = [integers(rank, rows, inner) for rank in range(comm.size)]
-    b = integers(3, inner, columns)
-    x, w, wanted = xp.asarray(a[comm.rank]), xp.asarray(b), product_of(xp, np.concatenate(a), b)
-    out, rest = xp.empty((rows * comm.size, columns), "f4"), xp.empty((rows // comm.size, columns), "f4")
+    (_, (rows, inner, columns), (_, short, _)), size = SHAPES, comm.size
+    a = [integers(rank, rows, inner) for rank in range(size)]
+    terms = [integers(rank, rows * size, short) for rank in range(size)]
+    b, c = integers(3, inner, columns), integers(4, short, columns)
+    gathered, total = product_of(xp, np.concatenate(a), b), product_of(xp, sum(terms), c)
+    x, w, y, v = (xp.asarray(each) for each in (a[comm.rank], b, terms[comm.rank], c))
+    out, rest = xp.empty((rows * size, columns), "f4"), xp.empty((rows, columns), "f4")
     stream = xp.cuda.Stream(non_blocking=True)
     xp.cuda.get_current_stream().synchronize()
 
     def calls() -> None:
         comm.allgather_matmul(x, w, out, product=product)
-        comm.matmul_reduce_scatter(x, w, rest, product=product)
+        comm.matmul_reduce_scatter(y, v, rest, product=product)
 
     with stream:
         calls()
@@ -194,13 +218,11 @@ def test_products_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
         calls()
         graph = stream.end_capture()
         for factor in (1, 2, -1):
-            x[...] = xp.asarray(a[comm.rank]) * factor
+            x[...], y[...] = (xp.asarray(each[comm.rank]) * factor for each in (a, terms))
             graph.launch(stream)
             comm.check(stream)
-            assert (host(out) == factor * wanted).all()
-            total: Any = factor * sum(product_of(xp, each, b) for each in a)
-            begin = comm.rank * (rows // comm.size)
-            assert (host(rest) == total[begin : begin + rows // comm.size]).all()
+            assert (host(out) == factor * gathered).all()
+            assert (host(rest) == factor * total[comm.rank * rows : (comm.rank + 1) * rows]).all()
 
 
 def test_a_rank_that_does_not_come_is_named(device: str) -> None:

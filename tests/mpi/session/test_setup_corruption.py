@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from mpicomm.devices import host
+from mpicomm.devices import host_memory
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import MemoryHandle
 from tests.helpers.faults.leaks import nothing_leaks
@@ -53,13 +53,13 @@ def test_damaged_packet_is_refused_by_all(device: str, damage: Callable[[bytes],
 @pytest.mark.mpi(min_size=2)
 def test_descriptor_of_less_memory_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
     def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        take_fd = host.HostSegment.take_fd
+        take_fd = host_memory.HostSegment.take_fd
 
-        def take_small_fd(segment: host.HostSegment) -> Descriptor:
+        def take_small_fd(segment: host_memory.HostSegment) -> Descriptor:
             take_fd(segment).close()
-            return host.memfd_create(8)
+            return host_memory.memfd_create(8)
 
-        patch.setattr(host.HostSegment, "take_fd", take_small_fd)
+        patch.setattr(host_memory.HostSegment, "take_fd", take_small_fd)
 
     require_descriptor_is_refused(break_, "shared memory has 8 bytes")
 
@@ -67,7 +67,7 @@ def test_descriptor_of_less_memory_is_refused_by_all(comm_world: MPI.Intracomm) 
 @pytest.mark.mpi(min_size=2)
 def test_descriptor_of_memory_that_can_shrink_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
     def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
-        patch.setattr(host, "_SEALS", fcntl.F_SEAL_GROW)
+        patch.setattr(host_memory, "_SEALS", fcntl.F_SEAL_GROW)
 
     require_descriptor_is_refused(break_, ".* is not sealed")
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import HandleError, MpicommError
 from mpicomm.cluster import placement
-from mpicomm.devices import host
+from mpicomm.devices import host, host_memory
 from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
@@ -41,10 +41,10 @@ SYSTEM = {
     "memfd_create": attribute(os, "memfd_create"),
     "ftruncate": attribute(os, "ftruncate"),
     "fcntl": attribute(fcntl, "fcntl"),
-    "mmap": attribute(host, "_map"),
+    "mmap": attribute(host_memory, "_map"),
 }
 LISTEN = {"listen": attribute(FdExchange, "__init__")}
-MAP = {"map": attribute(host, "map_shared")}
+MAP = {"map": attribute(host_memory, "map_shared")}
 
 ERRORS = [HandleError, OSError, MemoryError, KeyError]
 

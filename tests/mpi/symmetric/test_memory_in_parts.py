@@ -13,7 +13,8 @@ from mpi4py import MPI
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import Exported, MemoryHandle
-from mpicomm.devices.host import HostBackend, HostSegment, map_shared
+from mpicomm.devices.host import HostBackend
+from mpicomm.devices.host_memory import HostSegment, map_shared
 from mpicomm.errors import HandleError
 from mpicomm.sharing import fd_exchange
 from mpicomm.sharing.segments import share

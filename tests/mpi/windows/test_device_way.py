@@ -20,7 +20,7 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
-from mpicomm.devices.host import HostSegment
+from mpicomm.devices.host_memory import HostSegment
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.fakes.window_devices import WindowDevice

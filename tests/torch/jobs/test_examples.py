@@ -79,6 +79,12 @@ def test_results_that_differ_from_one_ranks_results_are_found(tmp_path: Path) ->
     assert job.returncode != 0 and "Tensor-likes are not close" in job.stderr
 
 
+def test_three_ranks_spread_layers() -> None:
+    """Three divides no power of two."""
+    job = run_job(3, str(SPREAD), **ON_HOST)
+    assert (job.returncode, job.stderr) == (0, "") and job.stdout.startswith("3 ranks, 33% of the parameters on each: ")
+
+
 def test_a_layer_without_its_bias_is_found(tmp_path: Path) -> None:
     source, call = SPREAD.read_text(), "allgather_matmul(mine, columns.t(), bias)"
     assert source.count(call) == 1

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpicomm.devices import host
+from mpicomm.devices import host, host_memory
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import MemoryHandle
-from mpicomm.devices.host import HostBackend, map_shared, memfd_create
+from mpicomm.devices.host import HostBackend
+from mpicomm.devices.host_memory import map_shared, memfd_create
 from mpicomm.errors import HandleError
 from tests.helpers.faults.interrupts import interrupt_everywhere
 from tests.helpers.faults.leaks import nothing_leaks
@@ -97,7 +98,8 @@ def test_an_interrupt_leaves_no_resources(backend: HostBackend) -> None:
         exported = backend.export(own)
         return own, backend.open(exported), exported
 
-    assert interrupt_everywhere(export_and_open, host) >= {"allocate", "memfd_create", "export", "open", "map_shared"}
+    functions = interrupt_everywhere(export_and_open, host, host_memory)
+    assert functions >= {"allocate", "memfd_create", "export", "open", "map_shared"}
 
 
 def test_views_outlive_their_segments(backend: HostBackend) -> None:
@@ -129,7 +131,7 @@ def test_memory_that_is_not_available_is_refused_with_the_available_size(backend
         backend.allocate("memfd", 1 << 70)
 
 
-@pytest.mark.parametrize("function", ["os.memfd_create", "os.ftruncate", "mpicomm.devices.host._map"])
+@pytest.mark.parametrize("function", ["os.memfd_create", "os.ftruncate", "mpicomm.devices.host_memory._map"])
 def test_what_the_system_refuses_is_named(backend: HostBackend, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **named: object) -> None:
         raise OSError(28, "No space left on device")

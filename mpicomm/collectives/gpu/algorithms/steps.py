@@ -46,7 +46,7 @@ class Join:
 
 @dataclass(frozen=True)
 class LibraryWork:
-    """LibraryWork of another library, in order with the kernels. ``enqueue`` gets the stream."""
+    """Work of another library, in order with the kernels. ``enqueue`` gets the stream."""
 
     enqueue: Callable[[int], object]
 

@@ -1,32 +1,32 @@
-"""Session: the device, the groups and the shared memory of one communicator on this rank, and their teardown."""
+"""SetUp: the device and the groups of one communicator on this rank, which open at first need."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 from mpicomm import environment, log
 from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
-from mpicomm.cluster.roll_call import PartRollCalls, private_copy, roll_call
+from mpicomm.cluster.roll_call import PartRollCalls, private_copy
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse, summed
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.recording.channel import Channel
 from mpicomm.sharing.choose_on_nodes import choose_handles, node_of
-from mpicomm.sharing.segments import SharedSegments
 from mpicomm.sharing.suspension import Suspension
-from mpicomm.symmetric.owner import AnyShared, Shared, Suspendable
+from mpicomm.symmetric.owner import AnyShared, Shared
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.symmetric.signals import SignalPads
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from typing_extensions import Self
 
 # It keeps the messages of a peer domain apart from the messages of the whole communicator.
 _DOMAIN_TAG = 2
@@ -34,12 +34,11 @@ _DOMAIN_TAG = 2
 _PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
 
-class Session:
-    """All that the communicator ``comm`` has on this rank. It exists as long as the communicator.
+class SetUp:
+    """The device and the groups of the communicator ``comm``, and what it keeps until its end.
 
-    It sets itself up at first need, because many communicators of a program carry only host messages. The device opens
-    at the first call that needs the device, which is local. `set_up` makes the rest at the first call that needs it,
-    which is collective.
+    The device opens at the first call that needs the device, which is local. `set_up` makes the rest at the first call
+    that needs it, which is collective.
 
     `set_up` copies ``comm``, which the caller still owns. ``backend`` is this rank's device if it is already open.
     ``channel`` takes the records of the communicator's calls; it is None if the environment asks for no records.
@@ -79,13 +78,6 @@ class Session:
         self.calls_on_host = CallsOnHost(placement, self.row.words)
         self._missed = False
         self._freed = False
-        self.awaited_elsewhere: Callable[[], bool] = lambda: False
-        """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
-        self.leaves_messages: Callable[[], bool] = lambda: False
-        """Says whether messages between peer domains may be in flight that no receive takes."""
-        self._left_messages = False
-        self.before_suspension: Callable[[], None] = lambda: None
-        """Gives back memory to which no graph, no known call and no peer refers."""
         self._suspension: Suspension | None = None
         self._is_shut = False  # freed or suspended: every call on a device array reads it
         self._has_device = backend is not None
@@ -93,7 +85,7 @@ class Session:
             self.backend = backend
 
     @classmethod
-    def create(cls, comm: MPI.Intracomm, device: int | str, handle: str, timeout_s: float | None) -> Session:
+    def create(cls, comm: MPI.Intracomm, device: int | str, handle: str, timeout_s: float | None) -> Self:
         """Return a session that is set up, after it has found nodes, devices and the best handle kind.
 
         Collective; a failure raises the same error on all ranks.
@@ -133,7 +125,7 @@ class Session:
         """Whether all ranks still answered in the last exchange; collective MPI calls would hang otherwise."""
         return not (self._missed or (self._groups and any(group.broken for group in self._groups)))
 
-    def set_up(self, what: str, *, patient: bool = False) -> Session:
+    def set_up(self, what: str, *, patient: bool = False) -> Self:
         """Return this session with its device and groups. Collective the first time, else local.
 
         ``what`` names the call in errors. A failure raises the same error on all ranks. A ``patient`` rank waits for
@@ -230,26 +222,6 @@ class Session:
         members = (use for member in (*self._beside, *self._shared) for use in member.memory_use())
         return summed([*own, *members, saved])
 
-    def close_shared(self, shared: Shared, what: str) -> None:
-        """Release one array or event; see its ``close``."""
-        if self._freed:
-            return
-        # All ranks have the same things in the same order, so the index names the thing on all ranks.
-        step = f"{what} {self._shared.index(shared)}: close"
-        late = self._meet(step)
-        try:
-            self._give_back([shared], step, late)
-        finally:
-            self._shared.remove(shared)
-
-    def check(self, stream: Any) -> None:
-        """Wait for a stream, then raise the error of its work; see ``Communicator.check``. Local."""
-        self._require_unfreed("check")
-        self.require_whole("check")
-        if self._has_device:
-            self.backend.synchronize(self.backend.stream(stream))
-            self.backend.check()
-
     def require_usable(self, what: object) -> None:
         """Raise if the communicator was freed, is suspended, or is broken; after `set_up`. Local and cheap.
 
@@ -273,102 +245,10 @@ class Session:
         """Whether the driver has the memory. The same on all ranks."""
         return self._suspension is not None
 
-    def suspend(self, *, keep: bool) -> None:
-        """Give device memory back; see ``Communicator.suspend``. Collective, blocking."""
-        self._require_unfreed("suspend")
-        if self.is_suspended:
-            return
-        self.set_up("suspend")
-        self.require_whole("suspend")
-
-        suspension = Suspension(self.group, self.backend, self.kind)
-        suspension.save(self._suspendable, self.before_suspension, keep=keep)
-        # From here on no call may use the memory, also if a step fails.
-        self._suspension, self._is_shut = suspension, True
-        suspension.give_back()
-
-    def resume(self) -> None:
-        """Take device memory again; see ``Communicator.resume``. Collective, blocking."""
-        self._require_unfreed("resume")
-        suspension = self._suspension
-        if suspension is None:
-            return
-        self.require_whole("resume")
-
-        suspension.take_back(self._groups)
-        self._suspension, self._is_shut = None, False
-
-    def _suspendable(self) -> list[SharedSegments]:
-        """Return the memories to give back, on all ranks in the same order. Local."""
-        members = [member for member in (*self._beside, *self._shared) if isinstance(member, Suspendable)]
-        return [shared for member in members for shared in member.memories() if shared.content is not None]
-
-    def close(self) -> None:
-        """Release everything. Collective, blocking; local if the communicator is broken. Idempotent.
-
-        If the communicator is not set up, this sets nothing up. Its ranks then wait for each other only if
-        `_opened_unasked`.
-        """
-        if self._freed:
-            return
-        if not (self._groups or self._has_device or self._shared or self._beside or self._opened_unasked):
-            # Most communicators of a program end so, because they carry only host messages.
-            self._freed = self._is_shut = True
-            self.row.close()
-            return
-        if self._groups:
-            self.group.patience = self.awaited_elsewhere
-        late = self._meet("Free")
-        if self.channel is not None and late is None and self._groups and self.intact:
-            self.channel.part(self.group, self.private)
-        self._freed = self._is_shut = True
-        everything = [*reversed(self._shared), *self._beside]
-        try:
-            self._give_back(everything, "Free", late)
-        except PeerError:
-            # A Ctrl-C may take a rank out of its `close`. That rank comes to `close` once more, and may still send over
-            # the private communicator. So nothing frees that communicator, because MPI would reuse its number.
-            self._missed = True
-            raise
-        finally:
-            self.row.close()
-            self._shared.clear()
-            if self._has_device:
-                self.backend.close()
-            # MPI gives the number of a freed communicator to another, which would get messages that are left.
-            if self._private is not None and self.intact and not self._left_messages:
-                self._private.Free()
-
-    def leave_by(self, error: BaseException) -> None:
-        """Let `close` wait up to twice as long, because peers may wait for a call that ``error`` prevents. Local."""
-        reason = f"rank {self.placement.rank} left its with block by {type(error).__name__}: {error}"
-        self.awaited_elsewhere = lambda: True
-        if self._groups:
-            self.group.absence_reason = lambda ranks: reason
-
     def hasten(self, limit_s: float) -> None:
         """Let later exchanges wait at most ``limit_s`` seconds for a rank. Local."""
         for group in self._groups:
             group.timeout_s = min(group.timeout_s, limit_s)
-
-    def release(self) -> None:
-        """Unmap the peers' memory before MPI_Finalize; local, without a barrier.
-
-        The memory of this rank lives until the process ends, because slower peers may still access it.
-        """
-        if self._freed:
-            return
-        self._freed = self._is_shut = True
-        with contextlib.suppress(MpicommError):
-            self.backend.synchronize()
-            self._tell_error("MPI_Finalize")
-            for member in (*self._shared, *self._beside):
-                member.close_peers()
-
-    @property
-    def _opened_unasked(self) -> bool:
-        """Whether peers may have opened this rank's outbox. A peer needs no set-up for it, and tells no other rank."""
-        return self.placement.here.sends_headers
 
     def _require_unfreed(self, what: object) -> None:
         if self._freed:
@@ -420,68 +300,6 @@ class Session:
         for each in self._groups:
             each.absence_reason = self.calls_on_host.absence_reason
         release_before_finalize(self)
-
-    def _meet(self, step: str) -> MpicommError | None:
-        """Wait until all ranks are about to release the same things; return the error of a rank that does not come.
-
-        Raises `PeerError` if ranks make different calls. Then nothing is released, and all ranks can go on.
-        """
-        if self._groups and self.intact:
-            try:
-                self.group.barrier(step)
-            except MpicommError as error:
-                if self.intact:
-                    raise
-                return error
-        return None
-
-    def _give_back(self, shared: Sequence[Shared], step: str, late: MpicommError | None) -> None:
-        """Stop work, unmap the peers' memory, wait until all ranks have done so, free own memory; raise ``late``.
-
-        The wait keeps a rank from freeing memory that a slower peer still maps or uses. No second wait is needed,
-        because no rank uses the same memory again before the next exchange.
-        """
-
-        def stop_and_unmap() -> None:
-            with contextlib.ExitStack() as then:
-                for member in reversed(shared):
-                    then.callback(member.close_peers)
-                if self._has_device:
-                    self.backend.synchronize()
-                    self._tell_error(step)
-
-        with contextlib.ExitStack() as last:
-            for member in reversed(shared):
-                last.callback(member.close_own)  # whatever fails before, because a peer that is gone maps nothing
-            if not self._groups:
-                if self._opened_unasked:
-                    last.callback(self._meet_without_groups, step)
-                stop_and_unmap()
-            elif self.intact:
-
-                def stop_and_tell() -> bool:
-                    stop_and_unmap()
-                    return self.leaves_messages()
-
-                self._left_messages |= any(self.group.exchange(f"{step}: unmap", stop_and_tell))
-            else:
-                stop_and_unmap()
-            if late is not None:
-                raise late
-
-    def _tell_error(self, step: str) -> None:
-        """Log the error of work on the GPU if no call has raised it, because the program may have used the results."""
-        error = None if isinstance(self.backend, HostBackend) else self.backend.untold()
-        if error is not None:
-            log.logger.error("%s: earlier calls on GPUs have failed, and their results are wrong: %s", step, error)
-
-    def _meet_without_groups(self, step: str) -> None:
-        """Wait until all ranks have unmapped the peers' memory. Collective."""
-        try:
-            roll_call(self._comm, step, self.placement.here.timeout_s)
-        except CollectiveTimeoutError:
-            self._missed = True
-            raise
 
 
 def _on_the_cpu(operation: str) -> InvalidUsageError:

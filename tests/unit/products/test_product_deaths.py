@@ -1,0 +1,14 @@
+"""A rank dies in the product of a call: the others learn its name in time, and do not wait for it in MPI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.jobs.product_death_jobs import DEATHS, survivors
+
+
+@pytest.mark.parametrize(("kind", "how"), DEATHS)
+def test_survivors_name_the_rank_that_died(tmp_path: Path, kind: str, how: str) -> None:
+    survivors(tmp_path, 3, "cpu", kind, how, 1.0)
