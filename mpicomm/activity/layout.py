@@ -9,7 +9,7 @@ from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x33796C706D6F6365
+MAGIC = 0x33796C706D6F6366
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -78,7 +78,7 @@ BY_MPI = (
     *("Neighbor_allgather", "Neighbor_allgatherv", "Neighbor_alltoall", "Neighbor_alltoallv", "Neighbor_alltoallw"),
     *("allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan", "scatter"),
     *("Clone", "Create", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent", "Create_graph"),
-    *("Create_group", "Dup", "Dup_with_info", "Split", "Split_type", "Sub"),
+    *("Dup", "Dup_with_info", "Split", "Split_type", "Sub"),
 )
 """The names of collective calls that MPI carries out. They have numbers, because writing a text would take too long.
 
