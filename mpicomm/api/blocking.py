@@ -94,7 +94,8 @@ class BlockingCollectives(MPI.Intracomm):
     mpi4py raises ``MPI.Exception``, BufferError or KeyError for them, the error is also that exception. If the ranks
     call different things, all ranks raise `PeerError`. If a rank does not come in time, the ranks that come raise
     `CollectiveTimeoutError`. On device arrays the next call or ``check()`` raises these two errors. Waits inside MPI
-    have no limit.
+    have no limit, and cannot raise. If ranks of GPUs make calls on host arrays and on device arrays in different
+    orders, they may wait there for each other. All of these ranks log an error after ``timeout_s``.
     """
 
     _collectives: Dispatcher

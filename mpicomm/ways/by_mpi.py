@@ -8,6 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomm.activity.layout import CALLS_BY_MPI
 from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.operations import Operation
@@ -87,7 +88,9 @@ class MpiWay:
             with contextlib.suppress(BufferError, KeyError, ValueError):  # `refused` finds the words for them
                 named = self._reader.for_mpi(operation, arguments)
                 return getattr(operation.mpi_class, method)(self._comm, *operation.passed(named), *more)
-        raise self._reader.refused(error, operation, arguments) from error
+        refused = self._reader.refused(error, operation, arguments)  # raises errors that MPI has while it communicates
+        self._session.row.words[CALLS_BY_MPI] -= 1  # the other ranks' counts do not have this call before it is made
+        raise refused from error
 
     def _out_of_place(self, arguments: Arguments) -> Arguments:
         """Return the arguments for MPI: an input in place that ``recvcounts`` cuts is copied.
