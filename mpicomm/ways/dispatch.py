@@ -234,7 +234,8 @@ class Dispatcher:
     ) -> MPI.Request:
         """As `again`, for a nonblocking call."""
         arguments = Arguments(send, receive, op, root, counts)
-        return holding(self._mpi.again(error, operation, arguments, operation.nonblocking), arguments)
+        request: MPI.Request = self._mpi.again(error, operation, arguments, operation.nonblocking)
+        return holding(request, arguments)
 
     def _carry(self, call: Call, *, blocking: bool) -> Begun:
         """Enqueue a call that was read, by its way. Collective."""

@@ -51,9 +51,10 @@ def with_lists(given: Sequence[Any], row: Operation, size: int, count: int) -> l
 @pytest.mark.parametrize("name", [name for name, row in OPERATIONS.items() if row.send != "typed"])
 def test_unaligned_arrays_on_one_rank(host_comm: mpicomm.Communicator, name: str, form: str) -> None:
     row, everybody = OPERATIONS[name], range(host_comm.size)
-    comm, plain = host_comm, MPI.Intracomm(MPI.COMM_WORLD)
+    pair: tuple[Any, Any] = host_comm, MPI.Intracomm(MPI.COMM_WORLD)
     if row.of_neighbors:
-        comm, plain = (each.Create_dist_graph_adjacent(everybody, everybody) for each in (comm, plain))
+        pair = tuple(each.Create_dist_graph_adjacent(everybody, everybody) for each in pair)
+    comm, plain = pair
     failures = []
     for count in COUNTS:
         for dtype in DTYPES:
