@@ -113,13 +113,14 @@ def shortcut(row: Operation, name: str) -> list[str]:
         if name == row.name or row.name in KEPT_BY_MPI4PY
         else fold("                return holding(", [call, f"({given})"], ")")
     )
+    again = "again" if name == row.name else "start_again"
     return [
         *plainly(row, name),
         f"            begin_by_mpi(self._row, _{row.name.upper()})",
         "            try:",
         *done,
         "            except REFUSALS as error:",
-        *fold("                raise self._collectives.refused(", ["error", row_of(row), *values(row)], ") from error"),
+        *fold(f"                return self._collectives.{again}(", ["error", row_of(row), *values(row)], ")"),
     ]
 
 

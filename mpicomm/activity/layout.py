@@ -9,7 +9,7 @@ from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x33796C706D6F6365
+MAGIC = 0x33796C706D6F6367
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -45,13 +45,14 @@ ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may 
 COUNT = 13  # the number that replaces `COUNT_IN_TEXT` in the text of the last call
 NUMBER = 14  # tells this communicator from other communicators of the same processes, which have the same name
 POSTS = 15  # how many other collective calls this rank has begun: kernels or mapped memory carry these out
+POST = 21  # the last of these calls: the position of its text plus 1
 # Words of the row of a window. Its collective calls are its fences. A set of ranks has bit r for rank r.
 LOCKS = 16  # the set of ranks whose lock this rank has asked for, and not given up
 ALONE = 17  # the ranks in LOCKS whose lock is exclusive
 HELD = 18  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
 LOCKED_SINCE = 19  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
 IS_WINDOW = 20  # 1 in the row of a window
-WORDS = 21
+WORDS = 22
 # Texts of a row, in bytes.
 NAME = slice(8 * WORDS, 272)
 NODE_RANKS = slice(272, ROW_NBYTES)
@@ -78,7 +79,7 @@ BY_MPI = (
     *("Neighbor_allgather", "Neighbor_allgatherv", "Neighbor_alltoall", "Neighbor_alltoallv", "Neighbor_alltoallw"),
     *("allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan", "scatter"),
     *("Clone", "Create", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent", "Create_graph"),
-    *("Create_group", "Dup", "Dup_with_info", "Split", "Split_type", "Sub"),
+    *("Dup", "Dup_with_info", "Split", "Split_type", "Sub"),
 )
 """The names of collective calls that MPI carries out. They have numbers, because writing a text would take too long.
 

@@ -215,6 +215,7 @@ class CommunicatorRow:
         """
         if text is not self._text:
             self._text, self._position = text, self._page.position(text) + 1
+            self.words[layout.POST] = self._position
         words = self.words
         words[layout.POSTS] += 1
         words[layout.COUNT] = count

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mpicomm.activity import layout
 from mpicomm.activity.ranks import ranks_of_text
 
 _LINK = f"/memfd:{layout.MEMORY_NAME}"
+_ROWS = range(layout.ROWS_AT, layout.TEXTS_AT, layout.ROW_NBYTES)
 
 
 class OtherVersionError(Exception):
@@ -71,6 +73,8 @@ class RankCalls:
     send: BlockedMessage | None
     by_mpi: int = 0
     """How many of the begun calls MPI carries out."""
+    last_post: str = ""
+    """The last call that MPI does not carry out; "" if there was none, or if its text is lost."""
     window: WindowUse | None = None
     """None for a communicator."""
 
@@ -104,30 +108,48 @@ def read_activity(pid: int) -> Activity | None:
     Raises `PermissionError` for a process of another user, and `FileNotFoundError` if there is no such process. Raises
     `OtherVersionError` if another version of mpicomm has made the page.
     """
-    folder = Path(f"/proc/{pid}/fd")
-    for name in os.listdir(folder):  # noqa: PTH208  # names, which become paths in the next line
-        with suppress(FileNotFoundError):  # the process has closed the descriptor meanwhile
-            if str((folder / name).readlink()).startswith(_LINK):
-                return _read(folder / name)
+    with _page_of(pid) as memory:
+        if memory is None:
+            return None
+        header = _words(memory, 0, layout.STEP_SINCE + 1)
+        calls = (_calls(memory, at) for at in _ROWS)
+        return Activity(
+            header[layout.PID],
+            header[layout.WORLD_RANK],
+            header[layout.WORLD_SIZE],
+            _step(memory),
+            tuple(found for found in calls if found is not None),
+        )
+
+
+def calls_of(pid: int, key: int) -> RankCalls | None:
+    """Return the calls of a process in the communicator that ``key`` names; None if they cannot be read. Local."""
+    with suppress(OSError, OtherVersionError), _page_of(pid) as memory:  # the process may be in another container
+        # Only the rows up to this one are read, because the system provides a page of memory also for a read.
+        at = next((at for at in _ROWS if _words(memory, at, 1)[layout.KEY] == key), None) if memory else None
+        return None if memory is None or at is None else _calls(memory, at)
     return None
 
 
-def _read(path: Path) -> Activity:
+@contextmanager
+def _page_of(pid: int) -> Iterator[mmap.mmap | None]:
+    """Map the page of a process; None if it has none. Raises as `read_activity`."""
+    folder = Path(f"/proc/{pid}/fd")
+    for name in os.listdir(folder):  # noqa: PTH208  # names, which become paths in the next line
+        path = folder / name
+        with suppress(FileNotFoundError):  # the process has closed the descriptor meanwhile
+            if str(path.readlink()).startswith(_LINK):
+                break
+    else:
+        yield None
+        return
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size < layout.HEADER_NBYTES:
             raise OtherVersionError
         with closing(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) as memory:
             if len(memory) != layout.NBYTES or _words(memory, 0, 1)[0] != layout.MAGIC:
                 raise OtherVersionError
-            header = _words(memory, 0, layout.STEP_SINCE + 1)
-            calls = (_calls(memory, layout.ROWS_AT + row * layout.ROW_NBYTES) for row in range(layout.ROWS))
-            return Activity(
-                header[layout.PID],
-                header[layout.WORLD_RANK],
-                header[layout.WORLD_SIZE],
-                _step(memory),
-                tuple(found for found in calls if found is not None),
-            )
+            yield memory
 
 
 def _step(memory: mmap.mmap) -> Step | None:
@@ -146,8 +168,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
         node_ranks = ""  # there are counts
     if words[layout.NUMBER] > 1:
         name = f"{name} #{words[layout.NUMBER]}"
-    last = _posted(memory, number - 1) if number > 0 else layout.BY_MPI[-number]
-    last = last.replace(layout.COUNT_IN_TEXT, str(words[layout.COUNT]))
+    last = _filled(memory, words, layout.CALL) if number > 0 else layout.BY_MPI[-number]
     if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator meanwhile
         return None
     receive = BlockedMessage(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])
@@ -165,6 +186,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
         None if receive.peer == layout.NOBODY else receive,
         None if send.peer == layout.NOBODY else send,
         words[layout.CALLS_BY_MPI],
+        _filled(memory, words, layout.POST),
         _window(memory, at, words) if words[layout.IS_WINDOW] else None,
     )
 
@@ -176,18 +198,10 @@ def call_by_mpi(pid: int, own: memoryview) -> str:
     has not come. Ranks make the same calls in the same order, so that process is in another call, or has left it. A
     process that is only late has begun no more calls by MPI than this process.
     """
-    try:
-        found = read_activity(pid)
-    except (OSError, OtherVersionError):  # the process is in another container, or has ended
+    calls = calls_of(pid, own[layout.KEY])
+    if calls is None or calls.since_ns is not None or calls.by_mpi <= own[layout.CALLS_BY_MPI]:
         return ""
-    return next(
-        (
-            calls.last
-            for calls in (found.communicators if found else ())
-            if calls.key == own[layout.KEY] and calls.since_ns is None and calls.by_mpi > own[layout.CALLS_BY_MPI]
-        ),
-        "",
-    )
+    return calls.last
 
 
 def _window(memory: mmap.mmap, at: int, words: memoryview) -> WindowUse:
@@ -198,6 +212,13 @@ def _window(memory: mmap.mmap, at: int, words: memoryview) -> WindowUse:
     counts = (layout.POSTED, layout.STARTED, layout.COMPLETED, layout.WAITED)
     numbers = (bytes(memory[at + each.start : at + each.stop]) for each in counts)
     return WindowUse(locks, alone, held, words[layout.LOCKED_SINCE], *numbers)
+
+
+def _filled(memory: mmap.mmap, words: memoryview, word: int) -> str:
+    """Return the text of the call whose position is in a word of a row, with its count; "" if there is none."""
+    if not words[word]:
+        return ""
+    return _posted(memory, words[word] - 1).replace(layout.COUNT_IN_TEXT, str(words[layout.COUNT]))
 
 
 def _posted(memory: mmap.mmap, position: int) -> str:

@@ -94,7 +94,8 @@ class BlockingCollectives(MPI.Intracomm):
     mpi4py raises ``MPI.Exception``, BufferError or KeyError for them, the error is also that exception. If the ranks
     call different things, all ranks raise `PeerError`. If a rank does not come in time, the ranks that come raise
     `CollectiveTimeoutError`. On device arrays the next call or ``check()`` raises these two errors. Waits inside MPI
-    have no limit.
+    have no limit, and cannot raise. If ranks of GPUs make calls on host arrays and on device arrays in different
+    orders, they may wait there for each other. All of these ranks log an error after ``timeout_s``.
     """
 
     _collectives: Dispatcher
@@ -157,7 +158,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _allreduce(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLREDUCE, sendbuf, recvbuf, op) from error
+                return self._collectives.again(error, rows.ALLREDUCE, sendbuf, recvbuf, op)
         return self._collectives.run(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op)
 
     # scripts/write_methods.py writes all that follows, from the table of operations.
@@ -175,7 +176,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _allgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLGATHER, sendbuf, recvbuf) from error
+                return self._collectives.again(error, rows.ALLGATHER, sendbuf, recvbuf)
         return self._collectives.run(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf, wire=as_wire(wire_dtype))
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
@@ -185,7 +186,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _allgatherv(self, sendbuf, recvbuf)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLGATHERV, sendbuf, recvbuf) from error
+                return self._collectives.again(error, rows.ALLGATHERV, sendbuf, recvbuf)
         return self._collectives.run(rows.ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
@@ -195,7 +196,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _alltoall(self, sendbuf, recvbuf)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLTOALL, sendbuf, recvbuf) from error
+                return self._collectives.again(error, rows.ALLTOALL, sendbuf, recvbuf)
         return self._collectives.run(rows.ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
@@ -205,7 +206,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _alltoallv(self, sendbuf, recvbuf)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLTOALLV, sendbuf, recvbuf) from error
+                return self._collectives.again(error, rows.ALLTOALLV, sendbuf, recvbuf)
         return self._collectives.run(rows.ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
@@ -219,7 +220,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _bcast(self, buf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.BCAST, None, buf, root=root) from error
+                return self._collectives.again(error, rows.BCAST, None, buf, root=root)
         return self._collectives.run(rows.BCAST, stream, algorithm, None, buf, root=root)
 
     def Exscan(
@@ -233,7 +234,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.EXSCAN, sendbuf, recvbuf, op) from error
+                return self._collectives.again(error, rows.EXSCAN, sendbuf, recvbuf, op)
         return self._collectives.run(rows.EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
@@ -243,7 +244,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _gather(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.GATHER, sendbuf, recvbuf, root=root) from error
+                return self._collectives.again(error, rows.GATHER, sendbuf, recvbuf, root=root)
         return self._collectives.run(rows.GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Gatherv(
@@ -255,7 +256,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.GATHERV, sendbuf, recvbuf, root=root) from error
+                return self._collectives.again(error, rows.GATHERV, sendbuf, recvbuf, root=root)
         return self._collectives.run(rows.GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Reduce(
@@ -274,7 +275,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.REDUCE, sendbuf, recvbuf, op, root) from error
+                return self._collectives.again(error, rows.REDUCE, sendbuf, recvbuf, op, root)
         return self._collectives.run(rows.REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
 
     def Reduce_scatter(
@@ -302,9 +303,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
             except REFUSALS as error:
-                raise self._collectives.refused(
-                    error, rows.REDUCE_SCATTER, sendbuf, recvbuf, op, counts=recvcounts
-                ) from error
+                return self._collectives.again(error, rows.REDUCE_SCATTER, sendbuf, recvbuf, op, counts=recvcounts)
         return self._collectives.run(rows.REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Reduce_scatter_block(
@@ -333,7 +332,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op) from error
+                return self._collectives.again(error, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op)
         return self._collectives.run(
             rows.REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op, wire=as_wire(wire_dtype)
         )
@@ -347,7 +346,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _scan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.SCAN, sendbuf, recvbuf, op) from error
+                return self._collectives.again(error, rows.SCAN, sendbuf, recvbuf, op)
         return self._collectives.run(rows.SCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Scatter(
@@ -359,7 +358,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.SCATTER, sendbuf, recvbuf, root=root) from error
+                return self._collectives.again(error, rows.SCATTER, sendbuf, recvbuf, root=root)
         return self._collectives.run(rows.SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Scatterv(
@@ -371,7 +370,7 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.SCATTERV, sendbuf, recvbuf, root=root) from error
+                return self._collectives.again(error, rows.SCATTERV, sendbuf, recvbuf, root=root)
         return self._collectives.run(rows.SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
 

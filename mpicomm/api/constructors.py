@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from mpi4py import MPI
 
 from mpicomm.activity.layout import by_mpi
-from mpicomm.activity.page import begin_by_mpi
+from mpicomm.activity.page import begin_by_mpi, page
 from mpicomm.api.at_first_use import AtFirstUse
 from mpicomm.api.reorder import (
     Lists,
@@ -22,6 +22,7 @@ from mpicomm.api.reorder import (
     listed,
 )
 from mpicomm.api.topologies import require_edges, require_graph, require_matching
+from mpicomm.cluster.agreement import ranks_in_world
 from mpicomm.cluster.linked_order import Edges
 from mpicomm.cluster.roll_call import RollCalls
 from mpicomm.session import Session
@@ -83,10 +84,12 @@ class Constructors(MPI.Intracomm):
         If this communicator is not set up yet, the call waits in MPI without a limit. After a missing rank the ranks
         cannot make this call again.
         """
-        begin_by_mpi(self._row, by_mpi("Create_group"))
         ranks = self._ranks_of(group)
         self._session.await_ranks("Create_group", ranks)
-        return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)), ranks)
+        # A step, because only the members make the call: its count would show other ranks behind.
+        with page().step("Create_group", ranks_in_world(self, ranks)):
+            made = MPI.Intracomm(self).Create_group(group, tag)
+        return self._adopt_part(_intracomm(made), ranks)
 
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
         """Make one communicator per color. A rank with the color ``MPI.UNDEFINED`` gets COMM_NULL."""

@@ -62,7 +62,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_iallreduce(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLREDUCE, sendbuf, recvbuf, op) from error
+                return self._collectives.start_again(error, rows.ALLREDUCE, sendbuf, recvbuf, op)
         return self._collectives.start(
             rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish, wire=as_wire(wire_dtype)
         )
@@ -83,7 +83,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return _iallgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLGATHER, sendbuf, recvbuf) from error
+                return self._collectives.start_again(error, rows.ALLGATHER, sendbuf, recvbuf)
         return self._collectives.start(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf, wire=as_wire(wire_dtype))
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
@@ -93,7 +93,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_iallgatherv(self, sendbuf, recvbuf), (sendbuf, recvbuf))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLGATHERV, sendbuf, recvbuf) from error
+                return self._collectives.start_again(error, rows.ALLGATHERV, sendbuf, recvbuf)
         return self._collectives.start(rows.ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
@@ -103,7 +103,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return _ialltoall(self, sendbuf, recvbuf)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLTOALL, sendbuf, recvbuf) from error
+                return self._collectives.start_again(error, rows.ALLTOALL, sendbuf, recvbuf)
         return self._collectives.start(rows.ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
@@ -113,7 +113,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return _ialltoallv(self, sendbuf, recvbuf)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.ALLTOALLV, sendbuf, recvbuf) from error
+                return self._collectives.start_again(error, rows.ALLTOALLV, sendbuf, recvbuf)
         return self._collectives.start(rows.ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
@@ -127,7 +127,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return _ibcast(self, buf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.BCAST, None, buf, root=root) from error
+                return self._collectives.start_again(error, rows.BCAST, None, buf, root=root)
         return self._collectives.start(rows.BCAST, stream, algorithm, None, buf, root=root)
 
     def Iexscan(
@@ -139,7 +139,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_iexscan(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.EXSCAN, sendbuf, recvbuf, op) from error
+                return self._collectives.start_again(error, rows.EXSCAN, sendbuf, recvbuf, op)
         return self._collectives.start(rows.EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Igather(
@@ -151,7 +151,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_igather(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.GATHER, sendbuf, recvbuf, root=root) from error
+                return self._collectives.start_again(error, rows.GATHER, sendbuf, recvbuf, root=root)
         return self._collectives.start(rows.GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Igatherv(
@@ -163,7 +163,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_igatherv(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.GATHERV, sendbuf, recvbuf, root=root) from error
+                return self._collectives.start_again(error, rows.GATHERV, sendbuf, recvbuf, root=root)
         return self._collectives.start(rows.GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Ireduce(
@@ -182,7 +182,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_ireduce(self, sendbuf, recvbuf, op, root), (sendbuf, recvbuf, op, root))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.REDUCE, sendbuf, recvbuf, op, root) from error
+                return self._collectives.start_again(error, rows.REDUCE, sendbuf, recvbuf, op, root)
         return self._collectives.start(rows.REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
 
     def Ireduce_scatter(
@@ -208,9 +208,9 @@ class NonblockingCollectives(MPI.Intracomm):
                     _ireduce_scatter(self, sendbuf, recvbuf, recvcounts, op), (sendbuf, recvbuf, recvcounts, op)
                 )
             except REFUSALS as error:
-                raise self._collectives.refused(
+                return self._collectives.start_again(
                     error, rows.REDUCE_SCATTER, sendbuf, recvbuf, op, counts=recvcounts
-                ) from error
+                )
         return self._collectives.start(rows.REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Ireduce_scatter_block(
@@ -234,7 +234,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_ireduce_scatter_block(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op) from error
+                return self._collectives.start_again(error, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op)
         return self._collectives.start(
             rows.REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op, wire=as_wire(wire_dtype)
         )
@@ -248,7 +248,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_iscan(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.SCAN, sendbuf, recvbuf, op) from error
+                return self._collectives.start_again(error, rows.SCAN, sendbuf, recvbuf, op)
         return self._collectives.start(rows.SCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Iscatter(
@@ -260,7 +260,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_iscatter(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.SCATTER, sendbuf, recvbuf, root=root) from error
+                return self._collectives.start_again(error, rows.SCATTER, sendbuf, recvbuf, root=root)
         return self._collectives.start(rows.SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Iscatterv(
@@ -272,7 +272,7 @@ class NonblockingCollectives(MPI.Intracomm):
             try:
                 return holding(_iscatterv(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
             except REFUSALS as error:
-                raise self._collectives.refused(error, rows.SCATTERV, sendbuf, recvbuf, root=root) from error
+                return self._collectives.start_again(error, rows.SCATTERV, sendbuf, recvbuf, root=root)
         return self._collectives.start(rows.SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
 

@@ -202,17 +202,24 @@ def _on_device(
 def _made(
     session: Session, comm: MPI.Intracomm, info: MPI.Info, memory: WindowMemory, array: Any, flavor: int
 ) -> DeviceWin:
-    # MPI's part of the window has no memory. It carries the group, the name, the attributes and the error handler.
-    made: DeviceWin = _create(DeviceWin, None, 1, info, comm)
+    made: list[DeviceWin] = []
+
+    def make() -> None:
+        # MPI's part of the window has no memory. It carries the name, the attributes and the error handler. It is of
+        # this rank alone, because a rank that died before a collective call of MPI would leave the others in MPI.
+        made.append(_create(DeviceWin, None, 1, info, MPI.COMM_SELF))
+        made[0]._begin(session, memory, array, flavor, comm.Get_group())
+
     try:
         # All ranks together, because a rank whose kernels do not load would raise alone.
-        session.group.agree("Win: load kernels", lambda: made._begin(session, memory, array, flavor))
+        session.group.agree("Win: load kernels", make)
     except Exception:
         session.close_shared(memory, "Win")  # all ranks fail together
-        _free(made)
+        for win in made:
+            _free(win)
         raise
-    _observed(made, comm)
-    return made
+    _observed(made[0], comm)
+    return made[0]
 
 
 def _observed(win: Win, comm: Any) -> Win:

@@ -19,7 +19,6 @@ from mpicomm.windows.window import Window
 
 _free = MPI.Win.Free
 _get_attr = MPI.Win.Get_attr
-_get_group = MPI.Win.Get_group
 
 
 class DeviceWindowCalls(HostWindowCalls):
@@ -28,12 +27,14 @@ class DeviceWindowCalls(HostWindowCalls):
     _window: Window
     _session: Session
     _flavor: int
+    _group: MPI.Group
     _completer: Completer
 
-    def _begin(self, session: Session, memory: WindowMemory, array: Any, flavor: int) -> None:
+    def _begin(self, session: Session, memory: WindowMemory, array: Any, flavor: int, group: MPI.Group) -> None:
         self._session = session
         self._flavor = flavor
-        self._window = Window(memory, array, lambda: _get_group(self), session.links)
+        self._group = group
+        self._window = Window(memory, array, group.Dup, session.links)
         self._completer = Completer()
 
     def Free(self) -> None:
@@ -48,10 +49,9 @@ class DeviceWindowCalls(HostWindowCalls):
                 session.group.agree("Win.Free", lambda: _as_usage(window.epochs.require_none, "Win.Free"))
             session.close_shared(window.memory, "Win")
             window.array = None  # the caller may free its memory now
-            if not session.intact:
-                return  # MPI keeps its part of the window, because only a collective call frees the part
         if self:
             _free(self)
+            self._group.Free()
 
     def free(self) -> None:
         """Free as `Free` does; do nothing after it."""
@@ -262,6 +262,20 @@ class DeviceWindowCalls(HostWindowCalls):
     def tomemory(self) -> Any:
         """Return this rank's part: a NumPy or CuPy array of bytes. Local."""
         return self.Shared_query(self._window.rank)[0]
+
+    def Get_group(self) -> MPI.Group:
+        """Return the group of the ranks of the window; see mpi4py."""
+        return self._group.Dup()
+
+    @property
+    def group_size(self) -> int:  # type: ignore[override]
+        """The number of the ranks."""
+        return self._group.size
+
+    @property
+    def group_rank(self) -> int:  # type: ignore[override]
+        """The number of this rank."""
+        return self._group.rank
 
     @property
     def attrs(self) -> tuple[int, int, int]:  # type: ignore[override]

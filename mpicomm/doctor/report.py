@@ -37,8 +37,10 @@ python -m mpicomm.doctor --job        # all jobs of this user
 The doctor also shows the call that each rank makes.
 
 If one rank raises, the others may wait for ever. Start the program by `mpirun -np 4 python -m mpicomm PROGRAM`: an
-error that a rank does not catch then ends the job. Pass `algorithm="one_shot"` to calls on host arrays: ranks that make
-different calls then raise an error with the call of each rank.
+error that a rank does not catch then ends the job. Ranks that wait in MPI for each other raise nothing. If they have
+called collectives on GPUs in another order than collectives on the host, each of them logs an error. Pass
+`algorithm="one_shot"` to calls on host arrays: ranks that make different calls then raise an error with the call of
+each rank.
 
 ## Errors of MPI and PyTorch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mpicomm.activity.order import WAY_OUT, in_different_orders, orders
 from mpicomm.activity.ranks import ranks_as_text
 from mpicomm.activity.reading import BlockedMessage, RankCalls, Step, WindowUse
 from mpicomm.doctor.running import Job, Rank
@@ -105,7 +106,14 @@ class Look:
             behind = self._behind(members)
             most = max(calls.made for _, calls in members.values())
             ahead = [(rank, calls) for rank, calls in members.values() if calls.made == most]
-            if behind:
+            disordered = self._disordered(members)
+            if disordered:
+                behind = []
+                said = (
+                    f"ranks called different things of {ahead[0][1].name}: {orders(disordered)}. MPI cannot end such "
+                    f"waits: end the job, and {WAY_OUT}"
+                )
+            elif behind:
                 made = _span({members[index][1].made for index in behind})
                 others = _span({calls.made for index, (_, calls) in members.items() if index not in behind})
                 names = "; ".join(sorted({calls.last for _, calls in ahead if calls.last}))
@@ -122,7 +130,8 @@ class Look:
             times = [_seconds(rank, calls.since_ns) for rank, calls in ahead if calls.since_ns is not None]
             seconds = max(times) if times else self._watched(ahead[0][0])
             text = ". ".join([said, *(self._at(*members[each]) for each in behind)])
-            yield self._wait(text, seconds, bool(times), [members[each][0] for each in behind])
+            late = behind or [calls.rank for calls in disordered]
+            yield self._wait(text, seconds, bool(times), [members[each][0] for each in late])
 
     def _for_messages(self) -> Iterator[RankWait]:
         for members in self._communicators.values():
@@ -174,23 +183,28 @@ class Look:
             if peers:
                 yield f"Win.Lock of rank {owner}", sorted(peers)
 
+    def _disordered(self, members: Mapping[int, tuple[Rank, RankCalls]]) -> list[RankCalls]:
+        """Return the ranks that wait in MPI for each other in calls of different orders; else an empty list."""
+        return in_different_orders([calls for rank, calls in members.values() if self._stays(rank, calls)])
+
     def _behind(self, members: Mapping[int, tuple[Rank, RankCalls]]) -> list[int]:
         """Return the ranks that have made fewer calls of a communicator than another rank, and none since the first
         look.
         """
         most = max(calls.made for _, calls in members.values())
         return sorted(
-            index
-            for index, (rank, calls) in members.items()
-            if calls.made < most and (earlier := self._earlier(rank, calls)) is not None and earlier.made == calls.made
+            index for index, (rank, calls) in members.items() if calls.made < most and self._stays(rank, calls)
         )
 
     def _differ(self, ahead: Sequence[tuple[Rank, RankCalls]]) -> bool:
         """Return whether ranks have called different collectives, and have not gone on since the first look."""
         names = {calls.last.partition("(")[0] for _, calls in ahead if calls.last}
-        return len(names) > 1 and all(
-            (earlier := self._earlier(rank, calls)) is not None and earlier.made == calls.made for rank, calls in ahead
-        )
+        return len(names) > 1 and all(self._stays(rank, calls) for rank, calls in ahead)
+
+    def _stays(self, rank: Rank, calls: RankCalls) -> bool:
+        """Return whether a rank has begun no call of a communicator since the first look."""
+        earlier = self._earlier(rank, calls)
+        return earlier is not None and earlier.made == calls.made
 
     def _lasts(self, rank: Rank, calls: RankCalls, message: BlockedMessage) -> bool:
         earlier = self._earlier(rank, calls)
@@ -290,10 +304,13 @@ class Look:
         )
 
     def _line(self, members: Mapping[int, tuple[Rank, RankCalls]], rank: Rank, calls: RankCalls) -> Line:
-        behind = self._behind(members)
+        disordered = [other.rank for other in self._disordered(members)]
+        behind = disordered or self._behind(members)
         call, number = calls.last or ("a call" if calls.made else "none yet"), calls.made
         seconds = None if calls.since_ns is None else _seconds(rank, calls.since_ns)
         waits_for = name_ranks(behind) if behind and calls.rank not in behind else ""
+        if calls.rank in disordered:
+            waits_for = name_ranks([other for other in disordered if other != calls.rank])
         for message, name in ((calls.receive, "receive"), (calls.send, "send")):
             if message is not None and self._lasts(rank, calls, message):
                 call, number, seconds, waits_for = name, message.number, None, _peer(calls, message)

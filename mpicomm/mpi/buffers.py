@@ -132,7 +132,10 @@ def _read_numpy(array: Any, writable: bool, name: str) -> ArrayMemory:
         raise _in_pieces(array.shape, array.strides, name)
     if writable and not flags.writeable:
         raise _read_only(array, name)
-    return _host_or_by_address(array, _get_address(array), array.nbytes, array.dtype, array.base)
+    memory = _host_or_by_address(array, _get_address(array), array.nbytes, array.dtype, array.base)
+    if not flags.aligned:  # NumPy gives such an array a format with "=", which mpi4py does not know
+        memory.exported = MPI.buffer.frombuffer(array, readonly=not writable)
+    return memory
 
 
 def _host_or_by_address(buffer: Any, pointer: int, nbytes: int, dtype: np.dtype[Any] | None, owner: Any) -> ArrayMemory:

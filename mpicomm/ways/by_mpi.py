@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
 from mpi4py import MPI
 
+from mpicomm.activity.layout import CALLS_BY_MPI
 from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.operations import Operation
+from mpicomm.mpi import host_calls
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
 from mpicomm.mpi.ops import AVG
@@ -66,7 +69,28 @@ class MpiWay:
         try:
             return getattr(operation.mpi_class, method)(self._comm, *operation.passed(arguments), *more)
         except REFUSALS as error:
-            raise self._reader.refused(error, operation, arguments) from error
+            return self.again(error, operation, arguments, method, *more)
+
+    def again(
+        self,
+        error: BufferError | KeyError | ValueError | MPI.Exception,
+        operation: Operation,
+        arguments: Arguments,
+        method: str,
+        *more: MPI.Info,
+    ) -> Any:
+        """Call mpi4py's ``method`` once more after ``error``, or raise the error of `Reader.refused`.
+
+        mpi4py may refuse the format of a buffer, such as an unaligned NumPy array, before it communicates. Other ranks
+        may be in MPI with aligned arrays. So this rank gives MPI the same memory with a datatype.
+        """
+        if isinstance(error, host_calls.REFUSALS):
+            with contextlib.suppress(BufferError, KeyError, ValueError):  # `refused` finds the words for them
+                named = self._reader.for_mpi(operation, arguments)
+                return getattr(operation.mpi_class, method)(self._comm, *operation.passed(named), *more)
+        refused = self._reader.refused(error, operation, arguments)  # raises errors that MPI has while it communicates
+        self._session.row.words[CALLS_BY_MPI] -= 1  # the other ranks' counts do not have this call before it is made
+        raise refused from error
 
     def _out_of_place(self, arguments: Arguments) -> Arguments:
         """Return the arguments for MPI: an input in place that ``recvcounts`` cuts is copied.

@@ -24,7 +24,7 @@ from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest, holding
 from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes
 from mpicomm.ways.by_mpi import MpiWay, OnPinnedCopies
@@ -209,7 +209,7 @@ class Dispatcher:
         gpu.add_message(plan, *call, by_output=by_output)
         gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
 
-    def refused(
+    def again(
         self,
         error: BufferError | KeyError | ValueError | MPI.Exception,
         operation: Operation,
@@ -218,9 +218,24 @@ class Dispatcher:
         op: MPI.Op | None = None,
         root: int = 0,
         counts: Sequence[int] | None = None,
-    ) -> InvalidUsageError:
-        """Return the error for arguments that mpi4py has refused; see `Reader.refused`."""
-        return self._reader.refused(error, operation, Arguments(send, receive, op, root, counts))
+    ) -> None:
+        """Carry out a call whose arguments mpi4py has refused with ``error``, or raise; see `MpiWay.again`."""
+        self._mpi.again(error, operation, Arguments(send, receive, op, root, counts), operation.name)
+
+    def start_again(
+        self,
+        error: BufferError | KeyError | ValueError | MPI.Exception,
+        operation: Operation,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None = None,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+    ) -> MPI.Request:
+        """As `again`, for a nonblocking call."""
+        arguments = Arguments(send, receive, op, root, counts)
+        request: MPI.Request = self._mpi.again(error, operation, arguments, operation.nonblocking)
+        return holding(request, arguments)
 
     def _carry(self, call: Call, *, blocking: bool) -> Begun:
         """Enqueue a call that was read, by its way. Collective."""

@@ -76,6 +76,10 @@ class Reader:
         call.given, call.stream = given, stream
         return call
 
+    def for_mpi(self, operation: Operation, arguments: Arguments) -> Arguments:
+        """Return the arguments with the datatypes that MPI has for host arrays. Local. Raises as `Call`."""
+        return self._call(operation, arguments, "auto").arguments
+
     def refused(
         self, error: BufferError | KeyError | ValueError | MPI.Exception, operation: Operation, arguments: Arguments
     ) -> InvalidUsageError:

@@ -21,6 +21,8 @@ CALLS = (
     "recv",
     "zeros",
     "Split",
+    "Create_group",
+    "Create_group in MPI",
     "Win.Fence",
     "Win.Lock",
     "Win.Wait",
@@ -46,6 +48,7 @@ def main(folder: Path) -> None:
     mine, ours = np.ones(4), np.empty(4)
     made: list[mpicomm.Communicator] = []
     windows: list[mpicomm.Win] = []
+    parts: list[MPI.Intracomm] = []
 
     def make() -> None:
         made.append(mpicomm.Communicator(device="cpu", timeout_s=LIMIT_S))
@@ -79,6 +82,12 @@ def main(folder: Path) -> None:
             windows[0].Post(everyone.Incl([LATE]))
             windows[0].Wait()
 
+    def group(parent: MPI.Intracomm) -> None:
+        """Make a communicator of the first rank and the late rank, and not of rank 1."""
+        if world.rank in (0, LATE):
+            everyone = parent.Get_group()
+            parent.Create_group(everyone.Incl([0, LATE])).Free()
+
     def free() -> None:
         comm.Free()
         windows[0].Free()
@@ -100,7 +109,9 @@ def main(folder: Path) -> None:
         "Recv": lambda: message(lambda: comm.Send(mine, 0, TAG), lambda: comm.Recv(ours, LATE, TAG)),
         "recv": lambda: message(lambda: comm.send(1, 0, TAG), lambda: comm.recv(source=LATE, tag=TAG)),
         "zeros": lambda: comm.zeros(3),
-        "Split": lambda: comm.Split(0),
+        "Split": lambda: parts.append(comm.Split(0)),
+        "Create_group": lambda: group(comm),
+        "Create_group in MPI": lambda: group(parts[0]),  # it is not set up, so the wait is MPI's
         "Win.Fence": fence,
         "Win.Lock": lock,
         "Win.Wait": complete,

@@ -74,6 +74,7 @@ class Play:
             "Bcast": self._bcast,
             "shared_event": lambda: self._made.shared_event(),
             "signals": self._signals,
+            "window": self._window,
             # On GPUs the best kind of handle is of memory that cannot come back.
             **(
                 {"suspend": lambda: self._made.suspend(), "resume": lambda: self._made.resume()}
@@ -135,6 +136,16 @@ class Play:
         array.signal(following)
         array.wait_signal(previous)
         comm.check()
+
+    def _window(self) -> None:
+        import mpicomm
+
+        if self._made.num_nodes == 1:  # a window of device memory has ranks of one node
+            win = mpicomm.Win.Allocate(64, comm=self._made, place="device")
+            win.Fence()
+            win.Fence()
+            self._made.check()
+            win.Free()
 
     _array: mpicomm.SymmetricArray
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from mpicomm.activity.reading import read_activity
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.buffers import BufferRefusedError
 
@@ -49,6 +51,22 @@ def test_memory_that_mpi_refuses_in_small_calls_is_the_error_of_large_calls(host
         for given in ((array, np.zeros(count)), (np.zeros(count), array)):
             with pytest.raises(BufferRefusedError, match="is neither C- nor Fortran-contiguous"):
                 host_comm.Allreduce(*given)
+
+
+def test_a_refused_call_is_no_call_of_mpi(host_comm: mpicomm.Communicator) -> None:
+    def made() -> int:
+        found = read_activity(os.getpid())
+        assert found is not None
+        return sum(calls.by_mpi for calls in found.communicators)
+
+    host_comm.Barrier()
+    before = made()
+    for call in (host_comm.Allreduce, host_comm.Allgather, host_comm.Iallreduce, host_comm.Igather):
+        with pytest.raises(BufferRefusedError):
+            call(np.zeros((2, 4))[:, ::2], np.zeros(4 * host_comm.size))
+    assert made() == before
+    host_comm.Barrier()
+    assert made() == before + 1
 
 
 def _receives(comm: mpicomm.Communicator, send: Any, receive: Any) -> list[Callable[[], Any]]:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
+from mpicomm.activity.reading import read_activity
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.fakes.message_devices import DeviceArray
@@ -75,6 +76,16 @@ def test_forms_of_buffers(gpus: tuple[Any, Gpu], calls: list[tuple[str, str, int
         # All ranks stop at the same call, and Hypothesis goes on alike on all of them.
         failures = [each for each in MPI.COMM_WORLD.allgather(failure) if each]
         assert not failures, f"{name} {form} {seed}: " + "\n".join(failures)
+        # The doctor compares the counts of calls of all ranks.
+        counts = MPI.COMM_WORLD.allgather(_counts())
+        assert all(each == counts[0] for each in counts), f"{name} {form} {seed}: {counts}"
+
+
+def _counts() -> set[tuple[int, int, int]]:
+    """Return how many calls this rank has made of each communicator, and how many of them MPI has carried out."""
+    found = read_activity(os.getpid())
+    assert found is not None
+    return {(calls.key, calls.made, calls.by_mpi) for calls in found.communicators}
 
 
 @pytest.mark.parametrize("name", ["Allgather", "Allreduce", "Alltoall", "Gather", "Reduce", "Reduce_scatter_block"])

@@ -31,7 +31,10 @@ def test_every_rank_sees_the_parts_of_all(comm: mpicomm.Communicator, make: str)
     assert win.attrs[1:] == (count * 4, comm.rank + 1)
     assert win.Get_attr(MPI.WIN_SIZE) == count * 4
     assert win.flavor == (MPI.WIN_FLAVOR_ALLOCATE if make == "Allocate" else MPI.WIN_FLAVOR_SHARED)
-    assert win.group_size == comm.size
+    group = win.Get_group()
+    assert (win.group_size, win.group_rank, group.size, group.rank) == (comm.size, comm.rank, comm.size, comm.rank)
+    assert win.group.size == comm.size
+    group.Free()
     win.name = "mine"
     assert win.name == "mine"
     win.Free()
@@ -115,6 +118,36 @@ def test_private_memory_of_one_rank_raises_on_all(host_comm: mpicomm.Communicato
     with pytest.raises(InvalidUsageError, match="private memory"):
         mpicomm.Win.Create(memory, comm=comm, place="device")
     comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("make", ["Allocate", "Create_dynamic"])
+def test_a_rank_without_mpis_part_of_a_window_is_named_on_all(monkeypatch: pytest.MonkeyPatch, make: str) -> None:
+    comm = communicator("cpu", timeout_s=1)
+    given: Any = {} if make == "Create_dynamic" else {"size": 8}
+    fails: list[BaseException] = [MPI.Exception(MPI.ERR_NO_MEM), KeyboardInterrupt()]
+
+    def create(*arguments: Any) -> Any:
+        raise fails[0]
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr("mpicomm.api.window._create", create)
+    with pytest.raises(mpicomm.MpicommError, match=f"rank {comm.size - 1}: "):
+        getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
+    MPI.COMM_WORLD.Barrier()
+    del fails[0]
+    if comm.rank == comm.size - 1:
+        with pytest.raises(KeyboardInterrupt):
+            getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
+        MPI.COMM_WORLD.Barrier()
+        with pytest.raises(mpicomm.CollectiveTimeoutError, match="which came later"):
+            comm.Free()
+    else:
+        with pytest.raises(mpicomm.CollectiveTimeoutError) as info:
+            getattr(mpicomm.Win, make)(**given, comm=comm, place="device")
+        assert info.value.ranks == (comm.size - 1,)
+        MPI.COMM_WORLD.Barrier()
+        comm.Free()
 
 
 def test_open_epoch_of_one_rank_keeps_the_window_of_all(comm: mpicomm.Communicator, window: MakeWindow) -> None:

@@ -12,7 +12,14 @@ import pytest
 from mpicomm.activity import layout
 from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, begin_by_mpi, page
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
-from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, read_activity
+from mpicomm.activity.reading import (
+    Activity,
+    BlockedMessage,
+    OtherVersionError,
+    RankCalls,
+    calls_of,
+    read_activity,
+)
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.kernels.window import WINDOW_RANKS
 from tests.helpers.jobs.mpiexec import environment
@@ -80,6 +87,18 @@ def test_windows_have_rows_of_their_own() -> None:
         assert found == bytes([0, count]) + bytes(layout.MOST_RANKS - 2)
     row.close()
     communicator.close()
+
+
+def test_a_call_by_mpi_leaves_the_last_other_call() -> None:
+    row = opened([Member("host", 1, 63)])
+    begin_by_mpi(row.words, layout.by_mpi("Barrier"))
+    assert of("rank 63").last_post == ""
+    row.post(f"Bcast(count={layout.COUNT_IN_TEXT})", 3)
+    begin_by_mpi(row.words, layout.by_mpi("Barrier"))
+    found = calls_of(os.getpid(), of("rank 63").key)
+    assert found == of("rank 63")
+    assert (found.made, found.by_mpi, found.last, found.last_post) == (3, 2, "Barrier", "Bcast(count=3)")
+    assert calls_of(os.getpid(), 1) is None and calls_of(1 << 30, found.key) is None
 
 
 def test_all_collectives_have_numbers() -> None:

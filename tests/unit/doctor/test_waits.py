@@ -76,6 +76,52 @@ def test_ranks_that_have_called_different_things() -> None:
     assert said == f"ranks called different things as number 5 of world: rank 0: {SUM}; rank 1: Bcast; rank 2: {SUM}"
 
 
+def by_mpi(rank: int, calls_by_mpi: int, others: int, last: str) -> RankCalls:
+    """The calls of a rank, of which the last one is by MPI."""
+    made = calls(rank, calls_by_mpi + others, last, ago_s=None, size=2)
+    return replace(made, by_mpi=calls_by_mpi, last_post="Bcast(float32, count=3, root=0)" if others else "")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ((4, 1, "Barrier"), (4, 0, "Allreduce")),  # rank 0 has left the root's Bcast early
+        ((5, 1, "Allreduce"), (4, 2, "Allreduce")),
+    ],
+)
+def test_ranks_that_wait_in_mpi_after_calls_in_different_orders(
+    mine: tuple[int, int, str], theirs: tuple[int, int, str]
+) -> None:
+    for first, second in ((mine, theirs), (theirs, mine)):
+        ranks = [rank(0, by_mpi(0, *first)), rank(1, by_mpi(1, *second))]
+        (wait,) = look(ranks).waits()
+        assert wait.text.startswith(
+            f"ranks called different things of world: rank 0: {first[2]} by MPI, its call {first[0]} by MPI, after "
+            f"{first[1]} other call"
+        )
+        assert f"rank 1: {second[2]} by MPI, its call {second[0]} by MPI, after {second[1]} other call" in wait.text
+        assert "(the last is Bcast(float32, count=3, root=0))" in wait.text and "end the job, and make" in wait.text
+        assert wait.pids == (1000, 1001)
+        assert [line.waits_for for line in look(ranks).lines()] == ["rank 1", "rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ((4, 1, "Barrier"), (4, 1, "Barrier")),
+        ((5, 1, "Barrier"), (4, 1, "Barrier")),
+        ((5, 2, "Barrier"), (4, 1, "Barrier")),  # rank 1 is late in both kinds of calls
+    ],
+)
+def test_ranks_with_calls_in_one_order(mine: tuple[int, int, str], theirs: tuple[int, int, str]) -> None:
+    for first, second in ((mine, theirs), (theirs, mine)):
+        said = texts(rank(0, by_mpi(0, *first)), rank(1, by_mpi(1, *second)))
+        assert all("behind" in each for each in said) and len(said) == (mine != theirs)
+    going_on = [rank(0, by_mpi(0, 4, 1, "Barrier")), rank(1, by_mpi(1, 4, 0, "Allreduce"))]
+    before = [earlier(going_on[0]), earlier(rank(1, by_mpi(1, 3, 0, "Barrier")))]
+    assert look(going_on, before).waits() == []
+
+
 def test_a_call_is_the_same_in_mpi_and_in_mapped_memory() -> None:
     assert texts(rank(0, calls(0, 5, "Allreduce", ago_s=None)), rank(1, calls(1, 5))) == []
 
