@@ -25,9 +25,13 @@ The displacements are None if each block follows the block before.
 
 
 class ReadArray(tuple[Any, ...]):
-    """The result of `plain_array` for an array. Callers pass it in place of the array, and it gives the same key."""
+    """The result of `plain_array` for an argument. `PlanCache.find` takes two of them in place of both arguments."""
 
     __slots__ = ()
+
+    def in_blocks(self, counts: tuple[int, ...]) -> ReadArray:
+        """Return the result for a list of the array and ``counts``, the elements of blocks that follow each other."""
+        return ReadArray(_in_blocks(self, None, counts, None))
 
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
@@ -41,10 +45,6 @@ def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     return read(argument) if read else None
 
 
-def _itself(argument: Any) -> Any:
-    return argument
-
-
 def is_counted(plain: PlainArray | PlainBlocks) -> bool:
     """Return whether a count gives the elements of a plain array, or of one block if the buffer has blocks."""
     return type(plain[2]) is tuple and plain[2][-1] == "count"
@@ -54,23 +54,27 @@ def _nothing(argument: Any) -> PlainArray:
     return 0, 0, type(argument).__name__
 
 
+IN_PLACE, NOTHING = ReadArray(_nothing(MPI.IN_PLACE)), ReadArray(_nothing(None))
+
+
 def _cupy(array: Any) -> PlainArray | None:
     data = array.data
     # The public `array.flags` takes eight times as long.
     return (data.ptr, array.size, (array.dtype, data.device_id)) if array._c_contiguous else None
 
 
-def plain_tensor(tensor: Any) -> PlainArray | None:
+def plain_tensor(tensor: Any) -> ReadArray | None:
     """As `plain_array`, for a ``torch.Tensor``."""
     if not tensor.is_cuda or not tensor.is_contiguous():
         return None
-    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+    dtype = tensor.dtype
+    if tensor.requires_grad or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
         return None  # `read` refuses them
     try:
         pointer = tensor.data_ptr()
     except RuntimeError:  # a tensor without plain memory
         return None
-    return pointer, tensor.numel(), (tensor.dtype, tensor.get_device())
+    return ReadArray((pointer, tensor.numel(), (dtype, tensor.get_device())))
 
 
 def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
@@ -110,6 +114,12 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
         displs = _integers(displs)
         if displs is None or len(counts) != len(displs):
             return None
+    return _in_blocks(read, datatype, counts, displs)
+
+
+def _in_blocks(
+    read: tuple[Any, ...], datatype: Any, counts: tuple[int, ...], displs: tuple[int, ...] | None
+) -> PlainBlocks:
     # "blocks" tells this form from a list without counts, because a plan of the one does not fit the other.
     return read[0], read[1], (read[2], datatype and datatype.handle, "blocks"), counts, displs
 
@@ -145,7 +155,6 @@ _Reader = Callable[[Any], "PlainArray | PlainBlocks | None"]
 _readers: dict[type, _Reader] = {
     list: _blocks,
     tuple: _blocks,
-    ReadArray: _itself,
     type(None): _nothing,
     type(MPI.IN_PLACE): _nothing,
 }

@@ -13,7 +13,7 @@ from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.layout import layout_of
-from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array
+from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, ReadArray, plain_array
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -161,6 +161,8 @@ class PlanCache:
                 data, output = send.data, receive.data
                 sent: Any = data.ptr, send.size, (send.dtype, data.device_id)
                 received: Any = output.ptr, receive.size, (receive.dtype, output.device_id)
+            elif type(send) is type(receive) is ReadArray:
+                sent, received = send, receive
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
@@ -221,6 +223,14 @@ class PlanCache:
         self.carry_out(plan, resolved, array, again=True)
         if call.by_address:
             self.await_address(stream, resolved)
+
+    def enqueue_at(self, call: KnownCall, stream: int) -> None:
+        """As `enqueue`, for a call on tensors on the stream with the address ``stream``."""
+        session, plan = self._session, call.plan
+        backend: Any = session.backend
+        session.require_usable(plan)
+        backend.note(stream)
+        self.engine.enqueue(plan, stream, again=True)
 
     def await_address(self, stream: Any, resolved: int) -> None:
         """Wait for a call on memory that an address names, because no library knows which stream uses it next."""

@@ -60,6 +60,8 @@ class CudaBackend:
         self._ordinal = ordinal
         self._devices = devices
         self._threads = threads_of(ordinal)
+        self.note = self._threads.note
+        """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
         self.timeout_ns = int(timeout_s * 1e9)
         self.calls: DifferingCalls | None = None
         self.kind: Kind | None = None
@@ -292,7 +294,9 @@ class CudaBackend:
 
         It does not wait for the device.
         """
-        (self._faults or self._fault_page()).check(self.calls)
+        faults = self._faults or self._fault_page()
+        if faults.error is not None or faults.record is None or faults.record.state:
+            faults.check(self.calls)
 
     def untold(self) -> MpicommError | None:
         """Return the error that `check` would raise, if no check has raised it so far."""
