@@ -9,7 +9,7 @@ from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x33796C706D6F6365
+MAGIC = 0x33796C706D6F6366
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -51,7 +51,8 @@ ALONE = 17  # the ranks in LOCKS whose lock is exclusive
 HELD = 18  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
 LOCKED_SINCE = 19  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
 IS_WINDOW = 20  # 1 in the row of a window
-WORDS = 21
+OFFSET = 21  # the number that replaces `OFFSET_IN_TEXT`
+WORDS = 22
 # Texts of a row, in bytes.
 NAME = slice(8 * WORDS, 272)
 NODE_RANKS = slice(272, ROW_NBYTES)
@@ -67,6 +68,8 @@ POSTED, STARTED, COMPLETED, WAITED = (
 COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user
 has this character."""
+OFFSET_IN_TEXT = "\x1c"
+"""Stands for the place of the output in a symmetric array, as `COUNT_IN_TEXT` stands for a count."""
 
 NOBODY = -(1 << 40)
 """It is no rank, and no constant of any MPI that stands for a rank."""
@@ -90,6 +93,11 @@ _NUMBERS = {name: number for number, name in enumerate(BY_MPI)}
 def step_text(text: str, ranks: str) -> str:
     """Return a step and the ranks of MPI.COMM_WORLD that make it, as one text, so that one word publishes both."""
     return f"{ranks} {text}"
+
+
+def filled(text: str, count: int, offset: int) -> str:
+    """Return a text of a call with its numbers."""
+    return text.replace(COUNT_IN_TEXT, str(count)).replace(OFFSET_IN_TEXT, str(offset))
 
 
 def by_mpi(name: str) -> int:

@@ -147,7 +147,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
     if words[layout.NUMBER] > 1:
         name = f"{name} #{words[layout.NUMBER]}"
     last = _posted(memory, number - 1) if number > 0 else layout.BY_MPI[-number]
-    last = last.replace(layout.COUNT_IN_TEXT, str(words[layout.COUNT]))
+    last = layout.filled(last, words[layout.COUNT], words[layout.OFFSET])
     if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator meanwhile
         return None
     receive = BlockedMessage(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])

@@ -79,34 +79,39 @@ def plain_tensor(tensor: Any) -> ReadArray | None:
 
 def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
     """Return the blocks of a list as `parse_vector` reads it, or None if the call may read the form in another way."""
-    if len(spec) == 4:
-        array, counts, displs, datatype = spec
-    elif len(spec) == 3:
-        (array, counts, datatype), displs = spec, None
-    elif len(spec) == 2:
-        (array, counts), displs, datatype = spec, None, None
-        if type(counts) is MPI.Datatype:
+    length, displs, datatype = len(spec), None, None
+    if length == 2:
+        array, counts = spec
+        if type(counts) is _Datatype:
             counts, datatype = None, counts
+    elif length == 3:
+        array, counts, datatype = spec
+    elif length == 4:
+        array, counts, displs, datatype = spec
     else:
         return None
-    if type(counts) is tuple and len(spec) < 4:
+    if type(counts) is tuple and length < 4:
         if len(counts) != 2:
             return None
         counts, displs = counts
+    cls = type(array)
     read: PlainArray | PlainBlocks | None
-    if type(array) is MPI.buffer:
+    if cls is _buffer:
         read = _at_address(array, datatype, all_of_it=counts is None)
     else:
-        read = None if isinstance(array, (list, tuple)) else plain_array(array)
+        read = None if cls is list or cls is tuple else plain_array(array)
     if read is None or type(read[2]) is str:
         return None  # no array, or None, which is an empty buffer in a list with a datatype
-    if datatype is not None and type(array) is not MPI.buffer and not _is_of_size(datatype, array):
-        return None
+    pointer, size, kind = read[:3]
+    handle = None
+    if datatype is not None:
+        if cls is not _buffer and not _is_of_size(datatype, array):
+            return None
+        handle = datatype.handle
     if counts is None and displs is None:
-        return read[0], read[1], (read[2], datatype.handle)
+        return pointer, size, (kind, handle)
     if type(counts) is int and displs is None:
-        kind = read[2], datatype and datatype.handle, "count"
-        return (read[0], counts, kind) if 0 <= counts <= read[1] else None
+        return (pointer, counts, (kind, handle, "count")) if 0 <= counts <= size else None
     counts = _integers(counts)
     if counts is None:
         return None
@@ -121,7 +126,7 @@ def _in_blocks(
     read: tuple[Any, ...], datatype: Any, counts: tuple[int, ...], displs: tuple[int, ...] | None
 ) -> PlainBlocks:
     # "blocks" tells this form from a list without counts, because a plan of the one does not fit the other.
-    return read[0], read[1], (read[2], datatype and datatype.handle, "blocks"), counts, displs
+    return pointer, size, (kind, handle, "blocks"), counts, displs
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:
@@ -151,6 +156,7 @@ def _integers(numbers: Any) -> tuple[int, ...] | None:
 
 
 _INT = frozenset((int,))
+_Datatype, _buffer = MPI.Datatype, MPI.buffer
 _Reader = Callable[[Any], "PlainArray | PlainBlocks | None"]
 _readers: dict[type, _Reader] = {
     list: _blocks,

@@ -134,8 +134,11 @@ class CudaBackend:
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Return the address of a ``stream=`` argument."""
-        if stream is None and type(array) is cupy.ndarray:  # the usual case, quick because every call comes here
+        # The usual cases are quick, because every call comes here.
+        if stream is None and type(array) is cupy.ndarray:
             resolved: int = get_current_stream(self._ordinal).ptr
+        elif type(stream) is cupy.cuda.Stream:
+            resolved = stream.ptr
         else:
             resolved = resolve_stream(stream, array, self._ordinal)
         self._threads.note(resolved)

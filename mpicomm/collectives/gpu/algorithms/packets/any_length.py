@@ -15,7 +15,13 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_way, any_length_ways, inboxes_of, large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.ways import (
+    ANY_NBYTES,
+    any_length_way,
+    any_length_ways,
+    inboxes_of,
+    large_inboxes,
+)
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
@@ -51,7 +57,8 @@ class AnyLengthPackets(Algorithm):
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
         inboxes = node.arena.any_length if call.lengths_are_private else node.arena.sentinels
-        yield PacketTemplate(node, call.one_shot, call.reduction).launch(call.tag(), any_length_way(node, inboxes))
+        template = PacketTemplate(node, call.one_shot, call.reduction)
+        yield template.launch(call.tag(), any_length_way(node, inboxes), ANY_NBYTES)
         yield from moved(call.one_shot)
 
 

@@ -38,7 +38,7 @@ class Coding:
         inboxes = arena.sentinels
         for request in self.memory(nbytes, node):
             inboxes = inboxes_of(arena.layout, arena.region(request))
-        return "sentinel", inboxes, geometries[bisect_left(most_units, units)], nbytes
+        return Way.of("sentinel", inboxes, geometries[bisect_left(most_units, units)], self.unit_nbytes)
 
     def ways(self, node: Node, *, fan_out: bool = False) -> WayOf:
         """Return the ways of messages of any length, if the arena has the inboxes."""
