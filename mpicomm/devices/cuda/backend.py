@@ -297,9 +297,7 @@ class CudaBackend:
 
         It does not wait for the device.
         """
-        faults = self._faults or self._fault_page()
-        if faults.error is not None or faults.record is None or faults.record.state:
-            faults.check(self.calls)
+        (self._faults or self._fault_page()).check(self.calls)
 
     def untold(self) -> MpicommError | None:
         """Return the error that `check` would raise, if no check has raised it so far."""
