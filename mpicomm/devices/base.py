@@ -294,6 +294,9 @@ class GpuBackend(Backend, Protocol):
     """`check` calls it for the text of a `PeerError`."""
     kind: Kind | None
     """The handle kind of the communicator; None before its choice. Large scratch memory is of the same kind."""
+    lasting_streams: set[int]
+    """The addresses of streams that the process never destroys: the default stream, and streams that `mpicomm.torch`
+    takes from PyTorch's pool."""
 
     @property
     def side_streams(self) -> SideStreams:

@@ -229,7 +229,7 @@ class TensorCalls:
     def __init__(self, comm: Communicator) -> None:
         any_call, known = TensorCollectives(comm), KnownCalls(comm)
         self.all_reduce = Call(any_call.all_reduce, known.all_reduce)
-        self.reduce = Call(any_call.reduce)
+        self.reduce = Call(any_call.reduce, known.reduce)
         self.broadcast = Call(any_call.broadcast, known.broadcast)
         self.all_gather = Call(any_call.all_gather, known.all_gather)
         self.all_gather_list = Call(any_call.all_gather_list)

@@ -13,6 +13,7 @@ from mpicomm.collectives.operations import (
     ALLREDUCE,
     ALLTOALLV,
     BCAST,
+    REDUCE,
     REDUCE_SCATTER_BLOCK,
     Operation,
 )
@@ -55,6 +56,15 @@ class KnownCalls:
             return False
         op = op_of_one_call(op, tensor, name)
         return op is not None and self._enqueue(ALLREDUCE, stream, IN_PLACE, plain, op, 0, wire or ())
+
+    def reduce(self, stream: int, tensor: torch.Tensor, op: Any, root: int) -> bool:
+        """See `TensorCollectives.reduce`."""
+        plain = _read(tensor)
+        if plain is None:
+            return False
+        op = op_of_one_call(op, tensor, "tensor")
+        sent, received = (IN_PLACE, plain) if self._rank == root else (plain, NOTHING)
+        return op is not None and self._enqueue(REDUCE, stream, sent, received, op, root)
 
     def broadcast(self, stream: int, tensor: torch.Tensor, root: int) -> bool:
         """See `TensorCollectives.broadcast`."""

@@ -29,11 +29,13 @@ class Streams:
         self.comm = comm
         self.gpu = comm.device
         # Marks order streams by their addresses. PyTorch's own methods take several times as long.
-        self.marks = comm._session.gpu("init_process_group").side_streams
+        backend = comm._session.gpu("init_process_group")
+        self.marks = backend.side_streams
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
         self._side = torch.cuda.Stream(comm.device)
         self._address = int(self._side.cuda_stream)
+        backend.lasting_streams.add(self._address)  # PyTorch never destroys the streams of its pool
         self._begin = self.marks.mark(self._address)
         self._ends: dict[int, Any] = {}
         """The marks of all works, by their events."""

@@ -60,6 +60,7 @@ class CudaBackend:
         self._ordinal = ordinal
         self._devices = devices
         self._threads = threads_of(ordinal)
+        self.lasting_streams = {0}
         self.note = self._threads.note
         """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
         self.timeout_ns = int(timeout_s * 1e9)

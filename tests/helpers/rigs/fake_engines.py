@@ -62,6 +62,7 @@ class Rig:
             link=lambda uuid, kind: Link("NVLink", gb_s=478.0),
             loading=contextlib.nullcontext,
             current=contextlib.nullcontext,
+            lasting_streams={0},
         )
         self.longest: list[int] = []
         """The values that both ranks have written at each checkpoint."""
