@@ -53,9 +53,9 @@ class StreamOrder:
         """
         # CuPy's functions, because every call comes here, and the driver's binding takes three times as long.
         if not runtime.streamIsCapturing(stream):
-            # A lasting stream, such as the default stream, is in order with itself. Any other stream has to wait, because
-            # a new stream may have the address of a stream that was destroyed with work pending. A wait for an event
-            # without a record returns at once.
+            # A lasting stream, such as the default stream, is in order with itself. Any other stream has to wait,
+            # because a new stream may have the address of a stream that was destroyed with work pending. A wait for an
+            # event without a record returns at once.
             if stream != self._stream or stream not in self._lasting:
                 runtime.streamWaitEvent(stream, self._awaited)
             try:
