@@ -31,7 +31,7 @@ class ReadArray(tuple[Any, ...]):
 
     def in_blocks(self, counts: tuple[int, ...]) -> ReadArray:
         """Return the result for a list of the array and ``counts``, the elements of blocks that follow each other."""
-        return ReadArray((self[0], self[1], _blocks_of(self[2], None), counts, None))
+        return ReadArray((self[0], self[1], (self[2], None, "blocks"), counts, None))
 
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
@@ -119,12 +119,8 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
         displs = _integers(displs)
         if displs is None or len(counts) != len(displs):
             return None
-    return pointer, size, _blocks_of(kind, handle), counts, displs
-
-
-def _blocks_of(kind: Hashable, handle: int | None) -> Hashable:
     # "blocks" tells this form from a list without counts, because a plan of the one does not fit the other.
-    return kind, handle, "blocks"
+    return pointer, size, (kind, handle, "blocks"), counts, displs
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:

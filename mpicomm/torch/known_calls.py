@@ -51,7 +51,7 @@ class KnownCalls:
         self, stream: int, tensor: torch.Tensor, op: Any, name: str = "tensor", wire: Wire | None = None
     ) -> bool:
         """See `TensorCollectives.all_reduce`."""
-        plain = _read(tensor)
+        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
         if plain is None:
             return False
         op = op_of_one_call(op, tensor, name)
@@ -59,7 +59,7 @@ class KnownCalls:
 
     def reduce(self, stream: int, tensor: torch.Tensor, op: Any, root: int) -> bool:
         """See `TensorCollectives.reduce`."""
-        plain = _read(tensor)
+        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
         if plain is None:
             return False
         op = op_of_one_call(op, tensor, "tensor")
@@ -68,12 +68,14 @@ class KnownCalls:
 
     def broadcast(self, stream: int, tensor: torch.Tensor, root: int) -> bool:
         """See `TensorCollectives.broadcast`."""
-        plain = _read(tensor)
+        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
         return plain is not None and self._enqueue(BCAST, stream, NOTHING, plain, None, root)
 
     def all_gather(self, stream: int, output: torch.Tensor, given: torch.Tensor) -> bool:
         """See `TensorCollectives.all_gather`."""
-        received, block = _read(output), _read(given)
+        if not type(output) is type(given) is torch.Tensor:
+            return False
+        received, block = plain_tensor(output), plain_tensor(given)
         if received is None or block is None or not _are_blocks(received, block, self._size):
             return False
         sent = _sent_of(block, received, self._rank * block[1])
@@ -81,7 +83,9 @@ class KnownCalls:
 
     def reduce_scatter(self, stream: int, output: torch.Tensor, given: torch.Tensor, op: Any) -> bool:
         """See `TensorCollectives.reduce_scatter`."""
-        received, sent = _read(output), _read(given)
+        if not type(output) is type(given) is torch.Tensor:
+            return False
+        received, sent = plain_tensor(output), plain_tensor(given)
         if received is None or sent is None or not _are_blocks(sent, received, self._size):
             return False
         op = op_of_one_call(op, output, "output")
@@ -98,15 +102,18 @@ class KnownCalls:
         input_splits: Sequence[int],
     ) -> bool:
         """See `TensorCollectives.all_to_all`."""
-        received, sent = _read(output), _read(given)
+        if not type(output) is type(given) is torch.Tensor:
+            return False
+        received, sent = plain_tensor(output), plain_tensor(given)
         if received is None or sent is None or received[2] != sent[2] or _sent_of(sent, received) is None:
             return False
         rank, size = self._rank, self._size
-        into = split_counts(output, output_splits, size, "output")
-        out_of = split_counts(given, input_splits, size, "input")
-        if into[rank] != out_of[rank]:
-            return False
-        return self._enqueue(ALLTOALLV, stream, sent.in_blocks(tuple(out_of)), received.in_blocks(tuple(into)))
+        into = out_of = tuple(split_counts(output, output_splits, size, "output"))
+        if input_splits or output_splits or given.shape != output.shape:
+            out_of = tuple(split_counts(given, input_splits, size, "input"))
+            if into[rank] != out_of[rank]:
+                return False
+        return self._enqueue(ALLTOALLV, stream, sent.in_blocks(out_of), received.in_blocks(into))
 
     def _enqueue(
         self,
@@ -127,11 +134,6 @@ class KnownCalls:
             return False
         gpu.enqueue_at(known, stream)
         return True
-
-
-def _read(tensor: torch.Tensor) -> ReadArray | None:
-    """Return a plain tensor of a GPU, or None for every other tensor."""
-    return plain_tensor(tensor) if type(tensor) is torch.Tensor else None
 
 
 def _are_blocks(whole: ReadArray, block: ReadArray, size: int) -> bool:
