@@ -294,8 +294,9 @@ class PlanCache:
                     self._forms.clear()
                 form = self._forms[kinds] = _Form(op)
             key = form, sent, received
-            # The same memory passed twice means in place, and calls with two arrays of these kinds have another form.
-            if form.filled is None and read is not None and not (read.in_place and sent[1]):
+            # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of
+            # these kinds have another form.
+            if form.filled is None and read is not None and (send is MPI.IN_PLACE or not read.in_place):
                 plan_of_all = self.engine.form_plan(read, self._session.mappings, algorithm)
                 if plan_of_all is not None and plan_of_all.takes(sent, received):
                     form.fill = plan_of_all.fill
