@@ -9,7 +9,7 @@ from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x33796C706D6F6367
+MAGIC = 0x33796C706D6F6368
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -52,7 +52,8 @@ ALONE = 17  # the ranks in LOCKS whose lock is exclusive
 HELD = 18  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
 LOCKED_SINCE = 19  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
 IS_WINDOW = 20  # 1 in the row of a window
-WORDS = 22
+OFFSET = 22  # the number that replaces `OFFSET_IN_TEXT`
+WORDS = 23
 # Texts of a row, in bytes.
 NAME = slice(8 * WORDS, 272)
 NODE_RANKS = slice(272, ROW_NBYTES)
@@ -68,6 +69,8 @@ POSTED, STARTED, COMPLETED, WAITED = (
 COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user
 has this character."""
+OFFSET_IN_TEXT = "\x1c"
+"""Stands for the place of the output in a symmetric array, as `COUNT_IN_TEXT` stands for a count."""
 
 NOBODY = -(1 << 40)
 """It is no rank, and no constant of any MPI that stands for a rank."""
@@ -91,6 +94,11 @@ _NUMBERS = {name: number for number, name in enumerate(BY_MPI)}
 def step_text(text: str, ranks: str) -> str:
     """Return a step and the ranks of MPI.COMM_WORLD that make it, as one text, so that one word publishes both."""
     return f"{ranks} {text}"
+
+
+def filled(text: str, count: int, offset: int) -> str:
+    """Return a text of a call with its numbers."""
+    return text.replace(COUNT_IN_TEXT, str(count)).replace(OFFSET_IN_TEXT, str(offset))
 
 
 def by_mpi(name: str) -> int:

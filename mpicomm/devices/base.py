@@ -217,6 +217,9 @@ class SideStreams(Protocol):
     def wait_stream(self, stream: int, other: int) -> None:
         """Let later work on ``stream`` wait for the work that the stream ``other`` has at this call."""
 
+    def wait_stream_again(self, mark: Any, stream: int, other: int) -> None:
+        """As `wait_stream`, by ``mark``, which no other code may use; it is cheaper."""
+
     def passed(self, mark: Any) -> bool:
         """Return whether the work before a mark is done."""
 
@@ -291,6 +294,9 @@ class GpuBackend(Backend, Protocol):
     """`check` calls it for the text of a `PeerError`."""
     kind: Kind | None
     """The handle kind of the communicator; None before its choice. Large scratch memory is of the same kind."""
+    lasting_streams: set[int]
+    """The addresses of streams that the process never destroys: the default stream, and streams that `mpicomm.torch`
+    takes from PyTorch's pool."""
 
     @property
     def side_streams(self) -> SideStreams:

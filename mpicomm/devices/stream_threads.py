@@ -110,13 +110,10 @@ class ThreadsOfStreams:
         self._of_null = StreamThreads(self)
         self._lock = threading.Lock()  # so that no thread drops a user that another thread adds
         self._users: set[int] = set()
+        self.have_been_several = False
+        """Whether several threads have used streams of the device; some of them may have ended."""
         # By address. CUDA gives the address of a destroyed stream to another stream, so there are few.
         self._known: dict[int, StreamThreads] = {0: self._of_null}
-
-    @property
-    def have_been_several(self) -> bool:
-        """Whether several threads have used streams of the device; some of them may have ended."""
-        return len(self._users) > 1
 
     @property
     def are_several(self) -> bool:
@@ -125,7 +122,8 @@ class ThreadsOfStreams:
             return False
         with self._lock:
             self._users.intersection_update([thread.ident for thread in threading.enumerate()])
-            return len(self._users) > 1
+            self.have_been_several = len(self._users) > 1
+            return self.have_been_several
 
     def of(self, stream: int) -> StreamThreads:
         """Return the threads of a stream, after `note`. A stream that captures gets a new object each time."""
@@ -149,6 +147,7 @@ class ThreadsOfStreams:
             threading.current_thread()  # lets Python know a thread that it has not started
             with self._lock:
                 self._users.add(me)
+                self.have_been_several = len(self._users) > 1
 
 
 def _has_ended(ident: int) -> bool:

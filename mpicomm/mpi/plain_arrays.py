@@ -25,9 +25,13 @@ The displacements are None if each block follows the block before.
 
 
 class ReadArray(tuple[Any, ...]):
-    """The result of `plain_array` for an array. Callers pass it in place of the array, and it gives the same key."""
+    """The result of `plain_array` for an argument. `PlanCache.find` takes two of them in place of both arguments."""
 
     __slots__ = ()
+
+    def in_blocks(self, counts: tuple[int, ...]) -> ReadArray:
+        """Return the result for a list of the array and ``counts``, the elements of blocks that follow each other."""
+        return ReadArray((self[0], self[1], (self[2], None, "blocks"), counts, None))
 
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
@@ -41,10 +45,6 @@ def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     return read(argument) if read else None
 
 
-def _itself(argument: Any) -> Any:
-    return argument
-
-
 def is_counted(plain: PlainArray | PlainBlocks) -> bool:
     """Return whether a count gives the elements of a plain array, or of one block if the buffer has blocks."""
     return type(plain[2]) is tuple and plain[2][-1] == "count"
@@ -54,55 +54,64 @@ def _nothing(argument: Any) -> PlainArray:
     return 0, 0, type(argument).__name__
 
 
+IN_PLACE, NOTHING = ReadArray(_nothing(MPI.IN_PLACE)), ReadArray(_nothing(None))
+
+
 def _cupy(array: Any) -> PlainArray | None:
     data = array.data
     # The public `array.flags` takes eight times as long.
     return (data.ptr, array.size, (array.dtype, data.device_id)) if array._c_contiguous else None
 
 
-def plain_tensor(tensor: Any) -> PlainArray | None:
+def plain_tensor(tensor: Any) -> ReadArray | None:
     """As `plain_array`, for a ``torch.Tensor``."""
     if not tensor.is_cuda or not tensor.is_contiguous():
         return None
-    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+    dtype = tensor.dtype
+    if tensor.requires_grad or tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
         return None  # `read` refuses them
     try:
         pointer = tensor.data_ptr()
     except RuntimeError:  # a tensor without plain memory
         return None
-    return pointer, tensor.numel(), (tensor.dtype, tensor.get_device())
+    return ReadArray((pointer, tensor.numel(), (dtype, tensor.get_device())))
 
 
 def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
     """Return the blocks of a list as `parse_vector` reads it, or None if the call may read the form in another way."""
-    if len(spec) == 4:
-        array, counts, displs, datatype = spec
-    elif len(spec) == 3:
-        (array, counts, datatype), displs = spec, None
-    elif len(spec) == 2:
-        (array, counts), displs, datatype = spec, None, None
-        if type(counts) is MPI.Datatype:
+    length, displs, datatype = len(spec), None, None
+    if length == 2:
+        array, counts = spec
+        if type(counts) is _Datatype:
             counts, datatype = None, counts
+    elif length == 3:
+        array, counts, datatype = spec
+    elif length == 4:
+        array, counts, displs, datatype = spec
     else:
         return None
-    if type(counts) is tuple and len(spec) < 4:
+    if type(counts) is tuple and length < 4:
         if len(counts) != 2:
             return None
         counts, displs = counts
+    cls = type(array)
     read: PlainArray | PlainBlocks | None
-    if type(array) is MPI.buffer:
+    if cls is _buffer:
         read = _at_address(array, datatype, all_of_it=counts is None)
     else:
-        read = None if isinstance(array, (list, tuple)) else plain_array(array)
+        read = None if cls is list or cls is tuple else plain_array(array)
     if read is None or type(read[2]) is str:
         return None  # no array, or None, which is an empty buffer in a list with a datatype
-    if datatype is not None and type(array) is not MPI.buffer and not _is_of_size(datatype, array):
-        return None
+    pointer, size, kind = read[:3]
+    handle = None
+    if datatype is not None:
+        if cls is not _buffer and not _is_of_size(datatype, array):
+            return None
+        handle = datatype.handle
     if counts is None and displs is None:
-        return read[0], read[1], (read[2], datatype.handle)
+        return pointer, size, (kind, handle)
     if type(counts) is int and displs is None:
-        kind = read[2], datatype and datatype.handle, "count"
-        return (read[0], counts, kind) if 0 <= counts <= read[1] else None
+        return (pointer, counts, (kind, handle, "count")) if 0 <= counts <= size else None
     counts = _integers(counts)
     if counts is None:
         return None
@@ -111,7 +120,7 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
         if displs is None or len(counts) != len(displs):
             return None
     # "blocks" tells this form from a list without counts, because a plan of the one does not fit the other.
-    return read[0], read[1], (read[2], datatype and datatype.handle, "blocks"), counts, displs
+    return pointer, size, (kind, handle, "blocks"), counts, displs
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:
@@ -141,11 +150,11 @@ def _integers(numbers: Any) -> tuple[int, ...] | None:
 
 
 _INT = frozenset((int,))
+_Datatype, _buffer = MPI.Datatype, MPI.buffer
 _Reader = Callable[[Any], "PlainArray | PlainBlocks | None"]
 _readers: dict[type, _Reader] = {
     list: _blocks,
     tuple: _blocks,
-    ReadArray: _itself,
     type(None): _nothing,
     type(MPI.IN_PLACE): _nothing,
 }

@@ -59,6 +59,7 @@ class CallQueue:
         self._thread_id: int | None = None
         # A call holds it, because the engine of a group carries out one call at a time.
         self._turn = threading.Lock()
+        self.end_turn = self._turn.release
         # Only the thread uses the attributes below.
         self._take: Callable[[], HostWork | QueuePosition | None] = lambda: (
             None
@@ -86,19 +87,19 @@ class CallQueue:
 
     def call(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
         """Carry out ``call(*arguments)`` in its turn in the calling thread. Raises its errors `translated`."""
-        self.__enter__()
+        self.take_turn()
         try:
             return call(*arguments)
         except WAITS as error:
             raise translated(error, name) from error
         finally:
-            self._turn.release()
+            self.end_turn()
 
-    def __enter__(self) -> None:
-        """Wait until all earlier calls are over. The ``with`` block is the turn of a call of the calling thread."""
+    def take_turn(self) -> None:
+        """Wait until all earlier calls are over. The turn of a call of the calling thread lasts until `end_turn`."""
         # The test follows the taking of the turn, because a call that another thread begins later waits for the turn.
         # While the thread of the queue calls callbacks, `_waiting` still counts their call.
-        if self._turn.acquire(blocking=False):
+        if self._turn.acquire(False):
             if not self._waiting:
                 return
             self._turn.release()
@@ -108,8 +109,11 @@ class CallQueue:
             self._begin(HostWork(self, lambda: None, (), "turn")).wait()
         self._turn.acquire()  # the call of a callback comes before all calls in the queue
 
+    def __enter__(self) -> None:
+        self.take_turn()
+
     def __exit__(self, *exception: object) -> None:
-        self._turn.release()
+        self.end_turn()
 
     @contextmanager
     def last_turn(self, limit_s: float) -> Iterator[bool]:

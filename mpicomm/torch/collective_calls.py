@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from mpicomm.torch.collectives import TensorCollectives
+from mpicomm.torch.collectives import TensorCalls
+from mpicomm.torch.known_calls import Call
 from mpicomm.torch.works import Tensors, Work
 
-Call = Callable[..., None]
 Given = tuple[Any, ...]
 """The arguments of a `Call`."""
 
@@ -20,13 +20,17 @@ Given = tuple[Any, ...]
 class CollectiveCalls(c10d.ProcessGroup):
     """The collectives of a group, under the names and with the arguments of PyTorch. All methods are *collective*."""
 
-    collectives: TensorCollectives
+    collectives: TensorCalls
+
+    @abstractmethod
+    def enqueue(self, call: Call, given: Given) -> None:
+        """Carry out a call, or enqueue it on the current stream. The caller has the turn of the call."""
 
     @abstractmethod
     def _run(
         self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()
     ) -> Work | None:
-        """Carry out or begin ``call(*given)``, as ``opts`` say. It writes ``outputs`` and reads ``inputs``.
+        """Carry out or begin a call, as ``opts`` say. It writes ``outputs`` and reads ``inputs``.
 
         It returns no work if the options say that the call is not asynchronous, which functions of PyTorch say.
         """
@@ -38,9 +42,9 @@ class CollectiveCalls(c10d.ProcessGroup):
 
         def calls() -> None:
             for given in each:
-                call(*given)
+                self.enqueue(call, given)
 
-        return self._run(name, opts, calls, (), outputs, inputs)
+        return self._run(name, opts, Call(calls), (), outputs, inputs)
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""

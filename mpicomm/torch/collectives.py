@@ -10,17 +10,10 @@ from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.collectives.host.selection import best_mapped
-from mpicomm.collectives.operations import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALLV,
-    BCAST,
-    OPERATIONS,
-    REDUCE_SCATTER_BLOCK,
-)
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
-from mpicomm.torch.known_calls import KnownCalls, are_blocks, in_blocks, read, sent_of
+from mpicomm.torch.known_calls import Call, KnownCalls
 from mpicomm.torch.reductions import reduction_of
 from mpicomm.torch.tensors import (
     ElementTypeMismatchError,
@@ -30,6 +23,7 @@ from mpicomm.torch.tensors import (
     flat,
     movable,
     put_back,
+    split_counts,
 )
 
 
@@ -43,16 +37,9 @@ class TensorCollectives:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._rank, self._size = comm.rank, comm.size
-        self._known = KnownCalls(comm)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any, name: str = "tensor", wire: Wire | None = None) -> None:
         """Reduce ``tensor`` over all ranks, in place. Elements travel as codes of ``wire``, if it is not None."""
-        plain = read(tensor)
-        if plain is not None:
-            reduction = reduction_of(op, tensor, name)
-            of_one_call = reduction.factor is None and not reduction.averages_whole
-            if of_one_call and self._known.enqueue(ALLREDUCE, MPI.IN_PLACE, plain, tensor, reduction.op, wire=wire):
-                return
         memory = flat(tensor, name)
         reduction = reduction_of(op, memory, name)
         send = MPI.IN_PLACE if reduction.factor is None else reduction.given(memory)
@@ -74,19 +61,11 @@ class TensorCollectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Give the root's ``tensor`` to all ranks."""
-        plain = read(tensor)
-        if plain is not None and self._known.enqueue(BCAST, None, plain, tensor, root=root):
-            return
         memory = movable(flat(tensor, "tensor"))
         self._comm.Bcast(memory, root, algorithm=self._way("Bcast", memory))
 
     def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
         """Put the ``given`` tensors of all ranks one after the other into ``output``."""
-        received, block = read(output), read(given)
-        if received is not None and block is not None and are_blocks(received, block, self._size):
-            plain = sent_of(block, received, self._rank * block[1])
-            if plain is not None and self._known.enqueue(ALLGATHER, plain, received, output):
-                return
         receive, send = flat(output, "output_tensor", ordered=True), flat(given, "input_tensor", ordered=True)
         self._require_blocks(receive, send, "output_tensor", "input_tensor")
         sent = apart(send, receive, self._rank * send.numel())
@@ -142,16 +121,6 @@ class TensorCollectives:
 
     def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, op: Any) -> None:
         """Reduce ``given`` over all ranks, and put this rank's block of the result into ``output``."""
-        block, sent = read(output), read(given)
-        if block is not None and sent is not None and are_blocks(sent, block, self._size):
-            reduction, plain = reduction_of(op, output, "output"), sent_of(sent, block)
-            of_one_call = reduction.factor is None and not reduction.averages_whole
-            if (
-                of_one_call
-                and plain is not None
-                and self._known.enqueue(REDUCE_SCATTER_BLOCK, plain, block, output, reduction.op)
-            ):
-                return
         receive, send = flat(output, "output", ordered=True), flat(given, "input", ordered=True)
         self._require_blocks(send, receive, "input", "output")
         reduction = reduction_of(op, receive, "output")
@@ -188,16 +157,10 @@ class TensorCollectives:
 
         Splits count rows, which are the elements along the first dimension. Without them all parts are equal.
         """
-        received, sent = read(output), read(given)
-        if received is not None and sent is not None and received[2] == sent[2]:
-            into, out_of = self._counts(output, output_splits, "output"), self._counts(given, input_splits, "input")
-            fits = into[self._rank] == out_of[self._rank] and sent_of(sent, received) is not None
-            if fits and self._known.enqueue(ALLTOALLV, in_blocks(sent, out_of), in_blocks(received, into), output):
-                return
         receive, send = flat(output, "output", ordered=True), flat(given, "input", ordered=True)
         self._require_type(receive, send, "output", "input")
-        receive_counts = self._counts(output, output_splits, "output")
-        send_counts = self._counts(given, input_splits, "input")
+        receive_counts = split_counts(output, output_splits, self._size, "output")
+        send_counts = split_counts(given, input_splits, self._size, "input")
         self._alltoallv(receive, receive_counts, send, send_counts, "{}_split_sizes")
         put_back(receive, output)
 
@@ -259,22 +222,25 @@ class TensorCollectives:
                 "must agree"
             )
 
-    def _counts(self, tensor: torch.Tensor, splits: Sequence[int], name: str) -> list[int]:
-        """Return the elements of each rank's part of ``tensor``."""
-        size, rows, total = self._size, tensor.size(0) if tensor.dim() else 1, tensor.numel()
-        if not splits:
-            if rows % size:
-                raise SplitSizesError(
-                    f"{name} has {rows} rows, which {size} ranks cannot share equally: pass {name}_split_sizes"
-                )
-            return [total // size] * size
-        if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-            raise SplitSizesError(
-                f"{name}_split_sizes={list(splits)} must be {size} numbers of rows, one for each rank, which add up to "
-                f"the {rows} rows of {name}"
-            )
-        of_row = total // rows if rows else 0
-        return list(splits) if of_row == 1 else [split * of_row for split in splits]
+
+class TensorCalls:
+    """The collectives of one group as calls: see `TensorCollectives`."""
+
+    def __init__(self, comm: Communicator) -> None:
+        any_call, known = TensorCollectives(comm), KnownCalls(comm)
+        self.all_reduce = Call(any_call.all_reduce, known.all_reduce)
+        self.reduce = Call(any_call.reduce, known.reduce)
+        self.broadcast = Call(any_call.broadcast, known.broadcast)
+        self.all_gather = Call(any_call.all_gather, known.all_gather)
+        self.all_gather_list = Call(any_call.all_gather_list)
+        self.gather = Call(any_call.gather)
+        self.gather_into = Call(any_call.gather_into)
+        self.scatter = Call(any_call.scatter)
+        self.reduce_scatter = Call(any_call.reduce_scatter, known.reduce_scatter)
+        self.reduce_scatter_list = Call(any_call.reduce_scatter_list)
+        self.all_to_all = Call(any_call.all_to_all, known.all_to_all)
+        self.all_to_all_list = Call(any_call.all_to_all_list)
+        self.barrier = Call(any_call.barrier)
 
 
 def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:

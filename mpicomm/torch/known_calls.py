@@ -2,75 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.operations import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALLV,
+    BCAST,
+    REDUCE,
+    REDUCE_SCATTER_BLOCK,
+    Operation,
+)
 from mpicomm.collectives.wire import Wire
-from mpicomm.mpi.plain_arrays import ReadArray, plain_tensor
+from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, ReadArray, plain_tensor
+from mpicomm.torch.reductions import op_of_one_call
+from mpicomm.torch.tensors import split_counts
+
+
+def _unknown(stream: int, *given: Any) -> bool:
+    return False
+
+
+class Call(NamedTuple):
+    """A collective on tensors, or an operation on them, in two ways that take the same arguments."""
+
+    carry_out: Callable[..., None]
+    """Carries out any call. On tensors of a GPU it enqueues the call on PyTorch's current stream."""
+    known: Callable[..., bool] = _unknown
+    """Enqueues a known call on the stream with the address before the arguments; returns whether it has done so."""
 
 
 class KnownCalls:
-    """Looks up calls of ``comm`` by tensors that are read once, because a read takes as long as the rest of a call.
+    """Enqueues known calls of ``comm``, and reads each tensor once, because a read takes as long as the rest of a call.
 
-    The methods of the Communicator read arguments of any kind. They take all calls that `enqueue` does not know.
+    The plan of a form refuses calls with wrong counts, and with buffers that overlap.
+
+    The methods are `Call.known` of the methods of `TensorCollectives` with the same names. These take all other calls,
+    and raise the errors of wrong calls.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._rank, self._size = comm.rank, comm.size
 
-    def enqueue(
+    def all_reduce(
+        self, stream: int, tensor: torch.Tensor, op: Any, name: str = "tensor", wire: Wire | None = None
+    ) -> bool:
+        """See `TensorCollectives.all_reduce`."""
+        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
+        if plain is None:
+            return False
+        op = op_of_one_call(op, tensor, name)
+        return op is not None and self._enqueue(ALLREDUCE, stream, IN_PLACE, plain, op, 0, wire or ())
+
+    def reduce(self, stream: int, tensor: torch.Tensor, op: Any, root: int) -> bool:
+        """See `TensorCollectives.reduce`."""
+        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
+        if plain is None:
+            return False
+        op = op_of_one_call(op, tensor, "tensor")
+        sent, received = (IN_PLACE, plain) if self._rank == root else (plain, NOTHING)
+        return op is not None and self._enqueue(REDUCE, stream, sent, received, op, root)
+
+    def broadcast(self, stream: int, tensor: torch.Tensor, root: int) -> bool:
+        """See `TensorCollectives.broadcast`."""
+        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
+        return plain is not None and self._enqueue(BCAST, stream, NOTHING, plain, None, root)
+
+    def all_gather(self, stream: int, output: torch.Tensor, given: torch.Tensor) -> bool:
+        """See `TensorCollectives.all_gather`."""
+        if not type(output) is type(given) is torch.Tensor:
+            return False
+        received, block = plain_tensor(output), plain_tensor(given)
+        if received is None or block is None or received[2] != block[2] or received[1] != self._size * block[1]:
+            return False
+        place = received[0] + self._rank * block[1] * block[2][0].itemsize
+        return self._enqueue(ALLGATHER, stream, IN_PLACE if block[0] == place else block, received)
+
+    def reduce_scatter(self, stream: int, output: torch.Tensor, given: torch.Tensor, op: Any) -> bool:
+        """See `TensorCollectives.reduce_scatter`."""
+        if not type(output) is type(given) is torch.Tensor:
+            return False
+        received, sent = plain_tensor(output), plain_tensor(given)
+        if received is None or sent is None or received[2] != sent[2]:
+            return False
+        op = op_of_one_call(op, output, "output")
+        return op is not None and self._enqueue(REDUCE_SCATTER_BLOCK, stream, sent, received, op)
+
+    def all_to_all(
+        self,
+        stream: int,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> bool:
+        """See `TensorCollectives.all_to_all`."""
+        if not type(output) is type(given) is torch.Tensor:
+            return False
+        received, sent = plain_tensor(output), plain_tensor(given)
+        if received is None or sent is None or received[2] != sent[2]:
+            return False
+        into = out_of = tuple(split_counts(output, output_splits, self._size, "output"))
+        if input_splits or output_splits or given.shape != output.shape:
+            out_of = tuple(split_counts(given, input_splits, self._size, "input"))
+        return self._enqueue(ALLTOALLV, stream, sent.in_blocks(out_of), received.in_blocks(into))
+
+    def _enqueue(
         self,
         operation: Operation,
-        send: Any,
-        receive: ReadArray,
-        tensor: torch.Tensor,
+        stream: int,
+        sent: ReadArray,
+        received: ReadArray,
         op: Any = None,
         root: int = 0,
-        wire: Wire | None = None,
+        finish: Any = (),
     ) -> bool:
-        """Enqueue a known call on the current stream of PyTorch for ``tensor``. Return whether the call is known.
-
-        ``send`` and ``receive`` are results of `read`, or ``MPI.IN_PLACE`` or None.
-        """
         # A communicator with methods that record calls has another class. A freed communicator has another class, too.
         if type(self._comm) is not Communicator:
             return False
         gpu = self._comm._collectives.engines.gpu
-        known = gpu and gpu.find(operation, "auto", send, receive, op, root, None, wire or ())
+        known = gpu and gpu.find(operation, "auto", sent, received, op, root, None, finish)
         if not gpu or not known:
             return False
-        gpu.run(known, None, tensor, tensor)
+        gpu.enqueue_at(known, stream)
         return True
-
-
-def read(tensor: torch.Tensor) -> ReadArray | None:
-    """Return a plain tensor of a GPU as `KnownCalls` takes it, or None for every other tensor. Local."""
-    plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
-    return None if plain is None else ReadArray(plain)
-
-
-def are_blocks(whole: ReadArray, block: ReadArray, size: int) -> bool:
-    """Return whether ``whole`` has ``size`` times the elements of ``block``, with its type and device. Local."""
-    return bool(whole[1] == size * block[1] and whole[2] == block[2])
-
-
-def in_blocks(tensor: ReadArray, counts: Sequence[int]) -> ReadArray:
-    """Return a tensor in blocks with these numbers of elements, one after the other. Local."""
-    return ReadArray((tensor[0], tensor[1], (tensor[2], None), tuple(counts), None))
-
-
-def sent_of(send: ReadArray, receive: ReadArray, place: int | None = None) -> Any:
-    """Return ``send`` as MPI takes it beside ``receive`` of the same type, or None if they overlap. Local.
-
-    Data at element ``place`` of ``receive`` becomes MPI.IN_PLACE.
-    """
-    begins, received, itemsize = send[0], receive[0], send[2][0].itemsize
-    if place is not None and begins == received + place * itemsize:
-        return MPI.IN_PLACE
-    overlap = begins < received + receive[1] * itemsize and received < begins + send[1] * itemsize
-    return None if overlap else send

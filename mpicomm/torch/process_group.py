@@ -18,9 +18,10 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.mpi.requests import DeferredRequest
 from mpicomm.torch.call_queue import CallQueue
-from mpicomm.torch.collective_calls import Call, CollectiveCalls, Given
-from mpicomm.torch.collectives import TensorCollectives
+from mpicomm.torch.collective_calls import CollectiveCalls, Given
+from mpicomm.torch.collectives import TensorCalls
 from mpicomm.torch.failures import WAITS, translated
+from mpicomm.torch.known_calls import Call
 from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.streams import Streams
@@ -63,7 +64,7 @@ class ProcessGroup(CollectiveCalls):
         self._group_name = self._group_desc = ""
         self.communicator = comm
         self._store = store
-        self.collectives = TensorCollectives(comm)
+        self.collectives = TensorCalls(comm)
         self._streams = None if comm.device == "cpu" else Streams(comm)
         self._timeout_s = timeout_s
         self._queue = CallQueue(f"mpicomm rank {comm.rank} of {comm.size}")
@@ -79,7 +80,7 @@ class ProcessGroup(CollectiveCalls):
         self._require_open("barrier")
         begin, limit = getattr(opts, "asyncOp", False), _limit(opts)
         if self._streams is None:
-            return self._queue.run(self.collectives.barrier, (), "barrier", begin=begin, limit=limit)
+            return self._queue.run(self.collectives.barrier.carry_out, (), "barrier", begin=begin, limit=limit)
         work = self._queue.call("barrier", self._streams.barrier, limit or FOREVER)
         if not begin:
             work.wait()
@@ -250,10 +251,17 @@ class ProcessGroup(CollectiveCalls):
         self._queue.close(0)
         self.communicator._unfreed = False  # else Python warns that the program has not freed it
 
+    def enqueue(self, call: Call, given: Given) -> None:
+        """See `CollectiveCalls.enqueue`."""
+        if self._streams is None:
+            call.carry_out(*given)
+        else:
+            self._streams.enqueue(call, given)
+
     def future(
         self, name: str, call: Call, given: Given, output: torch.Tensor, inputs: Tensors = (), *, beside: bool
     ) -> torch.futures.Future[Any]:
-        """Begin ``call(*given)``: collectives and operations on tensors. Return a future of ``output``. Collective.
+        """Begin ``call`` with the arguments ``given``. Return a future of ``output``. Collective.
 
         On a GPU the future is complete, and a stream that takes its value waits for the call. With ``beside`` the call
         is enqueued on the stream of the group, after the work of the current stream. Without it the call is enqueued on
@@ -262,7 +270,7 @@ class ProcessGroup(CollectiveCalls):
         self._require_open(name)
         self._sequence += 1
         if not output.is_cuda:
-            work = self._queue.run(partial(call, *given), [output], name, begin=True)
+            work = self._queue.run(partial(call.carry_out, *given), [output], name, begin=True)
             work.value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
@@ -280,25 +288,31 @@ class ProcessGroup(CollectiveCalls):
         if not (outputs or inputs):
             raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
         first = outputs[0] if outputs else inputs[0]
-        streams = None
+        work: Work | None = None
+        queue = self._queue
         if first.is_cuda:
             streams = self._streams or self._gpu_streams(name, first)
-        if not begin and limit is None:
-            self._queue.call(name, call, *given)
-            if self._coalesced.works is None:
-                return None  # the caller is a function of PyTorch, which would only wait for a work
-            return self._joined(ended(outputs))
-        work: Work
-        if streams is None:
-            work = self._queue.run(partial(call, *given), outputs, name, begin=True, limit=limit)
-        elif begin:
-            work = self._queue.call(name, streams.begin, call, given, outputs, inputs, name, limit)
+            queue.take_turn()
+            try:
+                if begin:
+                    work = streams.begin(call, given, outputs, inputs, name, limit)
+                else:
+                    streams.enqueue(call, given)
+                    if limit is not None:
+                        work = streams.here(outputs, name, limit)
+            except WAITS as error:
+                raise translated(error, name) from error
+            finally:
+                queue.end_turn()
+        elif begin or limit is not None:
+            work = queue.run(partial(call.carry_out, *given), outputs, name, begin=True, limit=limit)
         else:
-            self._queue.call(name, call, *given)
-            work = streams.here(outputs, name, limit or FOREVER)
-        if not begin:
+            queue.call(name, call.carry_out, *given)
+        if not begin and work is not None:
             work.wait()
-        return work if self._coalesced.works is None else self._joined(work)
+        if self._coalesced.works is None:
+            return work  # None for a function of PyTorch that would only wait for a work
+        return self._joined(work or ended(outputs))
 
     def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
         if self._streams is None:
@@ -314,7 +328,14 @@ class ProcessGroup(CollectiveCalls):
             )
 
     def _message(
-        self, name: str, other: str, tensors: Tensors, rank: int, tag: int, begin: Callable[..., Any], call: Call
+        self,
+        name: str,
+        other: str,
+        tensors: Tensors,
+        rank: int,
+        tag: int,
+        begin: Callable[..., Any],
+        call: Callable[..., Any],
     ) -> Work:
         """Begin a message to or from the ``other`` rank. In a capture ``call`` enqueues it."""
         self._require_open(name)

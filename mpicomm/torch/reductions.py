@@ -97,6 +97,20 @@ def reduction_of(op: Any, memory: torch.Tensor, name: str) -> TorchReduction:
     return reduction
 
 
+_ops_of_one_call: dict[tuple[int, torch.dtype], MPI.Op] = {}
+
+
+def op_of_one_call(op: Any, memory: torch.Tensor, name: str) -> MPI.Op | None:
+    """As `reduction_of`, but return only the operation of mpicomm, or None if this rank also works on its elements."""
+    key = hash(op), memory.dtype
+    found = _ops_of_one_call.get(key)
+    if found is None and key[0] != _PREMUL_SUM:
+        reduction = reduction_of(op, memory, name)
+        if not reduction.averages_whole:
+            found = _ops_of_one_call[key] = reduction.op
+    return found
+
+
 def _mpi_op(kind: Any, dtype: torch.dtype) -> MPI.Op:
     found = (_LOGICAL_OPS if dtype is torch.bool else _OPS).get(kind)
     if found is None:

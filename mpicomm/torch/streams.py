@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.torch.collective_calls import Call, Given
-from mpicomm.torch.current_stream import CurrentStream, current_stream
+from mpicomm.torch.collective_calls import Given
+from mpicomm.torch.current_stream import call_on, current_stream
+from mpicomm.torch.known_calls import Call
 from mpicomm.torch.symmetric_pool import SymmetricPool
-from mpicomm.torch.works import StreamWork, Tensors, enqueued
-
-T = TypeVar("T")
+from mpicomm.torch.works import StreamWork, Tensors
 
 
 class Streams:
-    """Enqueues asynchronous calls on a stream of the group, after the work of PyTorch's current stream.
+    """Enqueues calls: on PyTorch's current stream, or asynchronous calls on a stream of the group, after its work.
 
     A group has one such stream, because its calls follow each other on every stream. No method waits for the GPU.
-    `begin`, `future`, `barrier` and `allocate` are collective. They wait on the host only if ranks set up memory.
+    `enqueue`, `begin`, `future`, `barrier` and `allocate` are collective. They wait on the host only if ranks set up
+    memory.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -30,36 +29,66 @@ class Streams:
         self.comm = comm
         self.gpu = comm.device
         # Marks order streams by their addresses. PyTorch's own methods take several times as long.
-        self.marks = comm._session.gpu("init_process_group").side_streams
+        backend = comm._session.gpu("init_process_group")
+        self.marks = backend.side_streams
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
         self._side = torch.cuda.Stream(comm.device)
-        self._on_side = CurrentStream(self._side)
         self._address = int(self._side.cuda_stream)
-        self._end = partial(self.marks.mark, self._address)
+        backend.lasting_streams.add(self._address)  # PyTorch never destroys the streams of its pool
+        self._begin = self.marks.mark(self._address)
+        self._ends: dict[int, Any] = {}
+        """The marks of all works, by their events."""
+        self.idle: list[int] = []
+        """The events of marks that no work has."""
         self.devices = [torch.device("cuda", comm.device)]
+
+    def enqueue(self, call: Call, given: Given) -> None:
+        """Enqueue a call on the current stream."""
+        if not call.known(current_stream(self.gpu), *given):
+            call.carry_out(*given)
 
     def begin(
         self, call: Call, given: Given, outputs: Tensors, inputs: Tensors, name: str, limit: timedelta | None
     ) -> StreamWork:
         """Enqueue a call on the group's stream. The current stream does not wait for it."""
-        mark = self._beside(call, given, outputs, inputs, self._end)
-        return enqueued(outputs, self, self._side, mark, name, limit)
+        current, address = current_stream(self.gpu), self._address
+        try:
+            self._enqueue_beside(call, given, current)
+            if self._pool.is_in_use:
+                self._note_use((*outputs, *inputs))
+            work = self._work(self._side, address, outputs, name, limit)
+        except BaseException:
+            self.marks.wait_stream(current, address)  # a capture can end only after its streams have joined again
+            raise
+        work.begun_on, work.kept = current, (*outputs, *inputs)
+        return work
 
     def here(self, outputs: Tensors, name: str, limit: timedelta) -> StreamWork:
         """Return a work for the work of the current stream so far. A wait for it waits on the host. Local."""
         stream = torch.cuda.current_stream(self.gpu)
-        return enqueued(outputs, self, stream, self.marks.mark(stream.cuda_stream), name, limit)
+        return self._work(stream, stream.cuda_stream, outputs, name, limit)
 
     def future(
         self, call: Call, given: Given, output: torch.Tensor, inputs: Tensors, *, beside: bool
     ) -> torch.futures.Future[torch.Tensor]:
         """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future."""
-        if beside:
-            # There is no work, because its creation and its mark would take the host half as long as the call.
-            return self._beside(call, given, [output], inputs, partial(self._future, output))
-        call(*given)
-        return self._future(output)
+        if not beside:
+            self.enqueue(call, given)
+            return self._future(output)
+        # There is no work, because its creation and its mark would take the host half as long as the call.
+        current, side = current_stream(self.gpu), self._side
+        try:
+            self._enqueue_beside(call, given, current)
+            tensors = output, *inputs
+            for tensor in tensors:
+                tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
+            if self._pool.is_in_use:
+                self._note_use(tensors)
+            return call_on(side, self._future, output)
+        except BaseException:
+            self.marks.wait_stream(current, self._address)  # as above
+            raise
 
     def barrier(self, limit: timedelta) -> StreamWork:
         """Enqueue a barrier on the current stream. A wait for its work waits on the host. Collective."""
@@ -80,26 +109,37 @@ class Streams:
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    def _beside(self, call: Call, given: Given, outputs: Tensors, inputs: Tensors, end: Callable[[], T]) -> T:
-        """Enqueue a call on the group's stream. Return the result of ``end`` at the end of that stream's work."""
-        marks, side, current = self.marks, self._side, current_stream(self.gpu)
-        # This orders the call after earlier work of the caller's stream. It pairs with the mark or event that `end`
-        # makes, which orders later work of that stream after the call.
-        marks.wait_stream(self._address, current)
+    def _enqueue_beside(self, call: Call, given: Given, current: int) -> None:
+        """Enqueue a call on the group's stream."""
+        # This orders the call after earlier work of the caller's stream. It pairs with the mark or event at the end of
+        # the call, which orders later work of that stream after the call. One thread at a time uses the mark, because
+        # it has the turn.
+        self.marks.wait_stream_again(self._begin, self._address, current)
+        if not call.known(self._address, *given):
+            call_on(self._side, call.carry_out, *given)
+
+    def _work(
+        self, stream: torch.cuda.Stream, address: int, outputs: Tensors, name: str, limit: timedelta | None
+    ) -> StreamWork:
+        """Return the work of a call that ends at the work that ``stream`` has so far."""
+        # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
+        work = StreamWork()
+        work.side, work.stream, work.name, work.limit = self, stream, name, limit
+        work._outputs = work.value = list(outputs)
         try:
-            with self._on_side:
-                call(*given)
-                for tensor in outputs:
-                    tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
-                for tensor in inputs:
-                    tensor.record_stream(side)
-                if self._pool.is_in_use and not torch.cuda.is_current_stream_capturing():
-                    # This is no method of a work, because a work keeps the tensors.
-                    self._pool.used((*outputs, *inputs), partial(marks.follow, mark=self._end()))
-                return end()
-        except BaseException:
-            marks.wait_stream(current, self._address)  # a capture can end only after its streams have joined again
-            raise
+            work.ptr = self.idle.pop()
+        except IndexError:  # a test beforehand is not enough: a work of another thread may take the last event
+            mark = self.marks.mark(address)
+            self._ends[mark.ptr] = mark
+            work.ptr = mark.ptr
+        self.marks.mark_again(work, address)
+        return work
+
+    def _note_use(self, tensors: Tensors) -> None:
+        """Let the pool reuse the memory of ``tensors`` only after the work that the group's stream has now."""
+        if not torch.cuda.is_current_stream_capturing():  # both streams capture, or none
+            # This is no method of a work, because a work keeps the tensors.
+            self._pool.used(tensors, partial(self.marks.follow, mark=self.marks.mark(self._address)))
 
     def _future(self, output: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=self.devices)

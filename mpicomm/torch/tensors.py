@@ -100,6 +100,27 @@ def movable(memory: torch.Tensor) -> torch.Tensor:
     return memory if is_known(memory.dtype) else memory.view(-1).view(torch.uint8)
 
 
+def split_counts(tensor: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
+    """Return the elements of the part of ``tensor`` for each of ``size`` ranks. Local; raises `SplitSizesError`.
+
+    ``splits`` are numbers of rows, which are the elements along the first dimension. Without them all parts are equal.
+    """
+    rows, total = tensor.size(0) if tensor.dim() else 1, tensor.numel()
+    if not splits:
+        if rows % size:
+            raise SplitSizesError(
+                f"{name} has {rows} rows, which {size} ranks cannot share equally: pass {name}_split_sizes"
+            )
+        return [total // size] * size
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise SplitSizesError(
+            f"{name}_split_sizes={list(splits)} must be {size} numbers of rows, one for each rank, which add up to "
+            f"the {rows} rows of {name}"
+        )
+    of_row = total // rows if rows else 0
+    return list(splits) if of_row == 1 else [split * of_row for split in splits]
+
+
 class Pieces:
     """The tensors of a list as one flat tensor: a view if they follow each other in memory, else a copy."""
 

@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from mpicomm.api.communicator import Communicator
 from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
-from mpicomm.torch.current_stream import CurrentStream, current_stream
+from mpicomm.torch.current_stream import call_on, current_stream
 from mpicomm.torch.failures import GroupTimeoutError, translated
 from mpicomm.waiting import wait_until
 
@@ -246,49 +246,72 @@ class StreamSource(Protocol):
     """A list with only its GPU."""
     gpu: int
     marks: SideStreams
+    idle: list[int]
 
 
 class StreamWork(Work):
-    """A call that is enqueued on a stream, which may capture a graph: see `enqueued`."""
+    """A call that is enqueued on a stream, which may capture a graph. `Streams` makes it.
 
-    _side: StreamSource
-    _stream: torch.cuda.Stream
-    _mark: Any
-    _name: str
-    _limit: timedelta | None
+    It is also the mark of the end of the call. It keeps the tensors of the call until a wait by the stream that has
+    begun it: the later work of that stream follows the call, as if it were a call on that stream. PyTorch's
+    `record_stream` protects the memory of tensors without such a wait, and takes longer.
+    """
+
+    ptr = 0
+    """The event of the mark."""
+    side: StreamSource
+    stream: torch.cuda.Stream
+    """The stream of the call."""
+    begun_on = -1
+    """The address of the current stream when the call began."""
+    kept: Tensors = ()
+    name: str
+    limit: timedelta | None
+    """The time that the host waits in `wait`. `FOREVER` is no limit. If it is None, the host does not wait."""
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        side = self._side
-        side.marks.follow(current_stream(side.gpu), self._mark)
-        limit = timeout or self._limit
+        side = self.side
+        current = current_stream(side.gpu)
+        side.marks.follow(current, self)
+        if current == self.begun_on:
+            self.kept = ()
+        limit = timeout or self.limit
         if limit is not None:
             self._wait_on_host(limit)
         if self._error is not None:
             raise self._error
         return True
 
+    def __del__(self) -> None:
+        for tensor in self.kept:
+            tensor.record_stream(self.stream)
+        if self.ptr:
+            # A stream that waits for the event waits for the record at that time, whatever comes later. This is no
+            # object with a finalizer, because the garbage collector may call the finalizers of both in any order.
+            self.side.idle.append(self.ptr)
+
     def _wait_on_host(self, limit: timedelta) -> None:
         if torch.cuda.is_current_stream_capturing():  # a capture executes nothing
             return
         if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
-            raise too_late(self._name, limit)
+            raise too_late(self.name, limit)
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._side.marks.passed(self._mark):
+        if not self.side.marks.passed(self):
             return False
+        self.kept = ()
         if self._error is None:
             try:
-                self._side.comm._check_at_once()
+                self.side.comm._check_at_once()
             except Exception as error:
-                self._error = translated(error, self._name)
+                self._error = translated(error, self.name)
         return True
 
     def _complete(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=self._side.devices if self._outputs else None)
-        with CurrentStream(self._stream):
-            future.set_result(self.value)
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=self.side.devices if self._outputs else None)
+        call_on(self.stream, future.set_result, self.value)
         return future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
@@ -296,28 +319,15 @@ class StreamWork(Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def settle() -> None:
-            self._side.comm._prepare_thread()
+            self.side.comm._prepare_thread()
             try:
                 wait_until(self.is_completed, math.inf)
             except Exception as error:  # the error of a device that has failed
                 self._error = error
             future.set_result(self._result(None))
 
-        threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
+        threading.Thread(target=settle, name=f"mpicomm {self.name}", daemon=True).start()
         return future
-
-
-def enqueued(
-    outputs: Tensors, side: StreamSource, stream: Any, mark: Any, name: str, limit: timedelta | None
-) -> StreamWork:
-    """Return the work of the call ``name`` that ends at ``mark``, a point in the work of ``stream``. Local.
-
-    With a ``limit`` the host also waits, at most for this time. `FOREVER` is no limit. See `ended`.
-    """
-    work = StreamWork()
-    work._outputs = work.value = list(outputs)
-    work._side, work._stream, work._mark, work._name, work._limit = side, stream, mark, name, limit
-    return work
 
 
 class JoinedWork(PendingWork):

@@ -32,7 +32,10 @@ def _with_tensors_at_once(extract: Callable[[Any], list[torch.Tensor]]) -> Calla
     @wraps(extract)
     def tensors_of(value: Any) -> list[torch.Tensor]:
         listed = value if type(value) is list else [value]
-        return listed if all(isinstance(each, torch.Tensor) for each in listed) else extract(value)
+        for each in listed:
+            if not isinstance(each, torch.Tensor):
+                return extract(value)
+        return listed
 
     return tensors_of
 

@@ -5,10 +5,11 @@ A *known* call is the same each time. A *new* call has another size than all cal
 makes the calls of arrays, and NCCL's C functions make them with arguments that are converted before.
 `torch.distributed` makes calls of groups of the backends mpicomm and NCCL in one job.
 
-Times are microseconds: the slowest rank's median of ``--calls`` calls. Up to 20 calls are in flight. Then the ranks
-wait for the calls and for each other, outside the time. The script compares each byte that the new calls leave. A step
-of DistributedDataParallel is timed until it is done. Without GPUs the arrays are NumPy's, and gloo takes NCCL's place
-in `torch.distributed`.
+Times are microseconds. mpicomm and its peer take turns in ``ROUNDS`` rounds, which share the ``--calls`` calls of each.
+The time is the lowest median of a round, of the slowest rank. So another load of the machine at times does not matter.
+Up to 20 calls are in flight. Then the ranks wait for the calls and for each other, outside the time. The script
+compares each byte that the new calls leave. A step of DistributedDataParallel is timed until it is done. Without GPUs
+the arrays are NumPy's, and gloo takes NCCL's place in `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
 
 WORLD = MPI.COMM_WORLD
+ROUNDS = 5
 IN_FLIGHT = 20
 WARM_UPS = 40
 """Calls before those that count: the first ones set up memory and compile kernels."""
@@ -119,21 +121,36 @@ def slowest(times: Sequence[float]) -> float:
     return float(WORLD.allreduce(statistics.median(times), MPI.MAX))
 
 
-def measure(session: Session, pools: Pools, make: Make, calls: int, *, known_alone: bool) -> list[float | None]:
-    """Return the microseconds of a known call and of a new one. Collective. Exits if a call leaves wrong bytes."""
+def measure(session: Session, pools: Pools, makes: Sequence[Make], calls: int, *, known_alone: bool) -> list[Any]:
+    """Return the microseconds of a known call and of a new one by each of ``makes``. Collective.
+
+    Exits if a call leaves wrong bytes.
+    """
+    number = len(makes)
     pools.reset()
-    call = make(pools, 0)
-    known = host_times(repeat(call, WARM_UPS + calls), session.finish)
+    repeated = [make(pools, each) for each, make in enumerate(makes)]
+    known = in_rounds(session, [repeat(call) for call in repeated], calls)
     if pools.repeatable:
-        check(pools, range(1))
+        check(pools, range(number))
     if known_alone:
-        return [slowest(known[WARM_UPS:]), None]
+        return [(each, None) for each in known]
     pools.reset()
-    news = range(1, 1 + WARM_UPS + calls)
-    made = [make(pools, number) for number in news]
-    new = host_times(made, session.finish)
+    news = range(number, number * (1 + WARM_UPS + calls))
+    made = [[make(pools, each) for each in news[place::number]] for place, make in enumerate(makes)]
+    new = in_rounds(session, made, calls)
     check(pools, news)
-    return [slowest(known[WARM_UPS:]), slowest(new[WARM_UPS:])]
+    return [*zip(known, new, strict=True)]
+
+
+def in_rounds(session: Session, ways: Sequence[Iterable[Call]], calls: int) -> list[float]:
+    """Return the microseconds of the calls of each way, which take turns. Collective."""
+    begun = [iter(way) for way in ways]
+    for each in begun:
+        host_times(islice(each, WARM_UPS), session.finish)
+    of_rounds = [
+        [slowest(host_times(islice(each, calls // ROUNDS), session.finish)) for each in begun] for _ in range(ROUNDS)
+    ]
+    return [min(medians) for medians in zip(*of_rounds, strict=True)]
 
 
 def check(pools: Pools, called: Iterable[int]) -> None:
@@ -275,18 +292,21 @@ def _same(tensor: Any, dtype: Any) -> Any:
 
 def run_row(session: Session, row: Row, nbytes: int, calls: int) -> list[Any]:
     """Measure a row. Collective. A peer that fails on all ranks has no times."""
-    pools = Pools(OPERATIONS[row.operation], row.place, nbytes, 1 + WARM_UPS + calls, WORLD.rank, WORLD.size)
+    makes = [row.own] if row.peer is None else [row.own, row.peer]
+    pools = Pools(
+        OPERATIONS[row.operation], row.place, nbytes, len(makes) * (1 + WARM_UPS + calls), WORLD.rank, WORLD.size
+    )
     pools.put(session.device)
-    measured = partial(measure, session, pools, calls=calls, known_alone=row.known_alone)
-    own = measured(row.own)
-    session.comm.check()
-    peer: list[float | None] = [None, None]
     if row.peer is not None:
         try:
-            peer = together(session.comm, partial(measured, row.peer))
+            together(session.comm, row.peer(pools, 0))
         except PeerFailureError as failure:
             show(f"{session.peer}: {failure}")
-    return [row.name, own[0], peer[0], own[1], peer[1]]
+            makes.pop()
+    times = measure(session, pools, makes, calls, known_alone=row.known_alone)
+    session.comm.check()
+    (own_known, own_new), (peer_known, peer_new) = [*times, (None, None)][:2]
+    return [row.name, own_known, peer_known, own_new, peer_new]
 
 
 def show(line: str) -> None:
@@ -304,6 +324,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose names have one of these texts, as in Alltoallv,dist.")
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
+    if options.calls < ROUNDS:
+        parser.error(f"--calls={options.calls}: at least one for each of {ROUNDS} rounds")
     torch.set_num_threads(1)  # of each rank, because the ranks share the cores
     rows = []
 
@@ -340,7 +362,8 @@ def table(
         columns,
         rows,
         text=(
-            f"Times are the slowest rank's medians of {options.calls} calls. A known call is the same each time. A new "
+            f"mpicomm and its peer take turns in {ROUNDS} rounds of {options.calls // ROUNDS} calls. Times are the "
+            "lowest medians of a round, of the slowest rank. A known call is the same each time. A new "
             f"call has another size, above {options.kib / 2:g} KiB, other addresses, and other counts if the ranks "
             "have counts. NCCL's calls of arrays are its C functions, and their arguments are converted before."
         ),

@@ -18,6 +18,7 @@ from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
+from mpicomm.collectives.gpu.algorithms.packets.ways import Way
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
@@ -95,10 +96,10 @@ class PacketRig:
             if rows:
                 geometry, nbytes = rows.threads, rows.nbytes
             inboxes = node.arena.flagged if self._protocol == "flagged" else node.arena.sentinels
-            template = PacketTemplate(
-                node, exchange, call.reduction, fan_out=fan_out, finish=fused, coding=coding_of(call)
-            )
-            launch = template.launch(signature.hash32, (self._protocol, inboxes, geometry, nbytes))
+            coding = coding_of(call)
+            template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused, coding=coding)
+            way = coding.way_in(inboxes, geometry, self.size) if coding else Way.of(self._protocol, inboxes, geometry)
+            launch = template.launch(signature.hash32, way, nbytes)
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 
     def _node(self, rank: int, timeout_s: float) -> Node:

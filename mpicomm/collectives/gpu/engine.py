@@ -173,7 +173,7 @@ class DeviceEngine:
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
-            self._order = StreamOrder()
+            self._order = StreamOrder(backend.lasting_streams)
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
             self._loader = StepLoader(backend, kernels_of(backend.info), self._copies)
@@ -323,7 +323,7 @@ class DeviceEngine:
         if plan.collective:
             # `ready` pairs with `meet` on the other ranks: nothing holds this thread up before its launch.
             if again:
-                self._call_log.post(plan.words, plan.count, ready=True)
+                self._call_log.post(plan.words, plan.count, plan.offset, ready=True)
             else:
                 self._call_log.ready()
             if meets:

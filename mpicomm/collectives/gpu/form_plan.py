@@ -6,16 +6,15 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from functools import cached_property
 from itertools import accumulate
-from operator import add
 from typing import Any
 
-from mpicomm.activity.layout import COUNT_IN_TEXT
+from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.fillings import Filling, Fillings, Launches
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.symmetric.registry import Mapped, Mappings
 
 
 class FormPlan(ABC):
@@ -35,7 +34,8 @@ class FormPlan(ABC):
     def __init__(self, signature: Signature, fillings: Fillings) -> None:
         self.words = self._text = signature.text_without_count()
         self.count = 0
-        """The text and the count of the filled-in call, for `CallLog.post`."""
+        self.offset: int | None = None
+        """The text and the numbers of the filled-in call, for `CallLog.post`."""
         self._hash = signature.hash_without_count
         self._why = "by the table" if fillings.asked == "auto" else f'algorithm="{fillings.asked}"'
         self._into_any = fillings.by_length(symmetric=False)
@@ -57,7 +57,7 @@ class FormPlan(ABC):
     @property
     def text(self) -> str:
         """The text of the filled-in call."""
-        return self.words.replace(COUNT_IN_TEXT, str(self.count))
+        return filled(self.words, self.count, self.offset or 0)
 
     def __str__(self) -> str:
         return self.text
@@ -87,6 +87,7 @@ class EvenPlan(FormPlan):
         self._unit_nbytes = form.itemsize
         self._send_nbytes, self._receive_nbytes = form.element_nbytes
         self._sent, self._received = form.blocks_sent, form.blocks_received
+        self._array, self._into = 0, ""  # the symmetric array of the last call into one, and the text of such calls
 
     @cached_property
     def _into_memory(self) -> tuple[list[int], list[Filling]]:
@@ -100,21 +101,25 @@ class EvenPlan(FormPlan):
     def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
         send, receive = sent[0], received[0]
+        to, of = self._sent, self._received
         send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
-        if self._received:
-            elements, rest = divmod(received[1], self._received)
-            nbytes = elements * self._receive_nbytes
-            if rest or (self._sent and (send_nbytes != nbytes * self._sent or sent[1] % self._sent)):
+        if of:
+            nbytes = received[1] // of * self._receive_nbytes
+            if nbytes * of != receive_nbytes:
                 return False
+            if to:
+                if send_nbytes != nbytes * to or sent[1] % to:
+                    return False
+                # The engine refuses buffers that overlap, and the same memory passed twice is another form.
+                if send < receive + receive_nbytes and receive < send + send_nbytes:
+                    return False
         else:
-            elements, rest = divmod(sent[1], self._sent)
-            nbytes = elements * self._send_nbytes
-        if rest or nbytes == 0:
+            nbytes = sent[1] // to * self._send_nbytes
+            if nbytes * to != send_nbytes:
+                return False
+        if nbytes == 0:
             return False
         count = nbytes // self._unit_nbytes
-        # The engine refuses buffers that overlap, and the same memory passed twice is another form.
-        if self._sent and send < receive + receive_nbytes and receive < send + send_nbytes:
-            return False
         (begins, choices), memory = self._into_any, None
         if self._mappings.any:
             memory = self._mappings.find(receive, receive_nbytes)
@@ -126,8 +131,16 @@ class EvenPlan(FormPlan):
             return False
         kernel, self._blocks, self._threads = filled
         self._launcher, self._filling, self.count = chosen.launcher_of(kernel), chosen, count
-        self.words = with_place(self._text, memory) if chosen.into_memory else self._text
+        self.words, self.offset = self._text, None
+        if chosen.into_memory and memory is not None:
+            self.words, self.offset = self._text_into(memory), memory.offset
         return True
+
+    def _text_into(self, memory: Mapped) -> str:
+        """Return the text of calls whose output lies in a symmetric array, without the offset there."""
+        if memory.array != self._array:
+            self._array, self._into = memory.array, with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
+        return self._into
 
 
 class BlocksPlan(FormPlan):
@@ -159,8 +172,12 @@ class BlocksPlan(FormPlan):
 
     def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
-        if not self._is_apart(sent, received):
-            return False
+        if self._sends and self._receives:
+            # The two buffers must not overlap, for any blocks in them.
+            of_send, of_receive = self._element_nbytes
+            send, receive = sent[0], received[0]
+            if send < receive + received[1] * of_receive and receive < send + sent[1] * of_send:
+                return False
         lengths: list[int] = []
         begins: list[int] = []
         if not (self._add(sent, 0, lengths, begins) and self._add(received, 1, lengths, begins)):
@@ -185,27 +202,23 @@ class BlocksPlan(FormPlan):
         nbytes = self._element_nbytes[number]
         if self._vectors[number]:
             pointer, size, _, counts, displs = buffer
-            if len(counts) != self._size or min(counts) < 0:
-                return False
             if displs is None:
-                displs = [0, *accumulate(counts)]
-                if displs.pop() > size:
+                displs = accumulate(counts, initial=0)
+            # One loop, because several passes by built-in functions take longer for up to 8 ranks.
+            for count, displ in zip(counts, displs, strict=False):
+                if count == 0:  # it may lie anywhere
+                    lengths.append(0)
+                    begins.append(0)
+                elif 0 <= displ <= size - count and count > 0:
+                    lengths.append(count * nbytes)
+                    begins.append(pointer + displ * nbytes)
+                else:
                     return False
-            elif min(displs) < 0 or max(map(add, counts, displs)) > size:
-                return False  # a block without elements may lie anywhere, but then the engine plans the call
-            lengths += [count * nbytes for count in counts]
-            begins += [pointer + displ * nbytes if count else 0 for count, displ in zip(counts, displs, strict=True)]
-        elif self._singles[number]:
+            return len(counts) == self._size
+        if self._singles[number]:
             lengths.append(buffer[1] * nbytes)
             begins.append(buffer[0] if buffer[1] else 0)
         return True
-
-    def _is_apart(self, sent: Any, received: Any) -> bool:
-        """Return whether the two buffers do not overlap, for any blocks in them."""
-        if not (self._sends and self._receives):
-            return True
-        (send, sends), (receive, receives), (of_send, of_receive) = sent[:2], received[:2], self._element_nbytes
-        return not (send < receive + receives * of_receive and receive < send + sends * of_send)
 
 
 def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings) -> FormPlan:

@@ -13,7 +13,7 @@ from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.layout import layout_of
-from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array
+from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, ReadArray, plain_array
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -106,6 +106,13 @@ class _Form:
         call."""
 
 
+class _Kept(NamedTuple):
+    """A call in the cache, with its key."""
+
+    key: Hashable
+    call: KnownCall
+
+
 class PlanCache:
     """Plans by the arguments of their calls. A plan depends on nothing else.
 
@@ -123,9 +130,11 @@ class PlanCache:
         self._session = session
         self.engine = engine
         self._forms: dict[Hashable, _Form] = {}
-        self._calls: dict[Hashable, KnownCall] = {}
-        # How often a call was filled into the plan of its form, by the hash of its key. Hashes leave no objects to the
-        # garbage collector. Calls with equal hashes count together, so they get separate plans earlier.
+        # By the hash of the key, because a new call computes it once for both dictionaries. If two keys have one hash,
+        # the second call replaces the first.
+        self._calls: dict[int, _Kept] = {}
+        # How often a call was filled into the plan of its form. Calls with equal hashes count together, so they get
+        # separate plans earlier.
         self._times: dict[int, int] = {}
         self._version = session.mappings.version
         self._cupy = _of_library("cupy", "ndarray")
@@ -161,22 +170,24 @@ class PlanCache:
                 data, output = send.data, receive.data
                 sent: Any = data.ptr, send.size, (send.dtype, data.device_id)
                 received: Any = output.ptr, receive.size, (receive.dtype, output.device_id)
+            elif type(send) is type(receive) is ReadArray:
+                sent, received = send, receive
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
-                return self._usable(self._key(operation, algorithm, send, receive, op, root, counts, finish))
+                return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, finish))
             form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
         if form is None:
             return None
         key = form, sent, received
-        known = self._calls.get(key)
-        if known is not None:
-            return None if known.plan.is_old else known
+        digest = hash(key)
+        kept = self._calls.get(digest)
+        if kept is not None:
+            return _usable(kept, key)
         if form.fill is None:
             return None
-        digest = hash(key)
         times = self._times.get(digest, 0)
         if times >= _TIMES:
             return None  # a repeated call gets a separate plan, because a graph launches faster
@@ -195,7 +206,7 @@ class PlanCache:
         if self._session.mappings.version != self._version:
             self._forget_memory()
         try:
-            return self._usable(self._key_of_message(operation, send, receive, route))
+            return self._of_key(self._key_of_message(operation, send, receive, route))
         except TypeError:  # a rank that is a list, for example; who reads the message refuses it
             return None
 
@@ -216,11 +227,21 @@ class PlanCache:
         """As `enqueue`, for a blocking collective."""
         session, plan = self._session, call.plan
         session.require_usable(plan)
-        array = array_of(receive if call.by_output else send)
+        array = receive if call.by_output else send
+        if type(array) is not self._cupy:
+            array = array_of(array)
         resolved = session.backend.stream(stream, array)
         self.carry_out(plan, resolved, array, again=True)
         if call.by_address:
             self.await_address(stream, resolved)
+
+    def enqueue_at(self, call: KnownCall, stream: int) -> None:
+        """As `enqueue`, for a call on tensors on the stream with the address ``stream``."""
+        session, plan = self._session, call.plan
+        backend: Any = session.backend
+        session.require_usable(plan)
+        backend.note(stream)
+        self.engine.enqueue(plan, stream, again=True)
 
     def await_address(self, stream: Any, resolved: int) -> None:
         """Wait for a call on memory that an address names, because no library knows which stream uses it next."""
@@ -273,8 +294,9 @@ class PlanCache:
                     self._forms.clear()
                 form = self._forms[kinds] = _Form(op)
             key = form, sent, received
-            # The same memory passed twice means in place, and calls with two arrays of these kinds have another form.
-            if form.filled is None and read is not None and not (read.in_place and sent[1]):
+            # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of
+            # these kinds have another form.
+            if form.filled is None and read is not None and (send is MPI.IN_PLACE or not read.in_place):
                 plan_of_all = self.engine.form_plan(read, self._session.mappings, algorithm)
                 if plan_of_all is not None and plan_of_all.takes(sent, received):
                     form.fill = plan_of_all.fill
@@ -298,16 +320,16 @@ class PlanCache:
         if key is not None:
             if len(self._calls) >= _MOST:
                 self._calls.clear()
-            self._calls[key] = call
+            self._calls[hash(key)] = _Kept(key, call)
 
     def _forget_memory(self) -> None:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
         self._version = self._session.mappings.version
         self._calls.clear()
 
-    def _usable(self, key: Hashable) -> KnownCall | None:
-        known = None if key is None else self._calls.get(key)
-        return None if known is None or known.plan.is_old else known
+    def _of_key(self, key: Hashable) -> KnownCall | None:
+        kept = None if key is None else self._calls.get(hash(key))
+        return None if kept is None else _usable(kept, key)
 
     def _key(
         self,
@@ -347,6 +369,10 @@ class PlanCache:
         if array is _of_library("torch", "Tensor"):
             self._identify[array] = _identify_torch
         return self._identify.get(array)
+
+
+def _usable(kept: _Kept, key: Hashable) -> KnownCall | None:
+    return None if kept.key != key or kept.call.plan.is_old else kept.call
 
 
 def _plain(

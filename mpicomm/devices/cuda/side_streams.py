@@ -100,6 +100,16 @@ class CudaSideStreams:
             with self._context.current():
                 self._wait_stream(stream, other)
 
+    def wait_stream_again(self, mark: Mark, stream: int, other: int) -> None:
+        """As `wait_stream`, by ``mark``, which no other code may use. That is cheaper."""
+        if runtime.getDevice() == self._ordinal:
+            runtime.eventRecord(mark.ptr, other)
+            runtime.streamWaitEvent(stream, mark.ptr)
+        else:
+            with self._context.current():
+                runtime.eventRecord(mark.ptr, other)
+                runtime.streamWaitEvent(stream, mark.ptr)
+
     def passed(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
         with self._context.current():

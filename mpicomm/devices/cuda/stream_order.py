@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from cuda.bindings import driver
@@ -30,7 +30,9 @@ class StreamOrder:
     once. The program that launches a graph orders the graph, in the usual way: on one stream, or with events.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lasting: Set[int] = frozenset((0,))) -> None:
+        """``lasting`` are the addresses of streams that the process never destroys."""
+        self._lasting = lasting
         self._completions = Completions()
         self._eager: Any = self._completions.take()
         # Addresses of events, because every call uses them.
@@ -51,10 +53,10 @@ class StreamOrder:
         """
         # CuPy's functions, because every call comes here, and the driver's binding takes three times as long.
         if not runtime.streamIsCapturing(stream):
-            # The default stream, 0, is in order with itself. Any other stream has to wait, because a new stream may
-            # have the address of a stream that was destroyed with work pending. A wait for an event without a record
-            # returns at once.
-            if stream != 0 or self._stream != 0:
+            # A lasting stream, such as the default stream, is in order with itself. Any other stream has to wait,
+            # because a new stream may have the address of a stream that was destroyed with work pending. A wait for an
+            # event without a record returns at once.
+            if stream != self._stream or stream not in self._lasting:
                 runtime.streamWaitEvent(stream, self._awaited)
             try:
                 eager(stream)

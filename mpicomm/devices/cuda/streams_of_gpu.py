@@ -21,12 +21,18 @@ class StreamsOfGpu:
         self._ordinal = ordinal
         self._context = context
         self._threads = threads_of(ordinal)
+        self.lasting_streams = {0}
+        self.note = self._threads.note
+        """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
         self._completions = Completions()
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Return the address of a ``stream=`` argument."""
-        if stream is None and type(array) is cupy.ndarray:  # the usual case, quick because every call comes here
+        # The usual cases are quick, because every call comes here.
+        if stream is None and type(array) is cupy.ndarray:
             resolved: int = get_current_stream(self._ordinal).ptr
+        elif type(stream) is cupy.cuda.Stream:
+            resolved = stream.ptr
         else:
             resolved = resolve_stream(stream, array, self._ordinal)
         self._threads.note(resolved)

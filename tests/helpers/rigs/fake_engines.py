@@ -62,11 +62,12 @@ class Rig:
             link=lambda uuid, kind: Link("NVLink", gb_s=478.0),
             loading=contextlib.nullcontext,
             current=contextlib.nullcontext,
+            lasting_streams={0},
         )
         self.longest: list[int] = []
         """The values that both ranks have written at each checkpoint."""
         call_log: Any = SimpleNamespace(
-            post=lambda text, count=0, *, ready=False: None,
+            post=lambda text, count=0, offset=None, *, ready=False: None,
             differ=lambda: False,
             behind=list,
             ready=lambda: None,

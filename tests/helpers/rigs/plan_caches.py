@@ -29,6 +29,13 @@ class Array:
         self._c_contiguous = like.flags.c_contiguous
 
 
+class Dtype(str):
+    """The type of elements of a `Tensor`."""
+
+    __slots__ = ()
+    is_complex = True  # so that a tensor may be a view with conjugate numbers
+
+
 class Tensor:
     """The attributes of PyTorch's tensors that distinguish them."""
 
@@ -37,7 +44,7 @@ class Tensor:
     ) -> None:
         self._pointer, self._step = pointer, step
         self.is_cuda = not says.get("on_host", False)
-        self.shape, self.dtype = (count,), dtype
+        self.shape, self.dtype = (count,), Dtype(dtype)
         self._says = says
         self.requires_grad = says.get("requires_grad", False)
 

@@ -87,12 +87,21 @@ def test_the_stream_of_the_caller_goes_on_meanwhile(world: dist.ProcessGroup) ->
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_memory_of_a_tensor_that_the_program_drops_waits_for_the_call(world: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("waits", ["nowhere", "elsewhere", "by the future"])
+def test_the_memory_of_a_tensor_that_the_program_drops_waits_for_the_call(world: dist.ProcessGroup, waits: str) -> None:
     case = Case(world)
     dist.all_reduce(case.own(COUNT))
     torch.cuda.synchronize()
+    other = torch.cuda.Stream()
     with while_the_last_rank_is_late():
-        dist.all_reduce(torch.ones(COUNT), async_op=True)  # neither the tensor nor the work is kept
+        work = dist.all_reduce(torch.ones(COUNT), async_op=True)
+        assert work is not None
+        with torch.cuda.stream(other):
+            if waits == "elsewhere":
+                work.wait()
+            elif waits == "by the future":
+                work.get_future().wait()
+        del work  # neither the tensor nor the work is kept
         after = torch.full((COUNT,), 7.0)
     torch.cuda.synchronize()
     assert (after == 7).all()

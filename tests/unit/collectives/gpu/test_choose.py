@@ -74,7 +74,7 @@ def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Ge
     node = replace(node_of(0, size), multiprocessors=most_blocks)
     way = sized_ways(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out)(16 * units)
     assert way is not None
-    return way[2]
+    return Geometry(way.blocks, way.workers)
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -137,7 +137,7 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
         (exchange,) = patterns.alltoall(0, 2, np.dtype(np.uint8), [span] * 2, [span] * 2)
         way = sized_ways(ProtocolLimits(0, 1 << 62), node)(nbytes)
         assert way is not None
-        options = PacketTemplate(node, exchange, None).launch(tag, way).variant.options
+        options = PacketTemplate(node, exchange, None).launch(tag, way, nbytes).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)
     chain = patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").chain
     options = ChainTemplate(node, chain, None).launch(tag).variant.options

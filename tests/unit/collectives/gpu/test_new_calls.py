@@ -94,6 +94,14 @@ def call_of(name: str, count: int, rng: random.Random) -> tuple[Operation, Any, 
     return OPERATIONS[name], Array(send, count), Array(receive, blocks * count), op
 
 
+def test_a_call_without_elements_makes_no_form_in_place(calls: Calls) -> None:
+    """Two empty arrays have one address, and the same memory passed twice means in place."""
+    row = OPERATIONS["Reduce_scatter_block"]
+    calls.run(row, Array(0, 0), Array(0, 0), MPI.SUM)
+    calls.run(row, Array(1 << 50, 8), Array(2 << 50, 4), MPI.SUM)
+    assert calls.planned == 2
+
+
 @pytest.mark.parametrize(
     ("name", "kib", "symmetric", "most"),
     [

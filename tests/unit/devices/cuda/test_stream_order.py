@@ -17,7 +17,8 @@ STREAMS = (1, 2, 3, 4)
 
 @pytest.fixture
 def order(cuda: FakeCuda) -> Iterator[Any]:
-    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder()
+    """An order in which two of the streams are lasting."""
+    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder({0, 1, 2})
     yield order
     order.close()
 
@@ -43,6 +44,20 @@ def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, ord
                 pending.remove(each)
     cuda.finish()
     assert carried_out == list(range(60))
+
+
+@pytest.mark.parametrize(("stream", "waits"), [(0, 0), (1, 0), (3, 2)])
+def test_only_a_stream_that_may_be_another_one_waits_for_itself(
+    cuda: FakeCuda, order: Any, monkeypatch: pytest.MonkeyPatch, stream: int, waits: int
+) -> None:
+    order.enqueue(stream, partial(cuda.enqueue, act=int), None)
+    waited: list[int] = []
+    monkeypatch.setattr(cuda, "streamWaitEvent", lambda stream, event: waited.append(stream))
+    for _ in range(2):
+        order.enqueue(stream, partial(cuda.enqueue, act=int), None)
+    assert len(waited) == waits
+    order.enqueue(4, partial(cuda.enqueue, act=int), None)
+    assert waited[waits:] == [4]
 
 
 @pytest.mark.parametrize("cuda", range(10), indirect=True)

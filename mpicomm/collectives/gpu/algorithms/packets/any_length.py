@@ -16,7 +16,13 @@ from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks
 from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_way, any_length_ways, inboxes_of, large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.ways import (
+    ANY_NBYTES,
+    any_length_way,
+    any_length_ways,
+    inboxes_of,
+    large_inboxes,
+)
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
@@ -52,10 +58,11 @@ class AnyLengthPackets(Algorithm):
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
         inboxes, coding = node.arena.any_length if call.lengths_are_private else node.arena.sentinels, coding_of(call)
-        way = any_length_way(node, inboxes)
-        if coding is not None:
-            way = coding.way_within(inboxes, call.one_shot.longest_nbytes, node)
-        yield PacketTemplate(node, call.one_shot, call.reduction, coding=coding).launch(call.tag(), way)
+        template = PacketTemplate(node, call.one_shot, call.reduction, coding=coding)
+        if coding is None:
+            yield template.launch(call.tag(), any_length_way(node, inboxes), ANY_NBYTES)
+        else:  # all ranks know the length
+            yield template.launch(call.tag(), coding.way_within(inboxes, node), call.one_shot.longest_nbytes)
         yield from moved(call.one_shot)
 
 

@@ -7,7 +7,7 @@ from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import WayOf
+from mpicomm.collectives.gpu.algorithms.packets.ways import ANY_NBYTES, WayOf
 from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.collectives.patterns import shard_count
 from mpicomm.symmetric.registry import Mapped
@@ -38,10 +38,10 @@ class PacketCalls(PacketTemplate):
             if way is None:
                 return None
             if parts == 1:  # inlined, because ranges take ten times as long
-                return self.write([0, nbytes, send, receive], nbytes, hash32, way)
+                return self.write([0, nbytes, send, receive], nbytes, nbytes, hash32, way)
             end = nbytes * parts
             begins, others = range(send, send + end, nbytes), range(receive, receive + end, nbytes)
-            return self.write([0, *[nbytes] * parts, *begins, *others], nbytes, hash32, way)
+            return self.write([0, *[nbytes] * parts, *begins, *others], nbytes, nbytes, hash32, way)
         count = shard_count(nbytes // self._itemsize, parts, self._itemsize, self._whole)
         longest = min(nbytes, count * self._itemsize)
         way = self._way_of(longest)
@@ -52,7 +52,7 @@ class PacketCalls(PacketTemplate):
         empty = [0] * (parts - number)  # shards after the last element
         values = [0, *[longest] * number, *empty, *begins, *empty, *others, *empty]
         values[number] = nbytes - (number - 1) * longest
-        return self.write(values, longest, hash32, way)
+        return self.write(values, longest, longest, hash32, way)
 
 
 class PacketBlocks(PacketTemplate):
@@ -79,4 +79,5 @@ class PacketBlocks(PacketTemplate):
         values = [0, *lengths, *begins]
         if self._is_private:
             self.private_nbytes = self.longest_with_peers(values)
-        return self.write(values, longest, hash32, way)
+            return self.write(values, longest, ANY_NBYTES, hash32, way)
+        return self.write(values, longest, longest, hash32, way)

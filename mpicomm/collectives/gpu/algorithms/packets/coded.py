@@ -10,7 +10,7 @@ from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, SLOT_NBYTES, parts_of
-from mpicomm.collectives.gpu.algorithms.packets.geometry import geometries_of, geometry_within, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry, geometries_of, geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.ways import Way, WayOf, inboxes_of, large_inboxes
 from mpicomm.kernels.team import LANES
 
@@ -31,10 +31,6 @@ class Coding:
         """The bytes of memory that one packet carries."""
         return CODES_OF_PACKET * self.itemsize
 
-    def parts(self, nbytes: int, threads: int, size: int) -> int:
-        """Return the packets of a unit if ``threads`` of each of ``size`` ranks send at most ``nbytes``."""
-        return parts_of(size, one_step=nbytes <= threads * self.packet_nbytes)
-
     def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> Way:
         """Return the way of messages of at most ``nbytes``, for which the arena has `memory`."""
         packets, arena = -(-nbytes // self.packet_nbytes), node.arena
@@ -42,11 +38,16 @@ class Coding:
         inboxes = arena.sentinels
         for request in self.memory(nbytes, node):
             inboxes = inboxes_of(arena.layout, arena.region(request))
-        return "sentinel", inboxes, geometries[bisect_left(most_packets, packets)], nbytes
+        return self.way_in(inboxes, geometries[bisect_left(most_packets, packets)], node.size)
 
-    def way_within(self, inboxes: Inboxes, nbytes: int, node: Node) -> Way:
-        """Return the way of messages of at most ``nbytes`` in these inboxes, which may be smaller."""
-        return "sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size, coded=True), nbytes
+    def way_within(self, inboxes: Inboxes, node: Node) -> Way:
+        """Return the way of messages of any length in these inboxes, which may be smaller."""
+        geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size, coded=True)
+        return self.way_in(inboxes, geometry, node.size)
+
+    def way_in(self, inboxes: Inboxes, geometry: Geometry, size: int) -> Way:
+        """Return the way of messages between ``size`` ranks in these inboxes with this geometry."""
+        return Way.of("sentinel", inboxes, geometry, self.packet_nbytes, parts_of(size, one_step=False))
 
     def ways(self, node: Node, *, fan_out: bool = False) -> WayOf:
         """Return the ways of messages of any length, if the arena has the inboxes."""

@@ -23,7 +23,7 @@ from mpicomm.collectives.gpu.algorithms.packets.protocols import (
 )
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes, sized_ways
+from mpicomm.collectives.gpu.algorithms.packets.ways import Way, large_inboxes, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
@@ -71,14 +71,17 @@ class PacketOneShot(Algorithm):
         exchange, coding, rows = call.one_shot, coding_of(call), _rows(call, node)
         if coding is not None:
             template = PacketTemplate(node, exchange, call.reduction, coding=coding)
-            yield template.launch(call.tag(), coding.way(exchange.longest_nbytes, node))
+            yield template.launch(call.tag(), coding.way(exchange.longest_nbytes, node), exchange.longest_nbytes)
             yield from moved(exchange)
             return
-        way = sized_ways(self._limits(call, node), node)(rows.nbytes if rows else exchange.longest_nbytes)
+        # With rows a thread may have no unit in a step. Then the bytes count all slots.
+        nbytes = rows.nbytes if rows else exchange.longest_nbytes
+        way = sized_ways(self._limits(call, node), node)(nbytes)
         assert way is not None
         if rows:
-            way = *way[:2], rows.threads, rows.nbytes
-        yield PacketTemplate(node, exchange, call.reduction, finish=self._fused(call, node)).launch(call.tag(), way)
+            way = Way.of(way.protocol, way.inboxes, rows.threads)
+        template = PacketTemplate(node, exchange, call.reduction, finish=self._fused(call, node))
+        yield template.launch(call.tag(), way, nbytes)
         yield from moved(exchange)
 
     def template(self, form: Form, node: Node) -> Template:
@@ -135,13 +138,14 @@ class PacketTwoShot(Algorithm):
         schedule, coding, limits = call.two_shot, coding_of(call), two_shot_limits(call.reduction, node)
         if coding is not None:
             template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, coding=coding)
-            yield template.launch(call.tag(), coding.way(schedule.longest_nbytes, node, fan_out=True))
+            way = coding.way(schedule.longest_nbytes, node, fan_out=True)
+            yield template.launch(call.tag(), way, schedule.longest_nbytes)
             return
-        way = sized_ways(limits, node, fan_out=True)(schedule.longest_nbytes)
-        assert way is not None
+        sized = sized_ways(limits, node, fan_out=True)(schedule.longest_nbytes)
+        assert sized is not None
         finish = self._fused(call)
         template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, finish=finish)
-        yield template.launch(call.tag(), way)
+        yield template.launch(call.tag(), sized, schedule.longest_nbytes)
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""

@@ -15,8 +15,6 @@ from mpicomm.collectives.gpu.algorithms.memory import Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     OVERSEERS,
-    SLOT_NBYTES,
-    UNIT_NBYTES,
     PacketArguments,
     Protocol,
     Steps,
@@ -99,7 +97,9 @@ class PacketTemplate:
             return numbers.setdefault(span, len(numbers))
 
         self._pairs = pairs = _pairs(exchange, rank, number)
-        # A call makes one tag for each different pair. `_tags` has the number of the tag for each peer.
+        # A call makes one tag for each different pair. `_tags` has the number of the tag for each peer. This rank does
+        # not compare its tag for itself.
+        pairs = [*pairs[:rank], pairs[rank - 1], *pairs[rank + 1 :]]
         of_pair = [(bool(pair[0]), pair[1], bool(pair[2]), pair[3]) if alike else pair for pair in pairs]
         different = list(dict.fromkeys(of_pair))
         self._tagged = [] if self._fans else [pairs[of_pair.index(each)] for each in different]
@@ -127,65 +127,56 @@ class PacketTemplate:
         indices = [*chain.from_iterable(others)]
         self._of_others: Callable[[list[int]], tuple[int, ...]] = itemgetter(*indices)
 
-    def write(self, values: list[int], longest: int, tag: int, way: Way) -> Filled:
-        """Write a call into `arguments`.
+    def write(self, values: list[int], longest: int, nbytes: int, tag: int, way: Way) -> Filled:
+        """Write a call into `arguments`. This changes ``values``.
 
         `bind` defines the order of ``values``. Lengths are in bytes, and a place without bytes has address 0.
-        ``longest`` is the largest length. ``tag`` is made of the facts in which all ranks must agree. ``tag`` and
-        ``way`` are the same on all ranks.
+        ``longest`` is the largest length. ``nbytes`` are the most bytes from one rank to another, as all ranks know
+        them. ``tag`` is made of the facts in which all ranks must agree. These three last are the same on all ranks.
         """
-        protocol, inboxes, (blocks, workers), nbytes = way
-        threads, coding = blocks * workers, self._coding
-        parts = 1
-        if coding is None:
-            unit_nbytes = UNIT_NBYTES[protocol]
-            units, slots = -(-nbytes // unit_nbytes), inboxes.nbytes // SLOT_NBYTES
+        _, inboxes, blocks, workers, parts, unit_nbytes, _, _, step_nbytes, filled = way
+        if nbytes <= step_nbytes:
+            steps = laps = 1
         else:
-            parts = coding.parts(nbytes, threads, self._size)
-            unit_nbytes = parts * coding.packet_nbytes
-            # The slots of a warp lie side by side.
-            units = -(-nbytes // (unit_nbytes * LANES)) * LANES
-            slots = inboxes.nbytes // (SLOT_NBYTES * parts * LANES) * LANES
-        steps = -(-units // threads) or 1
-        laps = steps if units <= slots else slots // threads
-        if steps > laps and (laps < FEWEST_LAPS + self._rows or protocol == "flagged"):
-            raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {inboxes.nbytes} bytes")
-        arguments, paced = self.arguments, 0
+            steps, laps = self._steps(nbytes, way)
         if self._fans:
-            tags = [tag]
+            values.append(tag)
         else:
             # MPI lets ranks pass different counts. So the tag of each pair of ranks also contains the bytes that go
             # each way, and how these bytes are cut. A packet that no rank takes would stay in its slot, and a later
             # call would take it as its own data.
-            tags = [
+            values += [
                 crc32(_pack_pair(tag, values[low], low_cut, values[high], high_cut))
                 for low, low_cut, high, high_cut in self._ways
             ]
-            if not self._rows:
+        paced = 0
+        if nbytes > step_nbytes:
+            threads = blocks * workers
+            if not (self._fans or self._rows):
                 # The steps that the data between this rank and its peers takes, whatever the other ranks send.
                 steps = -(-longest // (unit_nbytes * threads)) or 1
                 if steps > laps:
                     paced = self._paced(values, unit_nbytes * threads * laps)
+            # A kernel for more steps has more work in each step.
+            of_steps: Steps = "one" if steps == parts == 1 else "few" if steps <= laps else "paced" if paced else "laps"
+            filled = (way.protocol, of_steps), blocks, workers + OVERSEERS
         pick, (sources, targets) = self._pick, self._bits
         if self._reduces and not values[self._output]:
             pick, sources, targets = self._pick_idle, 0, 0
-        messages = pick([*values, *tags])
-        self._messages.pack_into(arguments, _AT_TAGS, *messages, steps, laps, sources, targets, paced)
+        self._messages.pack_into(self.arguments, _AT_TAGS, *pick(values), steps, laps, sources, targets, paced)
         if inboxes is not self._filled_inboxes:
-            self._inboxes.pack_into(arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
+            self._inboxes.pack_into(self.arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
-        # A kernel for more steps has more work in each step.
-        of_steps: Steps = "one" if steps == parts == 1 else "few" if steps <= laps else "paced" if paced else "laps"
-        return (protocol, of_steps), blocks, workers + OVERSEERS
+        return filled
 
-    def launch(self, tag: int, way: Way) -> Launch:
-        """Return the launch of the exchange, with the addresses and the lengths of its spans."""
+    def launch(self, tag: int, way: Way, nbytes: int) -> Launch:
+        """Return the launch of the exchange, with the addresses and the lengths of its spans; else as `write`."""
         itemsize = self._itemsize
         lengths = [0 if span is None else span.count * itemsize for span in self.places]
         addresses = [span.pointer if span is not None and span.count else 0 for span in self.places]
         number = len(lengths)
         self.bind(range(number), range(number, 2 * number), 2 * number)
-        kernel, blocks, threads = self.write([*addresses, *lengths], max(lengths), tag, way)
+        kernel, blocks, threads = self.write([*addresses, *lengths], max(lengths), nbytes, tag, way)
         return Launch(self.variant(kernel), self.arguments, blocks, threads, self.early)
 
     def variant(self, kernel: Kernel) -> Variant:
@@ -210,6 +201,17 @@ class PacketTemplate:
     def longest_with_peers(self, values: list[int]) -> int:
         """Return the most bytes that go one way between this rank and a peer."""
         return max(self._of_others(values))
+
+    def _steps(self, nbytes: int, way: Way) -> tuple[int, int]:
+        """Return the steps of messages of so many bytes, and after how many steps a launch uses slots again."""
+        units = -(-nbytes // way.unit_nbytes)
+        if self._coding is not None:
+            units = -(-units // LANES) * LANES
+        steps = -(-units // (way.blocks * way.workers)) or 1
+        laps = steps if units <= way.slots else way.laps
+        if steps > laps and (laps < FEWEST_LAPS + self._rows or way.protocol == "flagged"):
+            raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {way.inboxes.nbytes} bytes")
+        return steps, laps
 
     def _paced(self, values: list[int], inbox_nbytes: int) -> int:
         """Return the peers, as bits, with a message longer than an inbox and different lengths each way."""

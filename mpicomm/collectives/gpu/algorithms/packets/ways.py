@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ArenaRegion, Inboxes, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES, UNIT_NBYTES, Protocol
+from mpicomm.collectives.gpu.algorithms.packets.arguments import (
+    OVERSEERS,
+    SLOT_NBYTES,
+    STAGES,
+    UNIT_NBYTES,
+    Protocol,
+)
 from mpicomm.collectives.gpu.algorithms.packets.geometry import (
     Geometry,
     geometries_of,
     geometry_within,
     most_blocks_of,
 )
-from mpicomm.collectives.gpu.algorithms.packets.protocols import ProtocolLimits, packet_protocol
+from mpicomm.collectives.gpu.algorithms.packets.protocols import ProtocolLimits
+from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.kernels.team import LANES
 
-Way = tuple[Protocol, Inboxes, Geometry, int]
-"""The protocol, the inboxes, the threads, and the most bytes from one rank to another, the same number on all ranks.
 
-With rows a thread may have no unit in a step. Then the bytes count all slots.
-"""
+class Way(NamedTuple):
+    """How a launch carries messages of some lengths; the same on all ranks."""
+
+    protocol: Protocol
+    inboxes: Inboxes
+    blocks: int
+    workers: int
+    parts: int
+    """The packets of a unit, if messages take several steps. A unit is the work of a thread in a step."""
+    unit_nbytes: int
+    """The bytes of memory that a unit carries."""
+    slots: int
+    """The units that an inbox holds."""
+    laps: int
+    """The steps that an inbox holds."""
+    step_nbytes: int
+    """The longest message that goes in one step."""
+    in_one_step: Filled
+    """The launch for messages of at most `step_nbytes`."""
+
+    @classmethod
+    def of(cls, protocol: Protocol, inboxes: Inboxes, geometry: Geometry, coded_nbytes: int = 0, parts: int = 1) -> Way:
+        """Return a way. A packet of codes stands for ``coded_nbytes`` of memory. ``parts`` is as in the class."""
+        blocks, workers = geometry
+        packet_nbytes, packets = coded_nbytes or UNIT_NBYTES[protocol], inboxes.nbytes // SLOT_NBYTES
+        slots = packets
+        if coded_nbytes:  # the slots of a warp lie side by side
+            packets, slots = packets // LANES * LANES, packets // (parts * LANES) * LANES
+        threads = blocks * workers
+        step_nbytes, launch = packet_nbytes * min(threads, packets), ((protocol, "one"), blocks, workers + OVERSEERS)
+        unit_nbytes, laps = parts * packet_nbytes, slots // threads
+        return cls(protocol, inboxes, blocks, workers, parts, unit_nbytes, slots, laps, step_nbytes, launch)
+
+
 WayOf = Callable[[int], "Way | None"]
 """Returns the way for messages of at most so many bytes; None if the engine has to plan the call. Alike on all
 ranks."""
@@ -29,25 +68,40 @@ ANY_NBYTES = 1 << 62
 """The length that all ranks assume for a message if only two ranks know its length."""
 
 
+class _Ways(dict[int, Way]):
+    """The ways of one protocol in the same inboxes, by the number of their geometry. They are made at first need."""
+
+    def __init__(self, protocol: Protocol, inboxes: Inboxes, geometries: Sequence[Geometry]) -> None:
+        self._given = protocol, inboxes, geometries
+
+    def __missing__(self, number: int) -> Way:
+        protocol, inboxes, geometries = self._given
+        self[number] = way = Way.of(protocol, inboxes, geometries[number])
+        return way
+
+
 def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> WayOf:
     """Return the ways of calls in which all ranks know the longest message, if the arena has the inboxes."""
     most_units, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out)
-    arena, flagged, sentinels = node.arena, node.arena.flagged, node.arena.sentinels
+    arena, sentinels = node.arena, node.arena.sentinels
+    flagged_ways = _Ways("flagged", arena.flagged, geometries)
+    sentinel_ways = _Ways("sentinel", sentinels, geometries)
+    most_flagged, most_sentinel = limits
+    flag_nbytes, nbytes_of_sentinel, room = UNIT_NBYTES["flagged"], UNIT_NBYTES["sentinel"], sentinels.nbytes
 
     def way_of(nbytes: int) -> Way | None:
-        protocol = packet_protocol(nbytes, limits)
-        if protocol is None:
+        # The choice of `packet_protocol`, inlined, because every new call comes here.
+        if nbytes <= most_flagged:
+            return flagged_ways[bisect_left(most_units, -(-nbytes // flag_nbytes))] if nbytes else None
+        if nbytes > most_sentinel:
             return None
-        if protocol == "flagged":
-            inboxes = flagged
-        elif nbytes <= sentinels.nbytes:
-            inboxes = sentinels
-        else:
-            request = large_inboxes(arena.layout, nbytes)
-            if not arena.has(request):
-                return None  # the ranks set up memory when they plan a call
-            inboxes = inboxes_of(arena.layout, arena.region(request))
-        return protocol, inboxes, geometries[bisect_left(most_units, -(-nbytes // UNIT_NBYTES[protocol]))], nbytes
+        number = bisect_left(most_units, -(-nbytes // nbytes_of_sentinel))
+        if nbytes <= room:
+            return sentinel_ways[number]
+        request = large_inboxes(arena.layout, nbytes)
+        if not arena.has(request):
+            return None  # the ranks set up memory when they plan a call
+        return Way.of("sentinel", inboxes_of(arena.layout, arena.region(request)), geometries[number])
 
     return way_of
 
@@ -58,7 +112,7 @@ def any_length_ways(node: Node) -> WayOf:
 
     def way_of(nbytes: int) -> Way:
         nonlocal way
-        if way[1] is not arena.any_length:  # the ranks have set up larger inboxes
+        if way.inboxes is not arena.any_length:  # the ranks have set up larger inboxes
             way = any_length_way(node, arena.any_length)
         return way
 
@@ -67,7 +121,7 @@ def any_length_ways(node: Node) -> WayOf:
 
 def any_length_way(node: Node, inboxes: Inboxes) -> Way:
     """Return the way of messages of any length in these inboxes."""
-    return "sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size), ANY_NBYTES
+    return Way.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size))
 
 
 def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:

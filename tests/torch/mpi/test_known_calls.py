@@ -1,0 +1,113 @@
+"""A call that was made before is known, and so is enqueued without the Communicator's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpicomm.collectives.gpu.plan_cache import PlanCache
+from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.symmetric.registry import Mappings
+from mpicomm.torch import known_calls
+from mpicomm.torch.collectives import TensorCalls
+from mpicomm.torch.known_calls import Call
+
+pytestmark = pytest.mark.host_alone
+
+STREAM = 7
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+class Comm:
+    """The Communicator of a rank of two, which plans all calls that it gets. The GPU has the memory of the host."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.enqueued: list[str] = []
+        """The calls that were enqueued again."""
+        backend = SimpleNamespace(note=lambda stream: None)
+        session: Any = SimpleNamespace(mappings=Mappings(), backend=backend, require_usable=lambda what: None)
+        engine: Any = SimpleNamespace(enqueue=lambda plan, stream, again: self.enqueued.append(plan.text))
+        self._cache = PlanCache(session, engine)
+        self._collectives = SimpleNamespace(engines=SimpleNamespace(gpu=self._cache))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        operation = OPERATIONS[name]
+
+        def call(send: Any, receive: Any = None, op: Any = None, root: int = 0, *, algorithm: str, **_: Any) -> None:
+            if name == "Bcast":
+                send, receive, op, root = None, send, None, receive
+            plan: Any = SimpleNamespace(text=name, is_old=False)
+            key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, ())
+            self._cache.add(plan, key, by_output=False)
+
+        return call
+
+
+@pytest.fixture(params=[0, 1])
+def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Comm:
+    monkeypatch.setattr(known_calls, "Communicator", Comm)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", torch._C.TensorBase.is_cpu, raising=False)
+    return Comm(request.param)
+
+
+def calls(comm: Any) -> dict[str, tuple[Call, tuple[Any, ...]]]:
+    """Return a call of each collective that may be known, and its arguments."""
+    every = TensorCalls(comm)
+    some, twice = torch.zeros(4, 3), torch.zeros(8, 3)
+    splits = [3, 1], [1, 3]
+    own = comm.rank
+    return {
+        "Allreduce": (every.all_reduce, (some, AVG)),
+        "Reduce": (every.reduce, (some, SUM, 0)),
+        "Bcast": (every.broadcast, (some, 1)),
+        "Allgather": (every.all_gather, (twice, some)),
+        "Allgather in place": (every.all_gather, (twice, twice[4 * own : 4 * own + 4])),
+        "Reduce_scatter_block": (every.reduce_scatter, (some, twice, SUM)),
+        "Alltoallv": (every.all_to_all, (some, torch.ones(4, 3), [], [])),
+        "Alltoallv with splits": (every.all_to_all, (some, torch.ones(4, 3), splits[own], splits[own])),
+    }
+
+
+NAMES = list(calls(SimpleNamespace(rank=0, size=2)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_is_known_after_it_was_made(comm: Comm, name: str) -> None:
+    call, given = calls(comm)[name]
+    assert not call.known(STREAM, *given)
+    call.carry_out(*given)
+    assert not comm.enqueued
+    assert call.known(STREAM, *given)
+    assert comm.enqueued == [name.split()[0]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda tensor: tensor.requires_grad_(),
+        lambda tensor: torch._neg_view(tensor),
+        lambda tensor: tensor.view(torch.int32),
+        lambda tensor: tensor[1:],
+        lambda tensor: torch.nn.Parameter(tensor),
+    ],
+)
+def test_another_view_of_the_same_memory_is_not_known(comm: Comm, changed: Callable[[Any], Any]) -> None:
+    call, (tensor, *others) = calls(comm)["Bcast"]
+    call.carry_out(tensor, *others)
+    assert not call.known(STREAM, changed(tensor), *others)
+
+
+def test_a_sum_with_factors_is_not_known(comm: Comm) -> None:
+    every, tensor = TensorCalls(comm), torch.zeros(4)  # type: ignore[arg-type]
+    for op in (SUM, dist._make_nccl_premul_sum(2.0)):
+        every.all_reduce.carry_out(tensor, op)
+    assert every.all_reduce.known(STREAM, tensor, SUM)
+    assert not every.all_reduce.known(STREAM, tensor, dist._make_nccl_premul_sum(2.0))
