@@ -45,14 +45,15 @@ ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may 
 COUNT = 13  # the number that replaces `COUNT_IN_TEXT` in the text of the last call
 NUMBER = 14  # tells this communicator from other communicators of the same processes, which have the same name
 POSTS = 15  # how many other collective calls this rank has begun: kernels or mapped memory carry these out
-POST = 21  # the last of these calls: the position of its text plus 1
+POST = 16  # the last of these calls: the position of its text plus 1
+OFFSET = 17  # the number that replaces `OFFSET_IN_TEXT` in its text
 # Words of the row of a window. Its collective calls are its fences. A set of ranks has bit r for rank r.
-LOCKS = 16  # the set of ranks whose lock this rank has asked for, and not given up
-ALONE = 17  # the ranks in LOCKS whose lock is exclusive
-HELD = 18  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
-LOCKED_SINCE = 19  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
-IS_WINDOW = 20  # 1 in the row of a window
-WORDS = 22
+LOCKS = 18  # the set of ranks whose lock this rank has asked for, and not given up
+ALONE = 19  # the ranks in LOCKS whose lock is exclusive
+HELD = 20  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
+LOCKED_SINCE = 21  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
+IS_WINDOW = 22  # 1 in the row of a window
+WORDS = 23
 # Texts of a row, in bytes.
 NAME = slice(8 * WORDS, 272)
 NODE_RANKS = slice(272, ROW_NBYTES)
@@ -68,6 +69,8 @@ POSTED, STARTED, COMPLETED, WAITED = (
 COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user
 has this character."""
+OFFSET_IN_TEXT = "\x1c"
+"""Stands for the place of the output in a symmetric array, as `COUNT_IN_TEXT` stands for a count."""
 
 NOBODY = -(1 << 40)
 """It is no rank, and no constant of any MPI that stands for a rank."""
@@ -91,6 +94,11 @@ _NUMBERS = {name: number for number, name in enumerate(BY_MPI)}
 def step_text(text: str, ranks: str) -> str:
     """Return a step and the ranks of MPI.COMM_WORLD that make it, as one text, so that one word publishes both."""
     return f"{ranks} {text}"
+
+
+def filled(text: str, count: int, offset: int) -> str:
+    """Return a text of a call with its numbers."""
+    return text.replace(COUNT_IN_TEXT, str(count)).replace(OFFSET_IN_TEXT, str(offset))
 
 
 def by_mpi(name: str) -> int:

@@ -208,10 +208,10 @@ class CommunicatorRow:
         self.words[layout.NUMBER] = number
         self.words[layout.KEY] = key  # last: pairs with the doctor's read of the key, which comes first
 
-    def post(self, text: str, count: int = 0) -> None:
-        """Say that this rank begins a collective call; ``count`` replaces `layout.COUNT_IN_TEXT` in the text.
+    def post(self, text: str, count: int = 0, offset: int | None = None) -> None:
+        """Say that this rank begins a collective call; readers fill ``count`` and ``offset`` into the text.
 
-        A doctor that reads between these lines may see the count or the text of the previous call.
+        A doctor that reads between these lines may see the numbers or the text of the previous call.
         """
         if text is not self._text:
             self._text, self._position = text, self._page.position(text) + 1
@@ -219,6 +219,8 @@ class CommunicatorRow:
         words = self.words
         words[layout.POSTS] += 1
         words[layout.COUNT] = count
+        if offset is not None:  # else the text has no place for it
+            words[layout.OFFSET] = offset
         words[layout.CALL] = self._position
         words[layout.SINCE] = _monotonic_ns()
 

@@ -215,10 +215,10 @@ def _window(memory: mmap.mmap, at: int, words: memoryview) -> WindowUse:
 
 
 def _filled(memory: mmap.mmap, words: memoryview, word: int) -> str:
-    """Return the text of the call whose position is in a word of a row, with its count; "" if there is none."""
+    """Return the text of the call whose position is in a word of a row, with its numbers; "" if there is none."""
     if not words[word]:
         return ""
-    return _posted(memory, words[word] - 1).replace(layout.COUNT_IN_TEXT, str(words[layout.COUNT]))
+    return layout.filled(_posted(memory, words[word] - 1), words[layout.COUNT], words[layout.OFFSET])
 
 
 def _posted(memory: mmap.mmap, position: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from mpicomm.activity.layout import COUNT_IN_TEXT
+from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.activity.page import CommunicatorRow
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import HostBackend, fence
@@ -19,18 +19,19 @@ _KEPT = 16  # calls of a rank; ranks that do not wait for each other notice diff
 _TEXTS = 64  # texts of a rank; more than the kept calls, so that a new text always finds a free slot
 _MARKS = 4096  # marks of a rank; no rank gets so many calls ahead of a rank that takes part in them
 
-# First come the words of calls. They fill a line, so that no two ranks write the same cache line. Then come the numbers
-# of texts, the texts, and the marks.
-_NUMBERS_AT = _LINE_NBYTES
+# First come the words of calls, in whole lines. Then come the numbers of texts, the texts, and the marks.
+_NUMBERS_AT = 2 * _LINE_NBYTES
 _TEXTS_AT = _NUMBERS_AT + 8 * _TEXTS
 _MARKS_AT = _TEXTS_AT + _LINE_NBYTES * _TEXTS
 _NBYTES = _MARKS_AT + 8 * _MARKS
-# The words of calls: the number of the latest call, the calls of `ask` and of `ready`, two longest messages, and the
-# latest calls.
+# The words of calls: the number of the latest call, the calls of `ask` and of `ready`, two longest messages, the latest
+# calls, and their offsets.
 _CALLS, _ASKED, _READY, _LONGEST_AT, _KEPT_AT = 0, 1, 2, 3, 5
+_OFFSETS_AT = _KEPT_AT + _KEPT
 _CHECKPOINT = (1 << 16) - 1  # the lowest bits of a longest message say at which checkpoint it was written
 
-# The word of a kept call, from the lowest bit on: the number of the call, the number of its text, and a count.
+# The word of a kept call, from the lowest bit on: the number of the call, the number of its text, and a count. The word
+# of its offset: the number of the call, and the offset.
 _CALL_BITS, _TEXT_BITS = 8, 12
 _CALL, _TEXT = (1 << _CALL_BITS) - 1, (1 << _TEXT_BITS) - 1
 _COUNT_AT = _CALL_BITS + _TEXT_BITS
@@ -38,10 +39,10 @@ _NEVER_CALLED = "nothing yet"
 
 
 class CallLog:
-    """The latest collectives of each rank of the node as texts with a count, in shared host memory for every device.
+    """The latest collectives of each rank of the node as texts with numbers, in shared host memory for every device.
 
-    Each rank writes its own memory: one word for each call, before it does anything else for the call, and each text
-    once. Every rank reads the memory of all ranks. The word of a call contains the number of the call. So a reader
+    Each rank writes its own memory: one word or two for each call, before it does anything else for the call, and each
+    text once. Every rank reads the memory of all ranks. The words of a call contain the number of the call. So a reader
     notices that a word is not there yet, or that a later call has overwritten it. Marks tell calls on the host from
     calls on the GPUs: see `witness`.
 
@@ -60,7 +61,7 @@ class CallLog:
         self._memory = [
             backend.view(self._segments[index], (_NBYTES,), np.dtype(np.uint8)).data for index in range(node.size)
         ]
-        self._counters = [memory[:_LINE_NBYTES].cast("Q") for memory in self._memory]
+        self._counters = [memory[:_NUMBERS_AT].cast("Q") for memory in self._memory]
         self._numbers = [memory[_NUMBERS_AT:_TEXTS_AT].cast("Q") for memory in self._memory]
         self._marks = [memory[_MARKS_AT:].cast("Q") for memory in self._memory]
         self._own: memoryview | None = self._counters[node.rank]
@@ -69,24 +70,26 @@ class CallLog:
         """The texts in this rank's memory, with their numbers."""
         self._next_text = 0
 
-    def post(self, text: str, count: int = 0, *, ready: bool = False) -> None:
+    def post(self, text: str, count: int = 0, offset: int | None = None, *, ready: bool = False) -> None:
         """Write this rank's next call; local. Text beyond 256 bytes of UTF-8 is cut off.
 
-        ``ready`` tells the other ranks as `CallLog.ready` does. Readers replace `COUNT_IN_TEXT` with ``count``, because
-        calls that differ only in a count share a text.
+        ``ready`` tells the other ranks as `CallLog.ready` does. Calls that differ only in numbers share a text. Readers
+        fill ``count`` into it, and ``offset`` if the text has `OFFSET_IN_TEXT`.
         """
         counter = self._own
         if counter is None:
-            raise InvalidUsageError(f"{_filled(text, count)}: the communicator was freed; create another")
+            raise InvalidUsageError(f"{filled(text, count, offset or 0)}: the communicator was freed; create another")
         number = self._texts.get(text)
         if number is None:
             number = self._write(text)
         self._calls = call = self._calls + 1
+        if offset is not None:
+            counter[_OFFSETS_AT + call % _KEPT] = offset << _CALL_BITS | call & _CALL
         counter[_KEPT_AT + call % _KEPT] = count << _COUNT_AT | (number & _TEXT) << _CALL_BITS | call & _CALL
         counter[_CALLS] = call
         if ready:
             counter[_READY] = call
-        self._row.post(text, count)
+        self._row.post(text, count, offset)
 
     def post_on_host(self, text: str) -> None:
         """As `post`, for a call on the host. A mark holds its number."""
@@ -266,19 +269,18 @@ class CallLog:
         # Pairs with the second fence of `_write`: this rank reads the text after the word of the call, so the text is
         # complete.
         fence()
-        text = bytes(self._memory[index][_place(number)])
+        text = bytes(self._memory[index][_place(number)]).rstrip(b"\0").decode(errors="replace")
         # Pairs with the first fence of `_write`: this rank reads the number after the text. So the number differs if
         # this rank has read any byte of another text.
         fence()
         if (self._numbers[index][number % _TEXTS] ^ number) & _TEXT:
             return None
-        return _filled(text.rstrip(b"\0").decode(errors="replace"), word >> _COUNT_AT)
+        offset = counter[_OFFSETS_AT + call % _KEPT]
+        if OFFSET_IN_TEXT in text and (offset ^ call) & _CALL:
+            return None
+        return filled(text, word >> _COUNT_AT, offset >> _CALL_BITS)
 
 
 def _place(number: int) -> slice:
     start = _TEXTS_AT + _LINE_NBYTES * (number % _TEXTS)
     return slice(start, start + _LINE_NBYTES)
-
-
-def _filled(text: str, count: int) -> str:
-    return text.replace(COUNT_IN_TEXT, str(count))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Mapped:
+class Mapped(NamedTuple):
     """A piece of a symmetric array. ``pointers`` are the addresses, on this rank, of the piece of every rank.
 
     ``array``, the number of the array, and ``offset``, in bytes, name the piece. They are the same on all ranks.
@@ -18,11 +17,14 @@ class Mapped:
     pointers: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"byte {self.offset} of symmetric array {self.array}"
+        return self.text_at(self.offset)
+
+    def text_at(self, offset: int | str) -> str:
+        """Return the text of another piece of the array."""
+        return f"byte {offset} of symmetric array {self.array}"
 
 
-@dataclass(frozen=True)
-class _Array:
+class _Array(NamedTuple):
     begin: int
     end: int
     pointers: tuple[int, ...]
@@ -55,8 +57,8 @@ class Mappings:
 
     def find(self, pointer: int, nbytes: int) -> Mapped | None:
         """Return the piece at ``pointer`` in this rank's memory; None if it is not inside one array."""
-        for number, array in self._arrays.items():
-            if nbytes > 0 and array.begin <= pointer and pointer + nbytes <= array.end:
-                offset = pointer - array.begin
-                return Mapped(number, offset, tuple(begin + offset for begin in array.pointers))
+        for number, (begin, end, pointers) in self._arrays.items():
+            if nbytes > 0 and begin <= pointer and pointer + nbytes <= end:
+                offset = pointer - begin
+                return Mapped(number, offset, tuple([each + offset for each in pointers]))
         return None

@@ -323,7 +323,7 @@ class DeviceEngine:
         if plan.collective:
             # `ready` pairs with `meet` on the other ranks: nothing holds this thread up before its launch.
             if again:
-                self._call_log.post(plan.words, plan.count, ready=True)
+                self._call_log.post(plan.words, plan.count, plan.offset, ready=True)
             else:
                 self._call_log.ready()
             if meets:

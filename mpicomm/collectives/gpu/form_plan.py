@@ -9,13 +9,13 @@ from itertools import accumulate
 from operator import add
 from typing import Any
 
-from mpicomm.activity.layout import COUNT_IN_TEXT
+from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.fillings import Filling, Fillings, Launches
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.symmetric.registry import Mapped, Mappings
 
 
 class FormPlan(ABC):
@@ -35,7 +35,8 @@ class FormPlan(ABC):
     def __init__(self, signature: Signature, fillings: Fillings) -> None:
         self.words = self._text = signature.text_without_count()
         self.count = 0
-        """The text and the count of the filled-in call, for `CallLog.post`."""
+        self.offset: int | None = None
+        """The text and the numbers of the filled-in call, for `CallLog.post`."""
         self._hash = signature.hash_without_count
         self._why = "by the table" if fillings.asked == "auto" else f'algorithm="{fillings.asked}"'
         self._into_any = fillings.by_length(symmetric=False)
@@ -57,7 +58,7 @@ class FormPlan(ABC):
     @property
     def text(self) -> str:
         """The text of the filled-in call."""
-        return self.words.replace(COUNT_IN_TEXT, str(self.count))
+        return filled(self.words, self.count, self.offset or 0)
 
     def __str__(self) -> str:
         return self.text
@@ -87,6 +88,7 @@ class EvenPlan(FormPlan):
         self._unit_nbytes = form.itemsize
         self._send_nbytes, self._receive_nbytes = form.element_nbytes
         self._sent, self._received = form.blocks_sent, form.blocks_received
+        self._array, self._into = 0, ""  # the symmetric array of the last call into one, and the text of such calls
 
     @cached_property
     def _into_memory(self) -> tuple[list[int], list[Filling]]:
@@ -126,8 +128,16 @@ class EvenPlan(FormPlan):
             return False
         kernel, self._blocks, self._threads = filled
         self._launcher, self._filling, self.count = chosen.launcher_of(kernel), chosen, count
-        self.words = with_place(self._text, memory) if chosen.into_memory else self._text
+        self.words, self.offset = self._text, None
+        if chosen.into_memory and memory is not None:
+            self.words, self.offset = self._text_into(memory), memory.offset
         return True
+
+    def _text_into(self, memory: Mapped) -> str:
+        """Return the text of calls whose output lies in a symmetric array, without the offset there."""
+        if memory.array != self._array:
+            self._array, self._into = memory.array, with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
+        return self._into
 
 
 class BlocksPlan(FormPlan):

@@ -28,7 +28,8 @@ class Plan:
     ) -> None:
         self.text = self.words = text
         self.count = 0
-        """The text and the count of the call for `CallLog.post`."""
+        self.offset: int | None = None
+        """The text and the numbers of the call for `CallLog.post`."""
         self.choice = choice
         self.collective = collective
         self.private_nbytes: int | None = None

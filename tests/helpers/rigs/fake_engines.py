@@ -66,7 +66,7 @@ class Rig:
         self.longest: list[int] = []
         """The values that both ranks have written at each checkpoint."""
         call_log: Any = SimpleNamespace(
-            post=lambda text, count=0, *, ready=False: None,
+            post=lambda text, count=0, offset=None, *, ready=False: None,
             differ=lambda: False,
             behind=list,
             ready=lambda: None,

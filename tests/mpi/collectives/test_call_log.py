@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from mpi4py import MPI
 
-from mpicomm.activity.layout import COUNT_IN_TEXT
+from mpicomm.activity.layout import COUNT_IN_TEXT, OFFSET_IN_TEXT
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
@@ -52,6 +52,25 @@ def test_calls_that_differ_in_a_count_share_a_text(comm_world: MPI.Intracomm, ca
     comm_world.Barrier()
     assert call_log.differ() == (size > 1)
     assert call_log.read() == [f"call(count={7 + each})" for each in range(size)]
+
+
+PLACED = f"call(count={COUNT_IN_TEXT}), into byte {OFFSET_IN_TEXT}"
+
+
+def test_calls_that_differ_in_an_offset_share_a_text(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    for number, offset in enumerate((0, 5, 1 << 42, 0, 7)):
+        call_log.post("other")
+        call_log.post(PLACED, number, offset)
+        comm_world.Barrier()
+        assert call_log.read() == [f"call(count={number}), into byte {offset}"] * size and not call_log.differ()
+        comm_world.Barrier()
+    call_log.post(PLACED, 3, rank)
+    call_log.post("other")
+    comm_world.Barrier()
+    assert call_log.differ() == (size > 1)
+    if size > 1:
+        assert call_log.read() == [f"call(count=3), into byte {each}" for each in range(size)]
 
 
 def test_a_text_stays_as_long_as_a_call_that_is_kept_has_it(comm_world: MPI.Intracomm, call_log: CallLog) -> None:

@@ -55,9 +55,13 @@ def test_calls_have_numbers_and_texts() -> None:
     for count in (5, 6):
         row.post(f"Scan(int8, count={layout.COUNT_IN_TEXT}, op=sum)", count)
         assert of("ranks 41-42,50").last == f"Scan(int8, count={count}, op=sum)"
+    text = f"Bcast(count={layout.COUNT_IN_TEXT}), into byte {layout.OFFSET_IN_TEXT}"
+    for offset in (9, 0):
+        row.post(text, 5, offset)
+        assert of("ranks 41-42,50").last == f"Bcast(count=5), into byte {offset}"
     begin_by_mpi(row.words, layout.by_mpi("Bcast"))
     by_mpi = of("ranks 41-42,50")
-    assert (by_mpi.made, by_mpi.last, by_mpi.since_ns) == (4, "Bcast", None)
+    assert (by_mpi.made, by_mpi.last, by_mpi.since_ns) == (6, "Bcast", None)
     row.close()
     assert "ranks 41-42,50" not in {calls.name for calls in read().communicators}
 

@@ -132,7 +132,7 @@ class GpuCall:
 
     def text(self, *, into_memory: bool) -> str:
         """Return the text of the call for errors."""
-        return with_place(self.words, self.memory if into_memory else None)
+        return with_place(self.words, self.memory) if into_memory and self.memory else self.words
 
 
 def launch_tag(hash32: int, step: int = 0, memory: Mapped | None = None) -> int:
@@ -146,9 +146,9 @@ def launch_tag(hash32: int, step: int = 0, memory: Mapped | None = None) -> int:
     return zlib.crc32(_TAG.pack(hash32, step, 0, 0)) if step else hash32
 
 
-def with_place(text: str, memory: Mapped | None) -> str:
-    """Return the text of a call, with the symmetric ``memory`` into which ranks store, if it is not None."""
-    return text if memory is None else f"{text}, into {memory}"
+def with_place(text: str, place: Mapped | str) -> str:
+    """Return the text of a call with the place in symmetric memory into which ranks store."""
+    return f"{text}, into {place}"
 
 
 def moved(exchange: Exchange) -> Iterator[Copy]:
