@@ -45,14 +45,14 @@ ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may 
 COUNT = 13  # the number that replaces `COUNT_IN_TEXT` in the text of the last call
 NUMBER = 14  # tells this communicator from other communicators of the same processes, which have the same name
 POSTS = 15  # how many other collective calls this rank has begun: kernels or mapped memory carry these out
-POST = 21  # the last of these calls: the position of its text plus 1
+POST = 16  # the last of these calls: the position of its text plus 1
+OFFSET = 17  # the number that replaces `OFFSET_IN_TEXT` in its text
 # Words of the row of a window. Its collective calls are its fences. A set of ranks has bit r for rank r.
-LOCKS = 16  # the set of ranks whose lock this rank has asked for, and not given up
-ALONE = 17  # the ranks in LOCKS whose lock is exclusive
-HELD = 18  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
-LOCKED_SINCE = 19  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
-IS_WINDOW = 20  # 1 in the row of a window
-OFFSET = 22  # the number that replaces `OFFSET_IN_TEXT`
+LOCKS = 18  # the set of ranks whose lock this rank has asked for, and not given up
+ALONE = 19  # the ranks in LOCKS whose lock is exclusive
+HELD = 20  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
+LOCKED_SINCE = 21  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
+IS_WINDOW = 22  # 1 in the row of a window
 WORDS = 23
 # Texts of a row, in bytes.
 NAME = slice(8 * WORDS, 272)

@@ -174,8 +174,9 @@ class Engines:
     def _shared_call_log(self, session: Session, group: Group) -> CallLog:
         if group not in self._call_logs:
             self._call_logs[group] = session.keep(CallLog(group, session.row, session.calls_on_host.of))
-            if self._order_watch is None and isinstance(session.placement.here.device, int):
-                self._order_watch = OrderWatch(session.placement, session.row, session.placement.here.timeout_s)
+            here, several = session.placement.here, len(session.placement.node_ranks) > 1
+            if self._order_watch is None and isinstance(here.device, int) and several:
+                self._order_watch = OrderWatch(session.placement, session.row, here.timeout_s)
             session.awaited_elsewhere = self._awaited_elsewhere
             session.group.absence_reason = session.node.absence_reason = session.domain.absence_reason = (
                 self._absence_reason

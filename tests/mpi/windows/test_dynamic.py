@@ -111,7 +111,7 @@ def test_virtual_memory_of_a_gpu_is_refused(device: str) -> None:
     with communicator(device, handle="fd") as comm:
         win = mpicomm.Win.Create_dynamic(comm=comm)
         with comm.empty(8, np.int64) as array:  # its memory is virtual, as the memory of expandable segments
-            with pytest.raises(InvalidUsageError, match="memory lies in virtual memory, which ranks can open only"):
+            with pytest.raises(InvalidUsageError, match=r"lies in virtual memory or .*, which ranks can open only"):
                 win.Attach(array.local)
             with pytest.raises(InvalidUsageError, match="no memory is attached"):
                 win.Detach(array.local)
