@@ -25,8 +25,8 @@ class ProductCalls(MPI.Intracomm):
     is C-contiguous; without it the call makes the result. ``bias`` is a row that is added to each row of the result.
 
     **Product.** The library of the arrays multiplies: ``cupy.matmul``, ``torch.mm`` or ``numpy.matmul``. A function
-    ``product(a, b, out)`` takes its place. It gets some of the rows, multiplies on the current stream of the library,
-    and allocates nothing that it frees on another stream.
+    ``product(a, b, out)`` takes its place. It gets some of the rows. It multiplies on the library's current stream,
+    which need not be the caller's stream, and allocates nothing that it frees on another stream.
 
     **Scales.** Tensors of float8_e4m3fn or float8_e5m2 take ``scale_a`` and ``scale_b``, as ``torch._scaled_mm`` takes
     them, and ``b`` in columns. Each is a float32 tensor with one element, the same on all ranks, or with one for each

@@ -120,8 +120,26 @@ class NumpyLibrary:
 
     def current(self, stream: int) -> AbstractContextManager[Any]:
         """See `Library`."""
-        context: AbstractContextManager[Any] = self._module.cuda.ExternalStream(stream)
+        context: AbstractContextManager[Any] = cupy_stream(self._module, stream)
         return context
+
+
+def cupy_stream(cupy: Any, stream: int) -> Any:
+    """Return CuPy's object for a stream that another library has made."""
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14, which warns of an ExternalStream
+        return cupy.cuda.Stream.from_external(_Stream(stream))
+    return cupy.cuda.ExternalStream(stream)
+
+
+class _Stream:
+    """A stream in CUDA's stream protocol."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, and the address."""
+        return 0, self._stream
 
 
 class _Memory:

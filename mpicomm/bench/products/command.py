@@ -17,6 +17,7 @@ from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
 from mpicomm.errors import InvalidUsageError
+from mpicomm.products.libraries import cupy_stream
 
 NAME = "matmul"
 _OWN = "mpicomm"
@@ -122,7 +123,7 @@ def _open_peers(names: list[str], comm: Communicator, clock: ProductClock) -> tu
             absent[name] = reasons[0]
             continue
         machine = GpuMachine()
-        machine.stream = machine.xp.cuda.ExternalStream(clock.stream.cuda_stream)
+        machine.stream = cupy_stream(machine.xp, clock.stream.cuda_stream)
         opened[name] = (SerialNccl if name == "nccl" else FusedTorch)(comm, machine)
     return opened, absent
 
