@@ -35,6 +35,7 @@ PEERS = {
     UNCODED: "without codes",
 }
 PLACES = {"out-of-place": "", "in-place": "in place: "}
+CODED = "The elements travel as codes of 8 bits. Bandwidths count the bytes of the elements."
 UNEVEN = "The blocks are uneven: 1/4, 3/4, 5/4 and 7/4 of an even block with 4 ranks, 1/2 and 3/2 with 2 ranks."
 REMARKS = {
     "allgatherv": UNEVEN,
@@ -134,6 +135,8 @@ def bench_section(bench: Bench, versions: dict[str, str]) -> list[str]:
     ]
     if bench["collective"] in REMARKS:
         lines += [REMARKS[bench["collective"]], ""]
+    if bench["options"].get("wire_dtype"):
+        lines += [CODED, ""]
     notes = [line for note in bench.get("notes", []) for line in (note, "")]
     return [*lines, *_times(bench), "", *_footer(bench), *_beside(bench), *notes]
 

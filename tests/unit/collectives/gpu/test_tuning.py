@@ -44,8 +44,9 @@ def test_two_shot_begins_at_the_size_where_it_was_faster(operation: str, size: i
 def test_rows_of_calls_with_codes_count_codes(itemsize: int, registered: bool) -> None:
     for codes, algorithm in (
         (0, "one_shot"),
-        (512 * KIB - 1, "one_shot"),
-        (512 * KIB, "two_shot"),
+        (MIB, "one_shot"),
+        (MIB + 1, "two_shot"),
+        (3 * MIB, "one_shot"),
         (1 << 30, "two_shot"),
     ):
         nbytes = codes * itemsize
