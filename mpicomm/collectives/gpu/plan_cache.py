@@ -215,7 +215,10 @@ class PlanCache:
         """
         session, plan = self._session, call.plan
         session.require_usable(plan)
-        resolved = session.backend.stream(stream, array_of(receive if call.by_output else send))
+        array = receive if call.by_output else send
+        if type(array) is not self._cupy:
+            array = array_of(array)
+        resolved = session.backend.stream(stream, array)
         pending = self.engine.enqueue(plan, resolved, again=True)
         if call.by_address:
             self.await_address(stream, resolved)
