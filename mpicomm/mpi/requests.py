@@ -28,7 +28,7 @@ _NULL = _Handle(MPI.REQUEST_NULL.handle).value
 _wait = MPI.Request.Wait
 _test = MPI.Request.Test
 _start_request = MPI.Grequest.Start
-_new_request = MPI.Grequest.__new__
+_new_request, _new_holding = MPI.Grequest.__new__, MPI.Request.__new__
 
 
 class DeferredWork:
@@ -161,13 +161,16 @@ def holding(request: _MpiRequest, held: object) -> _MpiRequest:
 
     mpi4py keeps the buffers of only some calls, and a caller may drop them, as in ``Iallreduce(x + 1, y)``.
     """
-    held_by: Any = (_HoldingPrequest if isinstance(request, MPI.Prequest) else _HoldingRequest)(request)
+    cls = _HoldingPrequest if isinstance(request, MPI.Prequest) else _HoldingRequest
+    held_by: Any = _new_holding(cls, request)
     held_by._held = held
     return held_by  # type: ignore[no-any-return]
 
 
 class _HoldingRequest(MPI.Request):
     """A request of MPI that keeps the memory which MPI uses."""
+
+    __slots__ = ("_held",)  # a dictionary takes as long as the look-up of a plain call
 
     _held: object
 
@@ -185,6 +188,8 @@ class _HoldingRequest(MPI.Request):
 
 class _HoldingPrequest(MPI.Prequest):
     """A persistent request of MPI that keeps the memory which each start uses."""
+
+    __slots__ = ("_held",)
 
     _held: object
 
