@@ -112,11 +112,11 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
         return pointer, size, (kind, handle)
     if type(counts) is int and displs is None:
         return (pointer, counts, (kind, handle, "count")) if 0 <= counts <= size else None
-    counts = _integers(counts)
+    counts = plain_integers(counts)
     if counts is None:
         return None
     if displs is not None:
-        displs = _integers(displs)
+        displs = plain_integers(displs)
         if displs is None or len(counts) != len(displs):
             return None
     # "blocks" tells this form from a list without counts, because a plan of the one does not fit the other.
@@ -140,7 +140,8 @@ def _is_of_size(datatype: Any, array: Any) -> bool:
     return type(datatype) is MPI.Datatype and datatype.is_predefined and datatype.size == array.itemsize
 
 
-def _integers(numbers: Any) -> tuple[int, ...] | None:
+def plain_integers(numbers: Any) -> tuple[int, ...] | None:
+    """Return counts or displacements; None if they are no list, tuple or array of integers."""
     kind = type(numbers)
     if kind is list or kind is tuple:
         return tuple(numbers) if _INT.issuperset(map(type, numbers)) else None

@@ -24,9 +24,11 @@ _LONG_PAUSE_S = 1e-3  # its pauses later
 _LINGER_S = 0.05  # a completer lives so long without work, because the start of a thread takes longer
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
-# Looked up once, because `super()` adds its time to each wait after the device is done.
+# Looked up once, because `super()` and attributes add their time to each request.
 _wait = MPI.Request.Wait
 _test = MPI.Request.Test
+_start_request = MPI.Grequest.Start
+_new_request, _new_holding = MPI.Grequest.__new__, MPI.Request.__new__
 
 
 class DeferredWork:
@@ -39,6 +41,22 @@ class DeferredWork:
     ``cancel``, never while ``done`` runs. If the message is cancelled, ``done`` returns true.
     """
 
+    _status: MPI.Status | None = None
+    _cancel: Callable[[], None] | None = None
+    _error: BaseException | None = None
+    _raised_by_caller = False
+    kept: Any = None
+    """The buffers, which live until the work is done.
+
+    A caller may drop its own references, as in ``Ibcast(x + 1)``.
+    """
+    over = False
+    driven = False
+    """Whether a thread drives the work, so that the completer skips it.
+
+    A completer that misses a change may also complete the work.
+    """
+
     def __init__(
         self,
         done: Callable[[], bool],
@@ -46,32 +64,19 @@ class DeferredWork:
         status: MPI.Status | None = None,
         cancel: Callable[[], None] | None = None,
     ) -> None:
-        replace_list_calls()
-        self._status = status
-        self._cancel = cancel
         if status is None:  # a request without callbacks takes two thirds of the time
-            self.request = MPI.Grequest.Start(None, None, None)
+            self.request = _start_request(None, None, None)
         else:
+            self._status = status
             # mpi4py never reports a request without a callback for cancelling as cancelled. This callback does nothing,
             # because MPI holds its lock while it calls back, and the thread that has the turn may wait for that lock.
             # DeferredRequest.Cancel calls `cancel`.
             self.request = MPI.Grequest.Start(self._say, None, lambda completed: None)
-        self._error: BaseException | None = None
-        self._raised_by_caller = False
+        if cancel is not None:
+            self._cancel = cancel
         self._done = done
         self._finish = finish
         self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
-        self.kept: Any = None
-        """The buffers, which live until the work is done.
-
-        A caller may drop its own references, as in ``Ibcast(x + 1)``.
-        """
-        self.over = False
-        self.driven = False
-        """Whether a thread drives the work, so that the completer skips it.
-
-        A completer that misses a change may also complete the work.
-        """
 
     def advance(self, until_s: float = 0.0) -> bool:
         """Return whether the work is done, and complete the request if it is. Look until the clock shows ``until_s``.
@@ -156,13 +161,16 @@ def holding(request: _MpiRequest, held: object) -> _MpiRequest:
 
     mpi4py keeps the buffers of only some calls, and a caller may drop them, as in ``Iallreduce(x + 1, y)``.
     """
-    held_by: Any = (_HoldingPrequest if isinstance(request, MPI.Prequest) else _HoldingRequest)(request)
+    cls = _HoldingPrequest if isinstance(request, MPI.Prequest) else _HoldingRequest
+    held_by: Any = _new_holding(cls, request)
     held_by._held = held
     return held_by  # type: ignore[no-any-return]
 
 
 class _HoldingRequest(MPI.Request):
     """A request of MPI that keeps the memory which MPI uses."""
+
+    __slots__ = ("_held",)  # a dictionary takes as long as the look-up of a plain call
 
     _held: object
 
@@ -181,6 +189,8 @@ class _HoldingRequest(MPI.Request):
 class _HoldingPrequest(MPI.Prequest):
     """A persistent request of MPI that keeps the memory which each start uses."""
 
+    __slots__ = ("_held",)
+
     _held: object
 
 
@@ -194,7 +204,7 @@ class DeferredRequest(Driven, MPI.Grequest):
 
     def __new__(cls, work: DeferredWork) -> Self:
         """Wrap the generalized request of ``work``."""
-        self = super().__new__(cls, work.request)
+        self: Self = _new_request(cls, work.request)
         self.work = work
         return self
 
@@ -213,7 +223,8 @@ class DeferredRequest(Driven, MPI.Grequest):
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises the error of the work."""
         work = self.work
-        work.drive()
+        if not work.test():  # it is often done already
+            work.drive()
         _wait(self, status)
         if work._error is not None:
             raise work._error
@@ -247,6 +258,7 @@ class Completer:
     """
 
     def __init__(self) -> None:
+        replace_list_calls()  # here, because each work has a completer, and there are many works
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._pending: deque[DeferredWork] = deque()
         self._running = False

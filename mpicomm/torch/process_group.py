@@ -274,7 +274,7 @@ class ProcessGroup(CollectiveCalls):
             work.value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
-        return self._queue.call(name, partial(streams.future, beside=beside), call, given, output, inputs)
+        return self._queue.call(name, streams.future, call, given, output, inputs, beside)
 
     def _run(
         self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()

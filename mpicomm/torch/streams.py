@@ -70,7 +70,7 @@ class Streams:
         return self._work(stream, stream.cuda_stream, outputs, name, limit)
 
     def future(
-        self, call: Call, given: Given, output: torch.Tensor, inputs: Tensors, *, beside: bool
+        self, call: Call, given: Given, output: torch.Tensor, inputs: Tensors, beside: bool
     ) -> torch.futures.Future[torch.Tensor]:
         """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future."""
         if not beside:

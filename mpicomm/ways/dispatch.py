@@ -120,16 +120,17 @@ class Dispatcher:
     ) -> MPI.Request:
         """Start a nonblocking collective, with the arguments of `run`."""
         given = send, receive, op, root, counts, epilogue, wire
-        begun: Begun = self._begin_known(operation, stream, algorithm, *given)
-        if begun is None:
+        work = self._begin_known(operation, stream, algorithm, *given)
+        if work is None:
             arguments = Arguments(*given)
+            begun: Begun
             if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
                 begun = self._mpi.carry_out(operation, arguments, blocking=False)
             else:
                 begun = self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=False)
-        if isinstance(begun, MPI.Request):
-            return begun
-        work = _work(begun)
+            if isinstance(begun, MPI.Request):
+                return begun
+            work = _work(begun)
         if not work.over:  # after its end nothing reads the buffers
             work.kept = given
         return DeferredRequest(work)

@@ -64,10 +64,11 @@ class OnGpus:
     def until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredWork:
         """Return a call that was enqueued as work. It is over after ``done`` says so and ``copies`` are back."""
         backend = self._session.backend
+        finish = backend.check
+        if copies:
 
-        def finish() -> None:
-            backend.check()
-            if copies:
+            def finish() -> None:
+                backend.check()
                 copies.back()
 
         return self._completer.add(DeferredWork(done, finish), backend.prepare_thread)

@@ -22,6 +22,7 @@ from mpicomm.collectives.gpu.algorithms.chunks.template import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.fillings import Fillings
@@ -236,3 +237,36 @@ def test_a_stale_value_of_a_call_in_chunks_is_noticed(
     else:
         run(2)
     assert rig.kernels == {"mpicomm_exchange"}
+
+
+@pytest.mark.parametrize("stale", [None, "length", "send", "receive"])
+def test_a_stale_value_of_a_call_in_packets_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+) -> None:
+    """The negative control of `test_filled_calls_of_any_size`."""
+    read_device_arrays(monkeypatch)
+    write, first = PacketTemplate.write, dict[int, list[int]]()
+    places = ("", "length", "send", "receive")  # of a call with one block: see `PacketCalls.fill`
+
+    def write_stale(self: Any, values: list[int], *others: Any) -> Any:
+        kept = first.setdefault(id(self), [*values])
+        assert len(kept) == len(values) == len(places)
+        mixed = [old if name == stale else new for name, old, new in zip(places, kept, values, strict=True)]
+        return write(self, mixed, *others)
+
+    monkeypatch.setattr(PacketTemplate, "write", write_stale)
+    rig = FilledRig(Machine(builds, 2))
+    calls = Calls(rig, np.random.default_rng(7))
+
+    def run(number: int) -> None:
+        check = calls.allreduce("int32", "sum", 600 + 100 * number)
+        rig.machine.run(seed=number)
+        check()
+
+    run(1)
+    if stale:
+        with pytest.raises((AssertionError, RunFailedError)):
+            run(2)
+    else:
+        run(2)
+    assert rig.kernels == {"mpicomm_packets"}

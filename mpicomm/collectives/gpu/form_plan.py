@@ -150,7 +150,8 @@ class BlocksPlan(FormPlan):
         super().__init__(signature, fillings)
         form = fillings.form
         self._element_nbytes = form.element_nbytes
-        self._vectors = form.sends == "vector", form.receives == "vector"
+        self._counted = form.sends == "counted"
+        self._vectors = form.sends in ("vector", "counted"), form.receives == "vector"
         self._singles = form.sends == "one", form.receives == "one"
         self._sends, self._receives = (part > 0 for part in form.parts)
         # The numbers of the blocks that this rank sends to itself and takes from itself, if it has both.
@@ -186,10 +187,15 @@ class BlocksPlan(FormPlan):
             to_itself, of_itself = self._own
             if lengths[to_itself] != lengths[of_itself]:
                 return False  # this rank sends itself more than it takes, or less
-        longest = max(lengths)
+        longest, call_hash = max(lengths), self._call_hash
+        if self._counted:  # recvcounts cut all of the input, and all ranks know its length
+            if sum(sent[3]) != sent[1]:
+                return False
+            self.count = sent[1]
+            call_hash = counted_hash(self._hash, self.count)
         bounds, choices = self._into_any
         chosen = choices[bisect_right(bounds, longest) - 1]
-        filled = chosen.fill(lengths, begins, longest, self._call_hash)
+        filled = chosen.fill(lengths, begins, longest, call_hash)
         if filled is None:
             return False
         kernel, self._blocks, self._threads = filled

@@ -13,7 +13,7 @@ from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.layout import layout_of
-from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, ReadArray, plain_array
+from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, ReadArray, plain_array, plain_integers
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -217,7 +217,10 @@ class PlanCache:
         """
         session, plan = self._session, call.plan
         session.require_usable(plan)
-        resolved = session.backend.stream(stream, array_of(receive if call.by_output else send))
+        array = receive if call.by_output else send
+        if type(array) is not self._cupy:
+            array = array_of(array)
+        resolved = session.backend.stream(stream, array)
         pending = self.engine.enqueue(plan, resolved, again=True)
         if call.by_address:
             self.await_address(stream, resolved)
@@ -379,9 +382,12 @@ def _plain(
     operation: Operation, send: Any, receive: Any, counts: Sequence[int] | None
 ) -> tuple[Any, PlainArray | PlainBlocks | None]:
     """Return both buffers as `plain_array` reads them; None for the second if the call has no form."""
-    if counts is not None or operation is REDUCE_SCATTER:
-        return None, None
-    sent = plain_array(send)
+    sent: Any = plain_array(send)
+    if operation is REDUCE_SCATTER:  # recvcounts cut the input
+        cut = None if counts is None else plain_integers(counts)
+        if cut is None or sent is None or len(sent) > 3 or send is MPI.IN_PLACE:
+            return None, None
+        sent = *sent, cut, None
     return sent, None if sent is None else plain_array(receive)
 
 

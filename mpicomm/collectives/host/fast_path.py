@@ -143,38 +143,40 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
         return array.dtype in MPI_TYPES and type(op) is _Op and (nbytes < always or is_small(nbytes, op))
 
     def is_plain_in_lists(send: Any, receive: Any, op: Any, root: int) -> bool:
-        sent, received = _own(send), _own(receive)
+        sent = _own(send) if type(send) is list else send
+        received = _own(receive) if type(receive) is list else receive
         if sent is not send or received is not receive:
             return is_plain(sent, received, op, root)
         if only_arrays or (reduces and type(op) is not _Op):
             return False
         if receive is None or receive is _in_place:
-            found = one = _read(send, sent_shape, size, rank, reduces)
+            found = one = _listed(send, sent_shape, size, rank, reduces)
         else:
-            found = one = _read(receive, received_shape, size, rank, reduces)
+            found = one = _listed(receive, received_shape, size, rank, reduces)
             if send is None or send is _in_place:
                 if not reads_in_place:
                     return False
             else:
-                found = _read(send, sent_shape, size, rank, reduces)
+                found = _listed(send, sent_shape, size, rank, reduces)
         if found is None or one is None:
             return False
         if found is one:
             apart = one[0].base is None or is_host_view(one[0])
         else:  # MPI may miss that a rank sends more to itself than it receives
-            apart = found[2] == one[2] and are_apart(found[0], one[0])
+            a, b = found[0], one[0]
+            apart = found[2] == one[2] and ((a.base is b.base is None and a is not b) or are_apart(a, b))
         return apart and (not reduces or found[1] < always or is_small(found[1], op))
 
     return is_plain
 
 
-def _own(spec: Any) -> Any:
+def _own(spec: list[Any]) -> Any:
     """Return the array of ``[array, type]`` if the type only repeats the type of the array; else ``spec``."""
-    if type(spec) is list and len(spec) == 2:
+    if len(spec) == 2:
         array, datatype = spec
-        if type(array) is ndarray:
+        if type(array) is ndarray and type(datatype) is _Datatype:
             own = _OWN_OBJECTS.get(id(datatype))
-            if own is array.dtype or (type(datatype) is _Datatype and _is_own(datatype, array.dtype)):
+            if own is array.dtype or _is_own(datatype, array.dtype):
                 return array
     return spec
 
@@ -184,42 +186,41 @@ def _is_own(datatype: MPI.Datatype, dtype: np.dtype[Any]) -> bool:
     return own is dtype or (own is not None and own == dtype)  # NumPy takes None for float64
 
 
-def _read(buffer: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tuple[Any, int, int] | None:
-    """As `_listed`, also for an array by itself."""
-    if type(buffer) is not ndarray:
-        return _listed(buffer, shape, size, rank, reduces)
-    if shape == "vector" or buffer.dtype not in MPI_TYPES:
-        return None
-    nbytes = buffer.nbytes
-    return buffer, nbytes, nbytes if shape == "one" else nbytes // size
-
-
-def _listed(spec: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tuple[Any, int, int] | None:
-    """Return the array of a list, the bytes that the list names, and the bytes of the block of ``rank``.
+def _listed(buffer: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tuple[Any, int, int] | None:
+    """Return an array, the bytes of it that an argument names, and the bytes of the block of ``rank``.
 
     None unless the array certainly holds all of them.
     """
-    if type(spec) not in _LISTS:
-        return None
     counts = displs = datatype = None
-    if len(spec) == 2:
-        array, counts = spec
+    if type(buffer) is ndarray:
+        if shape == "vector" or buffer.dtype not in MPI_TYPES:
+            return None
+        nbytes = buffer.nbytes
+        return buffer, nbytes, nbytes if shape == "one" else nbytes // size
+    if type(buffer) not in _LISTS:
+        return None
+    length = len(buffer)
+    if length == 2:
+        array, counts = buffer
         if isinstance(counts, _Datatype):
             counts, datatype = None, counts
-    elif len(spec) == 3:
-        array, counts, datatype = spec
-    elif len(spec) == 4:
-        array, counts, displs, datatype = spec
+    elif length == 3:
+        array, counts, datatype = buffer
+    elif length == 4:
+        array, counts, displs, datatype = buffer
     else:
         return None
-    if type(counts) is tuple and len(counts) == 2 and len(spec) < 4:
+    if type(counts) is tuple and len(counts) == 2 and length < 4:
         counts, displs = counts
     if type(array) is not ndarray:
         return None
-    itemsize = _itemsize(array, datatype, reduces)
-    room = array.nbytes
-    if not itemsize:
+    if datatype is not None:
+        itemsize = _itemsize(array, datatype, reduces)
+    else:
+        itemsize = array.itemsize if array.dtype in MPI_TYPES else 0
+    if not itemsize:  # this file cannot decide about the elements
         return None
+    room = array.nbytes
     if shape == "vector":
         reach, count = _reach(counts, displs, size, rank)
         return (array, room, count * itemsize) if 0 <= reach * itemsize <= room else None
@@ -234,12 +235,10 @@ def _listed(spec: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tup
 
 
 def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
-    """Return the bytes from one element to the next; 0 if this file cannot decide about the elements."""
-    if datatype is None:
-        return array.itemsize if array.dtype in MPI_TYPES else 0
+    """Return the bytes from one element of a datatype to the next; 0 if this file cannot decide about the elements."""
     own = _OWN_OBJECTS.get(id(datatype))
-    if own is not None and not reduces:
-        return own.itemsize
+    if own is not None:
+        return own.itemsize if not reduces or own == array.dtype else 0
     if type(datatype) is not _Datatype or datatype == _no_type:
         return 0
     if reduces:
@@ -251,8 +250,6 @@ def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:
     """Return the elements up to the end of the last block, and the elements of this rank's block; -1 if unsure."""
     if type(counts) is ndarray:
         counts = counts.tolist()
-    if type(displs) is ndarray:
-        displs = displs.tolist()
     if type(counts) is not list or len(counts) != size:
         return -1, 0
     total = sum(counts)
@@ -260,6 +257,8 @@ def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:
         return -1, 0
     if displs is None:
         return total, counts[rank]
-    if type(displs) not in (list, tuple) or len(displs) != size or type(sum(displs)) is not int or min(displs) < 0:
+    if type(displs) is ndarray:
+        displs = displs.tolist()
+    if type(displs) not in _LISTS or len(displs) != size or type(sum(displs)) is not int or min(displs) < 0:
         return -1, 0
     return max(map(add, displs, counts)), counts[rank]

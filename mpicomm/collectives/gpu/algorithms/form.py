@@ -44,7 +44,7 @@ def has_form(call: Call) -> bool:
     """Return whether calls like this call differ only in addresses, counts and displacements."""
     operation = call.operation
     shapes = {operation.send, operation.receive}
-    readable = shapes <= {"one", "blocks", "vector"} and not operation.of_neighbors
+    readable = shapes <= {"one", "blocks", "vector", "counted"} and not operation.of_neighbors
     return readable and call.packed is None and call.epilogue is None and not call.scratch_nbytes
 
 
@@ -79,7 +79,7 @@ class Form:
     @property
     def is_even(self) -> bool:
         """Whether all blocks have one length, the same on all ranks."""
-        return self.operation.counts == "same"
+        return self.operation.counts == "same" and self.operation.send != "counted"
 
     @property
     def blocks_sent(self) -> int:

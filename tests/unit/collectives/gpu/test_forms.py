@@ -289,6 +289,34 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
             assert plan.private_nbytes == longest
 
 
+@given(data=st.data())
+def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Reduce_scatter"]
+    dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "c16"])))
+    device = Device(regions=data.draw(st.booleans()), size=size, rank=rank, blocks=132, link_speed=1.0)
+    plan = None
+    for number in range(4):
+        counts_of = st.lists(st.integers(0, 9) | st.integers(0, 9_000_000), min_size=size, max_size=size)
+        counts = data.draw(counts_of.filter(any), f"counts of call {number}")
+        send = DeviceArray((1 << 50) + 128 * number, sum(counts), dtype)
+        receive = DeviceArray((1 << 51) + 128 * number, counts[rank], dtype)
+        read = Call(operation, Arguments(send, receive, MPI.SUM, 0, counts), rank, size)
+        planned = GpuCall.of(read, Mappings(), None)
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        plan = plan or plan_of(read, device, "auto")
+        sent, received = (*plain_array(send), tuple(counts), None), plain_array(receive)  # type: ignore[misc]
+        assert received is not None and plan.takes(sent, received)
+        packets = algorithm.template(Form(read, rank, size), device.node) is not None
+        there = all(map(device.node.arena.has, algorithm.memory(planned, device.node)))
+        assert plan.fill(sent, received) == (packets and there)
+        if packets and there:
+            plan.launch(7)
+            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+            assert plan.text == planned.text(into_memory=False)
+        assert not plan.fill((sent[0], sent[1] + 1, *sent[2:]), received)  # recvcounts do not cut all of it
+
+
 def test_a_call_that_does_not_fit_its_form_is_left_to_planning() -> None:
     device = Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0)
     dtype = np.dtype("f4")

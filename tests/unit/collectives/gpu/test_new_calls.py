@@ -60,16 +60,18 @@ class Calls:
         """Let the receive buffers of `call_of` lie in a symmetric array."""
         self._session.mappings.add([2 << 50, 3 << 50], 0, 1 << 49)
 
-    def run(self, operation: Operation, send: Any, receive: Any, op: MPI.Op | None) -> None:
+    def run(
+        self, operation: Operation, send: Any, receive: Any, op: MPI.Op | None, counts: list[int] | None = None
+    ) -> None:
         """Make a call as the dispatcher does."""
-        known = self._cache.find(operation, "auto", send, receive, op, 0, None)
+        known = self._cache.find(operation, "auto", send, receive, op, 0, counts)
         if known is not None:
             self._cache.run(known, None, send, receive)
             return
         self.planned += 1
-        call = Call(operation, Arguments(send, receive, op), 0, 2)
+        call = Call(operation, Arguments(send, receive, op, 0, counts), 0, 2)
         plan = self._rig.engine.prepare_call(call, self._session.mappings, "auto")
-        self._cache.add(plan, (operation, "auto", send, receive, op, 0, None, ()), by_output=False, read=call)
+        self._cache.add(plan, (operation, "auto", send, receive, op, 0, counts, ()), by_output=False, read=call)
         self._rig.engine.enqueue(plan, STREAM)
 
     def finish(self) -> None:
@@ -82,11 +84,14 @@ def calls(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(cuda, monkeypatch)
 
 
-def call_of(name: str, count: int, rng: random.Random) -> tuple[Operation, Any, Any, MPI.Op | None]:
+def call_of(name: str, count: int, rng: random.Random) -> tuple[Any, ...]:
     send, receive = ((at << 50) + 256 * rng.randrange(1 << 20) for at in (1, 2))
     if name == "Alltoallv":
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], [Array(send, 2 * count), counts], [Array(receive, 2 * count), counts], None
+    if name == "Reduce_scatter":
+        counts = [count, rng.randrange(count)]
+        return OPERATIONS[name], Array(send, sum(counts)), Array(receive, count), MPI.SUM, counts
     if name == "Bcast":
         return OPERATIONS[name], None, Array(receive, count), None
     blocks = 2 if name == "Allgather" else 1
@@ -110,6 +115,7 @@ def test_a_call_without_elements_makes_no_form_in_place(calls: Calls) -> None:
         ("Allgather", 4, False, 40),
         ("Bcast", 40 << 10, True, 40),
         ("Alltoallv", 4, False, 60),
+        ("Reduce_scatter", 4, False, 40),
     ],
 )
 def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, kib: int, symmetric: bool, most: int) -> None:
