@@ -104,7 +104,10 @@ class ExpertsLaunches:
         self._memory = memory = ExpertsMemory(shape.in_kernels)
         self._quantized = team.arenas[team.rank] + memory.quantized
         self._dispatch = DispatchArguments(
-            experts=memory.arguments(team, memory.shape.row), capacity=shape.capacity, alignment=shape.alignment
+            experts=memory.arguments(team, memory.shape.row),
+            capacity=shape.capacity,
+            all_places=shape.places,
+            alignment=shape.alignment,
         )
         for each in (self._dispatch.x, self._dispatch.rows):
             each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
@@ -126,10 +129,13 @@ class ExpertsLaunches:
         arguments.x.first, arguments.x.second = x
         arguments.ids, arguments.weights = ids, weights
         arguments.rows.first, arguments.rows.second = pointers["x"], pointers["scales"]
-        arguments.row_weights = pointers["weights"]
+        arguments.place_weights = pointers["weights"]
         arguments.counts, arguments.offsets = pointers["counts"], pointers["offsets"]
         arguments.sources, arguments.places = pointers["sources"], pointers["places"]
         arguments.targets, arguments.tokens = pointers["targets"], pointers["tokens"]
+        arguments.token_rows, arguments.place_rows = pointers["token_rows"], pointers["rows"]
+        arguments.slot_ids, arguments.slot_weights = pointers["topk_ids"], pointers["topk_weights"]
+        arguments.row_count = pointers["row_count"]
         arguments.num_tokens, arguments.wide_ids = received.num_tokens, wide_ids
         return ExpertsLaunch(DISPATCH_KERNEL, arguments, blocks.total, DISPATCH_THREADS)
 
@@ -155,6 +161,7 @@ class ExpertsLaunches:
         arguments.values, arguments.slot_values = values
         arguments.row_weights = pointers["weights"] if weighted else 0
         arguments.places, arguments.targets = pointers["places"], pointers["targets"]
+        arguments.token_rows = pointers["token_rows"]
         arguments.tokens, arguments.num_tokens = pointers["tokens"], received.num_tokens
         return ExpertsLaunch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
 

@@ -13,7 +13,7 @@
 //     sums         of each peer: its sums for the tokens of this rank
 //     values       a number for each slot of each token of this rank, from the rank of its expert
 //     counted      of each receiver block: a flag for its histogram; then the count of renewals
-//     histograms   of each receiver block: its pairs of each expert
+//     histograms   of each receiver block: its pairs of each expert, and its rows on each rank
 //
 // The last two are private to the rank.
 //

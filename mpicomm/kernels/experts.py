@@ -76,11 +76,17 @@ class DispatchArguments(ctypes.Structure):
         ("counts", ctypes.c_uint64),
         ("offsets", ctypes.c_uint64),
         ("sources", ctypes.c_uint64),
-        ("row_weights", ctypes.c_uint64),
+        ("place_weights", ctypes.c_uint64),
         ("places", ctypes.c_uint64),
         ("targets", ctypes.c_uint64),
         ("tokens", ctypes.c_uint64),
+        ("token_rows", ctypes.c_uint64),
+        ("place_rows", ctypes.c_uint64),
+        ("slot_ids", ctypes.c_uint64),
+        ("slot_weights", ctypes.c_uint64),
+        ("row_count", ctypes.c_uint64),
         ("capacity", ctypes.c_uint64),
+        ("all_places", ctypes.c_uint64),
         ("num_tokens", ctypes.c_uint32),
         ("alignment", ctypes.c_uint32),
         ("wide_ids", ctypes.c_uint32),
@@ -96,6 +102,7 @@ class CombineExpertsArguments(ctypes.Structure):
         ("rows", ctypes.c_uint64),
         ("row_weights", ctypes.c_uint64),
         ("places", ctypes.c_uint64),
+        ("token_rows", ctypes.c_uint64),
         ("targets", ctypes.c_uint64),
         ("tokens", ctypes.c_uint64),
         ("values", ctypes.c_uint64),
@@ -187,7 +194,7 @@ class ExpertsMemory:
         self.sum_flags = _up(self.row_flags + tokens * shape.row.parts * _WORD_NBYTES, LINE_NBYTES)
         self.counted = _up(self.sum_flags + tokens * shape.sums.parts * _WORD_NBYTES, LINE_NBYTES)
         self.histograms = _up(self.counted + (MAX_BLOCKS + 1) * _WORD_NBYTES, LINE_NBYTES)
-        self.values = _up(self.histograms + MAX_BLOCKS * shape.firsts[-1] * 4, LINE_NBYTES)
+        self.values = _up(self.histograms + MAX_BLOCKS * (shape.firsts[-1] + size) * 4, LINE_NBYTES)
         self.rows = _up(self.values + shape.max_tokens * shape.top_k * 4, LINE_NBYTES)
         self.sums = _up(self.rows + tokens * shape.row.nbytes, LINE_NBYTES)
         self.quantized = _up(self.sums + tokens * shape.sums.nbytes, LINE_NBYTES)

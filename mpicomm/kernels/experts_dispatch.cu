@@ -6,11 +6,15 @@
 // protocol. So every rank knows the experts of all tokens. Then they push rows.
 //
 // Receivers lay out. The *pairs* of a token are its top_k slots. All pairs have an order: by the number
-// of the token, then by source, then by slot. The rows of an expert are its pairs in this order. So
+// of the token, then by source, then by slot. The places of an expert are its pairs in this order. So
 // each range of pairs has pairs of all sources, and all blocks wait for peers alike. Each warp takes a
 // range of tokens, counts its pairs of each expert, and waits for the counts of the other receiver
 // blocks. Then it knows the place of each of its pairs. So the layout depends only on the routes.
-// Last, it copies each row that has come to the places of its pairs.
+// Last, it copies each row that has come.
+//
+// In the layout by expert each place has a row, and a token has a row for each of its pairs here. In
+// the layout by token a token has one row, in the order of all tokens. Each place has the number of
+// that row. The counts of a block have its rows on each rank, too, so a warp knows its first row.
 //
 // Faults in routes. Every rank sees all routes. So all ranks find an id that is no expert, and a
 // rank whose memory has not enough rows. No block writes a row before all blocks have counted.
@@ -98,6 +102,6 @@ MPICOMM_KERNEL void mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Di
     mpicomm::send_routes(x, turn);
     mpicomm::push_rows(x, turn);
   } else {
-    mpicomm::Receiver{x, turn, layout}.run();
+    mpicomm::Receiver{{x, turn, layout}}.run();
   }
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from tests.kernels.build import Builds, Change
 from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Array, Machine, Place
+
+OF_TOKENS = ("rows", "topk_ids", "topk_weights", "token_rows", "row_count")
 
 
 @dataclass
@@ -31,12 +33,15 @@ class Result:
     targets: Place
     tokens: Place
     num_tokens: int
+    of_tokens: dict[str, Place]
+    """The arrays of the layout by token."""
 
     @property
     def pointers(self) -> dict[str, int]:
         """The addresses of the arrays, as `Received` has them."""
         names = ("scales", "counts", "offsets", "sources", "weights", "places", "targets", "tokens")
-        return {"x": self.rows.address, **{name: getattr(self, name).address for name in names}}
+        of_tokens = {name: self.of_tokens[name].address if self.of_tokens else 0 for name in OF_TOKENS}
+        return {"x": self.rows.address, **{name: getattr(self, name).address for name in names}, **of_tokens}
 
 
 class ExpertsRig:
@@ -56,11 +61,13 @@ class ExpertsRig:
         blocks: tuple[int, int] = (1, 1),
         changes: Sequence[Change] = (),
         timeout_s: float = 20,
+        by_token: bool = False,
         wire: np.dtype[Any] | None = None,
     ) -> None:
         self.size = len(experts_per_rank)
         self.shape = Shape(
-            tuple(experts_per_rank), hidden, max_tokens, top_k, np.dtype(dtype), capacity, alignment, None, wire
+            *(tuple(experts_per_rank), hidden, max_tokens, top_k, np.dtype(dtype), capacity, alignment),
+            *(None, by_token, wire),
         )
         self.machine = machine = Machine(builds, self.size)
         self._changes = changes
@@ -94,12 +101,13 @@ class ExpertsRig:
             scales=new(shape.capacity * 4 * shape.scales),
             counts=new(4 * experts),
             offsets=new(4 * (experts + 1)),
-            sources=new(12 * shape.capacity),
-            weights=new(4 * shape.capacity),
+            sources=new(12 * shape.places),
+            weights=new(4 * shape.places),
             places=new(4 * self.size * shape.max_tokens * shape.top_k),
             targets=new(8 * shape.max_tokens),
             tokens=new(4 * self.size),
             num_tokens=len(x),
+            of_tokens=self._of_tokens(new) if shape.by_token else {},
         )
         given = machine.place(rank, x).address, 0
         if shape.scales:
@@ -114,6 +122,12 @@ class ExpertsRig:
         )
         self._launch(rank, made, nap_us)
         return result
+
+    def _of_tokens(self, new: Callable[[int], Place]) -> dict[str, Place]:
+        shape = self.shape
+        slots = shape.capacity * shape.top_k
+        words = (shape.places, slots, slots, shape.size * shape.max_tokens, 1)
+        return {name: new(4 * count) for name, count in zip(OF_TOKENS, words, strict=True)}
 
     def combine(
         self,

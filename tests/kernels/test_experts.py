@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the rig reads fault records by a module that needs cuda-bindings")
 
-from tests.helpers.inputs.routings import Routing, require_laid_out, require_same  # noqa: E402
+from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same  # noqa: E402
+from tests.helpers.references.experts import Laid  # noqa: E402
 from tests.kernels.build import Builds, Change  # noqa: E402
 from tests.kernels.experts_rig import ExpertsRig, Result  # noqa: E402
 from tests.kernels.machine import CAUGHT, Array, Place, RunFailedError  # noqa: E402
 
-BY_BLOCKS = Change("experts_receiver.cuh", "kFewPairs = 8192", "kFewPairs = 0")
+BY_BLOCKS = Change("experts_counts.cuh", "kFewPairs = 8192", "kFewPairs = 0")
 """As if there were many pairs: each block counts only its own pairs."""
 TYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
@@ -33,7 +34,8 @@ class Round:
         self.routing = Routing(rng, experts, shape.hidden, shape.max_tokens, shape.top_k, shape.dtype, none=none)
         self.results: list[Result] = []
         self.sums: list[tuple[list[tuple[Place, Place]], np.dtype[Any], bool]] = []
-        self.values = [rng.random(shape.capacity, dtype=np.float32) for _ in experts]
+        of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
+        self.values = [rng.random(of_rows, dtype=np.float32) for _ in experts]
 
     def dispatch(self, ranks: Iterable[int], naps: Sequence[int] | None = None) -> None:
         x = self.routing
@@ -54,6 +56,9 @@ class Round:
     def check(self) -> None:
         shape = self.rig.shape
         laid = self.routing.laid(shape.alignment)
+        if shape.by_token:
+            self._check_by_token(laid)
+            return
         for rank, (expected, result) in enumerate(zip(laid, self.results, strict=True)):
             experts = shape.experts_per_rank[rank]
             rows = result.rows.view(shape.dtype).reshape(-1, shape.hidden)
@@ -68,6 +73,32 @@ class Round:
                 require_same("sums", place.view(dtype).reshape(expected_sums.shape), expected_sums)
                 if not weighted:
                     of_slots = self.routing.of_slots(laid, self.values, rank)
+                    require_same("values", slots.view(np.float32).reshape(of_slots.shape), of_slots)
+
+    def _check_by_token(self, places: list[Laid]) -> None:
+        shape = self.rig.shape
+        laid = self.routing.laid_by_token()
+        for rank, (expected, result) in enumerate(zip(laid, self.results, strict=True)):
+            words = {name: place.view(np.int32) for name, place in result.of_tokens.items()}
+            found = {
+                **words,
+                "x": result.rows.view(shape.dtype).reshape(-1, shape.hidden),
+                "counts": result.counts.view(np.int32)[: shape.experts_per_rank[rank]],
+                "offsets": result.offsets.view(np.int32),
+                "sources": result.sources.view(np.int32).reshape(-1, 3),
+                "weights": result.weights.view(np.float32),
+                "tokens": result.tokens.view(np.int32),
+                "topk_ids": words["topk_ids"].reshape(-1, shape.top_k),
+                "topk_weights": words["topk_weights"].view(np.float32).reshape(-1, shape.top_k),
+                "token_rows": words["token_rows"].reshape(shape.size, -1),
+            }
+            require_laid_by_token(expected, places[rank], found)
+        for sums, dtype, has_values in ((places, dtype, not weighted) for places, dtype, weighted in self.sums):
+            for rank, (place, slots) in enumerate(sums):
+                expected_sums = self.routing.sums_by_token(laid, [each.rows for each in laid], rank, dtype)
+                require_same("sums", place.view(dtype).reshape(expected_sums.shape), expected_sums)
+                if has_values:
+                    of_slots = self.routing.slots_by_token(laid, self.values, rank)
                     require_same("values", slots.view(np.float32).reshape(of_slots.shape), of_slots)
 
 
@@ -100,11 +131,13 @@ def rig_of(builds: Builds, size: int, changes: Sequence[Change] = (), **options:
     return ExpertsRig(builds, experts, hidden, 7, 3, dtype, changes=changes, **options)
 
 
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_random_routings(builds: Builds, size: int) -> None:
+def test_random_routings(builds: Builds, size: int, by_token: bool) -> None:
     cases = zip(((1, 1), (2, 3), (3, 2)), TYPES, (1, 4, 3), ((), (BY_BLOCKS,), (BY_BLOCKS,)), strict=True)
     for seed, (blocks, dtype, alignment, changes) in enumerate(cases):
-        play(rig_of(builds, size, changes, blocks=blocks, dtype=dtype, alignment=alignment), seed, 6)
+        rig = rig_of(builds, size, changes, blocks=blocks, dtype=dtype, alignment=alignment, by_token=by_token)
+        play(rig, seed, 6)
 
 
 def test_launches_past_the_end_of_32_bits(builds: Builds) -> None:

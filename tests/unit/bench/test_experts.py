@@ -21,10 +21,11 @@ def test_every_row_is_checked(tmp_path: Path) -> None:
     lines = job.stdout.splitlines()
     assert lines[-1] == "# OK"
     shown = [line.split() for line in lines if not line.startswith("#")]
-    assert [(row[0], row[-1]) for row in shown] == [("5", "0"), ("9", "0")]
+    expected = [("5", "experts"), ("5", "tokens"), ("9", "experts"), ("9", "tokens")]
+    assert [(*row[:2], row[-1]) for row in shown] == [(*each, "0") for each in expected]
     report = json.loads(path.read_text())
     assert report["ok"]
-    assert [row["tokens"] for row in report["experts"]] == [5, 9]
+    assert [(str(row["tokens"]), row["layout"]) for row in report["experts"]] == expected
     assert all(row["crossing_nbytes"] > 0 and row["dispatch_us"] > 0 for row in report["experts"])
 
 
@@ -32,6 +33,8 @@ FAULTS = {
     "received.x[2, 3] += 1": "dispatch",
     "received.sources[[0, 1]] = received.sources[[1, 0]]": "dispatch",
     "received.offsets[-1] -= 1": "dispatch",
+    "if received.rows is not None: received.rows[[0, 1]] = received.rows[[1, 0]]": "dispatch",
+    "if received.rows is not None: received.row_count[0] += 1": "dispatch",
     "received[4, 5] += 8": "combine",
 }
 
