@@ -16,6 +16,18 @@ from tests.kernels.build import Builds, Change
 from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Array, Machine, Place
 
+FEW_THREADS = (
+    Change("experts_dispatch.cuh", "kDispatchThreads = 384", "kDispatchThreads = 96"),
+    Change("experts_combine.cu", "kSumThreads = 256", "kSumThreads = 64"),
+)
+"""Three warps of a block that dispatches, and two of a block that combines: a CPU runs them sooner."""
+_THREADS = {"experts_dispatch.cu": 96, "experts_combine.cu": 64}
+_INCLUDED = {
+    "experts_dispatch.cu": (
+        *("experts.cuh", "experts_dispatch.cu", "experts_dispatch.cuh", "experts_counts.cuh", "experts_receiver.cuh"),
+    ),
+    "experts_combine.cu": ("experts.cuh", "experts_combine.cu"),
+}
 OF_TOKENS = ("rows", "topk_ids", "topk_weights", "token_rows", "row_count")
 
 
@@ -61,6 +73,7 @@ class ExpertsRig:
         blocks: tuple[int, int] = (1, 1),
         changes: Sequence[Change] = (),
         timeout_s: float = 20,
+        all_threads: bool = False,
         by_token: bool = False,
         wire: np.dtype[Any] | None = None,
     ) -> None:
@@ -70,7 +83,8 @@ class ExpertsRig:
             *(None, by_token, wire),
         )
         self.machine = machine = Machine(builds, self.size)
-        self._changes = changes
+        self._all_threads = all_threads
+        self._changes = [*changes, *(() if all_threads else FEW_THREADS)]
         nbytes = ExpertsMemory(self.shape.in_kernels).nbytes
         self.arenas = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
@@ -150,6 +164,9 @@ class ExpertsRig:
         return output, of_slots
 
     def _launch(self, rank: int, made: ExpertsLaunch, nap_us: int) -> None:
-        kernel = kernel_of(self.machine.builds, made.variant, self._changes)
-        arguments = [made.arguments]
-        self.machine.launch(rank, kernel, arguments, blocks=made.blocks, threads=made.threads, nap_us=nap_us)
+        source = made.variant.source.name
+        # Changes of files that a kernel does not include would only compile it again.
+        changes = [each for each in self._changes if each.file in _INCLUDED.get(source, ())]
+        kernel = kernel_of(self.machine.builds, made.variant, changes)
+        threads = made.threads if self._all_threads else _THREADS.get(source, made.threads)
+        self.machine.launch(rank, kernel, [made.arguments], blocks=made.blocks, threads=threads, nap_us=nap_us)
