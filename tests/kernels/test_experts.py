@@ -324,6 +324,16 @@ FAILURES = {
 }
 
 
+FAILURES_BY_TOKEN = {
+    "two tokens in one row": Change("experts_receiver.cuh", "__popc(rows & earlier_tokens())", "0"),
+    "a row for each pair": Change(
+        "experts_counts.cuh", "pair.owner == of && (there & lower_lanes() & ~earlier_tokens()) == 0", "pair.owner == of"
+    ),
+    "rows of earlier steps forgotten": Change("experts_receiver.cuh", "if (lane == 0) next += __popc(rows);", ""),
+    "rows not counted": Change("experts_counts.cuh", "if (lane == 0) mine[num_experts", "if (false) mine[num_experts"),
+}
+
+
 @pytest.mark.parametrize("name", RACES)
 def test_race_is_seen(watched_builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
@@ -332,11 +342,12 @@ def test_race_is_seen(watched_builds: Builds, name: str) -> None:
             play(rig, seed, 3, types=ONE_TYPE)
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", [*FAILURES, *FAILURES_BY_TOKEN])
 def test_failure_is_seen(builds: Builds, name: str) -> None:
+    change, by_token = {**FAILURES, **FAILURES_BY_TOKEN}[name], name in FAILURES_BY_TOKEN
     # A kernel that takes an old packet for a route also stores outside of all memory.
     with pytest.raises(AssertionError, match=rf"{CAUGHT}|exit codes \[.*-11"):
         for seed in range(20):
-            rig = rig_of(builds, 3, [BY_BLOCKS, FAILURES[name]], blocks=(2, 2), timeout_s=1)
+            rig = rig_of(builds, 3, [BY_BLOCKS, change], blocks=(2, 2), timeout_s=1, by_token=by_token)
             rig.start_at(2**32 - 3)
             play(rig, seed, 5, types=ONE_TYPE)
