@@ -173,19 +173,32 @@ MPICOMM_DEVICE_CALL u32 blamed(const Team& team, u32 peer, u32 launch) {
   return peer;
 }
 
+// What a thread that waits for a peer looks at now and then. `leaves` is true if the kernel must leave:
+// the peer makes another call, or a rank has given up.
+struct PeerWatch {
+  const Team& team;
+  u32 peer;
+  Watch watch;
+
+  MPICOMM_DEVICE PeerWatch(const Experts& x, u32 operation, u64 number, u32 peer)
+      : team(x.team),
+        peer(peer),
+        watch{x.team.faults, x.team.timeout_ns, operation, number, blockIdx.x, x.team.names[peer]} {}
+
+  MPICOMM_DEVICE_CALL bool leaves() {
+    const u32 launch = static_cast<u32>(watch.sequence);
+    if (is_told(team) || load_relaxed(team.faults.failed) != kClear) return true;
+    watch.peer = team.names[blamed(team, peer, launch)];
+    return peer != team.rank && look_at(team, peer, launch) == kDifferent && !refuse(team, peer, launch);
+  }
+};
+
 // Waits for `peer`. If the result is false, the kernel must leave: time is up, the peer makes
 // another call, or a rank has given up.
 template <class Reached>
 MPICOMM_DEVICE bool await_peer(const Experts& x, u32 operation, u64 number, u32 peer, Reached reached) {
-  const Team& team = x.team;
-  const u32 launch = static_cast<u32>(number);
-  Watch watch{team.faults, team.timeout_ns, operation, number, blockIdx.x, team.names[peer]};
-  const auto leaves = [&] {
-    if (is_told(team) || load_relaxed(team.faults.failed) != kClear) return true;
-    watch.peer = team.names[blamed(team, peer, launch)];
-    return peer != team.rank && look_at(team, peer, launch) == kDifferent && !refuse(team, peer, launch);
-  };
-  return lasts(team, watch, spin(reached, leaves, watch));
+  PeerWatch mine(x, operation, number, peer);
+  return lasts(x.team, mine.watch, spin(reached, [&] { return mine.leaves(); }, mine.watch));
 }
 
 // Waits for other blocks of this rank. The wait has no limit. The other blocks wait for peers with a
@@ -268,28 +281,62 @@ struct Unpublished {
 // The parts of one kind of data that the warps of the sender blocks share out. Each warp takes runs of
 // neighbouring parts, and publishes each run. All parts of a warp follow each other if `apart`: then
 // the warps begin in distant places. Otherwise all warps together go through the parts in order.
-template <bool apart, class Act>
-MPICOMM_DEVICE void each_run(const Experts& x, const Turn& turn, u64 parts, Act act) {
+//
+// `prepare` loads a part, `ready` waits for the peers on all threads of the block, and `store` stores the
+// part. The loads of a part are in flight while the warp waits for the peers, or publishes.
+template <bool apart, class Prepare, class Ready, class Store>
+MPICOMM_DEVICE void each_run(const Experts& x, const Turn& turn, u64 parts, Prepare prepare, Ready ready, Store store) {
   const u64 of_block = blockDim.x / kLanes, warps = x.senders * of_block;
   const u64 warp = blockIdx.x * of_block + threadIdx.x / kLanes;
   const u64 each = (parts + warps - 1) / warps, run = Unpublished::most(x.team, each);
   const u64 end = apart && (warp + 1) * each < parts ? (warp + 1) * each : parts;
-  for (u64 first = warp * (apart ? each : run); first < end; first += apart ? run : warps * run) {
-    Unpublished unpublished;
+  u64 first = warp * (apart ? each : run);
+  u32 i = 0;
+  bool goes_on = first < end;
+  decltype(prepare(first)) prepared;
+  if (goes_on) prepared = prepare(first);
+  if (!ready()) return;
+  Unpublished unpublished;
 #pragma unroll 1
-    for (u32 i = 0; i < run && first + i < end; ++i) act(first + i, i, unpublished);
-    unpublished.publish(turn);
+  while (goes_on) {
+    store(prepared, i, unpublished);
+    const bool ends = ++i >= run || first + i >= end;
+    if (ends) {
+      first += apart ? run : warps * run;
+      i = 0;
+      goes_on = first < end;
+    }
+    if (goes_on) prepared = prepare(first + i);
+    if (ends) unpublished.publish(turn);
   }
 }
 
-// Waits until `peer` has published a part. One lane calls it, and __syncwarp follows.
-MPICOMM_DEVICE bool await_part(
-    const Experts& x, u64 flags, u32 operation, const Turn& turn, u32 peer, u32 token, u32 part) {
-  const u64* const flag = flag_in(x, flags, x.team.rank, peer, token, part);
+// Whether `peer` has published a part. __syncwarp follows.
+MPICOMM_DEVICE bool has_part(const Experts& x, u64 flags, const Turn& turn, u32 peer, u32 token, u32 part) {
   // Pairs with the release in `Unpublished::publish`. A plain load could see the flag while later loads see
   // the row of an earlier launch. The flag is equal: the peer stores a later number only after this
   // launch has ended here.
-  return await_peer(x, operation, turn.number, peer, [&] { return load_acquire(flag) == turn.number; });
+  return load_acquire(flag_in(x, flags, x.team.rank, peer, token, part)) == turn.number;
+}
+
+// Waits until `has_come` returns true on a lane that is pending, and returns the set of these lanes. At least
+// one lane is pending, and waits for `peer`. All lanes of the warp call it. If the set is empty, the
+// kernel must leave.
+template <class HasCome>
+MPICOMM_DEVICE u32 await_any(const Experts& x, u32 operation, u64 number, u32 peer, bool pending, HasCome has_come) {
+  const u32 lane = threadIdx.x % kLanes;
+  const u32 waits = __ffs(__ballot_sync(kWarp, pending)) - 1;
+  PeerWatch mine(x, operation, number, peer);
+  Spell spell;
+  for (u32 poll = 0;; ++poll) {
+    const u32 come = __ballot_sync(kWarp, pending && has_come());
+    if (come != 0) return come;
+    if (poll < kPollsBeforeClock) continue;
+    // One lane looks at the clock, because the lanes go on or leave together.
+    const bool goes_on =
+        lane != waits || lasts(x.team, mine.watch, spell.end([&] { return mine.leaves(); }, mine.watch));
+    if (!__all_sync(kWarp, goes_on)) return 0;
+  }
 }
 
 }  // namespace mpicomm

@@ -140,13 +140,23 @@ MPICOMM_DEVICE void each_sum(const Combine& x, const Placed& placed, const Part&
     for (u32 i = 0; i < kPartPackets; ++i) store(i, packets.of[i]);
     return;
   }
-#pragma unroll 1
+#pragma unroll
   for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
     const Sums sums = sum_rows(placed, part, first);
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) store(first + i, sums.of[i]);
   }
 }
+
+// The sum of this rank for a part of a token of `source`.
+struct PeerSum {
+  u32 source;
+  u32 token;
+  u32 part;
+  bool is_here;
+  const float* value;  // of the pair of this lane
+  Packets packets;
+};
 
 MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn) {
   const Experts& experts = x.experts;
@@ -159,22 +169,30 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn) {
   }
   // Neighbouring units go to different ranks: see team.cuh.
   const u64 units = static_cast<u64>(most) * experts.parts * peers;
-  each_run<false>(experts, turn, units, [&](u64 unit, u32 number, Unpublished& unpublished) {
-    const u32 source = (team.rank + 1 + static_cast<u32>(unit % peers)) % team.size;
-    const u32 part = static_cast<u32>(unit / peers % experts.parts);
-    const u32 token = static_cast<u32>(unit / peers / experts.parts);
-    if (token >= x.tokens[source]) return;
-    const Placed placed(x, source, token, lane);
-    if (placed.lanes == 0) return;
-    const Part range(experts, part, lane);
-    u8* const target = row_in(experts, experts.sums, source, team.rank, token);
-    each_sum(x, placed, range, [&](u32 i, const Packet& packet) {
-      if (range.has(i)) store_aligned(target + range.at(i), packet);
-    });
+  const auto prepare = [&](u64 unit) {
+    PeerSum sum;
+    sum.source = (team.rank + 1 + static_cast<u32>(unit % peers)) % team.size;
+    sum.part = static_cast<u32>(unit / peers % experts.parts);
+    sum.token = static_cast<u32>(unit / peers / experts.parts);
+    sum.is_here = false;
+    if (sum.token >= x.tokens[sum.source]) return sum;
+    const Placed placed(x, sum.source, sum.token, lane);
+    sum.is_here = placed.lanes != 0;
+    sum.value = placed.value;
+    if (sum.is_here) {
+      each_sum(x, placed, Part(experts, sum.part, lane), [&](u32 i, const Packet& packet) { sum.packets.of[i] = packet; });
+    }
+    return sum;
+  };
+  const auto store = [&](const PeerSum& sum, u32 number, Unpublished& unpublished) {
+    if (!sum.is_here) return;
+    u8* const target = row_in(experts, experts.sums, sum.source, team.rank, sum.token);
+    sum.packets.store([&](u64 at) { return target + at; }, Part(experts, sum.part, lane));
     // The flag of the first part publishes the values, too.
-    if (part == 0 && placed.value != nullptr) values_in(experts, source, token)[lane] = *placed.value;
-    unpublished.note(experts, experts.sum_flags, number, 1u << source, token, part, lane);
-  });
+    if (sum.part == 0 && sum.value != nullptr) values_in(experts, sum.source, sum.token)[lane] = *sum.value;
+    unpublished.note(experts, experts.sum_flags, number, 1u << sum.source, sum.token, sum.part, lane);
+  };
+  each_run<false>(experts, turn, units, prepare, [&] { return peers_are_ready(experts, kCombine, turn); }, store);
 }
 
 // The sums of this rank, of all threads of a block.
@@ -198,7 +216,8 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) 
     each_sum(x, placed, range, [&](u32 i, const Packet& packet) { own.of[i][threadIdx.x] = packet; });
     bool ok = true;
     if (lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
-      ok = await_part(experts, experts.sum_flags, kCombine, turn, lane, token, part);
+      const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, token, part); };
+      ok = await_peer(experts, kCombine, turn.number, lane, has_come);
     }
     // Orders the loads of all lanes after the acquires.
     __syncwarp();
@@ -253,7 +272,6 @@ MPICOMM_KERNEL void mpicomm_experts_combine(const __grid_constant__ mpicomm::Com
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kCombines);
   if (!mpicomm::begin_launch(x.experts, mpicomm::kCombines, turn)) return;
   if (blockIdx.x < x.experts.senders) {
-    if (!mpicomm::peers_are_ready(x.experts, mpicomm::kCombine, turn)) return;
     mpicomm::push_sums(x, turn);
   } else {
     mpicomm::take_sums(x, turn, own);

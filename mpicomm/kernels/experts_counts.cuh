@@ -9,6 +9,7 @@ namespace mpicomm {
 // Up to so many pairs each receiver block counts the pairs of all blocks. That takes less time than
 // to wait for the counts of the other blocks.
 constexpr u64 kFewPairs = 8192;
+static_assert(kFewPairs * kMaxBlocks * kWarps < 1ull << 32, "see Counts::count");
 
 // The columns of a count: the pairs of each expert, then the rows of each rank in the layout by token.
 constexpr u32 kMostColumns = kMostExperts + kMaxRanks;
@@ -246,13 +247,12 @@ struct Counts {
     return true;
   }
 
-  // Counts one in a column for a token: in this block, in an earlier block, or in a later block.
+  // Counts one in a column for one of few tokens: in this block, in an earlier block, or in a later block.
   MPICOMM_DEVICE void count(u32 column, u32 token, u32 tokens, u32 first) const {
     atomicAdd(&layout.totals[column], 1);
     if (token < first) atomicAdd(&layout.before[column], 1);
     // The warp of this block with the token: the inverse of `first_token`.
-    const u64 all = static_cast<u64>(blocks) * kWarps;
-    const u64 of_all = (static_cast<u64>(token + 1) * all - 1) / tokens;
+    const u32 all = blocks * kWarps, of_all = ((token + 1) * all - 1) / tokens;
     if (of_all / kWarps == block) atomicAdd(&layout.histograms[of_all % kWarps][column], 1);
   }
 

@@ -38,52 +38,100 @@ MPICOMM_DEVICE void send_packet(const Experts& x, u32 epoch, u64 slot, u32 first
   }
 }
 
-MPICOMM_DEVICE void send_routes(const Dispatch& x, const Turn& turn) {
+// Senders of routes share out the pairs. Each block sends as many, and each thread loads its first route
+// before the wait for the peers.
+struct Routes {
+  const Dispatch& x;
+  u64 pairs;
+  u64 first;
+  u64 end;
+  u32 expert = kNoExpert;
+  u32 weight = 0;
+
+  MPICOMM_DEVICE explicit Routes(const Dispatch& x) : x(x) {
+    pairs = static_cast<u64>(x.num_tokens) * x.experts.top_k;
+    const u64 each = (pairs + x.experts.senders - 1) / x.experts.senders, last = (blockIdx.x + 1) * each;
+    first = blockIdx.x * each + threadIdx.x;
+    end = last < pairs ? last : pairs;
+    load(first);
+  }
+  MPICOMM_DEVICE void load(u64 pair) {
+    if (pair >= end) return;
+    expert = expert_of(x, pair);
+    weight = bits_of(x.weights == nullptr ? 1.0f : x.weights[pair]);
+  }
+  MPICOMM_DEVICE void send(const Turn& turn) {
+    const Experts& experts = x.experts;
+    const u32 epoch = static_cast<u32>(turn.number);
+    const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
+    if (is_first) send_packet(experts, epoch, 0, x.num_tokens, 0);
+    for (u64 pair = first; pair < end; pair += blockDim.x) {
+      send_packet(experts, epoch, 1 + pair, expert, weight);
+      load(pair + blockDim.x);
+    }
+    // Epochs have 32 bits, so an epoch comes again after 2^32 launches. Each dispatch renews one packet
+    // that it does not use, in turn. So no packet still holds the epoch of so long ago.
+    if (is_first) {
+      u64* const renewals = renewals_of(experts);
+      const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.max_tokens) * experts.top_k);
+      if (renewed >= pairs) send_packet(experts, epoch, 1 + renewed, kNoExpert, 0);
+    }
+  }
+};
+
+// A part of a token, and the peers that need the token.
+struct LoadedPart {
+  u32 token;
+  u32 part;
+  u32 peers;
+  Packets packets;
+};
+
+MPICOMM_DEVICE LoadedPart load_part(const Dispatch& x, u64 unit, u32 lane) {
   const Experts& experts = x.experts;
-  const u32 epoch = static_cast<u32>(turn.number);
-  const u64 pairs = static_cast<u64>(x.num_tokens) * experts.top_k;
-  const u64 thread = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (thread == 0) send_packet(experts, epoch, 0, x.num_tokens, 0);
-  for (u64 pair = thread; pair < pairs; pair += static_cast<u64>(experts.senders) * blockDim.x) {
-    const float weight = x.weights == nullptr ? 1.0f : x.weights[pair];
-    send_packet(experts, epoch, 1 + pair, expert_of(x, pair), bits_of(weight));
+  LoadedPart loaded;
+  loaded.token = static_cast<u32>(unit / experts.parts);
+  loaded.part = static_cast<u32>(unit % experts.parts);
+  const u32 token = loaded.token;
+  loaded.packets.load([&](u64 at) { return x.x.at(token, at); }, Part(experts, loaded.part, lane));
+  const u32 expert = lane < experts.top_k ? expert_of(x, static_cast<u64>(token) * experts.top_k + lane) : kNoExpert;
+  const u32 owner = expert >= kWrongExpert ? kMaxRanks : rank_of(experts, expert);
+  u32 targets = 0;
+  for (u32 rank = 0; rank < experts.team.size; ++rank) {
+    targets |= (__ballot_sync(kWarp, owner == rank) != 0 ? 1u : 0u) << rank;
   }
-  // Epochs have 32 bits, so an epoch comes again after 2^32 launches. Each dispatch renews one packet
-  // that it does not use, in turn. So no packet still holds the epoch of so long ago.
-  if (thread == 0) {
-    u64* const renewals = renewals_of(experts);
-    const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.max_tokens) * experts.top_k);
-    if (renewed >= pairs) send_packet(experts, epoch, 1 + renewed, kNoExpert, 0);
-  }
+  const u32 slots = __ballot_sync(kWarp, owner < experts.team.size);
+  if (loaded.part == 0 && lane == 0) x.targets[token] = {targets, slots};
+  loaded.peers = targets & ~(1u << experts.team.rank);
+  return loaded;
 }
 
-MPICOMM_DEVICE void push_rows(const Dispatch& x, const Turn& turn) {
+MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const u32 lane = threadIdx.x % kLanes;
-  // Receivers take neighbouring tokens one after the other. Senders begin in distant places, so all
-  // receivers have work from the beginning.
-  each_run<true>(experts, turn, static_cast<u64>(x.num_tokens) * experts.parts, [&](u64 unit, u32 i, Unpublished& unpublished) {
-    const u32 token = static_cast<u32>(unit / experts.parts), part = static_cast<u32>(unit % experts.parts);
-    // The loads of the row are in flight beside the loads of the ids.
-    const Part range(experts, part, lane);
-    Packets packets;
-    packets.load([&](u64 at) { return x.x.at(token, at); }, range);
-    const u32 expert = lane < experts.top_k ? expert_of(x, static_cast<u64>(token) * experts.top_k + lane) : kNoExpert;
-    const u32 owner = expert >= kWrongExpert ? kMaxRanks : rank_of(experts, expert);
-    u32 targets = 0;
-    for (u32 rank = 0; rank < team.size; ++rank) targets |= (__ballot_sync(kWarp, owner == rank) != 0 ? 1u : 0u) << rank;
-    const u32 slots = __ballot_sync(kWarp, owner < team.size);
-    if (part == 0 && lane == 0) x.targets[token] = {targets, slots};
-    const u32 remote = targets & ~(1u << team.rank);
+  Routes routes(x);
+  const auto prepare = [&](u64 unit) { return load_part(x, unit, lane); };
+  const auto ready = [&] {
+    if (!peers_are_ready(experts, kDispatch, turn)) return false;
+    routes.send(turn);
+    // Rows of this block leave after its routes. Otherwise the routes would wait in the links behind rows,
+    // and receivers lay out nothing before they know all routes.
+    __syncthreads();
+    return true;
+  };
+  const auto store = [&](const LoadedPart& loaded, u32 i, Unpublished& unpublished) {
+    const Part range(experts, loaded.part, lane);
     for (u32 distance = 1; distance < team.size; ++distance) {
       const u32 to = (team.rank + distance) % team.size;
-      if ((remote >> to & 1) == 0) continue;
-      u8* const row = row_in(experts, experts.rows, to, team.rank, token);
-      packets.store([&](u64 at) { return row + at; }, range);
+      if ((loaded.peers >> to & 1) == 0) continue;
+      u8* const row = row_in(experts, experts.rows, to, team.rank, loaded.token);
+      loaded.packets.store([&](u64 at) { return row + at; }, range);
     }
-    unpublished.note(experts, experts.row_flags, i, remote, token, part, lane);
-  });
+    unpublished.note(experts, experts.row_flags, i, loaded.peers, loaded.token, loaded.part, lane);
+  };
+  // Warps begin in distant places, so all receivers have work from the beginning.
+  each_run<true>(experts, turn, static_cast<u64>(x.num_tokens) * experts.parts, prepare, ready, store);
 }
 
 }  // namespace mpicomm
@@ -98,9 +146,7 @@ MPICOMM_KERNEL void mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Di
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kDispatches);
   if (!mpicomm::begin_launch(x.experts, mpicomm::kDispatches, turn)) return;
   if (blockIdx.x < x.experts.senders) {
-    if (!mpicomm::peers_are_ready(x.experts, mpicomm::kDispatch, turn)) return;
-    mpicomm::send_routes(x, turn);
-    mpicomm::push_rows(x, turn);
+    mpicomm::send(x, turn);
   } else {
     mpicomm::Receiver{{x, turn, layout}}.run();
   }

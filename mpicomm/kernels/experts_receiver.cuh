@@ -91,18 +91,46 @@ struct Receiver : Counts {
     }
   }
 
-  // Copies the rows of this block's tokens to their places. First come the tokens of this rank, while
-  // the others are on their way.
+  // Copies the rows of this block's tokens to their places. Each lane looks after a part, and the warp copies
+  // parts in the order in which they come. First come the tokens of this rank.
   MPICOMM_DEVICE void lay_out() const {
-    const u32 parts = x.experts.parts;
-    const u32 first = first_token(0), tokens = first_token(kWarps) - first;
-    for (u32 pass = 0; pass < 2; ++pass) {
-      for (u64 unit = warp; unit < static_cast<u64>(tokens) * parts; unit += kWarps) {
-        const Route route = token_of(first + static_cast<u32>(unit / parts));
-        if ((route.source == rank()) != (pass == 0) || !exists(route)) continue;
-        if (!copy_part(route, static_cast<u32>(unit % parts))) return;
+    const Experts& experts = x.experts;
+    const u32 parts = experts.parts, first = first_token(0);
+    const u64 units = static_cast<u64>(first_token(kWarps) - first) * parts, each = (units + kWarps - 1) / kWarps;
+    const u64 end = (warp + 1) * each < units ? (warp + 1) * each : units;
+    for (u64 base = warp * each; base < end; base += kLanes) {
+      const u64 unit = base + lane;
+      const u32 part = static_cast<u32>(unit % parts);
+      Route route{};
+      bool pending = false;
+      if (unit < end) {
+        route = token_of(first + static_cast<u32>(unit / parts));
+        pending = exists(route) && is_here(route);
+      }
+      const auto has_come = [&] {
+        return route.source == rank() || has_part(experts, experts.row_flags, turn, route.source, route.token, part);
+      };
+      while (__any_sync(kWarp, pending)) {
+        const u32 come = await_any(experts, kDispatch, turn.number, route.source, pending, has_come);
+        if (come == 0) return;
+        // Orders the loads of all lanes after the acquires.
+        __syncwarp();
+        if ((come >> lane & 1) != 0) pending = false;
+        for (u32 left = come; left != 0; left &= left - 1) {
+          const u32 of = __ffs(left) - 1;
+          const Route taken{__shfl_sync(kWarp, route.source, of), __shfl_sync(kWarp, route.token, of), 0};
+          copy_part(taken, __shfl_sync(kWarp, part, of));
+        }
       }
     }
+  }
+
+  // Whether a token has an expert of this rank.
+  MPICOMM_DEVICE bool is_here(const Route& route) const {
+    if (by_token()) return x.token_rows[token_at(route)] >= 0;
+    bool is_here = false;
+    for (u32 slot = 0; slot < x.experts.top_k; ++slot) is_here |= x.places[pair_of(route) + slot] >= 0;
+    return is_here;
   }
 
   // The row of a token for this lane, or -1. A token has one row in the layout by token, and one for each
@@ -112,29 +140,21 @@ struct Receiver : Counts {
     return lane < x.experts.top_k ? x.places[pair_of(route) + lane] : -1;
   }
 
-  MPICOMM_DEVICE bool copy_part(const Route& route, u32 part) const {
+  MPICOMM_DEVICE void copy_part(const Route& route, u32 part) const {
     const Experts& experts = x.experts;
-    const i32 row = row_on_lane(route);
-    const u32 rows = __ballot_sync(kWarp, row >= 0);
-    if (rows == 0) return true;
     const Part range(experts, part, lane);
     Packets packets;
     if (route.source == rank()) {
       packets.load([&](u64 at) { return x.x.at(route.token, at); }, range);
     } else {
-      const bool ok =
-          lane != 0 || await_part(experts, experts.row_flags, kDispatch, turn, route.source, route.token, part);
-      // Orders the loads of all lanes after the acquire.
-      __syncwarp();
-      if (!__all_sync(kWarp, ok)) return false;
       const u8* const from = row_in(experts, experts.rows, rank(), route.source, route.token);
       packets.load([&](u64 at) { return from + at; }, range);
     }
-    for (u32 left = rows; left != 0; left &= left - 1) {
+    const i32 row = row_on_lane(route);
+    for (u32 left = __ballot_sync(kWarp, row >= 0); left != 0; left &= left - 1) {
       const u64 to = static_cast<u64>(__shfl_sync(kWarp, row, __ffs(left) - 1));
       packets.store([&](u64 at) { return x.rows.at(to, at); }, range);
     }
-    return true;
   }
 
   MPICOMM_DEVICE void run() const {

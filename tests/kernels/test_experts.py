@@ -268,7 +268,7 @@ def test_ranks_in_different_calls_notice(builds: Builds) -> None:
 RACES = {
     "flag of a part turned relaxed": Change("experts.cuh", "store_release(flag, turn", "store_relaxed(flag, turn"),
     "flag of a part loaded relaxed": Change(
-        "experts.cuh", "return load_acquire(flag) == turn.number;", "return load_relaxed(flag) == turn.number;"
+        "experts.cuh", "return load_acquire(flag_in(x, flags", "return load_relaxed(flag_in(x, flags"
     ),
     "flag before all lanes have stored": Change(
         "experts.cuh",
@@ -276,7 +276,9 @@ RACES = {
         "",
     ),
     "row read before its flag": Change(
-        "experts_receiver.cuh", "      // Orders the loads of all lanes after the acquire.\n      __syncwarp();", ""
+        "experts_receiver.cuh",
+        "        // Orders the loads of all lanes after the acquires.\n        __syncwarp();",
+        "",
     ),
     "sums read before their flags": Change(
         "experts_combine.cu", "    // Orders the loads of all lanes after the acquires.\n    __syncwarp();", ""
@@ -306,7 +308,11 @@ FAILURES = {
     "no wait for counts": Change(
         "experts_counts.cuh", "return load_acquire_on_device(flag) == turn.number;", "return true;"
     ),
-    "no wait for a part": Change("experts.cuh", "return load_acquire(flag) == turn.number;", "return true;"),
+    "no wait for a part": Change(
+        "experts.cuh",
+        "return load_acquire(flag_in(x, flags, x.team.rank, peer, token, part)) == turn.number;",
+        "return true;",
+    ),
     "packet of an earlier launch": Change(
         "experts_counts.cuh",
         "return FlagProtocol::has_come(packet, epoch());",
