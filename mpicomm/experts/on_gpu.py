@@ -34,8 +34,6 @@ from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 
 _PURPOSE = "experts"
-_FEW_TOKENS = 256
-"""Up to so many tokens of a rank a launch is in the mode of low latency."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ class ExpertsLaunches:
         return ExpertsLaunch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
 
     def _blocks_for(self, what: str, tokens: int) -> Blocks:
-        return self.blocks[f"{what} of few" if tokens <= _FEW_TOKENS else what]
+        return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
 
 
 class ExpertsArena:

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.experts import GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES, ExpertsShape, RowShape
+from mpicomm.kernels.experts import (
+    FEW_TOKENS,
+    GROUP,
+    MOST_EXPERTS,
+    MOST_TOP_K,
+    PACKET_NBYTES,
+    ExpertsShape,
+    RowShape,
+)
 from mpicomm.mpi.types import covered_dtype, torch_dtype
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -37,6 +45,8 @@ class Shape:
     """Whether a token has one row on a rank, and not one for each of its experts there."""
     wire: np.dtype[Any] | None = None
     """The type in which rows travel, with scales; None for `dtype`, without scales."""
+    most_few: int = FEW_TOKENS
+    """Up to so many tokens of a rank are few."""
 
     @property
     def scales(self) -> int:
@@ -74,7 +84,8 @@ class Shape:
         row = self.hidden * self.row_dtype.itemsize + self.scales * _SCALE_NBYTES
         sums = self.hidden * self.dtype.itemsize
         rows = RowShape(row), RowShape(sums)
-        return ExpertsShape(self.experts_per_rank, *rows, self.max_tokens, self.top_k, self.wire is not None)
+        few = min(self.most_few, self.max_tokens)
+        return ExpertsShape(self.experts_per_rank, *rows, self.max_tokens, few, self.top_k, self.wire is not None)
 
 
 def checked_shape(

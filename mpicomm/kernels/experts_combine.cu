@@ -140,7 +140,7 @@ MPICOMM_DEVICE void each_sum(const Combine& x, const Placed& placed, const Part&
     for (u32 i = 0; i < kPartPackets; ++i) store(i, packets.of[i]);
     return;
   }
-#pragma unroll
+#pragma unroll 1
   for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
     const Sums sums = sum_rows(placed, part, first);
 #pragma unroll
@@ -155,10 +155,22 @@ struct PeerSum {
   u32 part;
   bool is_here;
   const float* value;  // of the pair of this lane
-  Packets packets;
 };
 
-MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn) {
+// The sums of this rank for a part, of all threads of a block.
+struct OwnSums {
+  Packet of[kPartPackets][kSumThreads];
+
+  MPICOMM_DEVICE void put(u32 i, const Packet& packet) { of[i][threadIdx.x] = packet; }
+  MPICOMM_DEVICE Packets packets() const {
+    Packets packets;
+#pragma unroll
+    for (u32 i = 0; i < kPartPackets; ++i) packets.of[i] = of[i][threadIdx.x];
+    return packets;
+  }
+};
+
+MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, OwnSums& own) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const u32 lane = threadIdx.x % kLanes;
@@ -180,25 +192,22 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn) {
     sum.is_here = placed.lanes != 0;
     sum.value = placed.value;
     if (sum.is_here) {
-      each_sum(x, placed, Part(experts, sum.part, lane), [&](u32 i, const Packet& packet) { sum.packets.of[i] = packet; });
+      each_sum(x, placed, Part(experts, sum.part, lane), [&](u32 i, const Packet& packet) { own.put(i, packet); });
     }
     return sum;
   };
   const auto store = [&](const PeerSum& sum, u32 number, Unpublished& unpublished) {
     if (!sum.is_here) return;
-    u8* const target = row_in(experts, experts.sums, sum.source, team.rank, sum.token);
-    sum.packets.store([&](u64 at) { return target + at; }, Part(experts, sum.part, lane));
+    const u32 seat = seat_of(experts, turn, x.tokens[sum.source], sum.token);
+    u8* const target = row_in(experts, experts.sums, sum.source, team.rank, seat);
+    own.packets().store([&](u64 at) { return target + at; }, Part(experts, sum.part, lane));
     // The flag of the first part publishes the values, too.
-    if (sum.part == 0 && sum.value != nullptr) values_in(experts, sum.source, sum.token)[lane] = *sum.value;
-    unpublished.note(experts, experts.sum_flags, number, 1u << sum.source, sum.token, sum.part, lane);
+    if (sum.part == 0 && sum.value != nullptr) values_in(experts, sum.source, seat)[lane] = *sum.value;
+    unpublished.note(experts, experts.sum_flags, number, 1u << sum.source, seat, sum.part, lane);
   };
-  each_run<false>(experts, turn, units, prepare, [&] { return peers_are_ready(experts, kCombine, turn); }, store);
+  const auto ready = [&] { return peers_are_ready(experts, kCombine, turn, [&](u32 peer) { return x.tokens[peer]; }); };
+  each_run<false>(experts, turn, units, false, prepare, ready, store);
 }
-
-// The sums of this rank, of all threads of a block.
-struct OwnSums {
-  Packet of[kPartPackets][kSumThreads];
-};
 
 MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) {
   const Experts& experts = x.experts;
@@ -210,13 +219,14 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) 
   for (u64 unit = warp; unit < static_cast<u64>(x.num_tokens) * experts.parts; unit += warps) {
     const u32 token = static_cast<u32>(unit / experts.parts), part = static_cast<u32>(unit % experts.parts);
     const auto [targets, slots] = x.targets[token];
+    const u32 seat = seat_of(experts, turn, x.num_tokens, token);
     const Part range(experts, part, lane);
     // This rank adds its rows while the sums of the others are on their way.
     const Placed placed(x, team.rank, token, lane);
-    each_sum(x, placed, range, [&](u32 i, const Packet& packet) { own.of[i][threadIdx.x] = packet; });
+    each_sum(x, placed, range, [&](u32 i, const Packet& packet) { own.put(i, packet); });
     bool ok = true;
     if (lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
-      const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, token, part); };
+      const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, seat, part); };
       ok = await_peer(experts, kCombine, turn.number, lane, has_come);
     }
     // Orders the loads of all lanes after the acquires.
@@ -225,7 +235,7 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) 
     if (part == 0 && x.values != nullptr && lane < experts.top_k) {
       float value = 0;
       if (placed.value != nullptr) value = *placed.value;
-      else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, token)[lane];
+      else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, seat)[lane];
       x.slot_values[static_cast<u64>(token) * experts.top_k + lane] = value;
     }
     float sums[kPartPackets][kElements];
@@ -238,10 +248,9 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) 
       if ((targets >> from & 1) == 0) continue;
       Packets packets;
       if (from == team.rank) {
-#pragma unroll
-        for (u32 i = 0; i < kPartPackets; ++i) packets.of[i] = own.of[i][threadIdx.x];
+        packets = own.packets();
       } else {
-        const u8* const row = row_in(experts, experts.sums, team.rank, from, token);
+        const u8* const row = row_in(experts, experts.sums, team.rank, from, seat);
         packets.load([&](u64 at) { return row + at; }, range);
       }
 #pragma unroll
@@ -272,7 +281,7 @@ MPICOMM_KERNEL void mpicomm_experts_combine(const __grid_constant__ mpicomm::Com
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kCombines);
   if (!mpicomm::begin_launch(x.experts, mpicomm::kCombines, turn)) return;
   if (blockIdx.x < x.experts.senders) {
-    mpicomm::push_sums(x, turn);
+    mpicomm::push_sums(x, turn, own);
   } else {
     mpicomm::take_sums(x, turn, own);
   }

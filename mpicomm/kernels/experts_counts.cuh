@@ -36,6 +36,7 @@ struct Taken {
   u32 expert = kNoExpert;  // kNoExpert without a pair, too
   u32 weight = 0;
   u32 owner = kMaxRanks;  // the rank of the expert
+  bool is_new = false;    // the first slot of its token with an expert of that rank
 };
 
 struct Counts {
@@ -75,6 +76,9 @@ struct Counts {
   MPICOMM_DEVICE u64 token_at(const Route& route) const {
     return static_cast<u64>(route.source) * x.experts.max_tokens + route.token;
   }
+  MPICOMM_DEVICE u32 seat(const Route& route) const {
+    return seat_of(x.experts, turn, layout.tokens[route.source], route.token);
+  }
   MPICOMM_DEVICE u64 pair_of(const Route& route) const { return token_at(route) * x.experts.top_k + route.slot; }
 
   // Gives up because of a fault in the routes. Returns false.
@@ -88,7 +92,8 @@ struct Counts {
 
   MPICOMM_DEVICE u32 epoch() const { return static_cast<u32>(turn.number); }
   MPICOMM_DEVICE const Pair* packet_of(const Route& route) const {
-    return routes_of(x.experts, rank(), route.source) + 1 + static_cast<u64>(route.token) * x.experts.top_k + route.slot;
+    const Pair* const packets = routes_of(x.experts, rank(), route.source) + kHeads;
+    return packets + static_cast<u64>(seat(route)) * x.experts.top_k + route.slot;
   }
 
   // Waits for a packet of a source. Packets need no order: see packet_protocols.cuh.
@@ -108,7 +113,7 @@ struct Counts {
     bool ok = true;
     if (thread < size()) {
       Packet unit{};
-      ok = await_packet(thread, routes_of(x.experts, rank(), thread), unit);
+      ok = await_packet(thread, routes_of(x.experts, rank(), thread) + turn.parity(), unit);
       layout.tokens[thread] = unit.words[0];
       if (ok && block == 0) x.tokens[thread] = unit.words[0];
     }
@@ -139,7 +144,10 @@ struct Counts {
     pair.expert = unit.words[0];
     pair.weight = unit.words[1];
     if (pair.expert == kWrongExpert) return give_up(kRoutes, pair.route.token, pair.route.source);
-    if (pair.expert != kNoExpert) pair.owner = rank_of(x.experts, pair.expert);
+    if (pair.expert == kNoExpert) return true;
+    pair.is_new = (pair.expert & kNewRank) != 0;
+    pair.expert &= ~kNewRank;
+    pair.owner = rank_of(x.experts, pair.expert);
     return true;
   }
   MPICOMM_DEVICE Pair packet_now(const Taken& pair) const {
@@ -153,9 +161,7 @@ struct Counts {
   // The set of lanes with the first pair of a token on `of`. All lanes of the warp call it. Each of these
   // lanes stands for a row.
   MPICOMM_DEVICE u32 row_lanes(const Taken& pair, u32 of) const {
-    const u32 there = __ballot_sync(kWarp, pair.owner == of);
-    const bool is_first = pair.owner == of && (there & lower_lanes() & ~earlier_tokens()) == 0;
-    return __ballot_sync(kWarp, is_first);
+    return __ballot_sync(kWarp, pair.is_new && pair.owner == of);
   }
 
   // Calls `act` for each step of the warp, on all lanes: with the pair of the lane, and the lanes whose
@@ -224,20 +230,23 @@ struct Counts {
     }
     // Orders the loads of all threads after the acquires.
     if (!__syncthreads_and(ok)) return false;
-    // Each warp adds the counts of some blocks. The loads of a lane are in flight together.
-    constexpr u32 kAtOnce = 4;
-    for (u32 column = lane; column < columns(); column += kLanes) {
+    // Groups of threads add the counts of some blocks each. Many loads of a thread are in flight together.
+    constexpr u32 kAtOnce = 16;
+    const u32 all = (columns() + kLanes - 1) / kLanes * kLanes;
+    const u32 groups = blockDim.x > all ? blockDim.x / all : 1, group = thread / all % groups;
+    if (thread >= groups * all && groups > 1) return true;
+    for (u32 column = groups > 1 ? thread % all : thread; column < columns(); column += groups > 1 ? all : blockDim.x) {
       u32 before = 0, total = 0;
-      for (u32 first = warp; first < blocks; first += kAtOnce * kWarps) {
+      for (u32 first = group; first < blocks; first += kAtOnce * groups) {
         u32 counts[kAtOnce];
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
-          const u32 other = first + i * kWarps;
+          const u32 other = first + i * groups;
           counts[i] = other < blocks ? histogram(other)[column] : 0;
         }
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
-          before += first + i * kWarps < block ? counts[i] : 0;
+          before += first + i * groups < block ? counts[i] : 0;
           total += counts[i];
         }
       }
@@ -247,33 +256,52 @@ struct Counts {
     return true;
   }
 
-  // Counts one in a column for one of few tokens: in this block, in an earlier block, or in a later block.
-  MPICOMM_DEVICE void count(u32 column, u32 token, u32 tokens, u32 first) const {
+  // Counts a pair in a column: in an earlier block, in this block, or in a later block. Packets before `first`
+  // are of earlier blocks, and packets before `end` of this block.
+  MPICOMM_DEVICE void count(u32 column, u32 packet, u32 first, u32 end, u32 source) const {
     atomicAdd(&layout.totals[column], 1);
-    if (token < first) atomicAdd(&layout.before[column], 1);
-    // The warp of this block with the token: the inverse of `first_token`.
-    const u32 all = blocks * kWarps, of_all = ((token + 1) * all - 1) / tokens;
-    if (of_all / kWarps == block) atomicAdd(&layout.histograms[of_all % kWarps][column], 1);
+    if (packet < first) {
+      atomicAdd(&layout.before[column], 1);
+    } else if (packet < end) {
+      // The warp of this block with the token: the inverse of `first_token`.
+      const u32 token = packet / x.experts.top_k * size() + source, all = blocks * kWarps;
+      atomicAdd(&layout.histograms[((token + 1) * all - 1) / all_tokens() % kWarps][column], 1);
+    }
+  }
+
+  // The first packet of `source` that is not of a token before number `token`.
+  MPICOMM_DEVICE u32 first_packet(u32 token, u32 source) const {
+    return (token + size() - 1 - source) / size() * x.experts.top_k;
   }
 
   // Counts the pairs of earlier blocks, of all blocks, and of each warp of this block.
   MPICOMM_DEVICE bool count_all_pairs() const {
     constexpr u32 kAtOnce = 4;
-    const u32 tokens = all_tokens(), first = first_token(0), step = tokens_of_a_step();
-    for (u32 begin = warp * step; begin < tokens; begin += kAtOnce * kWarps * step) {
-      // The first loads of some packets are in flight together. Most packets have come.
-      Pair packets[kAtOnce];
+    for (u32 distance = 0; distance < size(); ++distance) {
+      // This rank comes first, while the packets of the others are on their way.
+      const u32 source = (rank() + distance) % size();
+      const u32 packets = layout.tokens[source] * x.experts.top_k;
+      const u32 first = first_packet(first_token(0), source), end = first_packet(first_token(kWarps), source);
+      const Pair* const start = packet_of({source, 0, 0});
+      for (u32 begin = thread; begin < packets; begin += kAtOnce * blockDim.x) {
+        // The first loads of some packets are in flight together. Most packets have come.
+        Pair loaded[kAtOnce];
 #pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i) packets[i] = packet_now(pair_at(begin + i * kWarps * step, tokens));
+        for (u32 i = 0; i < kAtOnce; ++i) {
+          const u32 at = begin + i * blockDim.x;
+          loaded[i] = at < packets ? load_volatile(start + at) : Pair{0, 0};
+        }
 #pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i) {
-        Taken pair = pair_at(begin + i * kWarps * step, tokens);
-        const bool ok = take(pair, packets[i]);
-        if (!__all_sync(kWarp, ok)) return false;
-        const u32 token = begin + i * kWarps * step + lane / x.experts.top_k;
-        if (pair.expert != kNoExpert) count(pair.expert, token, tokens, first);
-        for (u32 of = 0; by_token() && of < size(); ++of) {
-          if ((row_lanes(pair, of) >> lane & 1) != 0) count(num_experts(x.experts) + of, token, tokens, first);
+        for (u32 i = 0; i < kAtOnce; ++i) {
+          const u32 at = begin + i * blockDim.x;
+          if (at >= packets) continue;
+          Taken pair;
+          pair.exists = true;
+          pair.route = {source, at / x.experts.top_k, at % x.experts.top_k};
+          if (!take(pair, loaded[i])) return false;
+          if (pair.expert == kNoExpert) continue;
+          count(pair.expert, at, first, end, source);
+          if (pair.is_new) count(num_experts(x.experts) + pair.owner, at, first, end, source);
         }
       }
     }

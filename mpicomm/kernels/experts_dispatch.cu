@@ -23,11 +23,19 @@
 
 namespace mpicomm {
 
-// The expert of a slot, kNoExpert or kWrongExpert.
-MPICOMM_DEVICE u32 expert_of(const Dispatch& x, u64 pair) {
-  const i64 id = x.wide_ids ? static_cast<const i64*>(x.ids)[pair] : static_cast<const i32*>(x.ids)[pair];
+MPICOMM_DEVICE i64 id_of(const Dispatch& x, u64 pair) {
+  return x.wide_ids ? static_cast<const i64*>(x.ids)[pair] : static_cast<const i32*>(x.ids)[pair];
+}
+
+// The expert of an id, kNoExpert or kWrongExpert.
+MPICOMM_DEVICE u32 expert_of(const Dispatch& x, i64 id) {
   if (id == -1) return kNoExpert;
   return id >= 0 && id < static_cast<i64>(num_experts(x.experts)) ? static_cast<u32>(id) : kWrongExpert;
+}
+
+// The rank of an expert, or kMaxRanks.
+MPICOMM_DEVICE u32 owner_of(const Dispatch& x, u32 expert) {
+  return expert >= kWrongExpert ? kMaxRanks : rank_of(x.experts, expert);
 }
 
 MPICOMM_DEVICE void send_packet(const Experts& x, u32 epoch, u64 slot, u32 first, u32 second) {
@@ -45,8 +53,8 @@ struct Routes {
   u64 pairs;
   u64 first;
   u64 end;
-  u32 expert = kNoExpert;
-  u32 weight = 0;
+  i64 id = -1;
+  float weight = 1;
 
   MPICOMM_DEVICE explicit Routes(const Dispatch& x) : x(x) {
     pairs = static_cast<u64>(x.num_tokens) * x.experts.top_k;
@@ -57,36 +65,55 @@ struct Routes {
   }
   MPICOMM_DEVICE void load(u64 pair) {
     if (pair >= end) return;
-    expert = expert_of(x, pair);
-    weight = bits_of(x.weights == nullptr ? 1.0f : x.weights[pair]);
+    id = id_of(x, pair);
+    if (x.weights != nullptr) weight = x.weights[pair];
+  }
+  // The expert in a packet. Only the layout by token needs to know new ranks.
+  MPICOMM_DEVICE u32 expert_in_packet(u64 pair) const {
+    const u32 expert = expert_of(x, id), owner = owner_of(x, expert);
+    if (x.token_rows == nullptr || owner == kMaxRanks) return expert;
+    bool is_new = true;
+    for (u64 other = pair / x.experts.top_k * x.experts.top_k; other < pair; ++other) {
+      is_new &= owner_of(x, expert_of(x, id_of(x, other))) != owner;
+    }
+    return is_new ? expert | kNewRank : expert;
+  }
+  // The number of the first packet.
+  MPICOMM_DEVICE u64 start(const Turn& turn) const {
+    return kHeads + static_cast<u64>(seat_of(x.experts, turn, x.num_tokens, 0)) * x.experts.top_k;
   }
   MPICOMM_DEVICE void send(const Turn& turn) {
-    const Experts& experts = x.experts;
     const u32 epoch = static_cast<u32>(turn.number);
-    const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
-    if (is_first) send_packet(experts, epoch, 0, x.num_tokens, 0);
+    if (blockIdx.x == 0 && threadIdx.x == 0) send_packet(x.experts, epoch, turn.parity(), x.num_tokens, 0);
     for (u64 pair = first; pair < end; pair += blockDim.x) {
-      send_packet(experts, epoch, 1 + pair, expert, weight);
+      send_packet(x.experts, epoch, start(turn) + pair, expert_in_packet(pair), bits_of(weight));
       load(pair + blockDim.x);
     }
-    // Epochs have 32 bits, so an epoch comes again after 2^32 launches. Each dispatch renews one packet
-    // that it does not use, in turn. So no packet still holds the epoch of so long ago.
-    if (is_first) {
-      u64* const renewals = renewals_of(experts);
-      const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.max_tokens) * experts.top_k);
-      if (renewed >= pairs) send_packet(experts, epoch, 1 + renewed, kNoExpert, 0);
+  }
+  // Epochs have 32 bits, so an epoch comes again after 2^32 launches. Each dispatch renews one packet
+  // that it does not use, in turn. So no packet still holds the epoch of so long ago. One thread calls it.
+  MPICOMM_DEVICE void renew(const Turn& turn) const {
+    const Experts& experts = x.experts;
+    // The packet may be of the seats of the launch before.
+    for (u32 peer = 0; peer < experts.team.size; ++peer) {
+      if (peer != experts.team.rank && !await_begun(experts, kDispatch, turn, peer, turn.number)) return;
     }
+    u64* const renewals = renewals_of(experts);
+    const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.seats) * experts.top_k) + kHeads;
+    if (renewed >= start(turn) && renewed < start(turn) + pairs) return;
+    send_packet(experts, static_cast<u32>(turn.number), renewed, kNoExpert, 0);
   }
 };
 
-// A part of a token, and the peers that need the token.
+// A part of a token, and the id of the lane's slot.
 struct LoadedPart {
   u32 token;
   u32 part;
-  u32 peers;
+  i64 id;
   Packets packets;
 };
 
+// Only loads: nothing waits for the content.
 MPICOMM_DEVICE LoadedPart load_part(const Dispatch& x, u64 unit, u32 lane) {
   const Experts& experts = x.experts;
   LoadedPart loaded;
@@ -94,16 +121,19 @@ MPICOMM_DEVICE LoadedPart load_part(const Dispatch& x, u64 unit, u32 lane) {
   loaded.part = static_cast<u32>(unit % experts.parts);
   const u32 token = loaded.token;
   loaded.packets.load([&](u64 at) { return x.x.at(token, at); }, Part(experts, loaded.part, lane));
-  const u32 expert = lane < experts.top_k ? expert_of(x, static_cast<u64>(token) * experts.top_k + lane) : kNoExpert;
-  const u32 owner = expert >= kWrongExpert ? kMaxRanks : rank_of(experts, expert);
-  u32 targets = 0;
-  for (u32 rank = 0; rank < experts.team.size; ++rank) {
-    targets |= (__ballot_sync(kWarp, owner == rank) != 0 ? 1u : 0u) << rank;
-  }
-  const u32 slots = __ballot_sync(kWarp, owner < experts.team.size);
-  if (loaded.part == 0 && lane == 0) x.targets[token] = {targets, slots};
-  loaded.peers = targets & ~(1u << experts.team.rank);
+  loaded.id = lane < experts.top_k ? id_of(x, static_cast<u64>(token) * experts.top_k + lane) : -1;
   return loaded;
+}
+
+// The peers with experts of a token.
+MPICOMM_DEVICE u32 peers_of(const Dispatch& x, const LoadedPart& loaded, u32 lane) {
+  const Team& team = x.experts.team;
+  const u32 owner = owner_of(x, expert_of(x, loaded.id));
+  u32 targets = 0;
+  for (u32 rank = 0; rank < team.size; ++rank) targets |= (__ballot_sync(kWarp, owner == rank) != 0 ? 1u : 0u) << rank;
+  const u32 slots = __ballot_sync(kWarp, owner < team.size);
+  if (loaded.part == 0 && lane == 0) x.targets[loaded.token] = {targets, slots};
+  return targets & ~(1u << team.rank);
 }
 
 MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
@@ -113,7 +143,7 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
   Routes routes(x);
   const auto prepare = [&](u64 unit) { return load_part(x, unit, lane); };
   const auto ready = [&] {
-    if (!peers_are_ready(experts, kDispatch, turn)) return false;
+    if (!peers_are_ready(experts, kDispatch, turn, [&](u32) { return x.num_tokens; })) return false;
     routes.send(turn);
     // Rows of this block leave after its routes. Otherwise the routes would wait in the links behind rows,
     // and receivers lay out nothing before they know all routes.
@@ -122,16 +152,20 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
   };
   const auto store = [&](const LoadedPart& loaded, u32 i, Unpublished& unpublished) {
     const Part range(experts, loaded.part, lane);
+    const u32 peers = peers_of(x, loaded, lane);
+    const u32 seat = seat_of(experts, turn, x.num_tokens, loaded.token);
     for (u32 distance = 1; distance < team.size; ++distance) {
       const u32 to = (team.rank + distance) % team.size;
-      if ((loaded.peers >> to & 1) == 0) continue;
-      u8* const row = row_in(experts, experts.rows, to, team.rank, loaded.token);
+      if ((peers >> to & 1) == 0) continue;
+      u8* const row = row_in(experts, experts.rows, to, team.rank, seat);
       loaded.packets.store([&](u64 at) { return row + at; }, range);
     }
-    unpublished.note(experts, experts.row_flags, i, loaded.peers, loaded.token, loaded.part, lane);
+    unpublished.note(experts, experts.row_flags, i, peers, seat, loaded.part, lane);
   };
+  const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
   // Warps begin in distant places, so all receivers have work from the beginning.
-  each_run<true>(experts, turn, static_cast<u64>(x.num_tokens) * experts.parts, prepare, ready, store);
+  each_run<true>(experts, turn, units, true, prepare, ready, store);
+  if (blockIdx.x == 0 && threadIdx.x == 0) routes.renew(turn);
 }
 
 }  // namespace mpicomm

@@ -54,5 +54,7 @@ struct Dispatch {
 
 constexpr u32 kNoExpert = ~0u;      // the id of a slot without an expert
 constexpr u32 kWrongExpert = ~1u;   // in a packet: the id is no expert
+constexpr u32 kNewRank = 1u << 30;  // in a packet: no earlier slot of the token has an expert of this rank
+static_assert(kMostExperts <= kNewRank && (kNewRank | kMostExperts) < kWrongExpert, "packets tell these apart");
 
 }  // namespace mpicomm

@@ -96,19 +96,19 @@ struct Receiver : Counts {
   MPICOMM_DEVICE void lay_out() const {
     const Experts& experts = x.experts;
     const u32 parts = experts.parts, first = first_token(0);
-    const u64 units = static_cast<u64>(first_token(kWarps) - first) * parts, each = (units + kWarps - 1) / kWarps;
-    const u64 end = (warp + 1) * each < units ? (warp + 1) * each : units;
-    for (u64 base = warp * each; base < end; base += kLanes) {
-      const u64 unit = base + lane;
+    const u64 units = static_cast<u64>(first_token(kWarps) - first) * parts;
+    // Neighbouring parts come together, so different warps copy them.
+    for (u64 base = warp; base < units; base += kLanes * kWarps) {
+      const u64 unit = base + lane * kWarps;
       const u32 part = static_cast<u32>(unit % parts);
       Route route{};
       bool pending = false;
-      if (unit < end) {
+      if (unit < units) {
         route = token_of(first + static_cast<u32>(unit / parts));
         pending = exists(route) && is_here(route);
       }
       const auto has_come = [&] {
-        return route.source == rank() || has_part(experts, experts.row_flags, turn, route.source, route.token, part);
+        return route.source == rank() || has_part(experts, experts.row_flags, turn, route.source, seat(route), part);
       };
       while (__any_sync(kWarp, pending)) {
         const u32 come = await_any(experts, kDispatch, turn.number, route.source, pending, has_come);
@@ -147,7 +147,7 @@ struct Receiver : Counts {
     if (route.source == rank()) {
       packets.load([&](u64 at) { return x.x.at(route.token, at); }, range);
     } else {
-      const u8* const from = row_in(experts, experts.rows, rank(), route.source, route.token);
+      const u8* const from = row_in(experts, experts.rows, rank(), route.source, seat(route));
       packets.load([&](u64 at) { return from + at; }, range);
     }
     const i32 row = row_on_lane(route);

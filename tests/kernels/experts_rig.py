@@ -28,6 +28,8 @@ _INCLUDED = {
     ),
     "experts_combine.cu": ("experts.cuh", "experts_combine.cu"),
 }
+FEW_TOKENS = 3
+"""Up to so many tokens of a rank are few, so that random ranks have few or more."""
 OF_TOKENS = ("rows", "topk_ids", "topk_weights", "token_rows", "row_count")
 
 
@@ -80,7 +82,7 @@ class ExpertsRig:
         self.size = len(experts_per_rank)
         self.shape = Shape(
             *(tuple(experts_per_rank), hidden, max_tokens, top_k, np.dtype(dtype), capacity, alignment),
-            *(None, by_token, wire),
+            *(None, by_token, wire, FEW_TOKENS),
         )
         self.machine = machine = Machine(builds, self.size)
         self._all_threads = all_threads
@@ -88,7 +90,7 @@ class ExpertsRig:
         nbytes = ExpertsMemory(self.shape.in_kernels).nbytes
         self.arenas = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
-        modes = dict.fromkeys(("dispatch of few", "combine of few"), Blocks(*blocks))
+        modes = dict.fromkeys(("dispatch", "combine", "dispatch of few", "combine of few"), Blocks(*blocks))
         self._launches = [
             ExpertsLaunches(self.shape, machine.team(self.arenas, rank, timeout_s), modes) for rank in range(self.size)
         ]

@@ -285,13 +285,14 @@ RACES = {
     ),
     "announcement turned relaxed": Change("experts.cuh", "announce_all_before(team, thread,", "announce(team, thread,"),
     "announcement loaded relaxed": Change(
-        "experts.cuh", "acquire_announcements(team, peer).last", "load_announcements(team, peer).last"
+        "experts.cuh", "acquire_announcements(x.team, peer).last", "load_announcements(x.team, peer).last"
     ),
     "stores before the announcement of a peer": Change(
         "experts.cuh", "  return __syncthreads_and(ok);", "  return ok;"
     ),
-    "no wait for peers": Change(
-        "experts.cuh", "{number, (last & 1) == kind ? number : number - 1}", "{number, number - 1}"
+    "no wait for peers": Change("experts.cuh", "turn.again && tokens > x.few_tokens ?", "false ?"),
+    "one group of seats for few tokens": Change(
+        "experts.cuh", "(tokens <= x.few_tokens ? turn.parity() : 2)", "(tokens <= x.few_tokens ? 0 : 2)"
     ),
     "counts turned relaxed": Change("experts_counts.cuh", "store_release_on_device(counted", "store_relaxed(counted"),
     "counts loaded relaxed": Change("experts_counts.cuh", "load_acquire_on_device(flag)", "load_relaxed(flag)"),
@@ -310,7 +311,7 @@ FAILURES = {
     ),
     "no wait for a part": Change(
         "experts.cuh",
-        "return load_acquire(flag_in(x, flags, x.team.rank, peer, token, part)) == turn.number;",
+        "return load_acquire(flag_in(x, flags, x.team.rank, peer, seat, part)) == turn.number;",
         "return true;",
     ),
     "packet of an earlier launch": Change(
@@ -323,8 +324,8 @@ FAILURES = {
     ),
     "numbers compared as if they had no end": Change(
         "experts.cuh",
-        "static_cast<i32>(begun - static_cast<u32>(turn.awaited)) >= 0",
-        "begun >= static_cast<u32>(turn.awaited)",
+        "static_cast<i32>(last - static_cast<u32>(begun)) >= 0",
+        "last >= static_cast<u32>(begun)",
     ),
     "two pairs in one place": Change("experts_receiver.cuh", "next[pair.expert] + lower", "next[pair.expert]"),
 }
