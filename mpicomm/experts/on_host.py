@@ -206,7 +206,7 @@ class HostWay:
         if not self._shape.by_token:
             return places, tokens, ranks, offsets[-1:]
         here = self._are_of(ids, self._rank)
-        came = here.any(axis=2)
+        came = np.logical_or.reduce(here, axis=2)
         numbers = (np.cumsum(came) - 1).reshape(came.shape)
         received_rows, token_rows = host_view(received.rows), host_view(received.token_rows)
         received_rows[:], token_rows[:] = -1, -1
