@@ -101,8 +101,11 @@ def test_launches_have_the_arrays_of_the_result(rig: Rig) -> None:
         assert (dispatch.entry, dispatch.stream) == ("mpicomm_experts_dispatch", 5)
         names = {
             **{name: name for name in ("counts", "offsets", "sources", "places", "targets", "tokens", "token_rows")},
-            **{"place_weights": "weights", "place_rows": "rows", "slot_ids": "topk_ids"},
-            **{"slot_weights": "topk_weights", "row_count": "row_count"},
+            "place_weights": "weights",
+            "place_rows": "rows",
+            "slot_ids": "topk_ids",
+            "slot_weights": "topk_weights",
+            "row_count": "row_count",
         }
         for field, name in names.items():
             assert getattr(x, field) == address(getattr(received, name)), field
