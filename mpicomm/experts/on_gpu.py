@@ -64,10 +64,10 @@ def blocks_of_modes(most: int) -> BlocksOfModes:
         return Blocks(senders, receivers)
 
     return {
-        "dispatch of few": cut(48, 84),
-        "dispatch": cut(48, 208),
+        "dispatch of few": cut(32, 100),
+        "dispatch": cut(64, 192),
         "combine of few": cut(128, 128),
-        "combine": cut(112, 144),
+        "combine": cut(96, 160),
     }
 
 

@@ -240,7 +240,8 @@ MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) 
   if (!__syncthreads_and(healthy)) return false;
   // A release, because the peer may next overwrite memory that earlier launches of this rank read.
   // Pairs with the acquire in `peers_are_ready`.
-  if (blockIdx.x == 0 && thread < team.size && thread != team.rank) {
+  // A receiver announces, because a release takes long, and a sender has routes to send.
+  if (blockIdx.x == gridDim.x - 1 && thread < team.size && thread != team.rank) {
     announce_all_before(team, thread, static_cast<u32>(turn.number));
   }
   count_launch(team, turn.number << 1 | kind, thread, blockDim.x);
@@ -277,10 +278,10 @@ struct Unpublished {
   u64* flag = nullptr;
 
   // The number of parts between two publications, for a warp with `parts` parts.
-  MPICOMM_DEVICE static u64 most(const Team& team, u64 parts) {
-    const u64 lanes = kLanes / team.size, bound = lanes < kMost ? lanes : kMost;
+  MPICOMM_DEVICE static u32 most(const Team& team, u64 parts) {
+    const u32 lanes = kLanes / team.size, bound = lanes < kMost ? lanes : kMost;
     const u64 runs = (parts + bound - 1) / bound;
-    return runs == 0 ? 1 : (parts + runs - 1) / runs;
+    return runs == 0 ? 1 : static_cast<u32>((parts + runs - 1) / runs);
   }
   // Notes part number `i` since the last publication, for the ranks in the set `targets`.
   MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 seat, u32 part, u32 lane) {
@@ -313,9 +314,10 @@ struct Unpublished {
 template <bool apart, class Prepare, class Ready, class Store>
 MPICOMM_DEVICE void each_run(
     const Experts& x, const Turn& turn, u64 parts, bool only_loads, Prepare prepare, Ready ready, Store store) {
-  const u64 of_block = blockDim.x / kLanes, warps = x.senders * of_block;
-  const u64 warp = blockIdx.x * of_block + threadIdx.x / kLanes;
-  const u64 each = (parts + warps - 1) / warps, run = Unpublished::most(x.team, each);
+  const u32 of_block = blockDim.x / kLanes, warps = x.senders * of_block;
+  const u32 warp = blockIdx.x * of_block + threadIdx.x / kLanes;
+  const u64 each = (parts + warps - 1) / warps;
+  const u32 run = Unpublished::most(x.team, each), step = apart ? run : warps * run;
   const u64 end = apart && (warp + 1) * each < parts ? (warp + 1) * each : parts;
   u64 first = warp * (apart ? each : run);
   u32 i = 0;
@@ -329,7 +331,7 @@ MPICOMM_DEVICE void each_run(
     store(prepared, i, unpublished);
     const bool ends = ++i >= run || first + i >= end;
     if (ends) {
-      first += apart ? run : warps * run;
+      first += step;
       i = 0;
       goes_on = first < end;
     }
