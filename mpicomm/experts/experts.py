@@ -21,7 +21,7 @@ from mpicomm.experts.on_gpu import (
 )
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
 from mpicomm.experts.received import FLOAT32, Received
-from mpicomm.experts.shape import DTYPES, WIRE, Shape, checked_dtype, checked_shape
+from mpicomm.experts.shape import BY_EXPERT, BY_TOKEN, DTYPES, WIRE, Shape, checked_dtype, checked_shape
 from mpicomm.kernels.experts import PACKET_NBYTES
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.location import refuse_stream, require_here
@@ -41,8 +41,12 @@ class Experts:
     - ``hidden`` is the length of a token, ``top_k`` the number of experts of a token, at most 32. A rank dispatches up
       to ``max_tokens`` tokens at once. ``dtype`` is ``bfloat16``, ``float16`` or ``float32``.
     - ``capacity`` is the number of rows that a rank has room for. By default there is room for everything that may
-      come, ``size * max_tokens * top_k`` rows and the padding. More rows than fit are an error on all ranks.
-    - The rows of each expert begin at a multiple of ``alignment``.
+      come: ``size * max_tokens * top_k`` rows and the padding, or ``size * max_tokens`` rows by ``"tokens"``. More rows
+      than fit are an error on all ranks.
+    - The places of each expert begin at a multiple of ``alignment``.
+    - ``layout`` says how tokens lie where they come. By ``"experts"`` a token has a row for each of its experts there,
+      ready for a grouped product. By ``"tokens"`` it has one row there, with the experts and weights of its slots, and
+      with indices of rows by expert. The second layout moves less memory, so large dispatches and combines are faster.
     - With ``wire_dtype="float8_e4m3fn"`` tokens travel as floats of 8 bits, with a scale in float32 for each 128
       elements. `dispatch` quantises them, or takes tokens of 8 bits with their scales. The sums of `combine` travel as
       ``dtype``. ``hidden`` is a multiple of 512 then.
@@ -70,6 +74,7 @@ class Experts:
         capacity: int | None = None,
         alignment: int = 1,
         blocks: int | None = None,
+        layout: str = BY_EXPERT,
         wire_dtype: Any = None,
     ) -> None:
         if not isinstance(comm, Communicator):
@@ -77,9 +82,8 @@ class Experts:
         self._session = session = comm._session.set_up("Experts")
 
         def describe() -> Shape:
-            return checked_shape(
-                comm.size, num_experts, hidden, max_tokens, top_k, dtype, capacity, alignment, blocks, wire_dtype
-            )
+            numbers = num_experts, hidden, max_tokens, top_k, dtype, capacity, alignment, blocks
+            return checked_shape(comm.size, *numbers, layout, wire_dtype)
 
         shapes = session.group.exchange("Experts", describe)
         if len(set(shapes)) > 1:
@@ -127,6 +131,11 @@ class Experts:
         return self._shape.capacity
 
     @property
+    def layout(self) -> str:
+        """How tokens lie where they come: by "experts" or by "tokens"."""
+        return BY_TOKEN if self._shape.by_token else BY_EXPERT
+
+    @property
     def wire_dtype(self) -> str | None:
         """The dtype in which tokens travel, with scales; None for the dtype of this object."""
         return None if self._shape.wire is None else name_of(self._shape.wire)
@@ -149,11 +158,11 @@ class Experts:
         out: Received | None = None,
         stream: Any = None,
     ) -> Received:
-        """Send each token once to each rank that has one of its experts, and lay the tokens out there by expert.
+        """Send each token once to each rank that has one of its experts, and lay the tokens out there.
 
         Collective; stream-ordered on a GPU, blocking on the host. ``x`` has shape ``[tokens, hidden]``, ``topk_ids``
         and ``topk_weights`` have shape ``[tokens, top_k]``. The number of tokens may differ between ranks, and may be
-        0. Ids are int64 or int32, and -1 stands for no expert. An id that occurs twice in a token gives two rows.
+        0. Ids are int64 or int32, and -1 stands for no expert. An id that occurs twice in a token gives two places.
         Weights are float32, and 1 by default.
 
         With ``wire_dtype`` an ``x`` of floats of 8 bits, or of bytes, comes with ``scales``: float32 of shape
@@ -206,13 +215,15 @@ class Experts:
         """Return for each token of this rank the weighted sum of the rows of its experts.
 
         Collective; stream-ordered on a GPU, blocking on the host. ``z`` has shape ``[capacity, hidden]``: the rows of
-        ``received.x`` after the experts. With ``weighted`` each row counts by its weight of `dispatch`. The result has
-        shape ``[tokens, hidden]``, and the ``dtype`` of ``out`` or ``dtype``, by default the dtype of this object. A
-        token without experts gets zeros.
+        ``received.x`` after the experts. With ``weighted`` each row counts by its weight of `dispatch`. In the layout
+        by token the caller has added the experts of a row with their weights, and the row counts as it is. The result
+        has shape ``[tokens, hidden]``, and the ``dtype`` of ``out`` or ``dtype``, by default the dtype of this object.
+        A token without experts gets zeros.
 
-        ``values`` are numbers of the rows, float32 of shape ``[capacity]``, such as the gradients of weights. Then the
-        result is a pair. Its second item has shape ``[tokens, top_k]``: the value of the row of each slot, and 0 in
-        slots without an expert. All ranks pass values, or none does.
+        ``values`` are numbers of the places, float32, such as the gradients of weights: of shape ``[capacity]``, or
+        ``[capacity, top_k]`` for the slots of rows in the layout by token. Then the result is a pair. Its second item
+        has shape ``[tokens, top_k]``: the value of each slot, and 0 in slots without an expert. All ranks pass values,
+        or none does.
 
         Each rank adds its rows of a token in the order of slots, in float32, and rounds the sum to the dtype of this
         object. The rank of the token adds these sums in the order of ranks, in float32, and rounds once more. So the
@@ -308,7 +319,8 @@ class Experts:
         self._require_place(output, "out", on_device=on_device)
         if values is None:
             return Combined(rows, received, output)
-        numbers = read_array(values, "values", ("float32",), (shape.capacity,))
+        of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
+        numbers = read_array(values, "values", ("float32",), of_rows)
         self._require_place(numbers, "values", on_device=on_device)
         of_slots = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
         return Combined(rows, received, output, numbers, of_slots)
@@ -333,5 +345,6 @@ class Experts:
         shape = self._shape
         if not isinstance(received, Received):
             raise InvalidUsageError(f"{name}={received!r} is no result of dispatch")
-        if tuple(received.x.shape) != (shape.capacity, shape.hidden) or received.on_device != on_device:
+        same = tuple(received.x.shape) == (shape.capacity, shape.hidden) and received.on_device == on_device
+        if not same or (received.rows is not None) != shape.by_token:
             raise InvalidUsageError(f"{name} is the result of another Experts object, or lies in another place")

@@ -34,8 +34,6 @@ from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 
 _PURPOSE = "experts"
-_FEW_TOKENS = 256
-"""Up to so many tokens of a rank a launch is in the mode of low latency."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,10 @@ def blocks_of_modes(most: int) -> BlocksOfModes:
         return Blocks(senders, receivers)
 
     return {
-        "dispatch of few": cut(48, 84),
-        "dispatch": cut(48, 208),
+        "dispatch of few": cut(32, 100),
+        "dispatch": cut(64, 192),
         "combine of few": cut(128, 128),
-        "combine": cut(112, 144),
+        "combine": cut(96, 160),
     }
 
 
@@ -104,7 +102,10 @@ class ExpertsLaunches:
         self._memory = memory = ExpertsMemory(shape.in_kernels)
         self._quantized = team.arenas[team.rank] + memory.quantized
         self._dispatch = DispatchArguments(
-            experts=memory.arguments(team, memory.shape.row), capacity=shape.capacity, alignment=shape.alignment
+            experts=memory.arguments(team, memory.shape.row),
+            capacity=shape.capacity,
+            all_places=shape.places,
+            alignment=shape.alignment,
         )
         for each in (self._dispatch.x, self._dispatch.rows):
             each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
@@ -126,10 +127,13 @@ class ExpertsLaunches:
         arguments.x.first, arguments.x.second = x
         arguments.ids, arguments.weights = ids, weights
         arguments.rows.first, arguments.rows.second = pointers["x"], pointers["scales"]
-        arguments.row_weights = pointers["weights"]
+        arguments.place_weights = pointers["weights"]
         arguments.counts, arguments.offsets = pointers["counts"], pointers["offsets"]
         arguments.sources, arguments.places = pointers["sources"], pointers["places"]
         arguments.targets, arguments.tokens = pointers["targets"], pointers["tokens"]
+        arguments.token_rows, arguments.place_rows = pointers["token_rows"], pointers["rows"]
+        arguments.slot_ids, arguments.slot_weights = pointers["topk_ids"], pointers["topk_weights"]
+        arguments.row_count = pointers["row_count"]
         arguments.num_tokens, arguments.wide_ids = received.num_tokens, wide_ids
         return ExpertsLaunch(DISPATCH_KERNEL, arguments, blocks.total, DISPATCH_THREADS)
 
@@ -155,11 +159,12 @@ class ExpertsLaunches:
         arguments.values, arguments.slot_values = values
         arguments.row_weights = pointers["weights"] if weighted else 0
         arguments.places, arguments.targets = pointers["places"], pointers["targets"]
+        arguments.token_rows = pointers["token_rows"]
         arguments.tokens, arguments.num_tokens = pointers["tokens"], received.num_tokens
         return ExpertsLaunch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
 
     def _blocks_for(self, what: str, tokens: int) -> Blocks:
-        return self.blocks[f"{what} of few" if tokens <= _FEW_TOKENS else what]
+        return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
 
 
 class ExpertsArena:

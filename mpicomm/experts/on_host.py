@@ -74,17 +74,17 @@ class HostWay:
         # Every rank computes the rows of all ranks, so all ranks raise the same error.
         together = self._together(all_ids, -1)
         for rank in range(self._shape.size):
-            offsets = self._layout(together, rank)[2]
-            if offsets[-1] > self._shape.capacity:
+            rows = self._rows_of(together, rank)
+            if rows > self._shape.capacity:
                 raise InvalidUsageError(
-                    f"Experts.dispatch: rank {rank} gets {offsets[-1]} rows, more than capacity="
+                    f"Experts.dispatch: rank {rank} gets {rows} rows, more than capacity="
                     f"{self._shape.capacity} of the Experts: create it with a larger capacity",
                     ranks=[rank],
                 )
         targets = self._targets(ids)
         there = [(targets >> rank & 1) != 0 for rank in range(self._shape.size)]
         taken = [(self._targets(each) >> self._rank & 1) != 0 for each in all_ids]
-        places = self._describe(received, all_ids, all_weights)
+        places = self._describe(received, together, all_weights)
         for array, target in zip(_arrays_of(given), (received.x, received.scales), strict=False):
             self._fill(host_view(target), self._exchanged([array[each] for each in there], taken), taken, places)
         slots = np.bitwise_or.reduce(np.where(ids >= 0, 1 << np.arange(self._shape.top_k), 0), axis=1)
@@ -100,12 +100,16 @@ class HostWay:
         given, received = made[0], made[0].received
         rows, tokens = given.rows.on_host(), host_view(received.tokens)
         all_places = [places[: tokens[source]] for source, places in enumerate(host_view(received.places))]
-        places = [each[(each >= 0).any(axis=1)] for each in all_places]
-        weights = host_view(received.weights) if weighted else None
+        taken = [(each >= 0).any(axis=1) for each in all_places]
+        places = [each[mine] for each, mine in zip(all_places, taken, strict=True)]
+        summed, weights = places, host_view(received.weights) if weighted else None
+        if self._shape.by_token:
+            of_tokens = zip(host_view(received.token_rows), all_places, taken, strict=True)
+            summed, weights = [each[: len(those), None][mine] for each, those, mine in of_tokens], None
         targets = host_view(received.targets)[: received.num_tokens, 0]
         there = [(targets >> rank & 1) != 0 for rank in range(self._shape.size)]
         total = np.zeros((received.num_tokens, self._shape.hidden), np.float32)
-        partial = self._exchanged([self._sums(rows, each, weights) for each in places], there)
+        partial = self._exchanged([self._sums(rows, each, weights) for each in summed], there)
         for mine, sums in zip(there, partial, strict=True):
             total[mine] += sums.astype(np.float32)
         view = given.result.on_host()
@@ -113,15 +117,19 @@ class HostWay:
         if given.values is not None:
             numbers, of_slots = given.values.on_host(), host_view(given.of_slots)
             of_slots[...] = 0
-            sent = [np.where(each >= 0, numbers[each], np.float32(0)) for each in places]
-            for mine, found in zip(there, self._exchanged(sent, there), strict=True):
-                of_slots[mine] += found
+            if self._shape.by_token:
+                found = [numbers[each[:, 0]] for each in summed]
+            else:
+                found = [numbers[each] for each in places]
+            sent = [np.where(each >= 0, those, np.float32(0)) for each, those in zip(places, found, strict=True)]
+            for mine, come in zip(there, self._exchanged(sent, there), strict=True):
+                of_slots[mine] += come
         return given
 
     def _sums(self, rows: Array, places: Array, weights: Array | None) -> Array:
-        """Return the sum of the rows of each token in ``places``, in the order of slots."""
+        """Return the sum of the rows of each token in ``places``, in their order."""
         sums = np.zeros((len(places), self._shape.hidden), np.float32)
-        for slot in range(self._shape.top_k):
+        for slot in range(places.shape[1]):
             here = np.flatnonzero(places[:, slot] >= 0)
             taken = places[here, slot]
             terms = rows[taken].astype(np.float32)
@@ -168,9 +176,20 @@ class HostWay:
         aligned = -(-counts // self._shape.alignment) * self._shape.alignment
         return pairs, counts, np.concatenate([[0], np.cumsum(aligned)])
 
-    def _describe(self, received: Received, all_ids: list[Array], all_weights: list[Array]) -> tuple[Array, ...]:
-        """Write all that describes the rows. Return the place, token and rank of each row, and the end of all rows."""
-        ids = self._together(all_ids, -1)
+    def _rows_of(self, ids: Array, rank: int) -> int:
+        """Return the number of rows of a rank."""
+        if not self._shape.by_token:
+            return int(self._layout(ids, rank)[2][-1])
+        return int(np.count_nonzero(self._are_of(ids, rank).any(axis=2)))
+
+    def _are_of(self, ids: Array, rank: int) -> npt.NDArray[np.bool_]:
+        """Return for each slot whether its expert is of ``rank``."""
+        there: npt.NDArray[np.bool_] = (ids >= self._firsts[rank]) & (ids < self._firsts[rank + 1])
+        return there
+
+    def _describe(self, received: Received, ids: Array, all_weights: list[Array]) -> tuple[Array, ...]:
+        """Write all that describes the rows. Return the number, token and rank of each row, and the end of all rows."""
+        weights_of_all = self._together(all_weights, 0)
         pairs, counts, offsets = self._layout(ids, self._rank)
         experts = ids.reshape(-1)[pairs] - self._firsts[self._rank]
         within = np.arange(len(pairs)) - np.concatenate([[0], np.cumsum(counts)])[experts]
@@ -180,11 +199,29 @@ class HostWay:
         host_view(received.counts)[:], host_view(received.offsets)[:] = counts, offsets
         sources[:], weights[:] = -1, 0
         sources[places] = np.stack([ranks, tokens, slots], axis=1)
-        weights[places] = self._together(all_weights, 0).reshape(-1)[pairs]
+        weights[places] = weights_of_all.reshape(-1)[pairs]
         all_places = host_view(received.places)
         all_places[:] = -1
         all_places[ranks, tokens, slots] = places
-        return places, tokens, ranks, offsets[-1:]
+        if not self._shape.by_token:
+            return places, tokens, ranks, offsets[-1:]
+        here = self._are_of(ids, self._rank)
+        came = np.logical_or.reduce(here, axis=2)
+        numbers = (np.cumsum(came) - 1).reshape(came.shape)
+        received_rows, token_rows = host_view(received.rows), host_view(received.token_rows)
+        received_rows[:], token_rows[:] = -1, -1
+        received_rows[places] = numbers[tokens, ranks]
+        token_rows[:, : len(came)] = np.where(came, numbers, -1).T
+        count = int(np.count_nonzero(came))
+        for target, slots_of_all, none in (
+            (received.topk_ids, ids - self._firsts[self._rank], -1),
+            (received.topk_weights, weights_of_all, 0),
+        ):
+            view = host_view(target)
+            view[:count], view[count:] = np.where(here, slots_of_all, none)[came], none
+        host_view(received.row_count)[:] = count
+        tokens, ranks = np.nonzero(came)
+        return numbers[came], tokens, ranks, np.array([count])
 
     @staticmethod
     def _fill(target: Array, rows: list[Array], taken: list[Array], where: tuple[Array, ...]) -> None:

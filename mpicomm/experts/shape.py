@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.experts import GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES, ExpertsShape, RowShape
+from mpicomm.kernels.experts import (
+    FEW_TOKENS,
+    GROUP,
+    MOST_EXPERTS,
+    MOST_TOP_K,
+    PACKET_NBYTES,
+    ExpertsShape,
+    RowShape,
+)
 from mpicomm.mpi.types import covered_dtype, torch_dtype
 
 DTYPES = ("float32", "float16", "bfloat16")
 WIRE = "float8_e4m3fn"
+BY_EXPERT, BY_TOKEN = LAYOUTS = ("experts", "tokens")
 _SCALE_NBYTES = 4
 _HIDDEN_OF_WIRE = 4 * GROUP  # the scales of a row are whole packets
 _MOST_ROWS = 2**31 - 1
@@ -32,8 +41,12 @@ class Shape:
     capacity: int
     alignment: int
     blocks: int | None
+    by_token: bool = False
+    """Whether a token has one row on a rank, and not one for each of its experts there."""
     wire: np.dtype[Any] | None = None
     """The type in which rows travel, with scales; None for `dtype`, without scales."""
+    most_few: int = FEW_TOKENS
+    """Up to so many tokens of a rank are few."""
 
     @property
     def scales(self) -> int:
@@ -56,12 +69,23 @@ class Shape:
         return sum(self.experts_per_rank)
 
     @property
+    def places(self) -> int:
+        """The number of places of pairs by expert."""
+        return self.most_places if self.by_token else self.capacity
+
+    @property
+    def most_places(self) -> int:
+        """The most places that pairs and padding take."""
+        return self.size * self.max_tokens * self.top_k + max(self.experts_per_rank) * (self.alignment - 1)
+
+    @property
     def in_kernels(self) -> ExpertsShape:
         """The numbers that kernels need."""
         row = self.hidden * self.row_dtype.itemsize + self.scales * _SCALE_NBYTES
         sums = self.hidden * self.dtype.itemsize
         rows = RowShape(row), RowShape(sums)
-        return ExpertsShape(self.experts_per_rank, *rows, self.max_tokens, self.top_k, self.wire is not None)
+        few = min(self.most_few, self.max_tokens)
+        return ExpertsShape(self.experts_per_rank, *rows, self.max_tokens, few, self.top_k, self.wire is not None)
 
 
 def checked_shape(
@@ -74,6 +98,7 @@ def checked_shape(
     capacity: int | None,
     alignment: int,
     blocks: int | None,
+    layout: Any = BY_EXPERT,
     wire_dtype: Any = None,
 ) -> Shape:
     """Return the shape of an Experts object of ``size`` ranks. Raises `InvalidUsageError` for numbers that cannot work.
@@ -104,14 +129,20 @@ def checked_shape(
         wire = covered_dtype(WIRE)
     if top_k > MOST_TOP_K:
         raise InvalidUsageError(f"Experts: top_k={top_k}: pass {MOST_TOP_K} or less")
-    most = size * max_tokens * top_k + max(experts) * (alignment - 1)
-    capacity = most if capacity is None else _number(capacity, "capacity", 1)
-    if most > _MOST_ROWS or capacity > _MOST_ROWS:
+    if layout not in LAYOUTS:
+        raise InvalidUsageError(f"Experts: layout={layout!r}: pass one of {', '.join(LAYOUTS)}")
+    by_token = layout == BY_TOKEN
+    rows = 1 if capacity is None else _number(capacity, "capacity", 1)
+    shape = Shape(experts, hidden, max_tokens, top_k, element, rows, alignment, blocks, by_token, wire)
+    if capacity is None:
+        capacity = size * max_tokens if by_token else shape.most_places
+        shape = replace(shape, capacity=capacity)
+    if max(shape.most_places, shape.capacity) > _MOST_ROWS:
         raise InvalidUsageError(
             f"Experts: max_tokens={max_tokens}, top_k={top_k} and capacity={capacity} on {size} ranks are more than "
             f"{_MOST_ROWS} rows: pass smaller numbers"
         )
-    return Shape(experts, hidden, max_tokens, top_k, element, capacity, alignment, blocks, wire)
+    return shape
 
 
 def _experts_per_rank(num_experts: int | Sequence[int], size: int) -> tuple[int, ...]:

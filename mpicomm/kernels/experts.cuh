@@ -5,20 +5,22 @@
 // Memory. The arena of a rank has these parts after its head. A source is a rank with tokens. The
 // part of a source or of a peer in an arena has the number `index_in`.
 //
-//     routes       of each source: a packet with the number of its tokens, then a packet with the
-//                  expert and the weight of each slot of each token
+//     routes       of each source: two packets with the number of its tokens, for odd and even launches, then
+//                  a packet with the expert and the weight of each slot of each token
 //     row flags    of each peer: a word for each part of each token
-//     rows         of each peer: its tokens, in their order; only the tokens of this rank's experts
+//     rows         of each peer: its tokens; only the tokens of this rank's experts
 //     sum flags    of each peer: a word for each part of each token of this rank
 //     sums         of each peer: its sums for the tokens of this rank
 //     values       a number for each slot of each token of this rank, from the rank of its expert
 //     counted      of each receiver block: a flag for its histogram; then the count of renewals
-//     histograms   of each receiver block: its pairs of each expert
+//     histograms   of each receiver block: its pairs of each expert, and its rows on each rank
 //
 // The last two are private to the rank.
 //
-// A token lies at the same number in the memory of its source, in `rows` and in `sums`. So a rank
-// pushes rows before it knows the tokens of the others.
+// A token has the same seat in `routes`, in `rows` and in `sums`, which depends only on its number and on
+// the number of tokens of its source. So a rank pushes rows before it knows the tokens of the others. There
+// are three groups of seats. A rank with few tokens takes the first group in even launches, and the
+// second in odd ones. A rank with more takes the third group.
 //
 // Parts. A row travels in parts, of up to kPartPackets packets for each lane of a warp. A warp stores
 // some parts into the memory of peers, and then a flag for each part and peer. A release waits until
@@ -28,12 +30,12 @@
 // Launches. The launches of an Experts object, dispatches and combines, have numbers, alike on all
 // ranks (team.cuh). The flags of a launch are its number.
 //
-// Why a place is free. A dispatch stores into routes and rows, which only dispatches read. A combine
-// stores into sums and values, which only combines read. Launch n of one kind may store in the memory of a peer
-// after the last launch of that kind has ended there. If launch n - 1 was of the other kind, the
-// peer has ended launch n - 2 when it announces n - 1. Otherwise it has ended launch n - 1 when it
-// announces n. So a dispatch after a combine finds the announcement there. It waits only if the
-// peer is late.
+// Why a seat is free. A dispatch stores into routes and rows, which only dispatches read. A combine
+// stores into sums and values, which only combines read. Launch n of one kind may store into seats of a peer
+// after the last launch of that kind with these seats has ended there. For few tokens, and if launch
+// n - 1 was of the other kind, that is launch n - 2 or an earlier one, which the peer has ended when it
+// announces n - 1. Otherwise the peer has ended launch n - 1 when it announces n. So a rank waits for
+// the announcement of n - 1 in most cases, and only if the peer is late.
 //
 // Why no ranks wait in a circle. A sender waits only for announcements, which each launch makes
 // first. A receiver waits for senders of the same launch, and for receivers of its rank that wait
@@ -72,24 +74,40 @@ struct Experts {
   u64 part_nbytes;  // at most kPartPackets * kWarpNbytes
   u32 parts;        // of a row; the last part may be shorter
   u32 max_tokens;
+  u32 few_tokens;
+  u32 seats;
   u32 top_k;
   u32 senders;  // the first blocks of a launch; the others are receivers
+  u32 unused;
   u32 firsts[kMaxRanks + 1];  // the first expert of each rank, then the number of experts
 };
 
 enum Kind : u32 { kDispatches = 0, kCombines = 1 };
 
-// A launch, and the launch that a peer must have begun before this rank stores into its memory.
+// A launch, and whether the launch before was of the same kind.
 struct Turn {
   u64 number;
-  u64 awaited;
+  bool again;
+
+  MPICOMM_DEVICE u32 parity() const { return number & 1; }
 };
 
 // Returns this launch. The count of a block is {number of the last launch, its kind:1}.
 MPICOMM_DEVICE Turn turn_of(const Team& team, Kind kind) {
   const u64 last = launches_of(team)[blockIdx.x];
   const u64 number = (last >> 1) + 1;
-  return {number, (last & 1) == kind ? number : number - 1};
+  return {number, (last & 1) == kind};
+}
+
+// The seat of a token of a rank with `tokens` tokens.
+MPICOMM_DEVICE u32 seat_of(const Experts& x, const Turn& turn, u32 tokens, u32 token) {
+  return token + x.few_tokens * (tokens <= x.few_tokens ? turn.parity() : 2);
+}
+
+// The launch that a peer must have begun before this rank stores into the seats of a rank with `tokens`
+// tokens there.
+MPICOMM_DEVICE u64 awaited(const Experts& x, const Turn& turn, u32 tokens) {
+  return turn.again && tokens > x.few_tokens ? turn.number : turn.number - 1;
 }
 
 // The number of the part of `peer` in the arena of `owner`. The owner itself comes last, because
@@ -98,21 +116,22 @@ MPICOMM_DEVICE u32 index_in(const Team& team, u32 owner, u32 peer) {
   return (peer + 2 * team.size - owner - 1) % team.size;
 }
 
+constexpr u32 kHeads = 2;  // the packets with numbers of tokens
 MPICOMM_DEVICE Pair* routes_of(const Experts& x, u32 owner, u32 source) {
-  const u64 each = static_cast<u64>(x.max_tokens) * x.top_k + 1;
+  const u64 each = static_cast<u64>(x.seats) * x.top_k + kHeads;
   return reinterpret_cast<Pair*>(x.team.arenas[owner] + x.routes) + index_in(x.team, owner, source) * each;
 }
-MPICOMM_DEVICE u64 token_in(const Experts& x, u32 owner, u32 peer, u32 token) {
-  return static_cast<u64>(index_in(x.team, owner, peer)) * x.max_tokens + token;
+MPICOMM_DEVICE u64 seat_in(const Experts& x, u32 owner, u32 peer, u32 seat) {
+  return static_cast<u64>(index_in(x.team, owner, peer)) * x.seats + seat;
 }
-MPICOMM_DEVICE u64* flag_in(const Experts& x, u64 flags, u32 owner, u32 peer, u32 token, u32 part) {
-  return reinterpret_cast<u64*>(x.team.arenas[owner] + flags) + token_in(x, owner, peer, token) * x.parts + part;
+MPICOMM_DEVICE u64* flag_in(const Experts& x, u64 flags, u32 owner, u32 peer, u32 seat, u32 part) {
+  return reinterpret_cast<u64*>(x.team.arenas[owner] + flags) + seat_in(x, owner, peer, seat) * x.parts + part;
 }
-MPICOMM_DEVICE float* values_in(const Experts& x, u32 owner, u32 token) {
-  return reinterpret_cast<float*>(x.team.arenas[owner] + x.values) + static_cast<u64>(token) * x.top_k;
+MPICOMM_DEVICE float* values_in(const Experts& x, u32 owner, u32 seat) {
+  return reinterpret_cast<float*>(x.team.arenas[owner] + x.values) + static_cast<u64>(seat) * x.top_k;
 }
-MPICOMM_DEVICE u8* row_in(const Experts& x, u64 rows, u32 owner, u32 peer, u32 token) {
-  return x.team.arenas[owner] + rows + token_in(x, owner, peer, token) * x.row_nbytes;
+MPICOMM_DEVICE u8* row_in(const Experts& x, u64 rows, u32 owner, u32 peer, u32 seat) {
+  return x.team.arenas[owner] + rows + seat_in(x, owner, peer, seat) * x.row_nbytes;
 }
 
 // The number of packets that earlier dispatches have renewed.
@@ -173,19 +192,32 @@ MPICOMM_DEVICE_CALL u32 blamed(const Team& team, u32 peer, u32 launch) {
   return peer;
 }
 
+// What a thread that waits for a peer looks at now and then. `leaves` is true if the kernel must leave:
+// the peer makes another call, or a rank has given up.
+struct PeerWatch {
+  const Team& team;
+  u32 peer;
+  Watch watch;
+
+  MPICOMM_DEVICE PeerWatch(const Experts& x, u32 operation, u64 number, u32 peer)
+      : team(x.team),
+        peer(peer),
+        watch{x.team.faults, x.team.timeout_ns, operation, number, blockIdx.x, x.team.names[peer]} {}
+
+  MPICOMM_DEVICE_CALL bool leaves() {
+    const u32 launch = static_cast<u32>(watch.sequence);
+    if (is_told(team) || load_relaxed(team.faults.failed) != kClear) return true;
+    watch.peer = team.names[blamed(team, peer, launch)];
+    return peer != team.rank && look_at(team, peer, launch) == kDifferent && !refuse(team, peer, launch);
+  }
+};
+
 // Waits for `peer`. If the result is false, the kernel must leave: time is up, the peer makes
 // another call, or a rank has given up.
 template <class Reached>
 MPICOMM_DEVICE bool await_peer(const Experts& x, u32 operation, u64 number, u32 peer, Reached reached) {
-  const Team& team = x.team;
-  const u32 launch = static_cast<u32>(number);
-  Watch watch{team.faults, team.timeout_ns, operation, number, blockIdx.x, team.names[peer]};
-  const auto leaves = [&] {
-    if (is_told(team) || load_relaxed(team.faults.failed) != kClear) return true;
-    watch.peer = team.names[blamed(team, peer, launch)];
-    return peer != team.rank && look_at(team, peer, launch) == kDifferent && !refuse(team, peer, launch);
-  };
-  return lasts(team, watch, spin(reached, leaves, watch));
+  PeerWatch mine(x, operation, number, peer);
+  return lasts(x.team, mine.watch, spin(reached, [&] { return mine.leaves(); }, mine.watch));
 }
 
 // Waits for other blocks of this rank. The wait has no limit. The other blocks wait for peers with a
@@ -208,27 +240,34 @@ MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) 
   if (!__syncthreads_and(healthy)) return false;
   // A release, because the peer may next overwrite memory that earlier launches of this rank read.
   // Pairs with the acquire in `peers_are_ready`.
-  if (blockIdx.x == 0 && thread < team.size && thread != team.rank) {
+  // A receiver announces, because a release takes long, and a sender has routes to send.
+  if (blockIdx.x == gridDim.x - 1 && thread < team.size && thread != team.rank) {
     announce_all_before(team, thread, static_cast<u32>(turn.number));
   }
   count_launch(team, turn.number << 1 | kind, thread, blockDim.x);
   return true;
 }
 
-// Waits on all threads of a sender block until all peers let this launch store into their memory.
-// If the result is false, all threads must leave.
-MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn& turn) {
-  const Team& team = x.team;
+// Waits until `peer` has begun launch `begun`, which lets this rank store into the seats of its memory. If the
+// result is false, the kernel must leave.
+MPICOMM_DEVICE bool await_begun(const Experts& x, u32 operation, const Turn& turn, u32 peer, u64 begun) {
+  const auto reached = [&] {
+    // Pairs with the release in `begin_launch` of the peer. Without the acquire the stores of this
+    // launch could overtake it, and overwrite data that the peer still reads.
+    const u32 last = acquire_announcements(x.team, peer).last_launch();
+    return static_cast<i32>(last - static_cast<u32>(begun)) >= 0;
+  };
+  return await_peer(x, operation, turn.number, peer, reached);
+}
+
+// Waits on all threads of a sender block until all peers let this launch store into their memory: into
+// seats of a rank with `tokens_at(peer)` tokens. If the result is false, all threads must leave.
+template <class TokensAt>
+MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn& turn, TokensAt tokens_at) {
   const u32 peer = threadIdx.x;
   bool ok = true;
-  if (peer < team.size && peer != team.rank) {
-    const auto reached = [&] {
-      // Pairs with the release in `begin_launch` of the peer. Without the acquire the stores of this
-      // launch could overtake it, and overwrite data that the peer still reads.
-      const u32 begun = acquire_announcements(team, peer).last_launch();
-      return static_cast<i32>(begun - static_cast<u32>(turn.awaited)) >= 0;
-    };
-    ok = await_peer(x, operation, turn.number, peer, reached);
+  if (peer < x.team.size && peer != x.team.rank) {
+    ok = await_begun(x, operation, turn, peer, awaited(x, turn, tokens_at(peer)));
   }
   // Orders the stores of all threads of the block after the acquires.
   return __syncthreads_and(ok);
@@ -239,16 +278,16 @@ struct Unpublished {
   u64* flag = nullptr;
 
   // The number of parts between two publications, for a warp with `parts` parts.
-  MPICOMM_DEVICE static u64 most(const Team& team, u64 parts) {
-    const u64 lanes = kLanes / team.size, bound = lanes < kMost ? lanes : kMost;
+  MPICOMM_DEVICE static u32 most(const Team& team, u64 parts) {
+    const u32 lanes = kLanes / team.size, bound = lanes < kMost ? lanes : kMost;
     const u64 runs = (parts + bound - 1) / bound;
-    return runs == 0 ? 1 : (parts + runs - 1) / runs;
+    return runs == 0 ? 1 : static_cast<u32>((parts + runs - 1) / runs);
   }
   // Notes part number `i` since the last publication, for the ranks in the set `targets`.
-  MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 token, u32 part, u32 lane) {
+  MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 seat, u32 part, u32 lane) {
     const u32 rank = lane % x.team.size;
     if (lane / x.team.size == i && (targets >> rank & 1) != 0) {
-      flag = flag_in(x, flags, rank, x.team.rank, token, part);
+      flag = flag_in(x, flags, rank, x.team.rank, seat, part);
     }
   }
   // All lanes of the warp call it.
@@ -268,28 +307,66 @@ struct Unpublished {
 // The parts of one kind of data that the warps of the sender blocks share out. Each warp takes runs of
 // neighbouring parts, and publishes each run. All parts of a warp follow each other if `apart`: then
 // the warps begin in distant places. Otherwise all warps together go through the parts in order.
-template <bool apart, class Act>
-MPICOMM_DEVICE void each_run(const Experts& x, const Turn& turn, u64 parts, Act act) {
-  const u64 of_block = blockDim.x / kLanes, warps = x.senders * of_block;
-  const u64 warp = blockIdx.x * of_block + threadIdx.x / kLanes;
-  const u64 each = (parts + warps - 1) / warps, run = Unpublished::most(x.team, each);
+//
+// `prepare` loads a part, `ready` waits for the peers on all threads of the block, and `store` stores the
+// part. The loads of the first part are in flight while the warp waits for the peers. If `prepare` only
+// loads, the loads of other parts are in flight while the warp publishes. Otherwise flags come first.
+template <bool apart, class Prepare, class Ready, class Store>
+MPICOMM_DEVICE void each_run(
+    const Experts& x, const Turn& turn, u64 parts, bool only_loads, Prepare prepare, Ready ready, Store store) {
+  const u32 of_block = blockDim.x / kLanes, warps = x.senders * of_block;
+  const u32 warp = blockIdx.x * of_block + threadIdx.x / kLanes;
+  const u64 each = (parts + warps - 1) / warps;
+  const u32 run = Unpublished::most(x.team, each), step = apart ? run : warps * run;
   const u64 end = apart && (warp + 1) * each < parts ? (warp + 1) * each : parts;
-  for (u64 first = warp * (apart ? each : run); first < end; first += apart ? run : warps * run) {
-    Unpublished unpublished;
+  u64 first = warp * (apart ? each : run);
+  u32 i = 0;
+  bool goes_on = first < end;
+  decltype(prepare(first)) prepared;
+  if (goes_on) prepared = prepare(first);
+  if (!ready()) return;
+  Unpublished unpublished;
 #pragma unroll 1
-    for (u32 i = 0; i < run && first + i < end; ++i) act(first + i, i, unpublished);
-    unpublished.publish(turn);
+  while (goes_on) {
+    store(prepared, i, unpublished);
+    const bool ends = ++i >= run || first + i >= end;
+    if (ends) {
+      first += step;
+      i = 0;
+      goes_on = first < end;
+    }
+    if (ends && !only_loads) unpublished.publish(turn);
+    if (goes_on) prepared = prepare(first + i);
+    if (ends && only_loads) unpublished.publish(turn);
   }
 }
 
-// Waits until `peer` has published a part. One lane calls it, and __syncwarp follows.
-MPICOMM_DEVICE bool await_part(
-    const Experts& x, u64 flags, u32 operation, const Turn& turn, u32 peer, u32 token, u32 part) {
-  const u64* const flag = flag_in(x, flags, x.team.rank, peer, token, part);
+// Whether `peer` has published a part. __syncwarp follows.
+MPICOMM_DEVICE bool has_part(const Experts& x, u64 flags, const Turn& turn, u32 peer, u32 seat, u32 part) {
   // Pairs with the release in `Unpublished::publish`. A plain load could see the flag while later loads see
-  // the row of an earlier launch. The flag is equal: the peer stores a later number only after this
-  // launch has ended here.
-  return await_peer(x, operation, turn.number, peer, [&] { return load_acquire(flag) == turn.number; });
+  // the row of an earlier launch. The flag is equal: the peer stores a later number into this seat only
+  // after this launch has ended here.
+  return load_acquire(flag_in(x, flags, x.team.rank, peer, seat, part)) == turn.number;
+}
+
+// Waits until `has_come` returns true on a lane that is pending, and returns the set of these lanes. At least
+// one lane is pending, and waits for `peer`. All lanes of the warp call it. If the set is empty, the
+// kernel must leave.
+template <class HasCome>
+MPICOMM_DEVICE u32 await_any(const Experts& x, u32 operation, u64 number, u32 peer, bool pending, HasCome has_come) {
+  const u32 lane = threadIdx.x % kLanes;
+  const u32 waits = __ffs(__ballot_sync(kWarp, pending)) - 1;
+  PeerWatch mine(x, operation, number, peer);
+  Spell spell;
+  for (u32 poll = 0;; ++poll) {
+    const u32 come = __ballot_sync(kWarp, pending && has_come());
+    if (come != 0) return come;
+    if (poll < kPollsBeforeClock) continue;
+    // One lane looks at the clock, because the lanes go on or leave together.
+    const bool goes_on =
+        lane != waits || lasts(x.team, mine.watch, spell.end([&] { return mine.leaves(); }, mine.watch));
+    if (!__all_sync(kWarp, goes_on)) return 0;
+  }
 }
 
 }  // namespace mpicomm

@@ -22,6 +22,9 @@ DISPATCH, COMBINE, ROUTES, ROOM = 9, 10, 11, 12
 BLOCKS_OF_A_MULTIPROCESSOR = 2  # of __launch_bounds__ of both kernels
 PACKET_NBYTES = 16
 _WORD_NBYTES = 8
+_HEADS = 2  # kHeads in experts.cuh
+FEW_TOKENS = 256
+"""Up to so many tokens of a rank a launch is in the mode of low latency."""
 GROUP = 128
 """The number of elements that share a scale."""
 _LANES_OF_A_GROUP = 16
@@ -47,8 +50,11 @@ class ExpertsArguments(ctypes.Structure):
         ("part_nbytes", ctypes.c_uint64),
         ("parts", ctypes.c_uint32),
         ("max_tokens", ctypes.c_uint32),
+        ("few_tokens", ctypes.c_uint32),
+        ("seats", ctypes.c_uint32),
         ("top_k", ctypes.c_uint32),
         ("senders", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
         ("firsts", ctypes.c_uint32 * (MAX_RANKS + 1)),
     ]
 
@@ -76,11 +82,17 @@ class DispatchArguments(ctypes.Structure):
         ("counts", ctypes.c_uint64),
         ("offsets", ctypes.c_uint64),
         ("sources", ctypes.c_uint64),
-        ("row_weights", ctypes.c_uint64),
+        ("place_weights", ctypes.c_uint64),
         ("places", ctypes.c_uint64),
         ("targets", ctypes.c_uint64),
         ("tokens", ctypes.c_uint64),
+        ("token_rows", ctypes.c_uint64),
+        ("place_rows", ctypes.c_uint64),
+        ("slot_ids", ctypes.c_uint64),
+        ("slot_weights", ctypes.c_uint64),
+        ("row_count", ctypes.c_uint64),
         ("capacity", ctypes.c_uint64),
+        ("all_places", ctypes.c_uint64),
         ("num_tokens", ctypes.c_uint32),
         ("alignment", ctypes.c_uint32),
         ("wide_ids", ctypes.c_uint32),
@@ -96,6 +108,7 @@ class CombineExpertsArguments(ctypes.Structure):
         ("rows", ctypes.c_uint64),
         ("row_weights", ctypes.c_uint64),
         ("places", ctypes.c_uint64),
+        ("token_rows", ctypes.c_uint64),
         ("targets", ctypes.c_uint64),
         ("tokens", ctypes.c_uint64),
         ("values", ctypes.c_uint64),
@@ -163,8 +176,15 @@ class ExpertsShape:
     sums: RowShape
     """A row of a combine."""
     max_tokens: int
+    few_tokens: int
+    """Up to so many tokens of a rank are few. At most ``max_tokens``."""
     top_k: int
     quantizes: bool
+
+    @property
+    def seats(self) -> int:
+        """The seats of a source, see experts.cuh."""
+        return 2 * self.few_tokens + (self.max_tokens if self.max_tokens > self.few_tokens else 0)
 
     @property
     def firsts(self) -> list[int]:
@@ -181,16 +201,17 @@ class ExpertsMemory:
     def __init__(self, shape: ExpertsShape) -> None:
         self.shape = shape
         size = len(shape.experts_per_rank)
-        tokens = (size - 1) * shape.max_tokens
+        seats = (size - 1) * shape.seats
         self.routes = HEAD_NBYTES
-        self.row_flags = _up(self.routes + size * (shape.max_tokens * shape.top_k + 1) * PACKET_NBYTES, LINE_NBYTES)
-        self.sum_flags = _up(self.row_flags + tokens * shape.row.parts * _WORD_NBYTES, LINE_NBYTES)
-        self.counted = _up(self.sum_flags + tokens * shape.sums.parts * _WORD_NBYTES, LINE_NBYTES)
+        packets = size * (shape.seats * shape.top_k + _HEADS)
+        self.row_flags = _up(self.routes + packets * PACKET_NBYTES, LINE_NBYTES)
+        self.sum_flags = _up(self.row_flags + seats * shape.row.parts * _WORD_NBYTES, LINE_NBYTES)
+        self.counted = _up(self.sum_flags + seats * shape.sums.parts * _WORD_NBYTES, LINE_NBYTES)
         self.histograms = _up(self.counted + (MAX_BLOCKS + 1) * _WORD_NBYTES, LINE_NBYTES)
-        self.values = _up(self.histograms + MAX_BLOCKS * shape.firsts[-1] * 4, LINE_NBYTES)
-        self.rows = _up(self.values + shape.max_tokens * shape.top_k * 4, LINE_NBYTES)
-        self.sums = _up(self.rows + tokens * shape.row.nbytes, LINE_NBYTES)
-        self.quantized = _up(self.sums + tokens * shape.sums.nbytes, LINE_NBYTES)
+        self.values = _up(self.histograms + MAX_BLOCKS * (shape.firsts[-1] + size) * 4, LINE_NBYTES)
+        self.rows = _up(self.values + shape.seats * shape.top_k * 4, LINE_NBYTES)
+        self.sums = _up(self.rows + seats * shape.row.nbytes, LINE_NBYTES)
+        self.quantized = _up(self.sums + seats * shape.sums.nbytes, LINE_NBYTES)
         """Private memory for the tokens of this rank as they travel, if they are quantised."""
         self.nbytes = self.quantized + (shape.max_tokens * shape.row.nbytes if shape.quantizes else 0)
 
@@ -219,6 +240,8 @@ class ExpertsMemory:
             part_nbytes=row.part_nbytes,
             parts=row.parts,
             max_tokens=shape.max_tokens,
+            few_tokens=shape.few_tokens,
+            seats=shape.seats,
             top_k=shape.top_k,
         )
         for rank, first in enumerate(shape.firsts):

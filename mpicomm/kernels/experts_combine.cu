@@ -2,7 +2,7 @@
 // experts.cuh has the memory, and the reason why no rank waits in a circle.
 //
 // Order of sums. A rank adds its rows of a token in the order of the token's slots, in float32, and
-// rounds the sum to the type of the rows. The rank of the token adds these sums in the order of the
+// rounds the sum to the type of the rows. In the layout by token its one row of a token is the sum. The rank of the token adds these sums in the order of the
 // ranks, in float32, and rounds the result to its type. Each step takes the same numbers in the same
 // order in every run, so the result has the same bits.
 //
@@ -22,9 +22,10 @@ struct Combine {
   const u8* rows;             // laid out by a dispatch, which has made these arrays, too
   const float* row_weights;   // null for ones
   const i32* places;
+  const i32* token_rows;      // null in the layout by expert
   const Targets* targets;
   const u32* tokens;
-  const float* values;  // of each row; null for none
+  const float* values;  // of each row, in the layout by token of each slot of each row; null for none
   u8* output;
   float* slot_values;   // the value of the row of each slot of each token, or 0
   u32 num_tokens;  // of this rank
@@ -43,17 +44,29 @@ struct alignas(kElements * sizeof(Result) < 16 ? kElements * sizeof(Result) : 16
 
 // The rows of a token of `source` on this rank, one on each lane.
 struct Placed {
-  i32 place = -1;
   const u8* row = nullptr;
   float weight = 1;
+  const float* value = nullptr;  // of the pair of this lane
   u32 lanes;  // the set of lanes that have a row
 
   MPICOMM_DEVICE Placed(const Combine& x, u32 source, u32 token, u32 lane) {
     const u32 top_k = x.experts.top_k;
-    if (lane < top_k) place = x.places[(static_cast<u64>(source) * x.experts.max_tokens + token) * top_k + lane];
-    if (place >= 0) row = x.rows + static_cast<u64>(place) * x.experts.row_nbytes;
-    if (place >= 0 && x.row_weights != nullptr) weight = x.row_weights[place];
-    lanes = __ballot_sync(kWarp, place >= 0);
+    const u64 number = static_cast<u64>(source) * x.experts.max_tokens + token;
+    const bool by_token = x.token_rows != nullptr;
+    i64 at = -1;
+    i32 place = -1;
+    if (lane < top_k && (!by_token || x.values != nullptr)) place = x.places[number * top_k + lane];
+    if (by_token) {
+      const i64 of_token = x.token_rows[number];
+      if (lane == 0) at = of_token;
+      if (place >= 0) value = x.values + of_token * top_k + lane;
+    } else {
+      at = place;
+      if (place >= 0 && x.values != nullptr) value = x.values + place;
+      if (place >= 0 && x.row_weights != nullptr) weight = x.row_weights[place];
+    }
+    if (at >= 0) row = x.rows + at * x.experts.row_nbytes;
+    lanes = __ballot_sync(kWarp, at >= 0);
   }
 };
 
@@ -63,12 +76,13 @@ MPICOMM_DEVICE void add(float* sums, const Packet& packet, float factor) {
   for (u32 i = 0; i < kElements; ++i) sums[i] += factor * Number<Element>::decode(elements.of[i]);
 }
 
-// Adds the rows of a token in their order, and rounds, for packets `first` to `first` + kAtOnce of a
-// part. All lanes of the warp call it.
 constexpr u32 kAtOnce = 2;
 struct Sums {
   Packet of[kAtOnce];
 };
+
+// Adds the rows of a token in their order, and rounds, for packets `first` to `first` + kAtOnce of a
+// part. All lanes of the warp call it.
 MPICOMM_DEVICE Sums sum_rows(const Placed& placed, const Part& part, u32 first) {
   constexpr u32 kRows = 4;  // the loads of so many rows are in flight together
   float sums[kAtOnce][kElements];
@@ -114,7 +128,49 @@ MPICOMM_DEVICE Sums sum_rows(const Placed& placed, const Part& part, u32 first) 
   return rounded;
 }
 
-MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn) {
+// Calls `store` with the number and the content of each packet of a part of the sum of a token.
+template <class Store>
+MPICOMM_DEVICE void each_sum(const Combine& x, const Placed& placed, const Part& part, Store store) {
+  if (x.token_rows != nullptr) {
+    const u64 row = __shfl_sync(kWarp, reinterpret_cast<u64>(placed.row), 0);
+    if (row == 0) return;
+    Packets packets;
+    packets.load([&](u64 at) { return reinterpret_cast<const u8*>(row) + at; }, part);
+#pragma unroll
+    for (u32 i = 0; i < kPartPackets; ++i) store(i, packets.of[i]);
+    return;
+  }
+#pragma unroll 1
+  for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
+    const Sums sums = sum_rows(placed, part, first);
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) store(first + i, sums.of[i]);
+  }
+}
+
+// The sum of this rank for a part of a token of `source`.
+struct PeerSum {
+  u32 source;
+  u32 token;
+  u32 part;
+  bool is_here;
+  const float* value;  // of the pair of this lane
+};
+
+// The sums of this rank for a part, of all threads of a block.
+struct OwnSums {
+  Packet of[kPartPackets][kSumThreads];
+
+  MPICOMM_DEVICE void put(u32 i, const Packet& packet) { of[i][threadIdx.x] = packet; }
+  MPICOMM_DEVICE Packets packets() const {
+    Packets packets;
+#pragma unroll
+    for (u32 i = 0; i < kPartPackets; ++i) packets.of[i] = of[i][threadIdx.x];
+    return packets;
+  }
+};
+
+MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, OwnSums& own) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const u32 lane = threadIdx.x % kLanes;
@@ -125,35 +181,33 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn) {
   }
   // Neighbouring units go to different ranks: see team.cuh.
   const u64 units = static_cast<u64>(most) * experts.parts * peers;
-  each_run<false>(experts, turn, units, [&](u64 unit, u32 number, Unpublished& unpublished) {
-    const u32 source = (team.rank + 1 + static_cast<u32>(unit % peers)) % team.size;
-    const u32 part = static_cast<u32>(unit / peers % experts.parts);
-    const u32 token = static_cast<u32>(unit / peers / experts.parts);
-    if (token >= x.tokens[source]) return;
-    const Placed placed(x, source, token, lane);
-    if (placed.lanes == 0) return;
-    const Part range(experts, part, lane);
-    u8* const target = row_in(experts, experts.sums, source, team.rank, token);
-#pragma unroll 1
-    for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
-      const Sums sums = sum_rows(placed, range, first);
-#pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i) {
-        if (range.has(first + i)) store_aligned(target + range.at(first + i), sums.of[i]);
-      }
+  const auto prepare = [&](u64 unit) {
+    PeerSum sum;
+    sum.source = (team.rank + 1 + static_cast<u32>(unit % peers)) % team.size;
+    sum.part = static_cast<u32>(unit / peers % experts.parts);
+    sum.token = static_cast<u32>(unit / peers / experts.parts);
+    sum.is_here = false;
+    if (sum.token >= x.tokens[sum.source]) return sum;
+    const Placed placed(x, sum.source, sum.token, lane);
+    sum.is_here = placed.lanes != 0;
+    sum.value = placed.value;
+    if (sum.is_here) {
+      each_sum(x, placed, Part(experts, sum.part, lane), [&](u32 i, const Packet& packet) { own.put(i, packet); });
     }
+    return sum;
+  };
+  const auto store = [&](const PeerSum& sum, u32 number, Unpublished& unpublished) {
+    if (!sum.is_here) return;
+    const u32 seat = seat_of(experts, turn, x.tokens[sum.source], sum.token);
+    u8* const target = row_in(experts, experts.sums, sum.source, team.rank, seat);
+    own.packets().store([&](u64 at) { return target + at; }, Part(experts, sum.part, lane));
     // The flag of the first part publishes the values, too.
-    if (part == 0 && x.values != nullptr && placed.place >= 0) {
-      values_in(experts, source, token)[lane] = x.values[placed.place];
-    }
-    unpublished.note(experts, experts.sum_flags, number, 1u << source, token, part, lane);
-  });
+    if (sum.part == 0 && sum.value != nullptr) values_in(experts, sum.source, seat)[lane] = *sum.value;
+    unpublished.note(experts, experts.sum_flags, number, 1u << sum.source, seat, sum.part, lane);
+  };
+  const auto ready = [&] { return peers_are_ready(experts, kCombine, turn, [&](u32 peer) { return x.tokens[peer]; }); };
+  each_run<false>(experts, turn, units, false, prepare, ready, store);
 }
-
-// The sums of this rank, of all threads of a block.
-struct OwnSums {
-  Packet of[kPartPackets][kSumThreads];
-};
 
 MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) {
   const Experts& experts = x.experts;
@@ -165,26 +219,23 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) 
   for (u64 unit = warp; unit < static_cast<u64>(x.num_tokens) * experts.parts; unit += warps) {
     const u32 token = static_cast<u32>(unit / experts.parts), part = static_cast<u32>(unit % experts.parts);
     const auto [targets, slots] = x.targets[token];
+    const u32 seat = seat_of(experts, turn, x.num_tokens, token);
     const Part range(experts, part, lane);
     // This rank adds its rows while the sums of the others are on their way.
     const Placed placed(x, team.rank, token, lane);
-#pragma unroll 1
-    for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
-      const Sums sums = sum_rows(placed, range, first);
-#pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i) own.of[first + i][threadIdx.x] = sums.of[i];
-    }
+    each_sum(x, placed, range, [&](u32 i, const Packet& packet) { own.put(i, packet); });
     bool ok = true;
     if (lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
-      ok = await_part(experts, experts.sum_flags, kCombine, turn, lane, token, part);
+      const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, seat, part); };
+      ok = await_peer(experts, kCombine, turn.number, lane, has_come);
     }
     // Orders the loads of all lanes after the acquires.
     __syncwarp();
     if (!__all_sync(kWarp, ok)) return;
     if (part == 0 && x.values != nullptr && lane < experts.top_k) {
       float value = 0;
-      if (placed.place >= 0) value = x.values[placed.place];
-      else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, token)[lane];
+      if (placed.value != nullptr) value = *placed.value;
+      else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, seat)[lane];
       x.slot_values[static_cast<u64>(token) * experts.top_k + lane] = value;
     }
     float sums[kPartPackets][kElements];
@@ -197,10 +248,9 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) 
       if ((targets >> from & 1) == 0) continue;
       Packets packets;
       if (from == team.rank) {
-#pragma unroll
-        for (u32 i = 0; i < kPartPackets; ++i) packets.of[i] = own.of[i][threadIdx.x];
+        packets = own.packets();
       } else {
-        const u8* const row = row_in(experts, experts.sums, team.rank, from, token);
+        const u8* const row = row_in(experts, experts.sums, team.rank, from, seat);
         packets.load([&](u64 at) { return row + at; }, range);
       }
 #pragma unroll
@@ -231,8 +281,7 @@ MPICOMM_KERNEL void mpicomm_experts_combine(const __grid_constant__ mpicomm::Com
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kCombines);
   if (!mpicomm::begin_launch(x.experts, mpicomm::kCombines, turn)) return;
   if (blockIdx.x < x.experts.senders) {
-    if (!mpicomm::peers_are_ready(x.experts, mpicomm::kCombine, turn)) return;
-    mpicomm::push_sums(x, turn);
+    mpicomm::push_sums(x, turn, own);
   } else {
     mpicomm::take_sums(x, turn, own);
   }

@@ -6,11 +6,15 @@
 // protocol. So every rank knows the experts of all tokens. Then they push rows.
 //
 // Receivers lay out. The *pairs* of a token are its top_k slots. All pairs have an order: by the number
-// of the token, then by source, then by slot. The rows of an expert are its pairs in this order. So
+// of the token, then by source, then by slot. The places of an expert are its pairs in this order. So
 // each range of pairs has pairs of all sources, and all blocks wait for peers alike. Each warp takes a
 // range of tokens, counts its pairs of each expert, and waits for the counts of the other receiver
 // blocks. Then it knows the place of each of its pairs. So the layout depends only on the routes.
-// Last, it copies each row that has come to the places of its pairs.
+// Last, it copies each row that has come.
+//
+// In the layout by expert each place has a row, and a token has a row for each of its pairs here. In
+// the layout by token a token has one row, in the order of all tokens. Each place has the number of
+// that row. The counts of a block have its rows on each rank, too, so a warp knows its first row.
 //
 // Faults in routes. Every rank sees all routes. So all ranks find an id that is no expert, and a
 // rank whose memory has not enough rows. No block writes a row before all blocks have counted.
@@ -19,11 +23,19 @@
 
 namespace mpicomm {
 
-// The expert of a slot, kNoExpert or kWrongExpert.
-MPICOMM_DEVICE u32 expert_of(const Dispatch& x, u64 pair) {
-  const i64 id = x.wide_ids ? static_cast<const i64*>(x.ids)[pair] : static_cast<const i32*>(x.ids)[pair];
+MPICOMM_DEVICE i64 id_of(const Dispatch& x, u64 pair) {
+  return x.wide_ids ? static_cast<const i64*>(x.ids)[pair] : static_cast<const i32*>(x.ids)[pair];
+}
+
+// The expert of an id, kNoExpert or kWrongExpert.
+MPICOMM_DEVICE u32 expert_of(const Dispatch& x, i64 id) {
   if (id == -1) return kNoExpert;
   return id >= 0 && id < static_cast<i64>(num_experts(x.experts)) ? static_cast<u32>(id) : kWrongExpert;
+}
+
+// The rank of an expert, or kMaxRanks.
+MPICOMM_DEVICE u32 owner_of(const Dispatch& x, u32 expert) {
+  return expert >= kWrongExpert ? kMaxRanks : rank_of(x.experts, expert);
 }
 
 MPICOMM_DEVICE void send_packet(const Experts& x, u32 epoch, u64 slot, u32 first, u32 second) {
@@ -34,52 +46,126 @@ MPICOMM_DEVICE void send_packet(const Experts& x, u32 epoch, u64 slot, u32 first
   }
 }
 
-MPICOMM_DEVICE void send_routes(const Dispatch& x, const Turn& turn) {
-  const Experts& experts = x.experts;
-  const u32 epoch = static_cast<u32>(turn.number);
-  const u64 pairs = static_cast<u64>(x.num_tokens) * experts.top_k;
-  const u64 thread = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (thread == 0) send_packet(experts, epoch, 0, x.num_tokens, 0);
-  for (u64 pair = thread; pair < pairs; pair += static_cast<u64>(experts.senders) * blockDim.x) {
-    const float weight = x.weights == nullptr ? 1.0f : x.weights[pair];
-    send_packet(experts, epoch, 1 + pair, expert_of(x, pair), bits_of(weight));
+// Senders of routes share out the pairs. Each block sends as many, and each thread loads its first route
+// before the wait for the peers.
+struct Routes {
+  const Dispatch& x;
+  u64 pairs;
+  u64 first;
+  u64 end;
+  i64 id = -1;
+  float weight = 1;
+
+  MPICOMM_DEVICE explicit Routes(const Dispatch& x) : x(x) {
+    pairs = static_cast<u64>(x.num_tokens) * x.experts.top_k;
+    const u64 each = (pairs + x.experts.senders - 1) / x.experts.senders, last = (blockIdx.x + 1) * each;
+    first = blockIdx.x * each + threadIdx.x;
+    end = last < pairs ? last : pairs;
+    load(first);
+  }
+  MPICOMM_DEVICE void load(u64 pair) {
+    if (pair >= end) return;
+    id = id_of(x, pair);
+    if (x.weights != nullptr) weight = x.weights[pair];
+  }
+  // The expert in a packet. Only the layout by token needs to know new ranks.
+  MPICOMM_DEVICE u32 expert_in_packet(u64 pair) const {
+    const u32 expert = expert_of(x, id), owner = owner_of(x, expert);
+    if (x.token_rows == nullptr || owner == kMaxRanks) return expert;
+    bool is_new = true;
+    for (u64 other = pair / x.experts.top_k * x.experts.top_k; other < pair; ++other) {
+      is_new &= owner_of(x, expert_of(x, id_of(x, other))) != owner;
+    }
+    return is_new ? expert | kNewRank : expert;
+  }
+  // The number of the first packet.
+  MPICOMM_DEVICE u64 start(const Turn& turn) const {
+    return kHeads + static_cast<u64>(seat_of(x.experts, turn, x.num_tokens, 0)) * x.experts.top_k;
+  }
+  MPICOMM_DEVICE void send(const Turn& turn) {
+    const u32 epoch = static_cast<u32>(turn.number);
+    if (blockIdx.x == 0 && threadIdx.x == 0) send_packet(x.experts, epoch, turn.parity(), x.num_tokens, 0);
+    for (u64 pair = first; pair < end; pair += blockDim.x) {
+      send_packet(x.experts, epoch, start(turn) + pair, expert_in_packet(pair), bits_of(weight));
+      load(pair + blockDim.x);
+    }
   }
   // Epochs have 32 bits, so an epoch comes again after 2^32 launches. Each dispatch renews one packet
-  // that it does not use, in turn. So no packet still holds the epoch of so long ago.
-  if (thread == 0) {
+  // that it does not use, in turn. So no packet still holds the epoch of so long ago. One thread calls it.
+  MPICOMM_DEVICE void renew(const Turn& turn) const {
+    const Experts& experts = x.experts;
+    // The packet may be of the seats of the launch before.
+    for (u32 peer = 0; peer < experts.team.size; ++peer) {
+      if (peer != experts.team.rank && !await_begun(experts, kDispatch, turn, peer, turn.number)) return;
+    }
     u64* const renewals = renewals_of(experts);
-    const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.max_tokens) * experts.top_k);
-    if (renewed >= pairs) send_packet(experts, epoch, 1 + renewed, kNoExpert, 0);
+    const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.seats) * experts.top_k) + kHeads;
+    if (renewed >= start(turn) && renewed < start(turn) + pairs) return;
+    send_packet(experts, static_cast<u32>(turn.number), renewed, kNoExpert, 0);
   }
+};
+
+// A part of a token, and the id of the lane's slot.
+struct LoadedPart {
+  u32 token;
+  u32 part;
+  i64 id;
+  Packets packets;
+};
+
+// Only loads: nothing waits for the content.
+MPICOMM_DEVICE LoadedPart load_part(const Dispatch& x, u64 unit, u32 lane) {
+  const Experts& experts = x.experts;
+  LoadedPart loaded;
+  loaded.token = static_cast<u32>(unit / experts.parts);
+  loaded.part = static_cast<u32>(unit % experts.parts);
+  const u32 token = loaded.token;
+  loaded.packets.load([&](u64 at) { return x.x.at(token, at); }, Part(experts, loaded.part, lane));
+  loaded.id = lane < experts.top_k ? id_of(x, static_cast<u64>(token) * experts.top_k + lane) : -1;
+  return loaded;
 }
 
-MPICOMM_DEVICE void push_rows(const Dispatch& x, const Turn& turn) {
+// The peers with experts of a token.
+MPICOMM_DEVICE u32 peers_of(const Dispatch& x, const LoadedPart& loaded, u32 lane) {
+  const Team& team = x.experts.team;
+  const u32 owner = owner_of(x, expert_of(x, loaded.id));
+  u32 targets = 0;
+  for (u32 rank = 0; rank < team.size; ++rank) targets |= (__ballot_sync(kWarp, owner == rank) != 0 ? 1u : 0u) << rank;
+  const u32 slots = __ballot_sync(kWarp, owner < team.size);
+  if (loaded.part == 0 && lane == 0) x.targets[loaded.token] = {targets, slots};
+  return targets & ~(1u << team.rank);
+}
+
+MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const u32 lane = threadIdx.x % kLanes;
-  // Receivers take neighbouring tokens one after the other. Senders begin in distant places, so all
-  // receivers have work from the beginning.
-  each_run<true>(experts, turn, static_cast<u64>(x.num_tokens) * experts.parts, [&](u64 unit, u32 i, Unpublished& unpublished) {
-    const u32 token = static_cast<u32>(unit / experts.parts), part = static_cast<u32>(unit % experts.parts);
-    // The loads of the row are in flight beside the loads of the ids.
-    const Part range(experts, part, lane);
-    Packets packets;
-    packets.load([&](u64 at) { return x.x.at(token, at); }, range);
-    const u32 expert = lane < experts.top_k ? expert_of(x, static_cast<u64>(token) * experts.top_k + lane) : kNoExpert;
-    const u32 owner = expert >= kWrongExpert ? kMaxRanks : rank_of(experts, expert);
-    u32 targets = 0;
-    for (u32 rank = 0; rank < team.size; ++rank) targets |= (__ballot_sync(kWarp, owner == rank) != 0 ? 1u : 0u) << rank;
-    const u32 slots = __ballot_sync(kWarp, owner < team.size);
-    if (part == 0 && lane == 0) x.targets[token] = {targets, slots};
-    const u32 remote = targets & ~(1u << team.rank);
+  Routes routes(x);
+  const auto prepare = [&](u64 unit) { return load_part(x, unit, lane); };
+  const auto ready = [&] {
+    if (!peers_are_ready(experts, kDispatch, turn, [&](u32) { return x.num_tokens; })) return false;
+    routes.send(turn);
+    // Rows of this block leave after its routes. Otherwise the routes would wait in the links behind rows,
+    // and receivers lay out nothing before they know all routes.
+    __syncthreads();
+    return true;
+  };
+  const auto store = [&](const LoadedPart& loaded, u32 i, Unpublished& unpublished) {
+    const Part range(experts, loaded.part, lane);
+    const u32 peers = peers_of(x, loaded, lane);
+    const u32 seat = seat_of(experts, turn, x.num_tokens, loaded.token);
     for (u32 distance = 1; distance < team.size; ++distance) {
       const u32 to = (team.rank + distance) % team.size;
-      if ((remote >> to & 1) == 0) continue;
-      u8* const row = row_in(experts, experts.rows, to, team.rank, token);
-      packets.store([&](u64 at) { return row + at; }, range);
+      if ((peers >> to & 1) == 0) continue;
+      u8* const row = row_in(experts, experts.rows, to, team.rank, seat);
+      loaded.packets.store([&](u64 at) { return row + at; }, range);
     }
-    unpublished.note(experts, experts.row_flags, i, remote, token, part, lane);
-  });
+    unpublished.note(experts, experts.row_flags, i, peers, seat, loaded.part, lane);
+  };
+  const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
+  // Warps begin in distant places, so all receivers have work from the beginning.
+  each_run<true>(experts, turn, units, true, prepare, ready, store);
+  if (blockIdx.x == 0 && threadIdx.x == 0) routes.renew(turn);
 }
 
 }  // namespace mpicomm
@@ -94,10 +180,8 @@ MPICOMM_KERNEL void mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Di
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kDispatches);
   if (!mpicomm::begin_launch(x.experts, mpicomm::kDispatches, turn)) return;
   if (blockIdx.x < x.experts.senders) {
-    if (!mpicomm::peers_are_ready(x.experts, mpicomm::kDispatch, turn)) return;
-    mpicomm::send_routes(x, turn);
-    mpicomm::push_rows(x, turn);
+    mpicomm::send(x, turn);
   } else {
-    mpicomm::Receiver{x, turn, layout}.run();
+    mpicomm::Receiver{{x, turn, layout}}.run();
   }
 }

@@ -31,14 +31,21 @@ struct Dispatch {
   const void* ids;    // top_k ids of each token, -1 for a slot without an expert
   const float* weights;  // as many weights; null for ones
   // Memory of the result.
-  i32* counts;    // the rows of each expert of this rank
-  i32* offsets;   // the first row of each expert of this rank, and the end of the last
-  i32* sources;   // the rank, token and slot of each row, or -1 three times
-  float* row_weights;
-  i32* places;    // the row of each pair of each source, or -1
+  i32* counts;    // the pairs of each expert of this rank
+  i32* offsets;   // the first place of each expert of this rank, and the end of the last
+  i32* sources;   // the rank, token and slot of the pair at each place, or -1 three times
+  float* place_weights;
+  i32* places;    // of each pair of each source, or -1
   Targets* targets;  // of each token of this rank
   u32* tokens;    // the number of tokens of each source
+  // The next five are null in the layout by expert, where each place has a row.
+  i32* token_rows;   // the row of each token of each source, or -1
+  i32* place_rows;   // the row of the token at each place, or -1
+  i32* slot_ids;     // for each row and slot: the number of the expert on this rank, or -1
+  float* slot_weights;
+  i32* row_count;
   u64 capacity;   // rows of the result
+  u64 all_places;
   u32 num_tokens; // of this rank
   u32 alignment;  // the rows of each expert begin at a multiple
   u32 wide_ids;   // whether ids have 64 bits
@@ -47,5 +54,7 @@ struct Dispatch {
 
 constexpr u32 kNoExpert = ~0u;      // the id of a slot without an expert
 constexpr u32 kWrongExpert = ~1u;   // in a packet: the id is no expert
+constexpr u32 kNewRank = 1u << 30;  // in a packet: no earlier slot of the token has an expert of this rank
+static_assert(kMostExperts <= kNewRank && (kNewRank | kMostExperts) < kWrongExpert, "packets tell these apart");
 
 }  // namespace mpicomm

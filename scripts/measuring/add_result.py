@@ -60,6 +60,51 @@ def table_of_products(result: dict[str, Any], where: str | None) -> dict[str, An
     }
 
 
+def table_of_experts(result: dict[str, Any], where: str | None) -> dict[str, Any]:
+    """Return a result of ``bench experts`` as a table: see `result_file.Table`."""
+    document, options = published(result, where), result["options"]
+    rows = [
+        [
+            row["tokens"],
+            row["layout"],
+            *_rate(row, "dispatch_us"),
+            *_rate(row, "combine_us"),
+            round(row["even_us"], 1),
+            _rate(row, "copy_us")[1],
+            *(_with_ratio(row, name) for name in ("dispatch", "combine")),
+        ]
+        for row in result["experts"]
+    ]
+    shape = f"{options['hidden']} elements of {options['datatype']}"
+    return {
+        "group": "Calls",
+        "title": f"A mixture of experts, {len(result['ranks'])} ranks, {options['num_experts']} experts",
+        "hardware": document["hardware"],
+        "columns": [
+            *("tokens of a rank", "layout", "dispatch, us", "GB/s", "combine, us", "GB/s"),
+            *("even all-to-all, us", "copy engine, GB/s", "NCCL dispatch, us", "NCCL combine, us"),
+        ],
+        "rows": rows,
+        "text": f"A token has {shape} and {options['top_k']} different experts, drawn at random. GB/s are the bytes "
+        "that cross the links of a GPU, each way. The even all-to-all is mpicomm's, of as many rows to each rank. "
+        "Calls are in CUDA graphs, but dispatch and combine of NCCL are not: there the host waits for the counts. NCCL "
+        "moves rows that lie by rank already, and does not sort or add them.",
+        "notes": [],
+        **{name: document[name] for name in ("command", "versions", "date")},
+    }
+
+
+def _rate(row: dict[str, Any], name: str) -> tuple[float | None, float | None]:
+    """Return a time in microseconds, and the rate of the bytes that cross the links."""
+    time_us = row[name]
+    return (None, None) if time_us is None else (round(time_us, 1), round(row["crossing_nbytes"] / time_us / 1e3, 1))
+
+
+def _with_ratio(row: dict[str, Any], name: str) -> str | None:
+    time_us = row[f"nccl_{name}_us"]
+    return None if time_us is None else f"{time_us:.1f} ({time_us / row[f'{name}_us']:.2f})"
+
+
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,7 +113,8 @@ def main() -> None:
     parser.add_argument("--hardware", help="default: the GPUs, their links and the processor of the result")
     options = parser.parse_args()
     result = json.loads(options.result.read_text())
-    document = (published if "collective" in result else table_of_products)(result, options.hardware)
+    written = published if "collective" in result else table_of_experts if "experts" in result else table_of_products
+    document = written(result, options.hardware)
     write_json(FOLDER / f"{options.name}.json", document)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,22 @@ from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from tests.kernels.build import Builds, Change
 from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Array, Machine, Place
+
+FEW_THREADS = (
+    Change("experts_dispatch.cuh", "kDispatchThreads = 384", "kDispatchThreads = 96"),
+    Change("experts_combine.cu", "kSumThreads = 256", "kSumThreads = 64"),
+)
+"""Three warps of a block that dispatches, and two of a block that combines: a CPU runs them sooner."""
+_THREADS = {"experts_dispatch.cu": 96, "experts_combine.cu": 64}
+_INCLUDED = {
+    "experts_dispatch.cu": (
+        *("experts.cuh", "experts_dispatch.cu", "experts_dispatch.cuh", "experts_counts.cuh", "experts_receiver.cuh"),
+    ),
+    "experts_combine.cu": ("experts.cuh", "experts_combine.cu"),
+}
+FEW_TOKENS = 3
+"""Up to so many tokens of a rank are few, so that random ranks have few or more."""
+OF_TOKENS = ("rows", "topk_ids", "topk_weights", "token_rows", "row_count")
 
 
 @dataclass
@@ -31,12 +47,15 @@ class Result:
     targets: Place
     tokens: Place
     num_tokens: int
+    of_tokens: dict[str, Place]
+    """The arrays of the layout by token."""
 
     @property
     def pointers(self) -> dict[str, int]:
         """The addresses of the arrays, as `Received` has them."""
         names = ("scales", "counts", "offsets", "sources", "weights", "places", "targets", "tokens")
-        return {"x": self.rows.address, **{name: getattr(self, name).address for name in names}}
+        of_tokens = {name: self.of_tokens[name].address if self.of_tokens else 0 for name in OF_TOKENS}
+        return {"x": self.rows.address, **{name: getattr(self, name).address for name in names}, **of_tokens}
 
 
 class ExpertsRig:
@@ -56,18 +75,22 @@ class ExpertsRig:
         blocks: tuple[int, int] = (1, 1),
         changes: Sequence[Change] = (),
         timeout_s: float = 20,
+        all_threads: bool = False,
+        by_token: bool = False,
         wire: np.dtype[Any] | None = None,
     ) -> None:
         self.size = len(experts_per_rank)
         self.shape = Shape(
-            tuple(experts_per_rank), hidden, max_tokens, top_k, np.dtype(dtype), capacity, alignment, None, wire
+            *(tuple(experts_per_rank), hidden, max_tokens, top_k, np.dtype(dtype), capacity, alignment),
+            *(None, by_token, wire, FEW_TOKENS),
         )
         self.machine = machine = Machine(builds, self.size)
-        self._changes = changes
+        self._all_threads = all_threads
+        self._changes = [*changes, *(() if all_threads else FEW_THREADS)]
         nbytes = ExpertsMemory(self.shape.in_kernels).nbytes
         self.arenas = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
-        modes = dict.fromkeys(("dispatch of few", "combine of few"), Blocks(*blocks))
+        modes = dict.fromkeys(("dispatch", "combine", "dispatch of few", "combine of few"), Blocks(*blocks))
         self._launches = [
             ExpertsLaunches(self.shape, machine.team(self.arenas, rank, timeout_s), modes) for rank in range(self.size)
         ]
@@ -94,12 +117,13 @@ class ExpertsRig:
             scales=new(shape.capacity * 4 * shape.scales),
             counts=new(4 * experts),
             offsets=new(4 * (experts + 1)),
-            sources=new(12 * shape.capacity),
-            weights=new(4 * shape.capacity),
+            sources=new(12 * shape.places),
+            weights=new(4 * shape.places),
             places=new(4 * self.size * shape.max_tokens * shape.top_k),
             targets=new(8 * shape.max_tokens),
             tokens=new(4 * self.size),
             num_tokens=len(x),
+            of_tokens=self._of_tokens(new) if shape.by_token else {},
         )
         given = machine.place(rank, x).address, 0
         if shape.scales:
@@ -114,6 +138,12 @@ class ExpertsRig:
         )
         self._launch(rank, made, nap_us)
         return result
+
+    def _of_tokens(self, new: Callable[[int], Place]) -> dict[str, Place]:
+        shape = self.shape
+        slots = shape.capacity * shape.top_k
+        words = (shape.places, slots, slots, shape.size * shape.max_tokens, 1)
+        return {name: new(4 * count) for name, count in zip(OF_TOKENS, words, strict=True)}
 
     def combine(
         self,
@@ -136,6 +166,9 @@ class ExpertsRig:
         return output, of_slots
 
     def _launch(self, rank: int, made: ExpertsLaunch, nap_us: int) -> None:
-        kernel = kernel_of(self.machine.builds, made.variant, self._changes)
-        arguments = [made.arguments]
-        self.machine.launch(rank, kernel, arguments, blocks=made.blocks, threads=made.threads, nap_us=nap_us)
+        source = made.variant.source.name
+        # Changes of files that a kernel does not include would only compile it again.
+        changes = [each for each in self._changes if each.file in _INCLUDED.get(source, ())]
+        kernel = kernel_of(self.machine.builds, made.variant, changes)
+        threads = made.threads if self._all_threads else _THREADS.get(source, made.threads)
+        self.machine.launch(rank, kernel, [made.arguments], blocks=made.blocks, threads=threads, nap_us=nap_us)

@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the rig reads fault records by a module that needs cuda-bindings")
 
-from tests.helpers.inputs.routings import Routing, require_laid_out, require_same  # noqa: E402
+from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same  # noqa: E402
+from tests.helpers.references.experts import Laid  # noqa: E402
 from tests.kernels.build import Builds, Change  # noqa: E402
 from tests.kernels.experts_rig import ExpertsRig, Result  # noqa: E402
 from tests.kernels.machine import CAUGHT, Array, Place, RunFailedError  # noqa: E402
 
-BY_BLOCKS = Change("experts_receiver.cuh", "kFewPairs = 8192", "kFewPairs = 0")
+BY_BLOCKS = Change("experts_counts.cuh", "kFewPairs = 8192", "kFewPairs = 0")
 """As if there were many pairs: each block counts only its own pairs."""
 TYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+ONE_TYPE = (np.float32,)
+"""Each type of the results is one more build of the kernel."""
 
 
 class Round:
@@ -33,7 +36,8 @@ class Round:
         self.routing = Routing(rng, experts, shape.hidden, shape.max_tokens, shape.top_k, shape.dtype, none=none)
         self.results: list[Result] = []
         self.sums: list[tuple[list[tuple[Place, Place]], np.dtype[Any], bool]] = []
-        self.values = [rng.random(shape.capacity, dtype=np.float32) for _ in experts]
+        of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
+        self.values = [rng.random(of_rows, dtype=np.float32) for _ in experts]
 
     def dispatch(self, ranks: Iterable[int], naps: Sequence[int] | None = None) -> None:
         x = self.routing
@@ -54,6 +58,9 @@ class Round:
     def check(self) -> None:
         shape = self.rig.shape
         laid = self.routing.laid(shape.alignment)
+        if shape.by_token:
+            self._check_by_token(laid)
+            return
         for rank, (expected, result) in enumerate(zip(laid, self.results, strict=True)):
             experts = shape.experts_per_rank[rank]
             rows = result.rows.view(shape.dtype).reshape(-1, shape.hidden)
@@ -70,9 +77,42 @@ class Round:
                     of_slots = self.routing.of_slots(laid, self.values, rank)
                     require_same("values", slots.view(np.float32).reshape(of_slots.shape), of_slots)
 
+    def _check_by_token(self, places: list[Laid]) -> None:
+        shape = self.rig.shape
+        laid = self.routing.laid_by_token()
+        for rank, (expected, result) in enumerate(zip(laid, self.results, strict=True)):
+            words = {name: place.view(np.int32) for name, place in result.of_tokens.items()}
+            found = {
+                **words,
+                "x": result.rows.view(shape.dtype).reshape(-1, shape.hidden),
+                "counts": result.counts.view(np.int32)[: shape.experts_per_rank[rank]],
+                "offsets": result.offsets.view(np.int32),
+                "sources": result.sources.view(np.int32).reshape(-1, 3),
+                "weights": result.weights.view(np.float32),
+                "tokens": result.tokens.view(np.int32),
+                "topk_ids": words["topk_ids"].reshape(-1, shape.top_k),
+                "topk_weights": words["topk_weights"].view(np.float32).reshape(-1, shape.top_k),
+                "token_rows": words["token_rows"].reshape(shape.size, -1),
+            }
+            require_laid_by_token(expected, places[rank], found)
+        for sums, dtype, has_values in ((places, dtype, not weighted) for places, dtype, weighted in self.sums):
+            for rank, (place, slots) in enumerate(sums):
+                expected_sums = self.routing.sums_by_token(laid, [each.rows for each in laid], rank, dtype)
+                require_same("sums", place.view(dtype).reshape(expected_sums.shape), expected_sums)
+                if has_values:
+                    of_slots = self.routing.slots_by_token(laid, self.values, rank)
+                    require_same("values", slots.view(np.float32).reshape(of_slots.shape), of_slots)
+
 
 def play(
-    rig: ExpertsRig, seed: int, rounds: int, *, jitter_us: int = 200, napping: bool = True, limit_s: float = 60
+    rig: ExpertsRig,
+    seed: int,
+    rounds: int,
+    *,
+    types: Sequence[Any] = TYPES,
+    jitter_us: int = 200,
+    napping: bool = True,
+    limit_s: float = 60,
 ) -> None:
     """Random dispatches, each with no combine, one or two."""
     rng = np.random.default_rng([rig.size, seed])
@@ -84,7 +124,7 @@ def play(
         each.dispatch(everyone, [int(nap) for nap in naps])
         for _ in range(int(rng.choice((0, 1, 1, 2)))):
             naps = rng.choice((0, 0, 500), rig.size) if napping else [0] * rig.size
-            dtype = TYPES[int(rng.integers(3))]
+            dtype = types[int(rng.integers(len(types)))]
             each.combine(everyone, dtype, [int(nap) for nap in naps], weighted=bool(rng.integers(2)))
     rig.machine.run(seed=seed, jitter_us=jitter_us, limit_s=limit_s)
     for each in played:
@@ -100,11 +140,13 @@ def rig_of(builds: Builds, size: int, changes: Sequence[Change] = (), **options:
     return ExpertsRig(builds, experts, hidden, 7, 3, dtype, changes=changes, **options)
 
 
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_random_routings(builds: Builds, size: int) -> None:
+def test_random_routings(builds: Builds, size: int, by_token: bool) -> None:
     cases = zip(((1, 1), (2, 3), (3, 2)), TYPES, (1, 4, 3), ((), (BY_BLOCKS,), (BY_BLOCKS,)), strict=True)
     for seed, (blocks, dtype, alignment, changes) in enumerate(cases):
-        play(rig_of(builds, size, changes, blocks=blocks, dtype=dtype, alignment=alignment), seed, 6)
+        options = {"dtype": dtype, "alignment": alignment, "by_token": by_token, "all_threads": size == 2}
+        play(rig_of(builds, size, changes, blocks=blocks, **options), seed, 6)
 
 
 def test_launches_past_the_end_of_32_bits(builds: Builds) -> None:
@@ -155,8 +197,8 @@ def test_tokens_are_quantised_on_the_way(builds: Builds, dtype: Any) -> None:
 
 
 def test_no_race(watched_builds: Builds) -> None:
-    for changes in ((), (BY_BLOCKS,)):
-        play(rig_of(watched_builds, 3, changes, blocks=(1, 2)), 0, 3)
+    for changes, by_token in (((), True), ((BY_BLOCKS,), False), ((BY_BLOCKS,), True)):
+        play(rig_of(watched_builds, 3, changes, blocks=(1, 2), by_token=by_token), 0, 3, types=ONE_TYPE)
 
 
 @pytest.mark.parametrize("wrong", [-2, 5, 2**40])
@@ -226,7 +268,7 @@ def test_ranks_in_different_calls_notice(builds: Builds) -> None:
 RACES = {
     "flag of a part turned relaxed": Change("experts.cuh", "store_release(flag, turn", "store_relaxed(flag, turn"),
     "flag of a part loaded relaxed": Change(
-        "experts.cuh", "return load_acquire(flag) == turn.number;", "return load_relaxed(flag) == turn.number;"
+        "experts.cuh", "return load_acquire(flag_in(x, flags", "return load_relaxed(flag_in(x, flags"
     ),
     "flag before all lanes have stored": Change(
         "experts.cuh",
@@ -234,25 +276,28 @@ RACES = {
         "",
     ),
     "row read before its flag": Change(
-        "experts_receiver.cuh", "      // Orders the loads of all lanes after the acquire.\n      __syncwarp();", ""
+        "experts_receiver.cuh",
+        "        // Orders the loads of all lanes after the acquires.\n        __syncwarp();",
+        "",
     ),
     "sums read before their flags": Change(
         "experts_combine.cu", "    // Orders the loads of all lanes after the acquires.\n    __syncwarp();", ""
     ),
     "announcement turned relaxed": Change("experts.cuh", "announce_all_before(team, thread,", "announce(team, thread,"),
     "announcement loaded relaxed": Change(
-        "experts.cuh", "acquire_announcements(team, peer).last", "load_announcements(team, peer).last"
+        "experts.cuh", "acquire_announcements(x.team, peer).last", "load_announcements(x.team, peer).last"
     ),
     "stores before the announcement of a peer": Change(
         "experts.cuh", "  return __syncthreads_and(ok);", "  return ok;"
     ),
-    "no wait for peers": Change(
-        "experts.cuh", "{number, (last & 1) == kind ? number : number - 1}", "{number, number - 1}"
+    "no wait for peers": Change("experts.cuh", "turn.again && tokens > x.few_tokens ?", "false ?"),
+    "one group of seats for few tokens": Change(
+        "experts.cuh", "(tokens <= x.few_tokens ? turn.parity() : 2)", "(tokens <= x.few_tokens ? 0 : 2)"
     ),
-    "counts turned relaxed": Change("experts_receiver.cuh", "store_release_on_device(counted", "store_relaxed(counted"),
-    "counts loaded relaxed": Change("experts_receiver.cuh", "load_acquire_on_device(flag)", "load_relaxed(flag)"),
+    "counts turned relaxed": Change("experts_counts.cuh", "store_release_on_device(counted", "store_relaxed(counted"),
+    "counts loaded relaxed": Change("experts_counts.cuh", "load_acquire_on_device(flag)", "load_relaxed(flag)"),
     "counts published before they are written": Change(
-        "experts_receiver.cuh",
+        "experts_counts.cuh",
         "    __syncthreads();\n    if (thread == 0) store_release_on_device",
         "    if (thread == 0) store_release_on_device",
     ),
@@ -262,11 +307,15 @@ RACES = {
 }
 FAILURES = {
     "no wait for counts": Change(
-        "experts_receiver.cuh", "return load_acquire_on_device(flag) == turn.number;", "return true;"
+        "experts_counts.cuh", "return load_acquire_on_device(flag) == turn.number;", "return true;"
     ),
-    "no wait for a part": Change("experts.cuh", "return load_acquire(flag) == turn.number;", "return true;"),
+    "no wait for a part": Change(
+        "experts.cuh",
+        "return load_acquire(flag_in(x, flags, x.team.rank, peer, seat, part)) == turn.number;",
+        "return true;",
+    ),
     "packet of an earlier launch": Change(
-        "experts_receiver.cuh",
+        "experts_counts.cuh",
         "return FlagProtocol::has_come(packet, epoch());",
         "return packet.first >> 32 != 0;",
     ),
@@ -275,10 +324,18 @@ FAILURES = {
     ),
     "numbers compared as if they had no end": Change(
         "experts.cuh",
-        "static_cast<i32>(begun - static_cast<u32>(turn.awaited)) >= 0",
-        "begun >= static_cast<u32>(turn.awaited)",
+        "static_cast<i32>(last - static_cast<u32>(begun)) >= 0",
+        "last >= static_cast<u32>(begun)",
     ),
-    "two pairs in one place": Change("experts_receiver.cuh", "next[expert] + lower", "next[expert]"),
+    "two pairs in one place": Change("experts_receiver.cuh", "next[pair.expert] + lower", "next[pair.expert]"),
+}
+
+
+FAILURES_BY_TOKEN = {
+    "two tokens in one row": Change("experts_receiver.cuh", "__popc(rows & earlier_tokens())", "0"),
+    "a row for each pair": Change("experts_dispatch.cu", "is_new ? expert | kNewRank : expert", "expert | kNewRank"),
+    "rows of earlier steps forgotten": Change("experts_receiver.cuh", "if (lane == 0) next += __popc(rows);", ""),
+    "rows not counted": Change("experts_counts.cuh", "if (lane == 0) mine[num_experts", "if (false) mine[num_experts"),
 }
 
 
@@ -286,14 +343,16 @@ FAILURES = {
 def test_race_is_seen(watched_builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
         for seed in range(20):
-            play(rig_of(watched_builds, 3, [BY_BLOCKS, RACES[name]], blocks=(1, 2), timeout_s=5), seed, 3)
+            rig = rig_of(watched_builds, 3, [BY_BLOCKS, RACES[name]], blocks=(1, 2), timeout_s=5)
+            play(rig, seed, 3, types=ONE_TYPE)
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", [*FAILURES, *FAILURES_BY_TOKEN])
 def test_failure_is_seen(builds: Builds, name: str) -> None:
+    change, by_token = {**FAILURES, **FAILURES_BY_TOKEN}[name], name in FAILURES_BY_TOKEN
     # A kernel that takes an old packet for a route also stores outside of all memory.
     with pytest.raises(AssertionError, match=rf"{CAUGHT}|exit codes \[.*-11"):
         for seed in range(20):
-            rig = rig_of(builds, 3, [BY_BLOCKS, FAILURES[name]], blocks=(2, 2), timeout_s=1)
+            rig = rig_of(builds, 3, [BY_BLOCKS, change], blocks=(2, 2), timeout_s=1, by_token=by_token)
             rig.start_at(2**32 - 3)
-            play(rig, seed, 5)
+            play(rig, seed, 5, types=ONE_TYPE)

@@ -16,7 +16,7 @@ from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
 from mpicomm.experts.experts import Experts
-from mpicomm.experts.shape import DTYPES
+from mpicomm.experts.shape import BY_EXPERT, DTYPES, LAYOUTS
 from mpicomm.mpi.types import covered_dtype
 
 NAME = "experts"
@@ -30,6 +30,7 @@ class ExpertsRow:
     """The times of one number of tokens, in microseconds: the slowest rank's in a round, and the median of rounds."""
 
     tokens: int
+    layout: str
     crossing_nbytes: int
     """The bytes that cross the links of a GPU in a dispatch, one way: the most of all ranks."""
     dispatch_us: float
@@ -58,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--experts", dest="num_experts", type=count(1), default=64, metavar="N", help="default: 64")
     result.add_argument("--top-k", type=count(1), default=8, metavar="N", help="experts of a token; default: 8")
     result.add_argument("-d", "--datatype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    result.add_argument(
+        "--layouts", type=_layouts, default=LAYOUTS, metavar="NAME,...", help="experts, tokens; default: both"
+    )
     result.add_argument("--blocks", type=count(2), metavar="N", help="the most blocks of a launch")
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="timed iterations; default: 10")
     result.add_argument("--compare", choices=("nccl",), help="time NCCL through PyTorch, too")
@@ -85,8 +89,9 @@ def main() -> int:
             peer = TorchNccl(comm, machine.stream.ptr)
             command_line.show(f"# {peer.version}")
         for tokens in options.tokens:
-            rows.append(_measure(options, comm, machine, tokens, peer))
-            command_line.show(_line(rows[-1]))
+            for layout in options.layouts:
+                rows.append(_measure(options, comm, machine, tokens, layout, peer))
+                command_line.show(_line(rows[-1]))
         if peer is not None:
             peer.close()
     wrong = sum(row.wrong for row in rows)
@@ -99,12 +104,13 @@ def main() -> int:
 
 
 def _measure(
-    options: argparse.Namespace, comm: Communicator, machine: Machine, tokens: int, peer: TorchNccl | None
+    options: argparse.Namespace, comm: Communicator, machine: Machine, tokens: int, layout: str, peer: TorchNccl | None
 ) -> ExpertsRow:
     dtype, top_k, experts = covered_dtype(options.datatype), options.top_k, options.num_experts
     routes = Routes(machine, comm.rank, comm.size, (tokens, options.hidden), top_k, experts, dtype)
-    room = min(comm.size * tokens * top_k, _ROOM * -(-tokens * comm.size * top_k // comm.size) + 64)
-    with Experts(comm, experts, options.hidden, tokens, top_k, dtype, capacity=room, blocks=options.blocks) as made:
+    room = min(comm.size * tokens * top_k, _ROOM * tokens * top_k + 64) if layout == BY_EXPERT else None
+    numbers = experts, options.hidden, tokens, top_k, dtype
+    with Experts(comm, *numbers, capacity=room, blocks=options.blocks, layout=layout) as made:
         received = made.dispatch(routes.x, routes.ids, routes.weights)
         sums = made.combine(received.x, received)
 
@@ -119,7 +125,7 @@ def _measure(
 
         dispatch_us, combine_us = timed(dispatch), timed(combine)
         comm.check(machine.stream)
-        wrong = routes.count_wrong_rows(received) + routes.count_wrong_sums(sums)
+        wrong = routes.count_wrong_rows(received) + routes.count_wrong_sums(sums, weighted=layout == BY_EXPERT)
     crossing = max(comm.allgather(routes.crossing)) * options.hidden * dtype.itemsize
     shape = (comm.size * tokens, options.hidden * dtype.itemsize)
     sent, taken = comm.zeros(shape, "u1"), comm.zeros(shape, "u1")
@@ -131,7 +137,7 @@ def _measure(
         copy_us = timed(lambda: target.put(source, following)) * (comm.size - 1)
     sent.close()
     taken.close()
-    row = ExpertsRow(tokens, crossing, dispatch_us, combine_us, even_us, copy_us, comm.allreduce(wrong))
+    row = ExpertsRow(tokens, layout, crossing, dispatch_us, combine_us, even_us, copy_us, comm.allreduce(wrong))
     if peer is None:
         return row
     calls = peer.calls(routes)
@@ -169,6 +175,7 @@ def _time(comm: Communicator, machine: Machine, call: Call, iterations: int, *, 
 
 _COLUMNS: tuple[tuple[str, Callable[[ExpertsRow], Any]], ...] = (
     ("tokens", lambda row: row.tokens),
+    ("layout", lambda row: row.layout),
     ("dispatch", lambda row: row.dispatch_us),
     ("GB/s", lambda row: row.crossing_nbytes / row.dispatch_us / 1e3),
     ("combine", lambda row: row.combine_us),
@@ -197,7 +204,15 @@ def _line(row: ExpertsRow) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return str(value) if isinstance(value, int) else f"{value:.1f}"
+    return str(value) if isinstance(value, int | str) else f"{value:.1f}"
+
+
+def _layouts(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in LAYOUTS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(LAYOUTS)}")
+    return names
 
 
 def _counts(text: str) -> list[int]:

@@ -61,21 +61,32 @@ class Routes:
         if counts.sum() != used:
             return max(wrong, 1)
         wrong += int(xp.count_nonzero(experts != xp.asarray(np.repeat(np.arange(first, end), counts))))
+        if received.rows is not None:
+            # Each row has a place, so the places check all rows.
+            wrong += abs(int(received.row_count[0]) - len(xp.unique(received.rows[:used])))
         for rank in range(self._size):
             mine = xp.flatnonzero(sources[:, 0] == rank)
             tokens = self.tokens_of(rank)
             for begin in range(0, len(mine), 4096):
-                rows = mine[begin : begin + 4096]
-                wrong += int(xp.count_nonzero((received.x[rows] != tokens[sources[rows, 1]]).any(axis=1)))
+                places = mine[begin : begin + 4096]
+                rows = places if received.rows is None else received.rows[places]
+                wrong += int(xp.count_nonzero((received.x[rows] != tokens[sources[places, 1]]).any(axis=1)))
         return wrong
 
-    def count_wrong_sums(self, sums: Any) -> int:
-        """Return the number of wrong sums of a combine of the dispatched rows themselves."""
+    def count_wrong_sums(self, sums: Any, *, weighted: bool) -> int:
+        """Return the number of wrong sums of a combine of the dispatched rows themselves.
+
+        With ``weighted`` each slot counts by its weight. Otherwise each rank with experts of a token counts once.
+        """
         xp = self._xp
         total = xp.zeros((self.tokens, self.hidden), xp.float32)
         x = self.x.astype(xp.float32)
         for rank in range(self._size):
             first, end = self._range_of(rank)
+            if not weighted:
+                present = ((self.ids >= first) & (self.ids < end)).any(axis=1)
+                total += xp.where(present[:, None], x, xp.float32(0))
+                continue
             partial = xp.zeros_like(total)
             for slot in range(self.ids.shape[1]):
                 there = (self.ids[:, slot] >= first) & (self.ids[:, slot] < end)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tests.helpers.references.experts import Array, Laid, combined, dispatched
+from tests.helpers.references.experts import Array, Laid, LaidByToken, by_token, combined, combined_by_token, dispatched
 
 
 class Routing:
@@ -38,6 +38,25 @@ class Routing:
         ranks = range(len(self.xs))
         return [dispatched(self.xs, self.ids, self.weights, self.experts_per_rank, rank, alignment) for rank in ranks]
 
+    def laid_by_token(self) -> list[LaidByToken]:
+        """Return the rows of every rank in the layout by token."""
+        ranks = range(len(self.xs))
+        return [by_token(self.xs, self.ids, self.weights, self.experts_per_rank, rank) for rank in ranks]
+
+    def sums_by_token(self, laid: Sequence[LaidByToken], outputs: Sequence[Array], rank: int, dtype: Any) -> Array:
+        """Return the sums of a rank; ``outputs`` are the rows of all ranks after their experts."""
+        return combined_by_token(laid, outputs, rank, len(self.xs[rank]), np.dtype(dtype))
+
+    def slots_by_token(self, laid: Sequence[LaidByToken], values: Sequence[Array], rank: int) -> Array:
+        """Return the values of the slots of a rank; ``values`` are numbers of the slots of the rows of all ranks."""
+        found = np.zeros(self.ids[rank].shape, np.float32)
+        for mine, numbers in zip(laid, values, strict=True):
+            for row, (source, token) in enumerate(mine.sources):
+                here = np.array(mine.topk_ids[row]) >= 0
+                if source == rank:
+                    found[token, here] = numbers[row, here]
+        return found
+
     def sums(self, laid: Sequence[Laid], outputs: Sequence[Array], rank: int, dtype: Any, *, weighted: bool) -> Array:
         """Return the sums of a rank; ``outputs`` are the rows of all ranks after their experts."""
         return combined(laid, outputs, rank, len(self.xs[rank]), np.dtype(dtype), weighted=weighted)
@@ -62,10 +81,34 @@ def require_same(what: str, found: Array, expected: Any) -> None:
 
 def require_laid_out(laid: Laid, rows: Array, counts: Array, offsets: Array, sources: Array, weights: Array) -> None:
     """Compare the arrays of a dispatch with the reference."""
+    require_places(laid, counts, offsets, sources, weights)
+    used = laid.offsets[-1]
+    require_same("rows", rows[:used], laid.rows)
+
+
+def require_laid_by_token(laid: LaidByToken, places: Laid, found: Mapping[str, Array]) -> None:
+    """Compare the arrays of a dispatch with the reference, by their names in `Received`."""
+    require_places(places, *(found[name] for name in ("counts", "offsets", "sources", "weights")))
+    count = len(laid.rows)
+    require_same("number of rows", found["row_count"], [count])
+    require_same("rows", found["x"][:count], laid.rows)
+    for name, expected, none in (("topk_ids", laid.topk_ids, -1), ("topk_weights", laid.topk_weights, 0)):
+        rest = found[name][count:]
+        require_same(name, found[name][:count], np.array(expected).reshape(count, rest.shape[1]))
+        require_same(f"{name} of the rest", rest, np.full_like(rest, none))
+    rows = {source: row for row, source in enumerate(laid.sources)}
+    of_places = [rows.get((source, token), -1) for source, token, _ in places.sources]
+    require_same("rows of places", found["rows"], of_places + [-1] * (len(found["rows"]) - len(of_places)))
+    for source, token in np.ndindex(*found["token_rows"].shape):
+        if token < found["tokens"][source]:
+            assert found["token_rows"][source, token] == rows.get((source, token), -1)
+
+
+def require_places(laid: Laid, counts: Array, offsets: Array, sources: Array, weights: Array) -> None:
+    """Compare the arrays that describe places with the reference."""
     used = laid.offsets[-1]
     require_same("counts", counts, laid.counts)
     require_same("offsets", offsets, laid.offsets)
     require_same("sources", sources[:used], np.array(laid.sources).reshape(-1, 3))
     require_same("sources of the rest", sources[used:], np.full_like(sources[used:], -1))
     require_same("weights", weights, [*laid.weights, *[0] * (len(weights) - used)])
-    require_same("rows", rows[:used], laid.rows)

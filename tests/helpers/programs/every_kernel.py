@@ -2,7 +2,7 @@
 
 `mpiexec -n 2 python -m mpi4py -m tests.helpers.programs.every_kernel`. With ``--late`` ranks come late at random, and
 the run is long: thousands of calls and replays. With ``--own-memory`` the run leaves out messages that MPI matches,
-because their kernels read memory that a peer has written.
+and experts, because their kernels read memory that a peer has written.
 """
 
 from __future__ import annotations
@@ -272,6 +272,29 @@ def in_stream_order(comm: mpicomm.Communicator) -> None:
             check([(received, np.zeros(count, np.int32))])
 
 
+def mixture(comm: mpicomm.Communicator) -> None:
+    """Send few tokens to experts and back, and more tokens, which take other seats; counts come in two ways."""
+    hidden, top_k, most, rng = 64, 4, 1500, np.random.default_rng(3)
+    experts = [3] * comm.size
+    for layout in ("experts", "tokens"):
+        with mpicomm.Experts(comm, experts, hidden, most, top_k, "float32", alignment=4, layout=layout) as made:
+            for count in (5, 200, most, 5):
+                ids = rng.integers(-1, sum(experts), (comm.size, count, top_k))
+                x, mine = cupy.arange(count * hidden, dtype=np.float32).reshape(count, hidden), ids[comm.rank]
+                received = made.dispatch(x, cupy.asarray(mine))
+                z = cupy.where(cupy.arange(made.capacity)[:, None] < _rows(received), received.x, 0)
+                y = made.combine(z, received)
+                owners = np.where(mine < 0, -1, mine // 3)
+                places = sum((owners == rank).any(axis=1) for rank in range(comm.size))
+                weights = places if layout == "tokens" else (mine >= 0).sum(axis=1)
+                own = np.bincount(ids[(ids >= 0) & (ids // 3 == comm.rank)] % 3, minlength=3)
+                check([(received.counts, own.astype(np.int32)), (y, x.get() * weights[:, None].astype(np.float32))])
+
+
+def _rows(received: mpicomm.Received) -> Any:
+    return received.offsets[-1] if received.row_count is None else received.row_count[0]
+
+
 def require_one_context(device: int) -> None:
     """Raise if this process has a context, of half a GiB, on a GPU that is not its own."""
     for other in range(cupy.cuda.runtime.getDeviceCount()):
@@ -351,6 +374,7 @@ def main() -> None:
         signals(comm)
         if OWN_MEMORY not in sys.argv:
             messages(comm)
+            mixture(comm)
         datatypes(comm)
         in_stream_order(comm)
         windows(comm)

@@ -23,6 +23,46 @@ class Laid:
     weights: list[float]
 
 
+@dataclass
+class LaidByToken:
+    """The rows that a rank receives in the layout by token. Its places are as in `Laid`."""
+
+    rows: Array
+    sources: list[tuple[int, int]]
+    """The rank and the token of each row."""
+    topk_ids: list[list[int]]
+    topk_weights: list[list[float]]
+
+
+def by_token(
+    xs: Sequence[Array],
+    ids: Sequence[Array],
+    weights: Sequence[Array],
+    experts_per_rank: Sequence[int],
+    rank: int,
+) -> LaidByToken:
+    """Return the rows of ``rank``: each token once that has an expert there."""
+    first = sum(experts_per_rank[:rank])
+    laid = LaidByToken(np.empty(0), [], [], [])
+    rows: list[Array] = []
+    for token in range(max(map(len, ids))):
+        for source, routes in enumerate(ids):
+            if token >= len(routes):
+                continue
+            slots = [int(chosen) - first for chosen in routes[token]]
+            here = [0 <= chosen < experts_per_rank[rank] for chosen in slots]
+            if not any(here):
+                continue
+            rows.append(xs[source][token])
+            laid.sources.append((source, token))
+            laid.topk_ids.append([chosen if mine else -1 for chosen, mine in zip(slots, here, strict=True)])
+            laid.topk_weights.append(
+                [float(weight) if mine else 0.0 for weight, mine in zip(weights[source][token], here, strict=True)]
+            )
+    laid.rows = np.array(rows, xs[0].dtype).reshape(len(rows), xs[0].shape[1])
+    return laid
+
+
 def owner_of(expert: int, experts_per_rank: Sequence[int]) -> int:
     """Return the rank of an expert."""
     for rank, count in enumerate(experts_per_rank):
@@ -64,6 +104,18 @@ def dispatched(
         laid.offsets.append(len(rows))
     laid.rows = np.array(rows, xs[0].dtype).reshape(len(rows), xs[0].shape[1])
     return laid
+
+
+def combined_by_token(
+    laid: Sequence[LaidByToken], outputs: Sequence[Array], rank: int, tokens: int, result: np.dtype[Any]
+) -> Array:
+    """Return the sums for the tokens of ``rank``; ``outputs`` are the rows of all ranks after their experts."""
+    total = np.zeros((tokens, outputs[0].shape[1]), np.float32)
+    for mine, rows in zip(laid, outputs, strict=True):
+        for row, (source, token) in enumerate(mine.sources):
+            if source == rank:
+                total[token] += rows[row].astype(np.float32)
+    return total.astype(result)
 
 
 def combined(

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import Experts, InvalidUsageError
-from tests.helpers.inputs.routings import Routing, require_laid_out, require_same
+from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s, to_host
 
 HIDDEN, MAX_TOKENS, TOP_K = 24, 40, 4
@@ -81,6 +81,31 @@ def test_random_routings(comm: mpicomm.Communicator, xp: Any, name: str) -> None
             require_same("plain sums", to_host(plain), routing.sums(laid, outputs, rank, dtype, weighted=False))
             for found in (sums, into):
                 require_same("sums", to_host(found), routing.sums(laid, outputs, rank, result, weighted=True))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_random_routings_by_token(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    dtype, rng = dtype_of(name, xp), np.random.default_rng(len(name))
+    counts, alignment, rank = experts_of(comm.size), 8, comm.rank
+    with Experts(comm, counts, HIDDEN, MAX_TOKENS, TOP_K, name, alignment=alignment, layout="tokens") as experts:
+        assert (experts.layout, experts.capacity) == ("tokens", comm.size * MAX_TOKENS)
+        received = None
+        for number in range(6):
+            routing = Routing(rng, counts, HIDDEN, MAX_TOKENS, TOP_K, dtype, none=0.3)
+            x, ids, weights = (placed(xp, each[rank]) for each in (routing.xs, routing.ids, routing.weights))
+            received = experts.dispatch(x, ids, weights, out=received if number % 2 else None)
+            z = xp.zeros_like(received.x)
+            laid = routing.laid_by_token()
+            outputs = [(each.rows * dtype.type(2)).astype(dtype) for each in laid]
+            z[: len(outputs[rank])] = placed(xp, outputs[rank])
+            values = [rng.random((experts.capacity, TOP_K), dtype="float32") for _ in counts]
+            result = dtype_of(TYPES[number % 3], xp)
+            sums, of_slots = experts.combine(z, received, dtype=result, values=placed(xp, values[rank]))
+            comm.check()
+            found = {key: to_host(array) for key, array in vars(received).items() if hasattr(array, "shape")}
+            require_laid_by_token(laid[rank], routing.laid(alignment)[rank], found)
+            require_same("values", to_host(of_slots), routing.slots_by_token(laid, values, rank))
+            require_same("sums", to_host(sums), routing.sums_by_token(laid, outputs, rank, result))
 
 
 def test_tokens_of_one_rank_go_to_all(comm: mpicomm.Communicator, xp: Any) -> None:

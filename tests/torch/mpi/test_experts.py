@@ -19,10 +19,11 @@ def comm(world: dist.ProcessGroup) -> mpicomm.Communicator:
     return communicator(world)
 
 
-@pytest.fixture
-def mixture(comm: mpicomm.Communicator) -> Iterator[mpicomm.Experts]:
+@pytest.fixture(params=["experts", "tokens"])
+def mixture(comm: mpicomm.Communicator, request: pytest.FixtureRequest) -> Iterator[mpicomm.Experts]:
     counts = [(2, 0, 3, 1)[rank % 4] for rank in range(comm.size)]
-    with mpicomm.Experts(comm, counts, HIDDEN, TOKENS, TOP_K, torch.float32, alignment=4) as made:
+    numbers = counts, HIDDEN, TOKENS, TOP_K, torch.float32
+    with mpicomm.Experts(comm, *numbers, alignment=4, layout=request.param) as made:
         yield made
 
 
@@ -76,6 +77,11 @@ class Case:
         def layer(rows: torch.Tensor, received: mpicomm.Received) -> torch.Tensor:
             if not len(self.local):
                 return torch.zeros_like(rows)
+            if mixture.layout == "tokens":
+                outputs = torch.einsum("th,ehk->tek", rows, matrices).tanh()
+                chosen = outputs.gather(1, received.topk_ids.clamp(min=0).long()[:, :, None].expand(-1, -1, HIDDEN))
+                here = (received.topk_ids >= 0)[:, :, None]
+                return torch.where(here, received.topk_weights[:, :, None] * chosen, 0).sum(dim=1)
             offsets = received.offsets.tolist()
             parts = [rows[a:b] @ matrix for a, b, matrix in zip(offsets, offsets[1:], matrices, strict=False)]
             return torch.cat([*parts, rows[offsets[-1] :]]).tanh()
@@ -105,7 +111,8 @@ def test_rows_without_a_token_are_zero(comm: mpicomm.Communicator, mixture: mpic
     seen: list[torch.Tensor] = []
 
     def layer(rows: torch.Tensor, received: mpicomm.Received) -> torch.Tensor:
-        seen.append(rows[received.sources[:, 0] < 0])
+        unused = received.sources[:, 0] if received.rows is None else received.topk_ids.amax(dim=1)
+        seen.append(rows[unused < 0])
         return rows
 
     case = Case(comm, mixture)

@@ -1,0 +1,365 @@
+// The receivers of a dispatch count pairs and rows, and so find the first place of each warp. The top of
+// experts_dispatch.cu explains the layout.
+#pragma once
+
+#include "experts_dispatch.cuh"
+
+namespace mpicomm {
+
+// Up to so many pairs each receiver block counts the pairs of all blocks. That takes less time than
+// to wait for the counts of the other blocks.
+constexpr u64 kFewPairs = 8192;
+static_assert(kFewPairs * kMaxBlocks * kWarps < 1ull << 32, "see Counts::count");
+
+// The columns of a count: the pairs of each expert, then the rows of each rank in the layout by token.
+constexpr u32 kMostColumns = kMostExperts + kMaxRanks;
+
+// A pair, or a token with slot 0.
+struct Route {
+  u32 source;
+  u32 token;
+  u32 slot;
+};
+
+struct Layout {
+  u32 histograms[kWarps][kMostColumns];  // the pairs of a warp, later its next place
+  u32 before[kMostColumns];  // the pairs of earlier blocks
+  u32 totals[kMostColumns];
+  u32 offsets[kMostExperts + 1];  // of all experts of all ranks, one after the other
+  u32 tokens[kMaxRanks];          // of each source
+};
+
+// The pair of a lane, beside the pairs of the other lanes of its warp.
+struct Taken {
+  Route route{};
+  bool exists = false;
+  u32 expert = kNoExpert;  // kNoExpert without a pair, too
+  u32 weight = 0;
+  u32 owner = kMaxRanks;  // the rank of the expert
+  bool is_new = false;    // the first slot of its token with an expert of that rank
+};
+
+struct Counts {
+  const Dispatch& x;
+  const Turn& turn;
+  Layout& layout;
+  u32 thread = threadIdx.x;
+  u32 lane = threadIdx.x % kLanes;
+  u32 warp = threadIdx.x / kLanes;
+  u32 block = blockIdx.x - x.experts.senders;
+  u32 blocks = gridDim.x - x.experts.senders;
+
+  MPICOMM_DEVICE u32 rank() const { return x.experts.team.rank; }
+  MPICOMM_DEVICE u32 size() const { return x.experts.team.size; }
+  MPICOMM_DEVICE bool by_token() const { return x.token_rows != nullptr; }
+  MPICOMM_DEVICE u32 columns() const { return num_experts(x.experts) + (by_token() ? size() : 0); }
+  MPICOMM_DEVICE u32* histogram(u32 of) const {
+    u8* const start = x.experts.team.arenas[rank()] + x.experts.histograms;
+    return reinterpret_cast<u32*>(start) + static_cast<u64>(of) * columns();
+  }
+  MPICOMM_DEVICE u64* counted(u32 of) const {
+    return reinterpret_cast<u64*>(x.experts.team.arenas[rank()] + x.experts.counted) + of;
+  }
+  // Tokens have numbers in their order. Numbers that sources with fewer tokens leave out stand for none.
+  MPICOMM_DEVICE u32 all_tokens() const {
+    u32 most = 0;
+    for (u32 source = 0; source < size(); ++source) most = layout.tokens[source] > most ? layout.tokens[source] : most;
+    return most * size();
+  }
+  // The first token of a warp of a block.
+  MPICOMM_DEVICE u32 first_token(u32 of_warp) const {
+    const u64 number = static_cast<u64>(block) * kWarps + of_warp;
+    return static_cast<u32>(number * all_tokens() / (static_cast<u64>(blocks) * kWarps));
+  }
+  MPICOMM_DEVICE Route token_of(u32 number) const { return {number % size(), number / size(), 0}; }
+  MPICOMM_DEVICE bool exists(const Route& route) const { return route.token < layout.tokens[route.source]; }
+  MPICOMM_DEVICE u64 token_at(const Route& route) const {
+    return static_cast<u64>(route.source) * x.experts.max_tokens + route.token;
+  }
+  MPICOMM_DEVICE u32 seat(const Route& route) const {
+    return seat_of(x.experts, turn, layout.tokens[route.source], route.token);
+  }
+  MPICOMM_DEVICE u64 pair_of(const Route& route) const { return token_at(route) * x.experts.top_k + route.slot; }
+
+  // Gives up because of a fault in the routes. Returns false.
+  MPICOMM_DEVICE_CALL bool give_up(u32 operation, u64 number, u32 of) const {
+    const Team& team = x.experts.team;
+    const Watch watch{team.faults, 0, operation, number, blockIdx.x, team.names[of]};
+    report_fault(watch, 0);
+    raise_abort(team, watch);
+    return false;
+  }
+
+  MPICOMM_DEVICE u32 epoch() const { return static_cast<u32>(turn.number); }
+  MPICOMM_DEVICE const Pair* packet_of(const Route& route) const {
+    const Pair* const packets = routes_of(x.experts, rank(), route.source) + kHeads;
+    return packets + static_cast<u64>(seat(route)) * x.experts.top_k + route.slot;
+  }
+
+  // Waits for a packet of a source. Packets need no order: see packet_protocols.cuh.
+  MPICOMM_DEVICE bool await_packet(u32 source, const Pair* place, Packet& unit) const {
+    Pair packet{};
+    const auto reached = [&] {
+      packet = load_volatile(place);
+      return FlagProtocol::has_come(packet, epoch());
+    };
+    if (!await_peer(x.experts, kDispatch, turn.number, source, reached)) return false;
+    unit = FlagProtocol::unit(packet);
+    return true;
+  }
+
+  // Learns the number of tokens of each source, on all threads of the block.
+  MPICOMM_DEVICE bool count_tokens() const {
+    bool ok = true;
+    if (thread < size()) {
+      Packet unit{};
+      ok = await_packet(thread, routes_of(x.experts, rank(), thread) + turn.parity(), unit);
+      layout.tokens[thread] = unit.words[0];
+      if (ok && block == 0) x.tokens[thread] = unit.words[0];
+    }
+    return __syncthreads_and(ok);
+  }
+
+  // A step of a warp is the pairs of so many tokens, one on each lane.
+  MPICOMM_DEVICE u32 tokens_of_a_step() const { return kLanes / x.experts.top_k; }
+
+  // The pair of this lane in a step that begins at token `first`.
+  MPICOMM_DEVICE Taken pair_at(u32 first, u32 end) const {
+    const u32 top_k = x.experts.top_k, number = first + lane / top_k;
+    Taken pair;
+    if (lane / top_k >= tokens_of_a_step() || number >= end) return pair;
+    pair.route = token_of(number);
+    pair.route.slot = lane % top_k;
+    pair.exists = exists(pair.route);
+    return pair;
+  }
+
+  // Takes the packet of a pair, which has perhaps come in `packet`. Returns false if it does not come, or
+  // has an id that is no expert.
+  MPICOMM_DEVICE bool take(Taken& pair, const Pair& packet) const {
+    if (!pair.exists) return true;
+    Packet unit = FlagProtocol::unit(packet);
+    const bool has_come = FlagProtocol::has_come(packet, epoch());
+    if (!has_come && !await_packet(pair.route.source, packet_of(pair.route), unit)) return false;
+    pair.expert = unit.words[0];
+    pair.weight = unit.words[1];
+    if (pair.expert == kWrongExpert) return give_up(kRoutes, pair.route.token, pair.route.source);
+    if (pair.expert == kNoExpert) return true;
+    pair.is_new = (pair.expert & kNewRank) != 0;
+    pair.expert &= ~kNewRank;
+    pair.owner = rank_of(x.experts, pair.expert);
+    return true;
+  }
+  MPICOMM_DEVICE Pair packet_now(const Taken& pair) const {
+    return pair.exists ? load_volatile(packet_of(pair.route)) : Pair{0, 0};
+  }
+
+  // The lanes before this lane, and before the first lane of its token.
+  MPICOMM_DEVICE u32 lower_lanes() const { return (1u << lane) - 1; }
+  MPICOMM_DEVICE u32 earlier_tokens() const { return (1u << lane / x.experts.top_k * x.experts.top_k) - 1; }
+
+  // The set of lanes with the first pair of a token on `of`. All lanes of the warp call it. Each of these
+  // lanes stands for a row.
+  MPICOMM_DEVICE u32 row_lanes(const Taken& pair, u32 of) const {
+    return __ballot_sync(kWarp, pair.is_new && pair.owner == of);
+  }
+
+  // Calls `act` for each step of the warp, on all lanes: with the pair of the lane, and the lanes whose
+  // pairs have the same expert. Returns false if a packet does not come, or has an id that is no expert.
+  template <class Act>
+  MPICOMM_DEVICE bool each_step(Act act) const {
+    const u32 end = first_token(warp + 1);
+    for (u32 first = first_token(warp); first < end; first += tokens_of_a_step()) {
+      Taken pair = pair_at(first, end);
+      const bool ok = take(pair, packet_now(pair));
+      if (!__all_sync(kWarp, ok)) return false;
+      act(pair, __match_any_sync(kWarp, pair.expert));
+    }
+    return true;
+  }
+
+  // Whether there are so few pairs that this block counts all of them.
+  MPICOMM_DEVICE bool counts_alone() const {
+    return static_cast<u64>(all_tokens()) * x.experts.top_k <= kFewPairs;
+  }
+
+  // Clears all counts, on all threads of the block.
+  MPICOMM_DEVICE void clear_counts() const {
+    for (u32 column = thread; column < columns(); column += blockDim.x) {
+      layout.before[column] = layout.totals[column] = 0;
+      for (u32 each = 0; each < kWarps; ++each) layout.histograms[each][column] = 0;
+    }
+    __syncthreads();
+  }
+
+  // Counts the pairs of each warp of this block.
+  MPICOMM_DEVICE bool count_pairs() const {
+    u32* const mine = layout.histograms[warp];
+    const bool ok = each_step([&](const Taken& pair, u32 alike) {
+      // The first lane of an expert counts for all lanes of the expert.
+      if (pair.expert != kNoExpert && (alike & lower_lanes()) == 0) mine[pair.expert] += __popc(alike);
+      for (u32 of = 0; by_token() && of < size(); ++of) {
+        const u32 rows = row_lanes(pair, of);
+        if (lane == 0) mine[num_experts(x.experts) + of] += __popc(rows);
+      }
+      __syncwarp();
+    });
+    return __syncthreads_and(ok);
+  }
+
+  // Publishes the counts of this block to the receiver blocks of this rank.
+  MPICOMM_DEVICE void publish_counts() const {
+    u32* const published = histogram(block);
+    for (u32 column = thread; column < columns(); column += blockDim.x) {
+      u32 count = 0;
+      for (u32 each = 0; each < kWarps; ++each) count += layout.histograms[each][column];
+      published[column] = count;
+    }
+    // Orders the stores of all threads before the release, which publishes the counts. Pairs with
+    // the acquire in `add_counts`. A plain store could be visible before the counts.
+    __syncthreads();
+    if (thread == 0) store_release_on_device(counted(block), turn.number);
+  }
+
+  // Counts the pairs of earlier blocks and of all blocks, which have published them.
+  MPICOMM_DEVICE bool add_counts() const {
+    bool ok = true;
+    for (u32 other = thread; other < blocks && ok; other += blockDim.x) {
+      const u64* const flag = counted(other);
+      ok = await_block(x.experts, turn.number, [&] { return load_acquire_on_device(flag) == turn.number; });
+    }
+    // Orders the loads of all threads after the acquires.
+    if (!__syncthreads_and(ok)) return false;
+    // Groups of threads add the counts of some blocks each. Many loads of a thread are in flight together.
+    constexpr u32 kAtOnce = 16;
+    const u32 all = (columns() + kLanes - 1) / kLanes * kLanes;
+    const u32 groups = blockDim.x > all ? blockDim.x / all : 1, group = thread / all % groups;
+    if (thread >= groups * all && groups > 1) return true;
+    for (u32 column = groups > 1 ? thread % all : thread; column < columns(); column += groups > 1 ? all : blockDim.x) {
+      u32 before = 0, total = 0;
+      for (u32 first = group; first < blocks; first += kAtOnce * groups) {
+        u32 counts[kAtOnce];
+#pragma unroll
+        for (u32 i = 0; i < kAtOnce; ++i) {
+          const u32 other = first + i * groups;
+          counts[i] = other < blocks ? histogram(other)[column] : 0;
+        }
+#pragma unroll
+        for (u32 i = 0; i < kAtOnce; ++i) {
+          before += first + i * groups < block ? counts[i] : 0;
+          total += counts[i];
+        }
+      }
+      atomicAdd(&layout.before[column], before);
+      atomicAdd(&layout.totals[column], total);
+    }
+    return true;
+  }
+
+  // Counts a pair in a column: in an earlier block, in this block, or in a later block. Packets before `first`
+  // are of earlier blocks, and packets before `end` of this block.
+  MPICOMM_DEVICE void count(u32 column, u32 packet, u32 first, u32 end, u32 source) const {
+    atomicAdd(&layout.totals[column], 1);
+    if (packet < first) {
+      atomicAdd(&layout.before[column], 1);
+    } else if (packet < end) {
+      // The warp of this block with the token: the inverse of `first_token`.
+      const u32 token = packet / x.experts.top_k * size() + source, all = blocks * kWarps;
+      atomicAdd(&layout.histograms[((token + 1) * all - 1) / all_tokens() % kWarps][column], 1);
+    }
+  }
+
+  // The first packet of `source` that is not of a token before number `token`.
+  MPICOMM_DEVICE u32 first_packet(u32 token, u32 source) const {
+    return (token + size() - 1 - source) / size() * x.experts.top_k;
+  }
+
+  // Counts the pairs of earlier blocks, of all blocks, and of each warp of this block.
+  MPICOMM_DEVICE bool count_all_pairs() const {
+    constexpr u32 kAtOnce = 4;
+    for (u32 distance = 0; distance < size(); ++distance) {
+      // This rank comes first, while the packets of the others are on their way.
+      const u32 source = (rank() + distance) % size();
+      const u32 packets = layout.tokens[source] * x.experts.top_k;
+      const u32 first = first_packet(first_token(0), source), end = first_packet(first_token(kWarps), source);
+      const Pair* const start = packet_of({source, 0, 0});
+      for (u32 begin = thread; begin < packets; begin += kAtOnce * blockDim.x) {
+        // The first loads of some packets are in flight together. Most packets have come.
+        Pair loaded[kAtOnce];
+#pragma unroll
+        for (u32 i = 0; i < kAtOnce; ++i) {
+          const u32 at = begin + i * blockDim.x;
+          loaded[i] = at < packets ? load_volatile(start + at) : Pair{0, 0};
+        }
+#pragma unroll
+        for (u32 i = 0; i < kAtOnce; ++i) {
+          const u32 at = begin + i * blockDim.x;
+          if (at >= packets) continue;
+          Taken pair;
+          pair.exists = true;
+          pair.route = {source, at / x.experts.top_k, at % x.experts.top_k};
+          if (!take(pair, loaded[i])) return false;
+          if (pair.expert == kNoExpert) continue;
+          count(pair.expert, at, first, end, source);
+          if (pair.is_new) count(num_experts(x.experts) + pair.owner, at, first, end, source);
+        }
+      }
+    }
+    return true;
+  }
+
+  MPICOMM_DEVICE void scan_offsets() const {
+    const u32 experts = num_experts(x.experts);
+    u32 carried = 0;
+    for (u32 base = 0; base < experts; base += kLanes) {
+      const u32 expert = base + lane;
+      const u32 total = expert < experts ? layout.totals[expert] : 0;
+      const u32 rows = (total + x.alignment - 1) / x.alignment * x.alignment;
+      u32 sum = rows;
+      for (u32 distance = 1; distance < kLanes; distance *= 2) {
+        const u32 lower = __shfl_up_sync(kWarp, sum, distance);
+        if (lane >= distance) sum += lower;
+      }
+      if (expert < experts) layout.offsets[expert] = carried + sum - rows;
+      carried += __shfl_sync(kWarp, sum, kLanes - 1);
+    }
+    if (lane == 0) layout.offsets[experts] = carried;
+  }
+
+  // The rows of a rank.
+  MPICOMM_DEVICE u32 rows_of(u32 of) const {
+    if (by_token()) return layout.totals[num_experts(x.experts) + of];
+    return layout.offsets[x.experts.firsts[of + 1]] - layout.offsets[x.experts.firsts[of]];
+  }
+
+  // Counts pairs, and finds the place of each expert on each rank, and the first places of each warp.
+  MPICOMM_DEVICE bool place_experts() const {
+    clear_counts();
+    bool ok;
+    if (counts_alone()) {
+      ok = count_all_pairs();
+    } else {
+      if (!count_pairs()) return false;
+      publish_counts();
+      ok = add_counts();
+    }
+    if (!__syncthreads_and(ok)) return false;
+    for (u32 column = thread; column < columns(); column += blockDim.x) {
+      u32 before = layout.before[column];
+      for (u32 each = 0; each < kWarps; ++each) {
+        const u32 count = layout.histograms[each][column];
+        layout.histograms[each][column] = before;
+        before += count;
+      }
+    }
+    if (warp == 0) scan_offsets();
+    __syncthreads();
+    if (thread < size()) {
+      const u32 rows = rows_of(thread);
+      if (rows > x.capacity) ok = give_up(kRoom, rows, thread);
+    }
+    return __syncthreads_and(ok);
+  }
+};
+
+}  // namespace mpicomm

@@ -1,0 +1,160 @@
+"""The launches of Experts on GPUs, on devices that only note them: their arguments, blocks, order and streams."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import Experts, InvalidUsageError
+from mpicomm.cluster.placement import Placement
+from mpicomm.devices.base import GpuBackend
+from mpicomm.kernels.variant import Variant
+from mpicomm.session import Session
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.fakes.window_devices import WindowDevice
+from tests.helpers.rigs.communicators import communicator
+
+HIDDEN, TOP_K, TOKENS = 512, 2, 300
+
+
+@dataclass
+class Noted:
+    """A launch."""
+
+    entry: str
+    arguments: Any
+    stream: int
+    blocks: int
+
+
+class ExpertsDevice(WindowDevice):
+    """It notes the launches of experts. Fails if a kernel that waits for peers is not loaded beforehand."""
+
+    multiprocessors = 40
+    info = SimpleNamespace(compute_capability=(9, 0), uuid=b"")
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, 20)
+        self.info = SimpleNamespace(compute_capability=(9, 0), uuid=bytes([rank]))
+        self.noted: list[Noted] = []
+
+    def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
+        assert variant in self.loaded and threads > 0
+        self.noted.append(Noted(variant.entry, type(arguments).from_buffer_copy(arguments), stream, blocks))
+
+    def of(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an array of zeros with a shape, which arrays of CuPy have, too."""
+        array: Any = DeviceArray(self, np.zeros(shape, dtype))
+        array.shape = shape
+        return array
+
+
+@dataclass
+class Rig:
+    comm: mpicomm.Communicator
+    device: ExpertsDevice
+
+    def dispatch(self, experts: Experts, tokens: int, **options: Any) -> tuple[mpicomm.Received, list[Noted]]:
+        of, noted = self.device.of, self.device.noted
+        x, ids = of((tokens, HIDDEN), np.float32), of((tokens, TOP_K), np.int32)
+        noted.clear()
+        return experts.dispatch(x, ids, stream=5, **options), list(noted)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    with contextlib.ExitStack() as stack:
+        parent = stack.enter_context(communicator("cpu"))
+        comm = parent.Dup()
+        was = comm._session.placement
+        device = ExpertsDevice(comm.rank)
+        places = [replace(place, device=0, handle="ipc") for place in was.places]
+        comm._begin(Session(MPI.Intracomm(comm), Placement(places, was.rank), cast(GpuBackend, device)))
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty=device.of))
+        yield Rig(comm, device)
+        comm.Free()
+
+
+def experts_of(rig: Rig, **options: Any) -> Experts:
+    return Experts(rig.comm, 2 * rig.comm.size, HIDDEN, TOKENS, TOP_K, "float32", **options)
+
+
+def address(array: Any) -> int:
+    pointer: int = array.__cuda_array_interface__["data"][0]
+    return pointer
+
+
+def test_launches_have_the_arrays_of_the_result(rig: Rig) -> None:
+    with experts_of(rig, layout="tokens") as experts:
+        received, (dispatch,) = rig.dispatch(experts, 4)
+        x = dispatch.arguments
+        assert (dispatch.entry, dispatch.stream) == ("mpicomm_experts_dispatch", 5)
+        names = {
+            **{name: name for name in ("counts", "offsets", "sources", "places", "targets", "tokens", "token_rows")},
+            "place_weights": "weights",
+            "place_rows": "rows",
+            "slot_ids": "topk_ids",
+            "slot_weights": "topk_weights",
+            "row_count": "row_count",
+        }
+        for field, name in names.items():
+            assert getattr(x, field) == address(getattr(received, name)), field
+        assert x.rows.first == address(received.x)
+        assert (x.capacity, x.all_places) == (rig.comm.size * TOKENS, len(received.rows.memory))
+        y = experts.combine(received.x, received, stream=5)
+        combine = rig.device.noted[-1]
+        assert (combine.entry, combine.stream) == ("mpicomm_experts_combine", 5)
+        assert (combine.arguments.token_rows, combine.arguments.output) == (address(received.token_rows), address(y))
+    with experts_of(rig) as experts:
+        received, (dispatch,) = rig.dispatch(experts, 4)
+        experts.combine(received.x, received, weighted=False, stream=5)
+        combine = rig.device.noted[-1]
+        assert (dispatch.arguments.token_rows, combine.arguments.token_rows, combine.arguments.row_weights) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("blocks", [None, 2, 7])
+def test_blocks_depend_on_the_number_of_tokens_and_stay_below_the_bound(rig: Rig, blocks: int | None) -> None:
+    with experts_of(rig, blocks=blocks) as experts:
+        for tokens, mode in ((256, " of few"), (257, "")):
+            received, (dispatch,) = rig.dispatch(experts, tokens)
+            experts.combine(received.x, received, stream=5)
+            combine = rig.device.noted[-1]
+            assert (dispatch.blocks, combine.blocks) == tuple(
+                experts.blocks[name + mode] for name in ("dispatch", "combine")
+            )
+            for launch in (dispatch, combine):
+                assert (
+                    0 < launch.arguments.experts.senders < launch.blocks <= (blocks or 2 * rig.device.multiprocessors)
+                )
+
+
+def test_tokens_are_quantised_before_they_leave(rig: Rig) -> None:
+    pytest.importorskip("ml_dtypes")
+    with experts_of(rig, wire_dtype="float8_e4m3fn") as experts:
+        received, (quantize, dispatch) = rig.dispatch(experts, 4)
+        assert [quantize.entry, dispatch.entry] == ["mpicomm_experts_quantize", "mpicomm_experts_dispatch"]
+        assert quantize.arguments.values == dispatch.arguments.x.first
+        assert quantize.arguments.scales == dispatch.arguments.x.second
+        assert dispatch.arguments.rows.second == address(received.scales)
+
+
+def test_arrays_of_one_call_lie_in_one_place(rig: Rig) -> None:
+    with experts_of(rig) as experts:
+        x, ids = rig.device.of((4, HIDDEN), np.float32), np.zeros((4, TOP_K), np.int64)
+        with pytest.raises(
+            InvalidUsageError, match="topk_ids is in host memory, and another array of the call in a GPU"
+        ):
+            experts.dispatch(x, ids)
+        received, _ = rig.dispatch(experts, 4)
+        with pytest.raises(InvalidUsageError, match=r"z has shape \(4, 512\): pass one of shape"):
+            experts.combine(x, received)
