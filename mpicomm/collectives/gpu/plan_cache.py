@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
+from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.layout import layout_of
@@ -323,7 +323,9 @@ class PlanCache:
         """Return the key of a call; None if the cache cannot recognise its arguments."""
         if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
             return None  # the ranks exchange their counts in every call, and the counts may have changed
-        sent, received = self.identity_of(send), self.identity_of(receive)
+        # Kernels read counts of an Alltoallv that lie on the device, so the plan does not depend on their values.
+        arrays = self._identity_of_array if operation is ALLTOALLV else None
+        sent, received = self.identity_of(send, arrays), self.identity_of(receive, arrays)
         shares = None if counts is None else _identify_said(counts)
         if sent is None or received is None or (shares is None and counts is not None):
             return None
@@ -334,12 +336,19 @@ class PlanCache:
         sent, received = self.identity_of(send), self.identity_of(receive)
         return None if sent is None or received is None else (operation, sent, received, route)
 
-    def identity_of(self, argument: Any) -> Hashable:
-        """Return the key of a buffer argument; None if the cache cannot recognise it."""
+    def identity_of(self, argument: Any, arrays: Callable[[Any], Hashable] | None = None) -> Hashable:
+        """Return the key of a buffer argument; None if the cache cannot recognise it.
+
+        ``arrays`` returns the keys of counts and displacements on the device, if the call may have some.
+        """
         if type(argument) in (list, tuple) and argument:
             array, length = self.identity_of(argument[0]), len(argument)
-            said = None if array is None else _identify_said(argument[1] if length == 2 else tuple(argument[1:]))
+            more = argument[1] if length == 2 else tuple(argument[1:])
+            said = None if array is None else _identify_said(more, arrays)
             return None if said is None else (array, length, said)
+        return self._identity_of_array(argument)
+
+    def _identity_of_array(self, argument: Any) -> Hashable:
         identify = self._identify.get(type(argument)) or self._find(type(argument))
         return None if identify is None else identify(argument)
 
@@ -381,16 +390,21 @@ def _identify_torch(tensor: Any) -> Hashable:
     return pointer, tensor.numel(), tensor.dtype, tensor.shape, tensor.stride(), refused
 
 
-def _identify_said(said: Any) -> Hashable:
-    """Return the key of counts, displacements and types as they are now; None if the cache cannot recognise them."""
+def _identify_said(said: Any, arrays: Callable[[Any], Hashable] | None = None) -> Hashable:
+    """Return the key of counts, displacements and types as they are now; None if the cache cannot recognise them.
+
+    ``arrays`` is as in `PlanCache.identity_of`.
+    """
     kind = type(said)
     if kind is list or kind is tuple:  # a list and a tuple mean different things
         if _PLAIN.issuperset(map(type, said)):
             return kind, *said
-        parts = tuple(map(_identify_said, said))
+        parts = tuple(_identify_said(part, arrays) for part in said)
         return None if None in parts else (kind, parts)
     if kind is np.ndarray:
         return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
     if kind is MPI.Datatype:
         return (kind, said.handle) if said.is_predefined else layout_of(said)
-    return (kind, said) if kind in _PLAIN or isinstance(said, np.integer) else None
+    if kind in _PLAIN or isinstance(said, np.integer):
+        return kind, said
+    return None if arrays is None else arrays(said)

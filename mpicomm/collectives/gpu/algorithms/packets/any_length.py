@@ -13,6 +13,7 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks
+from mpicomm.collectives.gpu.algorithms.packets.counted import counted_launch
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_way, any_length_ways, inboxes_of, large_inboxes
@@ -29,6 +30,7 @@ class AnyLengthPackets(Algorithm):
     """
 
     name = "one_shot"
+    counted = True
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
@@ -44,13 +46,17 @@ class AnyLengthPackets(Algorithm):
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`."""
-        if node.size == 1:
+        if node.size == 1 and call.counted is None:
             return "there is one rank"
         return None if call.lengths_are_private else "all ranks know the lengths of all messages"
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
         inboxes = node.arena.any_length if call.lengths_are_private else node.arena.sentinels
+        if call.counted is not None:
+            geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size)
+            yield counted_launch(node, call.counted, call.tag(), inboxes, geometry)
+            return
         yield PacketTemplate(node, call.one_shot, call.reduction).launch(call.tag(), any_length_way(node, inboxes))
         yield from moved(call.one_shot)
 

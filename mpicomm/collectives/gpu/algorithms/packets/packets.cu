@@ -102,12 +102,13 @@ MPICOMM_DEVICE u32 period_of(const Packets& x) { return sum_of_both(x) - slack_o
 // no time if the overseers do not end last and no worker waits for their fence. `ours` and `theirs`
 // hold the previous launch.
 MPICOMM_DEVICE void oversee(
-    const Packets& x, u32 launch, u32 peer, const Announcements& ours, const Announcements& theirs) {
+    const Packets& x, const AllMessages& m, u32 launch, u32 peer, const Announcements& ours, const Announcements& theirs) {
   const Team& team = x.team;
   // A rank that took no packet in the previous launch could not notice then that a peer was in
   // another call.
   if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
-  if ((x.sources >> peer & 1) != 0 || x.receive_nbytes[peer] > 0 || (kPaced && (x.paced >> peer & 1) != 0)) {
+  const bool takes = kCounted || (x.sources >> peer & 1) != 0 || m.receive_nbytes[peer] > 0;
+  if (takes || (kPaced && (m.paced >> peer & 1) != 0)) {
     // A packet does not say to which call it belongs. Its sender says that in an earlier
     // announcement. Pairs with the peer's store in `announce`.
     u32 said = kAbsent;
@@ -119,8 +120,9 @@ MPICOMM_DEVICE void oversee(
   }
 }
 
-// `sums` are shared memory for rows.
-MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
+// `m` are the messages, part of `x` if the host knows their lengths, else shared memory. `sums` are shared
+// memory for rows.
+MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
@@ -146,7 +148,11 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
   Course course(finish_of(x), thread, workers);
   u64 a_at = course.first();
   Outgoing out;
-  if (thread < workers) out.load(x, a_at);
+  if (!kCounted && thread < workers) out.load(m, rank, a_at);
+#if defined(MPICOMM_COUNTED)
+  SentCounts<kRanks> sent_counts;
+  sent_counts.load(x.counted, overseer);
+#endif
 
   begin_round_of_flags(x.flagged, launch);
   if (blockIdx.x == 0 && has_peer) announce(team, overseer, launch);
@@ -166,24 +172,47 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
   // A rank that has failed must store nothing to a peer, because the peer could take that for the
   // awaited packet.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
+#if defined(MPICOMM_COUNTED)
+  ok = sent_counts.place(team, x.counted, m, overseer) && ok;
+#endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
   // Either all threads leave or none, because no thread may wait at a barrier for a thread that has
   // left. After this barrier all threads have read the number of the launch, so count_launch may
   // advance it.
   if (!__syncthreads_and(ok)) return;
-  const u32 steps = kOneStep ? 1 : x.steps, turns = steps + 1 + kFanOut;
+  const Worker worker{x, m, count, launch};
+#if defined(MPICOMM_COUNTED)
+  // The first packets leave while the overseers exchange lengths. Until then no thread knows the place of
+  // a message in the output.
+  if (thread < workers) {
+    out.load(m, rank, a_at);
+    worker.push(out, a_at, number);
+  } else {
+    ok = exchange_lengths(Lengths<kRanks>{team, x.flagged, x.counted, m, launch, overseer}, threads * kCarriedNbytes, x.laps);
+  }
+  // Orders the lengths before their loads by all threads. If there is no room, all threads leave before
+  // any of them stores into the output.
+  ok = __syncthreads_and(ok);
+  if (thread < workers && ok) worker.keep(out, a_at);
+  if (thread >= workers && blockIdx.x == 0) {
+    compare_rooms(Lengths<kRanks>{team, x.flagged, x.counted, m, launch, overseer});
+  }
+  if (!ok) return;
+#endif
+  const u32 steps = kOneStep ? 1 : m.steps, turns = steps + 1 + kFanOut;
+  // Whether this launch uses slots again. The host has chosen a kernel without laps if it knows the answer.
+  const bool reuses = kLaps && (!kCounted || steps > x.laps);
   if (thread >= workers) {
-    if (blockIdx.x == 0 && has_peer) oversee(x, launch, overseer, ours, theirs);
-    if constexpr (kLaps) fences.serve(overseer, workers, period_of(x), turns - 1 - slack_of(x));
+    if (blockIdx.x == 0 && has_peer) oversee(x, m, launch, overseer, ours, theirs);
+    if (reuses) fences.serve(overseer, workers, period_of(x), turns - 1 - slack_of(x));
     return;
   }
 
-  const Worker worker{x, count, launch};
   Rows rows(finish_of(x), sums, thread, workers);
   u64 b_at = 0, c_at = 0;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
-  u32 paces_at = period_of(x) + slack_of(x);  // the next turn that needs a fence to be over first
+  u32 paces_at = reuses ? period_of(x) + slack_of(x) : ~0u;  // the next turn that needs a fence to be over first
   bool paced = false;                         // whether the previous turn was such a turn
 
 #pragma unroll(kOneStep ? 3 : 1)
@@ -211,8 +240,8 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     u32 b_ranks = b_senders;
     // Pairs with `pace` of the ranks to which this rank sends at b_at. Before that packet comes,
     // they may not have taken the packets in the slots where this rank stores next.
-    if (kPaced && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
-    const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
+    if (kPaced && paced) b_ranks |= m.paced & worker.ranks_at(m.send_nbytes, b_at);
+    const u32 c_ranks = has_c ? worker.ranks_at(m.receive_nbytes, c_at) : 0;
     Pair b[kRanks], c[kRanks];
     Scales b_scales, c_scales;
     [[maybe_unused]] Loaded in{};
@@ -227,10 +256,13 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
       c_scales.look(worker, 1, c_ranks, c_place);
     }
 
-    if (!kOneStep || turn == 0) worker.push(out, a_at, a_place);
+    if (kCounted ? turn > 0 : !kOneStep || turn == 0) {
+      worker.push(out, a_at, a_place);
+      worker.keep(out, a_at);
+    }
     if (kPaced && paces) worker.pace(a_at, a_place);
     const u64 next_at = course.after(a_at);
-    if (!kOneStep) out.load(x, next_at);
+    if (!kOneStep) out.load(m, rank, next_at);
     if (turn == 0) {
       // These two calls come after the first packets, so they do not delay those. They delay no
       // packet from a peer, because none can have come yet.
@@ -301,5 +333,10 @@ MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets pac
 #else
   mpicomm::Sums* const sums = nullptr;
 #endif
-  mpicomm::run(packets, sums);
+#if defined(MPICOMM_COUNTED)
+  __shared__ mpicomm::Messages messages;
+#else
+  const mpicomm::Packets& messages = packets;
+#endif
+  mpicomm::run(packets, messages, sums);
 }
