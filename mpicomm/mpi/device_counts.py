@@ -79,7 +79,7 @@ def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> Count
     too few, and for buffers that kernels cannot carry.
     """
     sides = (send, "sendbuf"), (receive, "recvbuf")
-    on_device = [name for spec, name in sides if any(_is_on_device(each) for each in _said(spec))]
+    on_device = [name for spec, name in sides if has_device_counts(spec)]
     if not on_device:
         return None
     if algorithm == "mpi":
@@ -106,6 +106,11 @@ def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> Count
         )
     _require_apart(buffers)
     return buffers
+
+
+def has_device_counts(spec: Any) -> bool:
+    """Return whether counts or displacements of a buffer argument are an array on a GPU. Local."""
+    return any(_is_on_device(each) for each in _said(spec))
 
 
 def _said(spec: Any) -> tuple[Any, ...]:

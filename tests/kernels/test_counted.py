@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -81,6 +83,12 @@ def run(
 @pytest.mark.parametrize(("size", "laps"), [(1, 6), (2, 7), (3, 6), (4, 10)])
 def test_every_rank_gets_its_blocks_and_their_counts(builds: Builds, size: int, laps: int) -> None:
     run(builds, size, laps=laps)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(1, 4), seed=st.integers(0, 2**32 - 1), most=st.sampled_from([1, 9, _STEP, 3 * _INBOX]))
+def test_random_calls_have_the_results_of_numpy(builds: Builds, size: int, seed: int, most: int) -> None:
+    run(builds, size, seed=seed, calls=3, lengths=range(most + 1))
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -79,7 +79,8 @@
 // launch, and there in the smallest turn. If it waits for a packet, another rank's thread stores
 // that packet in an earlier turn. If it waits for a fence, two things come first. Other workers of
 // its block come to the turn in which they ask for the fence, which is an earlier turn. And
-// overseers see the other ranks announce this launch, which these do before they wait in it. It may
+// overseers see the other ranks announce this launch, which these do before they wait in it. If it
+// waits for a length (counted.cuh), the peer stores the length before it waits for a packet. It may
 // wait at the end of a row for another worker of its group, or with codes for another worker of its
 // warp. Then that worker waits for a packet or a fence of the same or an earlier turn. It either
 // takes that and comes, or gives up and comes. So the thread goes on. That needs all blocks of a
