@@ -20,13 +20,17 @@ from needed import cupy
 from result_file import Table, add_tables, command, hardware
 
 import mpicomm
-from mpicomm.cli.arguments import output_file
+from mpicomm.cli.arguments import output_file, parse_size
 from mpicomm.cli.options import rank_record
 from mpicomm.sizes import format_size
 
-_SIZES = [1 << shift for shift in range(10, 29, 2)]
+_SIZES = tuple(1 << shift for shift in range(10, 29, 2))
 _CALLS = 20
 _ROUNDS = 15
+
+
+def _sizes(text: str) -> list[int]:
+    return [parse_size(size) for size in text.split(",")]
 
 
 def _graph(stream: Any, call: Callable[[], None]) -> Any:
@@ -99,6 +103,7 @@ def main() -> None:
     """Measure and print; write the table if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=output_file)
+    parser.add_argument("--sizes", type=_sizes, default=_SIZES, metavar="SIZE,...", help="as in 1K,16M")
     options = parser.parse_args()
     rows: list[list[Any]] = []
     with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
@@ -106,7 +111,7 @@ def main() -> None:
             sys.exit("measure_device_counts.py needs GPUs")
         where = hardware(comm.allgather({**rank_record(comm.describe()), "node": 0}))
         stream = cupy.cuda.Stream(non_blocking=True)
-        for nbytes in _SIZES:
+        for nbytes in options.sizes:
             by_host, on_device, *issue = _row(comm, stream, nbytes)
             rows.append(
                 [format_size(nbytes), *(round(each, 2) for each in (by_host, on_device)), round(on_device / by_host, 3)]

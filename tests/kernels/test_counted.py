@@ -166,10 +166,10 @@ MISTAKES = {
     "one set of lengths instead of two": Change("counted.cuh", "launch % 2 * inboxes.nbytes", "0 * inboxes.nbytes"),
     "lengths of other lanes read before they are written": Change(
         "counted.cuh",
-        """const bool ok = __all_sync(kWarp, exchange());
+        """const bool ok = __all_sync(kWarp, hear_length());
     // Orders the lengths of all lanes before the loads below.
     __syncwarp(kWarp);""",
-        "const bool ok = exchange();",
+        "const bool ok = hear_length();",
     ),
     "no peer is paced": Change("counted.cuh", "messages.paced = paced;", "messages.paced = 0;"),
 }

@@ -36,11 +36,6 @@ struct Counted {
   u64 itemsize;
 };
 
-// What a rank tells all peers: the bytes of its message to each rank, the bytes that it has room for from
-// each rank, and the bytes of its buffer, doubled, plus 1 if blocks follow each other.
-constexpr u32 kFacts = 2 * kMaxRanks + 1;
-constexpr u32 kRoomFact = 2 * kMaxRanks;
-
 // The messages of a launch, in shared memory: the fields of Packets with these names.
 struct Messages {
   const u8* sends[kMaxRanks];
@@ -50,7 +45,9 @@ struct Messages {
   i64 receive_displs[kMaxRanks];
   u32 steps;
   u32 paced;
-  u64 facts[kMaxRanks][kFacts];  // of each rank, in block 0
+  // What each rank tells all peers, in block 0: the bytes of its message to each rank, the bytes that it has
+  // room for from each rank, and the bytes of its buffer, doubled, plus 1 if blocks follow each other.
+  u64 facts[kMaxRanks][2 * kMaxRanks + 1];
 };
 
 constexpr u32 kOfReceive = 1u << 31;  // in a kCounts record: the displacement of a received block
@@ -119,6 +116,8 @@ struct Lengths {
   u32 launch;
   u32 rank;
 
+  static constexpr u32 kRoomFact = 2 * ranks, kFacts = 2 * ranks + 1;
+
   // Packets of LL in the arena of `owner`: first of lengths, then of facts.
   MPICOMM_DEVICE Pair* slots(u32 owner) const {
     const u64 set = inboxes.sets - team.arenas[team.rank] + launch % 2 * inboxes.nbytes;
@@ -150,15 +149,16 @@ struct Lengths {
     return true;
   }
 
-  // Tells the peer of this lane the length of the message to it, and learns the length of its message.
-  // Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool exchange() const {
+  // Tells the peer of this lane the length of the message to it.
+  MPICOMM_DEVICE void tell_length() const {
+    if (rank < ranks && rank != team.rank) tell(slot_of_length(rank, team.rank), messages.send_nbytes[rank]);
+  }
+
+  // Learns the length of the message from this lane's rank. Returns false if the kernel must leave.
+  MPICOMM_DEVICE bool hear_length() const {
     if (rank >= ranks) return true;
     u64 nbytes = messages.send_nbytes[rank];
-    if (rank != team.rank) {
-      tell(slot_of_length(rank, team.rank), nbytes);
-      if (!hear(slot_of_length(team.rank, rank), rank, nbytes)) return false;
-    }
+    if (rank != team.rank && !hear(slot_of_length(team.rank, rank), rank, nbytes)) return false;
     messages.receive_nbytes[rank] = nbytes;
     return true;
   }
@@ -183,11 +183,11 @@ struct Lengths {
     }
     if (x.receive.follows != 0 ? total > room_nbytes() : nbytes > limit()) return false;
     messages.receives[rank] = x.receive.buffer + (nbytes > 0 ? begin : 0);
-    if (blockIdx.x == 0) store_count(nbytes / x.itemsize);
     return true;
   }
 
-  MPICOMM_DEVICE void store_count(u64 count) const {
+  MPICOMM_DEVICE void store_count() const {
+    const u64 count = messages.receive_nbytes[rank] / x.itemsize;
     if (x.receive.wide_counts != 0) static_cast<i64*>(x.receive.counts)[rank] = static_cast<i64>(count);
     else static_cast<i32*>(x.receive.counts)[rank] = static_cast<i32>(count);
   }
@@ -195,26 +195,23 @@ struct Lengths {
   // Tells all peers the facts of this rank, on all lanes of the warp.
   MPICOMM_DEVICE void tell_facts() const {
     u64* const mine = messages.facts[team.rank];
-    if (rank < ranks) mine[rank] = messages.send_nbytes[rank], mine[kMaxRanks + rank] = limit();
+    if (rank < ranks) mine[rank] = messages.send_nbytes[rank], mine[ranks + rank] = limit();
     if (rank == 0) mine[kRoomFact] = room_nbytes() << 1 | (x.receive.follows != 0 ? 1 : 0);
     // Orders the facts of all lanes before the loads below.
     __syncwarp(kWarp);
     for (u32 i = rank; i < ranks * kFacts; i += kLanes) {
       const u32 to = i / kFacts, fact = i % kFacts;
-      if (to != team.rank && is_fact(fact)) tell(slot_of_fact(to, team.rank, fact), mine[fact]);
+      if (to != team.rank) tell(slot_of_fact(to, team.rank, fact), mine[fact]);
     }
   }
 
-  MPICOMM_DEVICE static bool is_fact(u32 fact) { return fact == kRoomFact || fact % kMaxRanks < ranks; }
-
-  // Hears the facts of all peers, and gives up if a rank has no room for its messages. All lanes of the warp
-  // of block 0 call it, after `tell_facts`.
+  // Hears the facts of all peers, and gives up if a rank has no room for its messages. Otherwise stores the
+  // counts that have come.
   MPICOMM_DEVICE void compare_facts() const {
     bool ok = true;
     for (u32 i = rank; i < ranks * kFacts && ok; i += kLanes) {
       const u32 source = i / kFacts, fact = i % kFacts;
-      if (source == team.rank || !is_fact(fact)) continue;
-      ok = hear(slot_of_fact(team.rank, source, fact), source, messages.facts[source][fact]);
+      if (source != team.rank) ok = hear(slot_of_fact(team.rank, source, fact), source, messages.facts[source][fact]);
     }
     ok = __all_sync(kWarp, ok);
     // Orders the facts of all lanes before the loads below.
@@ -224,12 +221,12 @@ struct Lengths {
     const u64 room = theirs[kRoomFact] >> 1;
     u64 total = 0, needed = 0;
     for (u32 source = 0; source < ranks; ++source) {
-      const u64 nbytes = messages.facts[source][rank], limit = theirs[kMaxRanks + source];
+      const u64 nbytes = messages.facts[source][rank], limit = theirs[ranks + source];
       total += nbytes;
       if (nbytes > limit && room - limit + nbytes > needed) needed = room - limit + nbytes;
     }
     if ((theirs[kRoomFact] & 1) != 0) needed = total > room ? total : 0;
-    if (needed == 0) return;
+    if (needed == 0) return store_count();
     const u64 elements = needed / x.itemsize;
     refuse_counts(team, kCountedRoom, elements < kMostReported ? elements : kMostReported, rank);
   }
@@ -253,8 +250,9 @@ struct Lengths {
   // Exchanges lengths and finds all places, on all lanes of the warp. Returns false on some lane if the
   // kernel must leave.
   MPICOMM_DEVICE bool meet(u64 step_nbytes, u32 laps) const {
+    tell_length();
     if (blockIdx.x == 0) tell_facts();
-    const bool ok = __all_sync(kWarp, exchange());
+    const bool ok = __all_sync(kWarp, hear_length());
     // Orders the lengths of all lanes before the loads below.
     __syncwarp(kWarp);
     if (!ok) return false;

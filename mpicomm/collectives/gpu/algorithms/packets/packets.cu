@@ -184,20 +184,32 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
   if (!__syncthreads_and(ok)) return;
   const Worker worker{x, m, count, launch};
 #if defined(MPICOMM_COUNTED)
-  // The first packets leave while the overseers exchange lengths. Until then no thread knows the place of
-  // a message in the output.
+  // Turn 0. Its packets leave while the overseers exchange lengths. Until then no thread knows the place
+  // of a message in the output.
   if (thread < workers) {
     out.load(m, rank, a_at);
     worker.push(out, a_at, number);
+    let_successor_start();
+    count_launch(team, count, thread, workers);
   } else {
     ok = exchange_lengths(Lengths<kRanks>{team, x.flagged, x.counted, m, launch, overseer}, threads * kCarriedNbytes, x.laps);
   }
   // Orders the lengths before their loads by all threads. If there is no room, all threads leave before
   // any of them stores into the output.
   ok = __syncthreads_and(ok);
-  if (thread < workers && ok) worker.keep(out, a_at);
-  if (thread >= workers && blockIdx.x == 0) {
-    compare_rooms(Lengths<kRanks>{team, x.flagged, x.counted, m, launch, overseer});
+  if (thread >= workers) {
+    if (blockIdx.x == 0) compare_rooms(Lengths<kRanks>{team, x.flagged, x.counted, m, launch, overseer});
+  } else if (ok) {
+    worker.keep(out, a_at);
+    // One step needs no loop: fetching the code of the loop would take a large part of a short launch.
+    if (m.steps == 1) {
+      const u32 senders = worker.senders_at(a_at);
+      Pair packets[kRanks];
+      worker.look(packets, 0, senders, number);
+      if (senders != 0 && worker.take(packets, 0, senders, number)) worker.place(packets, Scales{}, senders, a_at);
+      fences.say(thread, fences.kLeft);
+      return;
+    }
   }
   if (!ok) return;
 #endif
@@ -215,9 +227,15 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   u32 paces_at = reuses ? period_of(x) + slack_of(x) : ~0u;  // the next turn that needs a fence to be over first
   bool paced = false;                         // whether the previous turn was such a turn
+  u32 turn = 0;
+  if constexpr (kCounted) {
+    a_at = course.after(a_at);
+    out.load(m, rank, a_at);
+    a_lap = turn = 1;
+  }
 
 #pragma unroll(kOneStep ? 3 : 1)
-  for (u32 turn = 0; turn < turns; ++turn) {
+  for (; turn < turns; ++turn) {
     const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2;
     const bool paces = kLaps && turn == paces_at;
     if constexpr (kLaps) {
@@ -257,14 +275,14 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
       c_scales.look(worker, 1, c_ranks, c_place);
     }
 
-    if (kCounted ? turn > 0 : !kOneStep || turn == 0) {
+    if (!kOneStep || turn == 0) {
       worker.push(out, a_at, a_place);
       worker.keep(out, a_at);
     }
     if (kPaced && paces) worker.pace(a_at, a_place);
     const u64 next_at = course.after(a_at);
     if (!kOneStep) out.load(m, rank, next_at);
-    if (turn == 0) {
+    if (!kCounted && turn == 0) {
       // These two calls come after the first packets, so they do not delay those. They delay no
       // packet from a peer, because none can have come yet.
       let_successor_start();
