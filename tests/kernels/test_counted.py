@@ -166,10 +166,11 @@ MISTAKES = {
     "one set of lengths instead of two": Change("counted.cuh", "launch % 2 * inboxes.nbytes", "0 * inboxes.nbytes"),
     "lengths of other lanes read before they are written": Change(
         "counted.cuh",
-        """const bool ok = __all_sync(kWarp, hear_length());
-    // Orders the lengths of all lanes before the loads below.
-    __syncwarp(kWarp);""",
-        "const bool ok = hear_length();",
+        """    ok = __all_sync(kWarp, ok);
+    // Orders the numbers of all lanes before the loads below.
+    __syncwarp(kWarp);
+""",
+        "",
     ),
     "no peer is paced": Change("counted.cuh", "messages.paced = paced;", "messages.paced = 0;"),
 }
@@ -192,6 +193,6 @@ def test_a_missing_look_at_the_room_is_caught(builds: Builds) -> None:
 
 
 def test_ranks_that_compare_no_facts_are_caught(builds: Builds) -> None:
-    change = Change("counted.cuh", "  lengths.compare_facts();\n", "")
+    change = Change("packets.cu", "if (blockIdx.x == 0 && heard) lengths.compare_rooms();", "")
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         _failed(builds, CountedCall(COUNTS_OF_THREE, room=509), COUNTED_ROOM, 1, 510, changes=[change])

@@ -192,34 +192,43 @@ struct Lengths {
     else static_cast<i32*>(x.receive.counts)[rank] = static_cast<i32>(count);
   }
 
-  // Tells all peers the facts of this rank, on all lanes of the warp.
+  // Calls `act` for the facts of this lane of each peer, until it returns false.
+  template <class Act>
+  MPICOMM_DEVICE bool each_fact(Act act) const {
+    for (u32 i = rank; i < (ranks - 1) * kFacts; i += kLanes) {
+      if (!act((team.rank + 1 + i / kFacts) % ranks, i % kFacts)) return false;
+    }
+    return true;
+  }
+
+  // Tells all peers the facts of this rank.
   MPICOMM_DEVICE void tell_facts() const {
     u64* const mine = messages.facts[team.rank];
     if (rank < ranks) mine[rank] = messages.send_nbytes[rank], mine[ranks + rank] = limit();
     if (rank == 0) mine[kRoomFact] = room_nbytes() << 1 | (x.receive.follows != 0 ? 1 : 0);
     // Orders the facts of all lanes before the loads below.
     __syncwarp(kWarp);
-    for (u32 i = rank; i < ranks * kFacts; i += kLanes) {
-      const u32 to = i / kFacts, fact = i % kFacts;
-      if (to != team.rank) tell(slot_of_fact(to, team.rank, fact), mine[fact]);
-    }
+    each_fact([&](u32 peer, u32 fact) {
+      tell(slot_of_fact(peer, team.rank, fact), mine[fact]);
+      return true;
+    });
   }
 
-  // Hears the facts of all peers, and gives up if a rank has no room for its messages. Otherwise stores the
-  // counts that have come.
-  MPICOMM_DEVICE void compare_facts() const {
-    bool ok = true;
-    for (u32 i = rank; i < ranks * kFacts && ok; i += kLanes) {
-      const u32 source = i / kFacts, fact = i % kFacts;
-      if (source != team.rank) ok = hear(slot_of_fact(team.rank, source, fact), source, messages.facts[source][fact]);
-    }
-    ok = __all_sync(kWarp, ok);
-    // Orders the facts of all lanes before the loads below.
-    __syncwarp(kWarp);
-    if (!ok || rank >= ranks) return;
+  // Hears the facts of all peers. Returns false if the kernel must leave.
+  MPICOMM_DEVICE bool hear_facts() const {
+    return each_fact([&](u32 peer, u32 fact) {
+      return hear(slot_of_fact(team.rank, peer, fact), peer, messages.facts[peer][fact]);
+    });
+  }
+
+  // Gives up if a rank has no room for its messages. Otherwise stores the counts that have come. The lanes of
+  // block 0 call it after a barrier.
+  MPICOMM_DEVICE void compare_rooms() const {
+    if (rank >= ranks) return;
     const u64* const theirs = messages.facts[rank];
     const u64 room = theirs[kRoomFact] >> 1;
     u64 total = 0, needed = 0;
+#pragma unroll
     for (u32 source = 0; source < ranks; ++source) {
       const u64 nbytes = messages.facts[source][rank], limit = theirs[ranks + source];
       total += nbytes;
@@ -247,28 +256,25 @@ struct Lengths {
     messages.paced = paced;
   }
 
-  // Exchanges lengths and finds all places, on all lanes of the warp. Returns false on some lane if the
-  // kernel must leave.
-  MPICOMM_DEVICE bool meet(u64 step_nbytes, u32 laps) const {
-    tell_length();
-    if (blockIdx.x == 0) tell_facts();
-    const bool ok = __all_sync(kWarp, hear_length());
-    // Orders the lengths of all lanes before the loads below.
+  // Exchanges lengths, on all lanes of the warp. Returns false if the kernel must leave.
+  MPICOMM_DEVICE bool meet() const {
+    bool ok;
+    if (blockIdx.x == 0) {
+      tell_facts();
+      ok = hear_facts();
+    } else {
+      tell_length();
+      ok = hear_length();
+    }
+    ok = __all_sync(kWarp, ok);
+    // Orders the numbers of all lanes before the loads below.
     __syncwarp(kWarp);
-    if (!ok) return false;
-    count_steps(step_nbytes, laps);
-    return place_received();
+    if (!ok || blockIdx.x != 0) return ok;
+    if (rank < ranks) messages.receive_nbytes[rank] = messages.facts[rank][team.rank];
+    // Orders the lengths of all lanes before the loads of the caller.
+    __syncwarp(kWarp);
+    return true;
   }
 };
-
-// These calls leave the registers to the workers.
-template <u32 ranks>
-MPICOMM_DEVICE_CALL bool exchange_lengths(const Lengths<ranks>& lengths, u64 step_nbytes, u32 laps) {
-  return lengths.meet(step_nbytes, laps);
-}
-template <u32 ranks>
-MPICOMM_DEVICE_CALL void compare_rooms(const Lengths<ranks>& lengths) {
-  lengths.compare_facts();
-}
 
 }  // namespace mpicomm

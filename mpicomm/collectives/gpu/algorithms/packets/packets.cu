@@ -186,27 +186,35 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
 #if defined(MPICOMM_COUNTED)
   // Turn 0. Its packets leave while the overseers exchange lengths. Until then no thread knows the place
   // of a message in the output.
+  const Lengths<kRanks> lengths{team, x.flagged, x.counted, m, launch, overseer};
+  const u64 first_at = a_at;
+  Outgoing first;
+  bool heard = false;
   if (thread < workers) {
+    first.load(m, rank, first_at);
+    worker.push(first, first_at, number);
+    a_at = course.after(first_at);
     out.load(m, rank, a_at);
-    worker.push(out, a_at, number);
     let_successor_start();
     count_launch(team, count, thread, workers);
   } else {
-    ok = exchange_lengths(Lengths<kRanks>{team, x.flagged, x.counted, m, launch, overseer}, threads * kCarriedNbytes, x.laps);
+    heard = lengths.meet();
+    if (heard) lengths.count_steps(threads * kCarriedNbytes, x.laps);
+    ok = heard && lengths.place_received();
   }
   // Orders the lengths before their loads by all threads. If there is no room, all threads leave before
   // any of them stores into the output.
   ok = __syncthreads_and(ok);
   if (thread >= workers) {
-    if (blockIdx.x == 0) compare_rooms(Lengths<kRanks>{team, x.flagged, x.counted, m, launch, overseer});
+    if (blockIdx.x == 0 && heard) lengths.compare_rooms();
   } else if (ok) {
-    worker.keep(out, a_at);
+    worker.keep(first, first_at);
     // One step needs no loop: fetching the code of the loop would take a large part of a short launch.
     if (m.steps == 1) {
-      const u32 senders = worker.senders_at(a_at);
+      const u32 senders = worker.senders_at(first_at);
       Pair packets[kRanks];
       worker.look(packets, 0, senders, number);
-      if (senders != 0 && worker.take(packets, 0, senders, number)) worker.place(packets, Scales{}, senders, a_at);
+      if (senders != 0 && worker.take(packets, 0, senders, number)) worker.place(packets, Scales{}, senders, first_at);
       fences.say(thread, fences.kLeft);
       return;
     }
@@ -228,11 +236,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
   u32 paces_at = reuses ? period_of(x) + slack_of(x) : ~0u;  // the next turn that needs a fence to be over first
   bool paced = false;                         // whether the previous turn was such a turn
   u32 turn = 0;
-  if constexpr (kCounted) {
-    a_at = course.after(a_at);
-    out.load(m, rank, a_at);
-    a_lap = turn = 1;
-  }
+  if constexpr (kCounted) a_lap = turn = 1;
 
 #pragma unroll(kOneStep ? 3 : 1)
   for (; turn < turns; ++turn) {
