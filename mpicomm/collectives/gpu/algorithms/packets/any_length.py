@@ -1,7 +1,8 @@
 """Packets for messages of any length, in existing inboxes.
 
 The kernel is the same for short and long messages. So it can carry calls in which only the two ranks of a message know
-its length. With two kernels, ranks in one kernel would wait for ranks in the other kernel.
+its length. With two kernels, ranks in one kernel would wait for ranks in the other kernel. If counts lie on the device,
+a variant of the kernel reads them.
 """
 
 from __future__ import annotations
