@@ -256,16 +256,18 @@ struct Lengths {
     messages.paced = paced;
   }
 
-  // Exchanges lengths, on all lanes of the warp. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool meet() const {
-    bool ok;
-    if (blockIdx.x == 0) {
-      tell_facts();
-      ok = hear_facts();
-    } else {
-      tell_length();
-      ok = hear_length();
-    }
+  // Tells all peers, unless a lane is not `ok`. Returns whether all lanes are. A lane is only ok after its peer has
+  // begun the last launch, so the slots are free, and after it has seen that no rank has given up.
+  MPICOMM_DEVICE bool tell(bool ok) const {
+    if (!__all_sync(kWarp, ok)) return false;
+    if (blockIdx.x == 0) tell_facts();
+    else tell_length();
+    return true;
+  }
+
+  // Learns the lengths of all messages, on all lanes of the warp. Returns false if the kernel must leave.
+  MPICOMM_DEVICE bool hear_all() const {
+    bool ok = blockIdx.x == 0 ? hear_facts() : hear_length();
     ok = __all_sync(kWarp, ok);
     // Orders the numbers of all lanes before the loads below.
     __syncwarp(kWarp);

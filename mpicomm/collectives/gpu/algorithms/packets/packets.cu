@@ -174,7 +174,8 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
   // awaited packet.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
 #if defined(MPICOMM_COUNTED)
-  ok = sent_counts.place(team, x.counted, m, overseer) && ok;
+  const Lengths<kRanks> lengths{team, x.flagged, x.counted, m, launch, overseer};
+  if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.counted, m, overseer) && ok);
 #endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
@@ -186,7 +187,6 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
 #if defined(MPICOMM_COUNTED)
   // Turn 0. Its packets leave while the overseers exchange lengths. Until then no thread knows the place
   // of a message in the output.
-  const Lengths<kRanks> lengths{team, x.flagged, x.counted, m, launch, overseer};
   const u64 first_at = a_at;
   Outgoing first;
   bool heard = false;
@@ -198,7 +198,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
     let_successor_start();
     count_launch(team, count, thread, workers);
   } else {
-    heard = lengths.meet();
+    heard = lengths.hear_all();
     if (heard) lengths.count_steps(threads * kCarriedNbytes, x.laps);
     ok = heard && lengths.place_received();
   }
