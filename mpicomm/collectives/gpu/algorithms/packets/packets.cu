@@ -103,7 +103,12 @@ MPICOMM_DEVICE u32 period_of(const Packets& x) { return sum_of_both(x) - slack_o
 // no time if the overseers do not end last and no worker waits for their fence. `ours` and `theirs`
 // hold the previous launch.
 MPICOMM_DEVICE void oversee(
-    const Packets& x, const AllMessages& m, u32 launch, u32 peer, const Announcements& ours, const Announcements& theirs) {
+    const Packets& x,
+    const AllMessages& m,
+    u32 launch,
+    u32 peer,
+    const Announcements& ours,
+    const Announcements& theirs) {
   const Team& team = x.team;
   // A rank that took no packet in the previous launch could not notice then that a peer was in
   // another call.
@@ -234,7 +239,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
   u64 b_at = 0, c_at = 0;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   u32 paces_at = reuses ? period_of(x) + slack_of(x) : ~0u;  // the next turn that needs a fence to be over first
-  bool paced = false;                         // whether the previous turn was such a turn
+  bool paced = false;                                        // whether the previous turn was such a turn
   u32 turn = 0;
   if constexpr (kCounted) a_lap = turn = 1;
 
