@@ -201,7 +201,15 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(rows.ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """As Alltoall, with blocks of any counts and displacements."""
+        """As Alltoall, with blocks of any counts and displacements.
+
+        Counts may be integer arrays on the GPU, of int32 or int64: ``[sendbuf, counts]`` and ``[recvbuf, counts]``.
+        Then the call reads the counts of ``sendbuf`` in stream order, and writes the counts that have come into the
+        counts of ``recvbuf``. ``recvbuf`` has room for the most elements that may come. Blocks follow each other in
+        rank order, unless ``(counts, displacements)`` say other places. If a rank has too little room, or a count does
+        not fit ``sendbuf``, all ranks raise `InvalidUsageError` in the next call or in ``check``, and the communicator
+        is unusable.
+        """
         if stream is None and algorithm == "auto" and self._plain["Alltoallv"](sendbuf, recvbuf):
             begin_by_mpi(self._row, _ALLTOALLV)
             try:

@@ -15,7 +15,7 @@ from mpicomm.collectives.by_rank import blocks_for_ranks, by_rank, cut_of
 from mpicomm.collectives.call_location import CallLocation, location_of
 from mpicomm.collectives.checks import read_counts, refuse_in_place, require_recvcounts, require_room, require_root
 from mpicomm.collectives.neighborhood import Neighborhood
-from mpicomm.collectives.operations import Operation, Shape
+from mpicomm.collectives.operations import ALLTOALLV, Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
@@ -25,6 +25,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.buffers import ArrayMemory, array_of
+from mpicomm.mpi.device_counts import CountedBuffers, read_counted
 from mpicomm.mpi.host_calls import for_mpi
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.overlap import overlaps, require_separate
@@ -86,6 +87,8 @@ class Call:
         if operation.rooted:
             require_root(operation, arguments.root, size)
         self._cuts: list[tuple[int, int]] = []
+        self.counted: CountedBuffers | None = None
+        """The buffers if counts lie on the device; else None. `send` and `receive` are the whole buffers then."""
         self.send, self.receive = self._read_buffers()
         self.place = place or location_of(operation, self.send, self.receive)
         self.on_device = self.place == "gpu"
@@ -151,6 +154,8 @@ class Call:
             return self.of_call
         operation, count = self.operation, None
         dtype = str(self.dtype) if operation.reduces else "bytes"
+        if self.counted is not None:  # the numbers of elements travel as bytes
+            dtype = f"elements of {self.counted.itemsize} bytes, counts on the GPU"
         if operation.counts == "same":
             count = self._most_units
         root = self.arguments.root if operation.rooted else None
@@ -182,6 +187,9 @@ class Call:
         operation = self.operation
         dtype = self.dtype if operation.reduces else _BYTE
         given, receive = self.send, self.receive
+        if self.counted is not None:  # any message may have the length of the whole buffer
+            whole, nowhere = self._in_units(self.counted.send.operand, self.counted.send.operand.whole()), Span(0, 0)
+            return Buffers(self._rank, self._size, dtype, None, [whole] * self._size, None, [nowhere] * self._size)
         if self.packed is not None and scratch is not None:
             given, receive = self.packed.placed(scratch.pointer)
         send = send_blocks = output = output_blocks = None
@@ -257,6 +265,10 @@ class Call:
 
     def _read_buffers(self) -> tuple[Operand | None, Operand | None]:
         arguments, operation = self.arguments, self.operation
+        if operation is ALLTOALLV:
+            self.counted = read_counted(arguments.send, arguments.receive, size=self._size, algorithm=self.algorithm)
+            if self.counted is not None:
+                return self.counted.send.operand, self.counted.receive.operand
         rooted = operation.rooted
         at_root = bool(rooted) and self._rank == arguments.root
         if rooted == "bcast":
@@ -399,7 +411,7 @@ class Call:
         send, receive, operation, said = self.send, self.receive, self.operation, self.arguments.counts
         if operation.send == "counted" and said is None:
             raise InvalidUsageError(f"{operation}: recvcounts is needed with MPI.IN_PLACE: pass a count for each rank")
-        if self.dtype is None or send is None or receive is None or operation.of_neighbors:
+        if self.dtype is None or send is None or receive is None or operation.of_neighbors or self.counted is not None:
             return
         if said is not None and operation.send == "counted":
             require_recvcounts(operation, said, send, receive, self._rank, self._size)

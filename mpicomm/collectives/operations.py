@@ -135,7 +135,14 @@ ALLTOALL = Operation(
 )
 """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
 ALLTOALLV = Operation("Alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven")
-"""As Alltoall, with blocks of any counts and displacements."""
+"""As Alltoall, with blocks of any counts and displacements.
+
+Counts may be integer arrays on the GPU, of int32 or int64: ``[sendbuf, counts]`` and ``[recvbuf, counts]``. Then the
+call reads the counts of ``sendbuf`` in stream order, and writes the counts that have come into the counts of
+``recvbuf``. ``recvbuf`` has room for the most elements that may come. Blocks follow each other in rank order, unless
+``(counts, displacements)`` say other places. If a rank has too little room, or a count does not fit ``sendbuf``, all
+ranks raise `InvalidUsageError` in the next call or in ``check``, and the communicator is unusable.
+"""
 ALLTOALLW = Operation("Alltoallw", "typed", "typed", patterns.alltoall, counts="private", traffic="uneven")
 """As Alltoallv, with a datatype for each rank, and displacements in bytes."""
 BCAST = Operation(

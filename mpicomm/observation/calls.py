@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
+from mpicomm.mpi.device_counts import has_device_counts
 from mpicomm.recording.record import Category
 
 _BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out", "origin", "result")
@@ -137,6 +138,8 @@ def _parse(call: str, name: str, buffer: Any, called: Any) -> Operand:
     shape: Shape = "one"
     if row is not None and name != "buf":
         shape = row.send if name == "sendbuf" else row.receive
+    if shape == "vector" and has_device_counts(buffer):
+        return parse(buffer[0], writable=False, name=name)  # only the GPU knows the counts
     if shape in ("vector", "typed"):
         size = called.size
         if row is not None and row.of_neighbors:

@@ -82,6 +82,7 @@ BANDWIDTH += [
     for reduction in (None, WIDEST)
     for size in (2, 4, 8)
 ]
+BANDWIDTH += [packet_kernel(None, size, "sentinel", "paced", fan_out=False, counted=True) for size in (1, 2, 4, 8)]
 BANDWIDTH += [
     packet_kernel(
         (dtype, "sum"),

@@ -263,7 +263,7 @@ def test_mistake_with_nan_is_seen(builds: Builds, name: str) -> None:
 
 PACES = {
     "not said": Change(SOURCE, "worker.pace(a_at, a_place);", ";"),
-    "not heard": Change(SOURCE, "b_ranks |= x.paced", "b_ranks |= 0"),
+    "not heard": Change(SOURCE, "b_ranks |= m.paced", "b_ranks |= 0"),
     "a third as often": Change(SOURCE, "return sum_of_both(x) - slack_of(x);", "return 2 * sum_of_both(x);"),
 }
 

@@ -55,6 +55,8 @@ def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]
             refusal = algorithm.accepts(call, node)
             if call.wire is not None and not algorithm.codes:
                 refusal = "it sends no codes of 8 bits"
+            if call.counted is not None and not algorithm.counted:
+                refusal = "the counts are on the GPU"
             if refusal is None:
                 return algorithm, ""
             reason = refusal

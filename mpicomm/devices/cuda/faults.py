@@ -17,7 +17,7 @@ from mpicomm.devices.host import fence
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
 from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
-from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
+from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, EXCHANGE, MESSAGE, MISMATCH, OF_RECEIVE, Faults
 from mpicomm.kernels.window import COMES_FIRST, FENCE, LOCK, START, WAIT, late_lock
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
@@ -136,6 +136,21 @@ class FaultPage:
             return InvalidUsageError(
                 f"Experts.dispatch: rank {record.peer} gets {record.sequence} rows, more than the capacity: create the "
                 f"Experts with a larger capacity; {_UNUSABLE}",
+                ranks=[record.peer],
+            )
+        if record.operation == COUNTS:
+            of_receive = bool(record.sequence & OF_RECEIVE)
+            what = "displacement of recvbuf" if of_receive else "count or displacement of sendbuf"
+            return InvalidUsageError(
+                f"Alltoallv: rank {record.peer} passed a {what} for rank {record.sequence & ~OF_RECEIVE}, on the GPU, "
+                f"that is negative{'' if of_receive else ' or goes beyond the end of the buffer'}: correct the counts "
+                f"before the call; {_UNUSABLE}",
+                ranks=[record.peer],
+            )
+        if record.operation == COUNTED_ROOM:
+            return InvalidUsageError(
+                f"Alltoallv: recvbuf of rank {record.peer} needs room for {record.sequence} elements, by the counts on "
+                f"the GPU, and has less: pass a larger one; {_UNUSABLE}",
                 ranks=[record.peer],
             )
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")

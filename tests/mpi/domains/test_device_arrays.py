@@ -118,3 +118,12 @@ def test_counts_that_differ_between_groups_are_an_error(device: str) -> None:
             comm.check()
         with contextlib.suppress(mpicomm.CollectiveTimeoutError):  # ranks give up at different times
             comm.Free()
+
+
+def test_counts_on_the_device_are_refused_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
+    x, y = xp.zeros(comm.size, np.float32), xp.zeros(comm.size, np.float32)
+    counts, came = xp.ones(comm.size, np.int64), xp.zeros(comm.size, np.int64)
+    with pytest.raises(mpicomm.InvalidUsageError, match="counts on the GPU are for the GPUs of one peer domain"):
+        comm.Alltoallv([x, counts], [y, came])
+    comm.Alltoallv([x, counts.get()], [y, [1] * comm.size])  # nothing is lost
+    comm.check()

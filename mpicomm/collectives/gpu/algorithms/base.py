@@ -28,6 +28,7 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
+from mpicomm.mpi.device_counts import CountedBuffers
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped, Mappings
 
@@ -88,6 +89,8 @@ class GpuCall:
     epilogue: CallEpilogue | None = None
     wire: tuple[Wire, np.dtype[Any]] | None = None
     """How elements travel, and their type; None if they travel as they are."""
+    counted: CountedBuffers | None = None
+    """The buffers if counts lie on the device; else None."""
 
     @classmethod
     def of(cls, call: Call, mappings: Mappings, scratch: Span | None) -> GpuCall:
@@ -103,7 +106,9 @@ class GpuCall:
         if call.wire is not None and call.dtype is not None:
             wire = call.wire, call.dtype
             buffers = replace(buffers, whole=BLOCK)  # so that results do not depend on the shards
-        return cls(call.operation, str(facts), facts.hash32, buffers, call.nbytes or 0, memory, finish, wire)
+        return cls(
+            call.operation, str(facts), facts.hash32, buffers, call.nbytes or 0, memory, finish, wire, call.counted
+        )
 
     @property
     def lengths_are_private(self) -> bool:
@@ -168,6 +173,8 @@ class Algorithm(ABC):
     """Whether it reduces in the order of ranks; "auto" takes no other algorithm."""
     codes: ClassVar[bool] = False
     """Whether it carries elements as codes of 8 bits if a call asks for that."""
+    counted: ClassVar[bool] = False
+    """Whether it carries messages with counts on the device."""
     into_memory: ClassVar[bool] = False
     """Whether it stores straight into symmetric output. Then ranks must agree on the address."""
 

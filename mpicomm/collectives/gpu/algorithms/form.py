@@ -45,7 +45,8 @@ def has_form(call: Call) -> bool:
     operation = call.operation
     shapes = {operation.send, operation.receive}
     readable = shapes <= {"one", "blocks", "vector", "counted"} and not operation.of_neighbors
-    return readable and call.packed is None and call.epilogue is None and not call.scratch_nbytes
+    plain = call.packed is None and call.epilogue is None and call.counted is None
+    return readable and plain and not call.scratch_nbytes
 
 
 class Form:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Message
+from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
+from mpicomm.symmetric.registry import Mappings
+from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
 from tests.helpers.rigs.fake_engines import BYTE, Rig
@@ -47,6 +52,27 @@ def test_plans_of_other_calls_stay_and_do_not_count(rig: Rig) -> None:
     assert not rig.longest
     rig.enqueue(rig.alltoallv(64 * MIB))
     assert not plan.is_old
+
+
+def test_the_whole_input_counts_as_the_longest_message_if_counts_lie_on_the_device(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_device_arrays(monkeypatch)
+    x, y, one, other = (
+        DeviceArray(address << 44, count, np.dtype(dtype))
+        for address, count, dtype in ((1, 16 * MIB, "f4"), (2, 8 * MIB, "f4"), (3, 2, "i4"), (4, 2, "i8"))
+    )
+    call = Call(ALLTOALLV, Arguments([x, one], [y, (other, [0, 5])]), 0, 2)
+    plan = rig.engine.prepare_call(call, Mappings(), "auto")
+    rig.enqueue(plan)
+    assert rig.longest == [64 * MIB]
+    counted = rig.launched[0].counted
+    assert (counted.itemsize, counted.send.buffer, counted.send.room) == (4, 1 << 44, 16 * MIB)
+    assert (counted.send.counts, counted.send.wide_counts, counted.send.follows) == (3 << 44, 0, 1)
+    assert (counted.receive.counts, counted.receive.wide_counts, counted.receive.follows) == (4 << 44, 1, 0)
+    assert [*counted.receive.known][:2] == [0, 5]
+    with pytest.raises(InvalidUsageError, match='algorithm="two_shot" of Alltoallv'):
+        rig.engine.prepare_call(call, Mappings(), "two_shot")
 
 
 def test_the_engine_says_its_memory(rig: Rig) -> None:

@@ -156,6 +156,22 @@ def test_counts_that_were_changed_in_place_are_others() -> None:
         assert known.find("Alltoallv", given) is None
 
 
+@pytest.mark.parametrize("kind", [Array, Tensor])
+def test_counts_on_the_device_are_known_by_their_memory(kind: Any) -> None:
+    known = Known()
+
+    def given(counts: int = 16, displs: int = 32, received: int = 48) -> Arguments:
+        return arguments([kind(160), (kind(counts), kind(displs))], [kind(320), kind(received)], None)
+
+    plan = known.add("Alltoallv", given())
+    assert known.find("Alltoallv", given()) is plan
+    for other in (given(counts=64), given(displs=64), given(received=64)):
+        assert known.find("Alltoallv", other) is None
+    # The host reads them in all other calls, and they may have changed.
+    known.add("Allgatherv", arguments(kind(160), [kind(320), kind(48)], None))
+    assert known.find("Allgatherv", arguments(kind(160), [kind(320), kind(48)], None)) is None
+
+
 def test_shares_of_a_reduce_scatter_are_told_apart() -> None:
     known = Known()
     for send in (Array(16), MPI.IN_PLACE):

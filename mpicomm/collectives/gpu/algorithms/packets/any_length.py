@@ -1,7 +1,8 @@
 """Packets for messages of any length, in existing inboxes.
 
 The kernel is the same for short and long messages. So it can carry calls in which only the two ranks of a message know
-its length. With two kernels, ranks in one kernel would wait for ranks in the other kernel.
+its length. With two kernels, ranks in one kernel would wait for ranks in the other kernel. If counts lie on the device,
+a variant of the kernel reads them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks
 from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
+from mpicomm.collectives.gpu.algorithms.packets.counted import counted_launch
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import (
@@ -36,6 +38,7 @@ class AnyLengthPackets(Algorithm):
     """
 
     name = "one_shot"
+    counted = True
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
@@ -51,13 +54,17 @@ class AnyLengthPackets(Algorithm):
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`."""
-        if node.size == 1:
+        if node.size == 1 and call.counted is None:
             return "there is one rank"
         return None if call.lengths_are_private else "all ranks know the lengths of all messages"
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
         inboxes, coding = node.arena.any_length if call.lengths_are_private else node.arena.sentinels, coding_of(call)
+        if call.counted is not None:
+            geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size)
+            yield counted_launch(node, call.counted, call.tag(), inboxes, geometry)
+            return
         template = PacketTemplate(node, call.one_shot, call.reduction, coding=coding)
         if coding is None:
             yield template.launch(call.tag(), any_length_way(node, inboxes), ANY_NBYTES)

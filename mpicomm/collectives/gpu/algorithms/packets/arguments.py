@@ -68,6 +68,34 @@ class PacketArguments(ctypes.Structure):
     ]
 
 
+class CountedSideArguments(ctypes.Structure):
+    """The host's copy of ``CountedSide`` in counted.cuh."""
+
+    _fields_ = [
+        ("buffer", ctypes.c_uint64),
+        ("room", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("displs", ctypes.c_uint64),
+        ("known", ctypes.c_int64 * MAX_RANKS),
+        ("wide_counts", ctypes.c_uint32),
+        ("wide_displs", ctypes.c_uint32),
+        ("follows", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+
+class CountedArguments(ctypes.Structure):
+    """The host's copy of ``Counted`` in counted.cuh."""
+
+    _fields_ = [("send", CountedSideArguments), ("receive", CountedSideArguments), ("itemsize", ctypes.c_uint64)]
+
+
+class CountedPacketArguments(PacketArguments):
+    """The host's copy of ``Packets`` in a kernel that reads counts on the device."""
+
+    _fields_ = [("counted", CountedArguments)]
+
+
 @cache
 def finished_packet_arguments(finish: type[ctypes.Structure]) -> type[PacketArguments]:
     """Return the host's copy of ``Packets`` in a kernel with an epilogue. ``finish`` is the type of its arguments."""
@@ -103,17 +131,20 @@ def packet_kernel(
     host_slots: bool = False,
     epilogue: tuple[str, ...] = (),
     wire: tuple[str, ...] = (),
+    counted: bool = False,
 ) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the kernel that does not reduce.
 
     ``epilogue`` are the options of an epilogue. With them the kernel takes `finished_packet_arguments`. ``host_slots``
     is whether inboxes lie in host memory. Then a kernel that reuses slots within a launch is another variant. ``wire``
-    are the options of `wire_options`. Raises as `options_for`.
+    are the options of `wire_options`. A ``counted`` kernel reads counts on the device, and takes
+    `CountedPacketArguments`. Raises as `options_for`.
     """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
     ways = (*_PROTOCOLS[protocol], *_STEPS[steps], *fans, *fences)
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue, *wire)
+    counts = ("-DMPICOMM_COUNTED",) if counted else ()
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue, *wire, *counts)
     return Variant(_SOURCE, "mpicomm_packets", options)
 
 

@@ -3,6 +3,7 @@
 // The top of packets.cu explains units, stages, steps, laps and why a slot is free.
 #pragma once
 
+#include "counted.cuh"
 #include "fences.cuh"
 #include "ll_flags.cuh"
 #include "rows.cuh"
@@ -39,6 +40,9 @@ struct Packets {
 #if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
   Finish finish;
 #endif
+#if defined(MPICOMM_COUNTED)
+  Counted counted;
+#endif
 };
 
 #if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
@@ -47,12 +51,22 @@ MPICOMM_DEVICE const Finish& finish_of(const Packets& x) { return x.finish; }
 MPICOMM_DEVICE Finish finish_of(const Packets&) { return {}; }
 #endif
 
+// The messages of a launch. If counts lie on the device, the kernel finds them itself (counted.cuh).
+#if defined(MPICOMM_COUNTED)
+constexpr bool kCounted = true;
+using AllMessages = Messages;
+#else
+constexpr bool kCounted = false;
+using AllMessages = const Packets;
+#endif
+
 #if defined(MPICOMM_FAN_OUT)
 constexpr bool kFanOut = true;
 #else
 constexpr bool kFanOut = false;
 #endif
 static_assert(!kRows || !kFanOut, "the squares of a row are added on one rank");
+static_assert(!kCounted || !kFanOut, "only messages have counts on the device");
 
 // Whether there is only one step. A kernel for one step has no loop, because fetching the code of
 // the loop would take a large part of a short launch.
@@ -106,11 +120,11 @@ struct Outgoing {
   Loaded units[kAlike ? 2 : kRanks];
   Unit sent{};  // the unit of the turn before, if it is alike for all ranks
 
-  MPICOMM_DEVICE void load(const Packets& x, u64 at) {
+  MPICOMM_DEVICE void load(const AllMessages& m, u32 rank, u64 at) {
 #pragma unroll
     for (u32 distance = kReduces || kAlike ? 1 : 0; distance < (kAlike ? 2 : kRanks); ++distance) {
-      const u32 to = (x.team.rank + distance) % kRanks;
-      if (at < x.send_nbytes[to]) units[distance] = load_at(x.sends[to], at, x.send_nbytes[to]);
+      const u32 to = (rank + distance) % kRanks;
+      if (at < m.send_nbytes[to]) units[distance] = load_at(m.sends[to], at, m.send_nbytes[to]);
     }
   }
 };
@@ -143,6 +157,7 @@ struct Held {
 // The work of one thread in one turn. `count` is the number of the launch, `launch` its lower half.
 struct Worker {
   const Packets& x;
+  const AllMessages& m;
   u64 count;
   u32 launch;
 
@@ -258,22 +273,25 @@ struct Worker {
     }
   }
 
-  // Sends the units that `out` holds for offset `at`. The unit to this rank itself goes to its
-  // place in the output.
+  // Sends the units that `out` holds for offset `at` to the other ranks.
   MPICOMM_DEVICE void push(Outgoing& out, u64 at, u64 place) const {
     const u32 rank = x.team.rank;
-    if (kAlike && at < x.send_nbytes[(rank + 1) % kRanks]) out.sent = unit_of(out.units[1]);
+    if (kAlike && at < m.send_nbytes[(rank + 1) % kRanks]) out.sent = unit_of(out.units[1]);
 #pragma unroll
     for (u32 distance = 1; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
-      if (at >= x.send_nbytes[to]) continue;
+      if (at >= m.send_nbytes[to]) continue;
       if constexpr (kAlike) send(to, 0, place, out.sent, Protocol::flag(count));
       else send(to, 0, place, unit_of(out.units[distance]), Protocol::flag(count));
     }
-    if (!kReduces && at < x.send_nbytes[rank]) {
-      if constexpr (kAlike) store_at(x.receives[rank], at, x.send_nbytes[rank], out.sent);
-      else store_at(x.receives[rank], at, x.send_nbytes[rank], unit_of(out.units[0]));
-    }
+  }
+
+  // Stores the unit to this rank itself at its place in the output.
+  MPICOMM_DEVICE void keep(const Outgoing& out, u64 at) const {
+    const u32 rank = x.team.rank;
+    if (kReduces || at >= m.send_nbytes[rank]) return;
+    if constexpr (kAlike) store_at(m.receives[rank], at, m.send_nbytes[rank], out.sent);
+    else store_at(m.receives[rank], at, m.send_nbytes[rank], unit_of(out.units[0]));
   }
 
   // Stores the units of the packets of `ranks` at their places in the output. One copy of the code
@@ -284,9 +302,9 @@ struct Worker {
 #pragma unroll(kConverts ? 1 : kRanks)
     for (u32 entry = 0; entry < kOthers; ++entry) {
       const u32 rank = rank_of(entry);
-      if (!is_among(ranks, entry) || (kRelays && x.receives[rank] == nullptr)) continue;
+      if (!is_among(ranks, entry) || (kRelays && m.receives[rank] == nullptr)) continue;
       const Unit unit = scales.unit(entry, held_of(units, entry));
-      finish_of(x).store(x.receives[rank], at, x.receive_nbytes[rank], unit);
+      finish_of(x).store(m.receives[rank], at, m.receive_nbytes[rank], unit);
     }
   }
 
@@ -314,7 +332,7 @@ struct Worker {
   // The ranks from which this thread takes a unit at offset `at` in stage B.
   MPICOMM_DEVICE u32 senders_at(u64 at) const {
     if constexpr (kReduces) return at < x.output_nbytes ? x.sources & ~(1u << x.team.rank) : 0;
-    return ranks_at(x.receive_nbytes, at);
+    return ranks_at(m.receive_nbytes, at);
   }
 
   // Sends an empty packet to the ranks that send a unit at offset `at` and get no unit there. The
@@ -322,7 +340,7 @@ struct Worker {
   // in `run` (b_ranks). Without it these ranks would overwrite packets that this rank has yet to
   // take.
   MPICOMM_DEVICE void pace(u64 at, u64 place) const {
-    const u32 ranks = x.paced & senders_at(at) & ~ranks_at(x.send_nbytes, at);
+    const u32 ranks = m.paced & senders_at(at) & ~ranks_at(m.send_nbytes, at);
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
       if (ranks >> rank & 1) send(rank, 0, place, Unit{}, Protocol::flag(count));

@@ -79,7 +79,8 @@
 // launch, and there in the smallest turn. If it waits for a packet, another rank's thread stores
 // that packet in an earlier turn. If it waits for a fence, two things come first. Other workers of
 // its block come to the turn in which they ask for the fence, which is an earlier turn. And
-// overseers see the other ranks announce this launch, which these do before they wait in it. It may
+// overseers see the other ranks announce this launch, which these do before they wait in it. If it
+// waits for a length (counted.cuh), the peer stores the length before it waits for a packet. It may
 // wait at the end of a row for another worker of its group, or with codes for another worker of its
 // warp. Then that worker waits for a packet or a fence of the same or an earlier turn. It either
 // takes that and comes, or gives up and comes. So the thread goes on. That needs all blocks of a
@@ -102,12 +103,18 @@ MPICOMM_DEVICE u32 period_of(const Packets& x) { return sum_of_both(x) - slack_o
 // no time if the overseers do not end last and no worker waits for their fence. `ours` and `theirs`
 // hold the previous launch.
 MPICOMM_DEVICE void oversee(
-    const Packets& x, u32 launch, u32 peer, const Announcements& ours, const Announcements& theirs) {
+    const Packets& x,
+    const AllMessages& m,
+    u32 launch,
+    u32 peer,
+    const Announcements& ours,
+    const Announcements& theirs) {
   const Team& team = x.team;
   // A rank that took no packet in the previous launch could not notice then that a peer was in
   // another call.
   if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
-  if ((x.sources >> peer & 1) != 0 || x.receive_nbytes[peer] > 0 || (kPaced && (x.paced >> peer & 1) != 0)) {
+  const bool takes = kCounted || (x.sources >> peer & 1) != 0 || m.receive_nbytes[peer] > 0;
+  if (takes || (kPaced && (m.paced >> peer & 1) != 0)) {
     // A packet does not say to which call it belongs. Its sender says that in an earlier
     // announcement. Pairs with the peer's store in `announce`.
     u32 said = kAbsent;
@@ -119,8 +126,9 @@ MPICOMM_DEVICE void oversee(
   }
 }
 
-// `sums` are shared memory for rows.
-MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
+// `m` are the messages, part of `x` if the host knows their lengths, else shared memory. `sums` are shared
+// memory for rows.
+MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
@@ -146,7 +154,11 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
   Course course(finish_of(x), thread, workers);
   u64 a_at = course.first();
   Outgoing out;
-  if (thread < workers) out.load(x, a_at);
+  if (!kCounted && thread < workers) out.load(m, rank, a_at);
+#if defined(MPICOMM_COUNTED)
+  SentCounts<kRanks> sent_counts;
+  sent_counts.load(x.counted, overseer);
+#endif
 
   begin_round_of_flags(x.flagged, launch);
   if (blockIdx.x == 0 && has_peer) announce(team, overseer, launch);
@@ -166,28 +178,73 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
   // A rank that has failed must store nothing to a peer, because the peer could take that for the
   // awaited packet.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
+#if defined(MPICOMM_COUNTED)
+  const Lengths<kRanks> lengths{team, x.flagged, x.counted, m, launch, overseer};
+  if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.counted, m, overseer) && ok);
+#endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
   // Either all threads leave or none, because no thread may wait at a barrier for a thread that has
   // left. After this barrier all threads have read the number of the launch, so count_launch may
   // advance it.
   if (!__syncthreads_and(ok)) return;
-  const u32 steps = kOneStep ? 1 : x.steps, turns = steps + 1 + kFanOut;
+  const Worker worker{x, m, count, launch};
+#if defined(MPICOMM_COUNTED)
+  // Turn 0. Its packets leave while the overseers exchange lengths. Until then no thread knows the place
+  // of a message in the output.
+  const u64 first_at = a_at;
+  Outgoing first;
+  bool heard = false;
+  if (thread < workers) {
+    first.load(m, rank, first_at);
+    worker.push(first, first_at, number);
+    a_at = course.after(first_at);
+    out.load(m, rank, a_at);
+    let_successor_start();
+    count_launch(team, count, thread, workers);
+  } else {
+    heard = lengths.hear_all();
+    if (heard) lengths.count_steps(threads * kCarriedNbytes, x.laps);
+    ok = heard && lengths.place_received();
+  }
+  // Orders the lengths before their loads by all threads. If there is no room, all threads leave before
+  // any of them stores into the output.
+  ok = __syncthreads_and(ok);
   if (thread >= workers) {
-    if (blockIdx.x == 0 && has_peer) oversee(x, launch, overseer, ours, theirs);
-    if constexpr (kLaps) fences.serve(overseer, workers, period_of(x), turns - 1 - slack_of(x));
+    if (blockIdx.x == 0 && heard) lengths.compare_rooms();
+  } else if (ok) {
+    worker.keep(first, first_at);
+    // One step needs no loop: fetching the code of the loop would take a large part of a short launch.
+    if (m.steps == 1) {
+      const u32 senders = worker.senders_at(first_at);
+      Held units[kOthers];
+      worker.look(units, 0, senders, number);
+      if (senders != 0 && worker.take(units, 0, senders, number)) worker.place(units, Scales{}, senders, first_at);
+      fences.say(thread, fences.kLeft);
+      return;
+    }
+  }
+  if (!ok) return;
+#endif
+  const u32 steps = kOneStep ? 1 : m.steps, turns = steps + 1 + kFanOut;
+  // Whether this launch uses slots again. The host has chosen a kernel without laps if it knows the answer.
+  const bool reuses = kLaps && (!kCounted || steps > x.laps);
+  if (thread >= workers) {
+    if (blockIdx.x == 0 && has_peer) oversee(x, m, launch, overseer, ours, theirs);
+    if (reuses) fences.serve(overseer, workers, period_of(x), turns - 1 - slack_of(x));
     return;
   }
 
-  const Worker worker{x, count, launch};
   Rows rows(finish_of(x), sums, thread, workers);
   u64 b_at = 0, c_at = 0;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
-  u32 paces_at = period_of(x) + slack_of(x);  // the next turn that needs a fence to be over first
-  bool paced = false;                         // whether the previous turn was such a turn
+  u32 paces_at = reuses ? period_of(x) + slack_of(x) : ~0u;  // the next turn that needs a fence to be over first
+  bool paced = false;                                        // whether the previous turn was such a turn
+  u32 turn = 0;
+  if constexpr (kCounted) a_lap = turn = 1;
 
 #pragma unroll(kOneStep ? 3 : 1)
-  for (u32 turn = 0; turn < turns; ++turn) {
+  for (; turn < turns; ++turn) {
     const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2;
     const bool paces = kLaps && turn == paces_at;
     if constexpr (kLaps) {
@@ -211,8 +268,8 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     u32 b_ranks = b_senders;
     // Pairs with `pace` of the ranks to which this rank sends at b_at. Before that packet comes,
     // they may not have taken the packets in the slots where this rank stores next.
-    if (kPaced && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
-    const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
+    if (kPaced && paced) b_ranks |= m.paced & worker.ranks_at(m.send_nbytes, b_at);
+    const u32 c_ranks = has_c ? worker.ranks_at(m.receive_nbytes, c_at) : 0;
     Held b[kOthers], c[kOthers];
     Scales b_scales, c_scales;
     [[maybe_unused]] Loaded in{};
@@ -227,11 +284,14 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
       c_scales.look(worker, 1, c_ranks, c_place);
     }
 
-    if (!kOneStep || turn == 0) worker.push(out, a_at, a_place);
+    if (!kOneStep || turn == 0) {
+      worker.push(out, a_at, a_place);
+      worker.keep(out, a_at);
+    }
     if (kPaced && paces) worker.pace(a_at, a_place);
     const u64 next_at = course.after(a_at);
-    if (!kOneStep) out.load(x, next_at);
-    if (turn == 0) {
+    if (!kOneStep) out.load(m, rank, next_at);
+    if (!kCounted && turn == 0) {
       // These two calls come after the first packets, so they do not delay those. They delay no
       // packet from a peer, because none can have come yet.
       let_successor_start();
@@ -301,5 +361,10 @@ MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets pac
 #else
   mpicomm::Sums* const sums = nullptr;
 #endif
-  mpicomm::run(packets, sums);
+#if defined(MPICOMM_COUNTED)
+  __shared__ mpicomm::Messages messages;
+#else
+  const mpicomm::Packets& messages = packets;
+#endif
+  mpicomm::run(packets, messages, sums);
 }

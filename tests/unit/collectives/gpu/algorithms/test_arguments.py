@@ -88,6 +88,8 @@ CONSTANTS = {
         "kExchange": team.EXCHANGE,
         "kMismatch": team.MISMATCH,
         "kMessage": team.MESSAGE,
+        "kCounts": team.COUNTS,
+        "kCountedRoom": team.COUNTED_ROOM,
     },
     "exchange.cu": {
         "kThreads": exchange.THREADS,
@@ -179,6 +181,16 @@ def test_host_and_kernel_agree_on_epilogues(tmp_path: Path) -> None:
     with_norm = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.Norm)}
     sentinel = ("-DMPICOMM_SENTINEL", *norm_options)
     require_agreement("packet_worker.cuh", with_norm, {"kGroups": most_groups(4)}, tmp_path, sentinel)
+
+
+def test_host_and_kernel_agree_on_counts_on_the_device(tmp_path: Path) -> None:
+    structures = {
+        "mpicomm::Packets": packets.CountedPacketArguments,
+        "mpicomm::Counted": packets.CountedArguments,
+        "mpicomm::CountedSide": packets.CountedSideArguments,
+    }
+    options = ("-DMPICOMM_SENTINEL", "-DMPICOMM_COUNTED")
+    require_agreement("packet_worker.cuh", structures, {"kOfReceive": team.OF_RECEIVE}, tmp_path, options)
 
 
 def require_agreement(

@@ -1,0 +1,199 @@
+"""Counts on the device: the buffers of an Alltoallv whose counts are integer arrays on the GPU.
+
+The host never learns these counts. The call reads the counts of its ``sendbuf`` in stream order, and writes the counts
+of its ``recvbuf``. Each buffer has room for the most elements that may come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.buffers import ArrayMemory, read
+from mpicomm.mpi.items import index_of, indices_of, is_sequence, items, pair
+
+_TYPES = ("int32", "int64")
+
+
+@dataclass(frozen=True)
+class DeviceIndices:
+    """An array of one integer for each rank, in device memory."""
+
+    pointer: int
+    is_wide: bool
+    """Whether integers have 64 bits."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CountedBuffer:
+    """A buffer with a block for each rank."""
+
+    operand: Operand
+    """The whole buffer."""
+    counts: DeviceIndices
+    displs: DeviceIndices | tuple[int, ...] | None
+    """The start of each block, in elements; None if each block follows the block before."""
+
+    @property
+    def pointer(self) -> int:
+        """The address of the buffer."""
+        return self.operand.pointer
+
+    @property
+    def room(self) -> int:
+        """The elements that the buffer holds."""
+        return self.operand.total
+
+    def indices(self) -> Iterator[DeviceIndices]:
+        """Return the arrays of counts and displacements on the device."""
+        yield self.counts
+        if isinstance(self.displs, DeviceIndices):
+            yield self.displs
+
+
+@dataclass(frozen=True)
+class CountedBuffers:
+    """Both buffers of a call with counts on the device."""
+
+    send: CountedBuffer
+    receive: CountedBuffer
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element, the same in both buffers."""
+        assert self.send.operand.dtype is not None
+        return self.send.operand.dtype.itemsize
+
+
+def read_counted(send: Any, receive: Any, *, size: int, algorithm: str) -> CountedBuffers | None:
+    """Return the buffers of an Alltoallv if any of its counts or displacements are on the GPU, else None. Local.
+
+    Raises `InvalidUsageError` for counts on the GPU beside counts in host memory, for counts that are no integers or
+    too few, and for buffers that kernels cannot carry.
+    """
+    sides = (send, "sendbuf"), (receive, "recvbuf")
+    on_device = [name for spec, name in sides if has_device_counts(spec)]
+    if not on_device:
+        return None
+    if algorithm == "mpi":
+        raise InvalidUsageError(
+            f'Alltoallv: {on_device[0]} has counts on the GPU, which MPI cannot read: leave algorithm="mpi" out, or '
+            "pass counts in host memory"
+        )
+    sent = _buffer(send, size=size, writable=False, name="sendbuf", beside=on_device[0])
+    received = _buffer(receive, size=size, writable=True, name="recvbuf", beside=on_device[0])
+    buffers = CountedBuffers(sent, received)
+    if (
+        sent.operand.dtype is None
+        or received.operand.dtype is None
+        or (sent.operand.dtype.itemsize != received.operand.dtype.itemsize)
+    ):
+        raise InvalidUsageError(
+            f"Alltoallv: sendbuf has elements of {sent.operand.dtype}, recvbuf of {received.operand.dtype}: pass "
+            "elements of one size if counts are on the GPU"
+        )
+    if not received.counts.is_wide and received.room > np.iinfo(np.int32).max:
+        raise InvalidUsageError(
+            f"Alltoallv: recvbuf holds {received.room} elements, more than its counts of type int32 can say: pass "
+            "counts of type int64"
+        )
+    _require_apart(buffers)
+    return buffers
+
+
+def has_device_counts(spec: Any) -> bool:
+    """Return whether counts or displacements of a buffer argument are an array on a GPU. Local."""
+    return any(_is_on_device(each) for each in _said(spec))
+
+
+def _said(spec: Any) -> tuple[Any, ...]:
+    """Return the counts and displacements of a buffer argument."""
+    if not isinstance(spec, (list, tuple)) or len(spec) not in (2, 3, 4):
+        return ()
+    _, counts, displs, _ = items(spec, "buf")
+    return (*counts, displs) if isinstance(counts, tuple) and len(spec) < 4 else (counts, displs)
+
+
+def _is_on_device(said: Any) -> bool:
+    """Return whether counts or displacements are an array on a GPU."""
+    if said is None or isinstance(said, (int, list, tuple, np.ndarray, np.integer)):
+        return False
+    try:
+        return read(said, False, "counts").on_device
+    except (TypeError, InvalidUsageError):  # other objects are read as counts in host memory
+        return bool(getattr(said, "is_cuda", False)) or hasattr(said, "__cuda_array_interface__")
+
+
+def _buffer(spec: Any, *, size: int, writable: bool, name: str, beside: str) -> CountedBuffer:
+    if spec is MPI.IN_PLACE or spec is None:
+        raise InvalidUsageError(f"Alltoallv: {name}=MPI.IN_PLACE beside counts on the GPU: pass a separate buffer")
+    buffer, counts, displs, datatype = items(spec, name) if isinstance(spec, (list, tuple)) else (spec, *[None] * 3)
+    if isinstance(counts, tuple) and len(spec) < 4:
+        counts, displs = pair(counts, name)
+    if not _is_on_device(counts):
+        also = "" if beside == name else f", and {beside} has counts on the GPU"
+        raise InvalidUsageError(
+            f"Alltoallv: the counts of {name} are {_shown(counts)}{also}: pass an integer array on the GPU, of "
+            f"{size} items{', into which the call writes the counts' if writable else ''}"
+        )
+    operand = parse([buffer, datatype] if datatype is not None else buffer, writable=writable, name=name)
+    if not operand.on_device:
+        raise InvalidUsageError(
+            f"Alltoallv: {name} is in host memory, and its counts are on the GPU: pass both on the GPU, or both in "
+            "host memory"
+        )
+    if operand.dtype is None:
+        raise InvalidUsageError(
+            f"Alltoallv: {name} has a derived datatype beside counts on the GPU: pass a predefined datatype, or counts "
+            "in host memory"
+        )
+    places: DeviceIndices | tuple[int, ...] | None = None
+    if _is_on_device(displs):
+        places = _indices(displs, size, f"the displacements of {name}", operand, writable=False)
+    elif displs is not None and is_sequence(displs):
+        places = indices_of(displs, size, "displacements", name, "rank")
+    elif displs is not None:
+        distance = index_of(displs, "displacement", name)
+        places = tuple(distance * rank for rank in range(size))
+    return CountedBuffer(operand, _indices(counts, size, f"the counts of {name}", operand, writable=writable), places)
+
+
+def _indices(array: Any, size: int, what: str, operand: Operand, *, writable: bool) -> DeviceIndices:
+    memory: ArrayMemory = read(array, writable, what)
+    if memory.dtype is None or memory.dtype.name not in _TYPES:
+        raise InvalidUsageError(f"Alltoallv: {what} have type {memory.dtype}: pass {' or '.join(_TYPES)}")
+    number = memory.nbytes // memory.dtype.itemsize
+    if number != size:
+        raise InvalidUsageError(f"Alltoallv: {what} are {number} integers for {size} ranks: pass one for each rank")
+    if memory.device != operand.device:
+        raise InvalidUsageError(
+            f"Alltoallv: {what} are on GPU {memory.device}, and {operand.name} is on GPU {operand.device}: pass both "
+            "on one GPU"
+        )
+    return DeviceIndices(memory.pointer, memory.dtype.itemsize == 8, memory.nbytes)
+
+
+def _require_apart(buffers: CountedBuffers) -> None:
+    """Raise if the call would write into an array that it reads."""
+    receive = buffers.receive
+    whole = receive.pointer, receive.operand.nbytes
+    written = [(whole, "recvbuf"), ((receive.counts.pointer, receive.counts.nbytes), "the counts of recvbuf")]
+    send = buffers.send
+    read_too = [((send.pointer, send.operand.nbytes), "sendbuf")]
+    read_too += [((each.pointer, each.nbytes), "counts or displacements of sendbuf") for each in send.indices()]
+    read_too += [((each.pointer, each.nbytes), "displacements of recvbuf") for each in [*receive.indices()][1:]]
+    for one, name in written:
+        for other, its_name in [*read_too, *([] if one is whole else [written[0]])]:
+            if one[1] and other[1] and one[0] < other[0] + other[1] and other[0] < one[0] + one[1]:
+                raise InvalidUsageError(f"Alltoallv: {name} and {its_name} overlap: copy one of them")
+
+
+def _shown(counts: Any) -> str:
+    return "missing" if counts is None else f"{counts!r} in host memory"

@@ -1,0 +1,198 @@
+"""Messages with counts on the device: between processes, and under ThreadSanitizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, MISMATCH, OF_RECEIVE
+from tests.kernels.build import Builds, Change
+from tests.kernels.counted_rig import UNTOUCHED, CountedCall, CountedRig
+from tests.kernels.late_resets import LATE
+from tests.kernels.machine import CAUGHT, Array, Machine, RunFailedError
+from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS
+
+_STEP = SMALL.threads * 16 // 4  # elements of float32
+_INBOX = INBOX_NBYTES // 4
+LENGTHS = (0, 0, 1, 3, _STEP - 1, _STEP + 1, _INBOX, _INBOX + 1, 3 * _INBOX + 5)
+
+
+def rig_of(
+    builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20, laps: int = 6
+) -> CountedRig:
+    machine, inbox_nbytes = Machine(builds, size), laps * _STEP * 4
+    return CountedRig(machine, "sentinel", SMALL, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
+
+
+def random_call(rng: np.random.Generator, size: int, lengths: Sequence[int] = LENGTHS) -> CountedCall:
+    """A call with random counts, and with displacements on either side, in one of three ways."""
+    counts = rng.choice(lengths, (size, size))
+
+    def displs(of_ranks: Array) -> Array:
+        """Blocks in another order, with gaps."""
+        of_all = []
+        for of_rank in of_ranks:
+            order, at, starts = rng.permutation(size), 0, np.zeros(size, np.int64)
+            for block in order:
+                at += int(rng.integers(3))
+                starts[block] = at
+                at += int(of_rank[block])
+            of_all.append(starts)
+        return np.array(of_all)
+
+    return CountedCall(
+        counts,
+        displs(counts) if rng.integers(2) else None,
+        displs(counts.T) if rng.integers(2) else None,
+        dtype=rng.choice(["float32", "int16", "complex128"]),
+        wide=(bool(rng.integers(2)), bool(rng.integers(2))),
+        host_displs=bool(rng.integers(2)),
+    )
+
+
+def run(
+    builds: Builds,
+    size: int,
+    *,
+    seed: int = 0,
+    changes: Sequence[Change] = (),
+    timeout_s: float = 20,
+    laps: int = 6,
+    calls: int = 12,
+    lengths: Sequence[int] = LENGTHS,
+    start: int = 0,
+) -> None:
+    """Random calls, one after the other."""
+    rig, rng = rig_of(builds, size, changes, timeout_s, laps), np.random.default_rng((size, seed))
+    if start:
+        rig.start_at(start)
+        rig.fill_with_old_flags(rng)
+    checks = [rig.enqueue(random_call(rng, size, lengths), rng, nap_us=1000) for _ in range(calls)]
+    rig.machine.run(seed=seed, jitter_us=300, limit_s=40)
+    for check in checks:
+        check()
+
+
+@pytest.mark.parametrize(("size", "laps"), [(1, 6), (2, 7), (3, 6), (4, 10)])
+def test_every_rank_gets_its_blocks_and_their_counts(builds: Builds, size: int, laps: int) -> None:
+    run(builds, size, laps=laps)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(1, 4), seed=st.integers(0, 2**32 - 1), most=st.sampled_from([1, 9, _STEP, 3 * _INBOX]))
+def test_random_calls_have_the_results_of_numpy(builds: Builds, size: int, seed: int, most: int) -> None:
+    run(builds, size, seed=seed, calls=3, lengths=range(most + 1))
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_launches_while_numbers_begin_again(builds: Builds, start: str) -> None:
+    run(builds, 3, start=STARTS[start], calls=120, lengths=(0, 1, _STEP + 1))
+
+
+def test_resets_of_slots_as_late_as_fences_allow(builds: Builds) -> None:
+    for seed in range(2):
+        run(builds, 3, seed=seed, changes=LATE)
+
+
+def test_no_race(watched_builds: Builds) -> None:
+    run(watched_builds, 3, calls=10)
+
+
+def _failed(
+    builds: Builds, call: CountedCall, operation: int, peer: int, sequence: int, changes: Sequence[Change] = ()
+) -> None:
+    """Run a call in which one rank is at fault, and expect its record on all ranks and no byte in its output."""
+    rig, rng = rig_of(builds, len(call.counts), changes), np.random.default_rng(1)
+    rig.enqueue(call, rng)
+    with pytest.raises(RunFailedError) as caught:
+        rig.machine.run()
+    said = str(caught.value).splitlines()
+    assert len(said) == rig.size, said
+    for line in said:
+        assert f"operation={operation}, sequence={sequence}," in line and f"peer={10 + peer}," in line
+    assert (rig.outputs[peer].bytes == UNTOUCHED).all()
+
+
+COUNTS_OF_THREE = np.array([[1, 2, 3], [4, 500, 6], [7, 8, 9]])
+
+
+def test_a_negative_count_is_an_error_on_all_ranks(builds: Builds) -> None:
+    counts = COUNTS_OF_THREE.copy()
+    counts[1][2] = -1
+    _failed(builds, CountedCall(counts), COUNTS, 1, 12)
+
+
+def test_too_little_room_is_an_error_on_all_ranks_and_nothing_is_written(builds: Builds) -> None:
+    _failed(builds, CountedCall(COUNTS_OF_THREE, room=509), COUNTED_ROOM, 1, 510)
+
+
+def test_a_block_outside_of_the_output_is_an_error_on_all_ranks(builds: Builds) -> None:
+    displs = np.array([[0, 10, 20], [0, 10, 600], [0, 10, 20]])
+    _failed(builds, CountedCall(COUNTS_OF_THREE, receive_displs=displs, room=607), COUNTED_ROOM, 1, 608)
+    displs[1][2] = -1  # of a block
+    _failed(builds, CountedCall(COUNTS_OF_THREE, receive_displs=displs, room=607), COUNTS, 1, OF_RECEIVE | 12)
+
+
+def test_a_rank_with_counts_on_the_host_is_in_another_call(builds: Builds) -> None:
+    rig, rng = rig_of(builds, 2), np.random.default_rng(1)
+    call = CountedCall(np.array([[1, 2], [3, 4]]))
+    rig.enqueue(call, rng, without=[1])
+    rig.enqueue(CountedCall(call.counts, tag=6), rng, without=[0])
+    with pytest.raises(RunFailedError, match=f"operation={MISMATCH},"):
+        rig.machine.run()
+
+
+def test_a_missing_rank_is_named(builds: Builds) -> None:
+    rig, rng = rig_of(builds, 3, timeout_s=0.5), np.random.default_rng(1)
+    rig.enqueue(CountedCall(COUNTS_OF_THREE), rng, without=[2])
+    with pytest.raises(RunFailedError, match=r"operation=2, .*peer=12"):
+        rig.machine.run()
+
+
+MISTAKES = {
+    "places read before they are written": Change("packets.cu", "  ok = __syncthreads_and(ok);\n", ""),
+    "lengths taken before they have come": Change(
+        "counted.cuh",
+        "return FlagProtocol::has_come(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;",
+        "return 0u;",
+    ),
+    "one set of lengths instead of two": Change("counted.cuh", "launch % 2 * inboxes.nbytes", "0 * inboxes.nbytes"),
+    "lengths of other lanes read before they are written": Change(
+        "counted.cuh",
+        """    ok = __all_sync(kWarp, ok);
+    // Orders the numbers of all lanes before the loads below.
+    __syncwarp(kWarp);
+""",
+        "",
+    ),
+    "no peer is paced": Change("counted.cuh", "messages.paced = paced;", "messages.paced = 0;"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_caught(builds: Builds, name: str) -> None:
+    late = LATE if name == "no peer is paced" else []
+    with pytest.raises(AssertionError, match=rf"{CAUGHT}|exit codes"):
+        for seed in range(10):
+            run(builds, 3, seed=seed, changes=[MISTAKES[name], *late], timeout_s=2, laps=7)
+
+
+def test_a_missing_look_at_the_room_is_caught(builds: Builds) -> None:
+    rig = rig_of(builds, 3, [Change("counted.cuh", "? total > room_nbytes() :", "? false :")])
+    rig.enqueue(CountedCall(COUNTS_OF_THREE, room=509), np.random.default_rng(1))
+    with pytest.raises(RunFailedError, match="fault on rank"):
+        rig.machine.run()
+    assert not all((output.bytes == UNTOUCHED).all() for output in rig.outputs)
+
+
+def test_ranks_that_compare_no_facts_are_caught(builds: Builds) -> None:
+    change = Change("packets.cu", "if (blockIdx.x == 0 && heard) lengths.compare_rooms();", "")
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        _failed(builds, CountedCall(COUNTS_OF_THREE, room=509), COUNTED_ROOM, 1, 510, changes=[change])

@@ -1,0 +1,206 @@
+"""Alltoallv whose counts and displacements are integer arrays on the GPU, against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError, MpicommError, PeerError
+from tests.helpers.rigs.communicators import communicator
+
+Array = npt.NDArray[Any]
+UNTOUCHED = -7.0
+
+
+@pytest.fixture
+def comm(device: str) -> Iterator[mpicomm.Communicator]:
+    if device == "cpu":
+        pytest.skip("counts on a GPU need one")
+    with communicator(device) as comm:
+        yield comm
+
+
+def matrix_of(rng: np.random.Generator, size: int, most: int) -> Array:
+    """Return the counts of each rank's messages to each rank. Some are 0."""
+    return rng.integers(0, most + 1, (size, size)) * rng.integers(0, 2, (size, size))
+
+
+def block(source: int, target: int, count: int) -> Array:
+    return (np.arange(count) + 1000 * source + 17 * target).astype(np.float32)
+
+
+class Case:
+    """Blocks that follow each other, by ``matrix``, the counts of all ranks."""
+
+    def __init__(self, comm: mpicomm.Communicator, matrix: Array, room: int) -> None:
+        rank, ranks = comm.rank, range(comm.size)
+        self.counts, self.coming = matrix[rank], matrix[:, rank]
+        self.data = np.concatenate([block(rank, to, matrix[rank][to]) for to in ranks])
+        self.expected = np.full(room, UNTOUCHED, np.float32)
+        came = np.concatenate([block(source, rank, matrix[source][rank]) for source in ranks])
+        self.expected[: len(came)] = came
+
+
+@pytest.mark.parametrize(("sent", "received"), [("int32", "int64"), ("int64", "int32")])
+def test_blocks_and_their_counts(comm: mpicomm.Communicator, xp: Any, sent: str, received: str) -> None:
+    rng = np.random.default_rng(comm.size)
+    for most in (3, 1000, 70_000, 1_500_000):
+        room = comm.size * most
+        case = Case(comm, matrix_of(rng, comm.size, most), room)
+        x, y = xp.asarray(case.data), xp.full(room, UNTOUCHED, xp.float32)
+        came = xp.full(comm.size, -1, received)
+        comm.Alltoallv([x, xp.asarray(case.counts.astype(sent))], [y, came])
+        assert came.get().tolist() == case.coming.tolist()
+        assert (y.get() == case.expected).all()
+    comm.check()
+
+
+@pytest.mark.parametrize("form", ["device", "host", "distance"])
+def test_displacements(comm: mpicomm.Communicator, xp: Any, form: str) -> None:
+    rng, size, rank, slot = np.random.default_rng(5), comm.size, comm.rank, 50
+    matrix = matrix_of(rng, size, slot)
+    data = np.full(size * slot, 99, np.float32)
+    expected = np.full(size * slot, UNTOUCHED, np.float32)
+    for peer in range(size):
+        data[peer * slot :][: matrix[rank][peer]] = block(rank, peer, matrix[rank][peer])
+        expected[peer * slot :][: matrix[peer][rank]] = block(peer, rank, matrix[peer][rank])
+    places = [peer * slot for peer in range(size)]
+    displs = {"device": xp.asarray(places), "host": places, "distance": slot}[form]
+    x, y = xp.asarray(data), xp.full(size * slot, UNTOUCHED, xp.float32)
+    counts, came = xp.asarray(matrix[rank]), xp.zeros(size, xp.int64)
+    comm.Alltoallv([x, (counts, displs)], [y, came, displs, MPI.FLOAT])
+    assert came.get().tolist() == matrix[:, rank].tolist()
+    assert (y.get() == expected).all()
+    comm.check()
+
+
+def test_counts_change_between_replays_of_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
+    rng, size, most = np.random.default_rng(3), comm.size, 40_000
+    x, y = xp.zeros(size * most, xp.float32), xp.zeros(size * most, xp.float32)
+    counts, came = xp.zeros(size, xp.int32), xp.zeros(size, xp.int32)
+    stream = xp.cuda.Stream(non_blocking=True)
+    comm.Alltoallv([x, counts], [y, came])
+    comm.check()
+    with stream:
+        stream.begin_capture()
+        for _ in range(2):
+            y.fill(UNTOUCHED)
+            comm.Alltoallv([x, counts], [y, came])
+        graph = stream.end_capture()
+    for turn in range(30):
+        case = Case(comm, matrix_of(rng, size, most if turn % 2 else 10), y.size)
+        x[: len(case.data)].set(case.data, stream=stream)
+        counts.set(case.counts.astype(np.int32), stream=stream)
+        graph.launch(stream)
+        comm.check(stream)
+        stream.synchronize()
+        assert came.get().tolist() == case.coming.tolist()
+        assert (y.get() == case.expected).all()
+
+
+def test_nonblocking_and_persistent_calls(comm: mpicomm.Communicator, xp: Any) -> None:
+    rng, size = np.random.default_rng(8), comm.size
+    x, y = xp.zeros(size * 100, xp.float32), xp.zeros(size * 100, xp.float32)
+    counts, came = xp.zeros(size, xp.int64), xp.zeros(size, xp.int64)
+    persistent = comm.Alltoallv_init([x, counts], [y, came])
+    for turn in range(12):
+        case = Case(comm, matrix_of(rng, size, 100), y.size)
+        x[: len(case.data)] = xp.asarray(case.data)
+        counts[:] = xp.asarray(case.counts)
+        y.fill(UNTOUCHED)
+        if turn % 2:
+            comm.Ialltoallv([x, counts], [y, came]).Wait()
+        else:
+            persistent.Start()
+            persistent.Wait()
+        assert came.get().tolist() == case.coming.tolist()
+        assert (y.get() == case.expected).all()
+    persistent.Free()
+
+
+def test_tensors_of_torch(comm: mpicomm.Communicator, xp: Any) -> None:
+    torch = pytest.importorskip("torch")
+    rng, size = np.random.default_rng(9), comm.size
+    where = torch.device("cuda", int(comm.device))
+    for _ in range(12):
+        case = Case(comm, matrix_of(rng, size, 300), size * 300)
+        x, y = torch.from_numpy(case.data).to(where), torch.full((size * 300,), UNTOUCHED, device=where)
+        counts, came = torch.from_numpy(case.counts).to(where), torch.zeros(size, dtype=torch.int64, device=where)
+        comm.Alltoallv([x, counts], [y, came])
+        assert came.tolist() == case.coming.tolist()
+        assert (y.cpu().numpy() == case.expected).all()
+
+
+def _fails(comm: mpicomm.Communicator, xp: Any, send: Any, receive: Any, error: type[MpicommError], text: str) -> None:
+    """Expect an error of this call on all ranks, at the latest in ``check``."""
+    with pytest.raises(error, match=text):
+        comm.Alltoallv(send, receive)
+        xp.cuda.get_current_stream().synchronize()
+        comm.check()
+
+
+def test_too_little_room_is_an_error_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
+    size = comm.size
+    memory = xp.full(size * 10 + 100, UNTOUCHED, xp.float32)
+    y = memory[: size * 10 - (comm.rank == 0)]
+    x, counts, came = xp.zeros(size * 10, xp.float32), xp.full(size, 10), xp.zeros(size, xp.int64)
+    text = f"recvbuf of rank 0 needs room for {size * 10} elements"
+    _fails(comm, xp, [x, counts], [y, came], InvalidUsageError, text)
+    assert (memory.get()[len(y) :] == UNTOUCHED).all()
+    with pytest.raises(InvalidUsageError, match=text):
+        comm.Alltoallv([x, counts], [y, came])
+
+
+def test_negative_counts_are_an_error_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
+    last = comm.size - 1
+    x, y = xp.zeros(comm.size, xp.float32), xp.zeros(comm.size, xp.float32)
+    counts = xp.ones(comm.size, xp.int32)
+    if comm.rank == last:
+        counts[0] = -3
+    _fails(comm, xp, [x, counts], [y, xp.zeros_like(counts)], InvalidUsageError, f"rank {last} passed a count or")
+
+
+def test_counts_beyond_the_input_are_an_error_on_all_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
+    x, y = xp.zeros(comm.size, xp.float32), xp.zeros(3 * comm.size, xp.float32)
+    counts = xp.full(comm.size, 1 + (comm.rank == 0))
+    _fails(comm, xp, [x, counts], [y, xp.zeros_like(counts)], InvalidUsageError, "rank 0 passed a count or displ")
+
+
+def test_counts_on_the_host_of_one_rank_are_another_call(comm: mpicomm.Communicator, xp: Any) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y, counts = xp.zeros(comm.size, xp.float32), xp.zeros(comm.size, xp.float32), xp.ones(comm.size, xp.int64)
+    sent, received = (counts, xp.zeros_like(counts)) if comm.rank else ([1] * comm.size, [1] * comm.size)
+    _fails(comm, xp, [x, sent], [y, received], PeerError, "counts on the GPU")
+
+
+def test_bad_forms_lose_nothing(comm: mpicomm.Communicator, xp: Any) -> None:
+    size = comm.size
+    x, y, counts, came = xp.zeros(size), xp.zeros(size), xp.ones(size, xp.int64), xp.zeros(size, xp.int64)
+    ones, pieces = [1] * size, xp.ones(2 * size + 2, xp.int64)[::2][:size]
+    for send, receive, text in (
+        ([x, counts], [y, ones], "the counts of recvbuf are .* in host memory, and sendbuf has counts on the GPU"),
+        ([x, ones], [y, came], "the counts of sendbuf are .* in host memory, and recvbuf has counts on the GPU"),
+        ([x, counts], y, "the counts of recvbuf are missing"),
+        ([x, xp.ones(size, xp.float32)], [y, came], "counts of sendbuf have type float32: pass int32 or int64"),
+        ([x, xp.ones(size + 1, xp.int64)], [y, came], f"counts of sendbuf are {size + 1} integers for {size} ranks"),
+        ([x, counts], [y, counts], "counts of recvbuf and counts or displacements of sendbuf overlap"),
+        ([x, counts], [x, came], "recvbuf and sendbuf overlap"),
+        (MPI.IN_PLACE, [y, came], "sendbuf=MPI.IN_PLACE beside counts on the GPU"),
+        ([np.zeros(size), counts], [y, came], "sendbuf is in host memory"),
+        ([x, counts], [xp.zeros(size, xp.float32), came], "elements of one size"),
+        *([([x, pieces], [y, came], "not contiguous|in one piece|contiguous")] if size > 1 else []),
+    ):
+        with pytest.raises(InvalidUsageError, match=text):
+            comm.Alltoallv(send, receive)
+    with pytest.raises(InvalidUsageError, match="MPI cannot read"):
+        comm.Alltoallv([x, counts], [y, came], algorithm="mpi")
+    comm.Alltoallv([x, counts], [y, came])
+    comm.check()
+    assert (came == 1).all()
