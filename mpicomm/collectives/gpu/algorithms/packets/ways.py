@@ -82,6 +82,7 @@ def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> 
     arena, sentinels = node.arena, node.arena.sentinels
     flagged_ways = _Ways("flagged", arena.flagged, geometries)
     sentinel_ways = _Ways("sentinel", sentinels, geometries)
+    large_ways: dict[tuple[int, int], PacketWay] = {}
     most_flagged, most_sentinel = limits
     flag_nbytes, nbytes_of_sentinel, room = UNIT_NBYTES["flagged"], UNIT_NBYTES["sentinel"], sentinels.nbytes
 
@@ -94,10 +95,16 @@ def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> 
         number = bisect_left(most_units, -(-nbytes // nbytes_of_sentinel))
         if nbytes <= room:
             return sentinel_ways[number]
-        request = large_inboxes(arena.layout, nbytes)
-        if not arena.has(request):
-            return None  # the ranks set up memory when they plan a call
-        return PacketWay.of("sentinel", inboxes_of(arena.layout, arena.region(request)), geometries[number])
+        key = arena.layout.large_inbox_nbytes(nbytes), number
+        way = large_ways.get(key)
+        if way is None:
+            request = large_inboxes(arena.layout, nbytes)
+            if not arena.has(request):
+                return None  # the ranks set up memory when they plan a call
+            inboxes = inboxes_of(arena.layout, arena.region(request))
+            # A request keeps its region, because the ranks set up another region only if no region is large enough.
+            way = large_ways[key] = PacketWay.of("sentinel", inboxes, geometries[number])
+        return way
 
     return way_of
 
