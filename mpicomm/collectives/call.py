@@ -90,7 +90,7 @@ class Call:
         self.algorithm = algorithm
         self._rank = rank
         self._size = size
-        self._neighborhood = neighborhood
+        self.neighborhood = neighborhood
         if operation.rooted:
             require_root(operation, arguments.root, size)
         self._cuts: list[tuple[int, int]] = []
@@ -347,8 +347,8 @@ class Call:
         if spec is None:
             raise TypeError(f"{self.operation}: {name} is None: pass a buffer")
         size, peer = self._size, "rank"
-        if self._neighborhood is not None:
-            neighbors = self._neighborhood.sources if writable else self._neighborhood.destinations
+        if self.neighborhood is not None:
+            neighbors = self.neighborhood.sources if writable else self.neighborhood.destinations
             size, peer = len(neighbors), "neighbour"
         if shape == "typed":
             return parse_typed(spec, size=size, writable=writable, name=name, peer=peer, memory=memory)
