@@ -336,7 +336,7 @@ def test_a_filled_call_of_neighbours_is_launched_as_if_it_had_been_planned(data:
     plan = None
     for number in range(4):
         count = data.draw(st.integers(0, 9_000), f"count of call {number}")
-        arguments = []
+        arguments: list[Any] = []
         for shape, ranks, base in ((operation.send, destinations, 1 << 50), (operation.receive, sources, 1 << 51)):
             at = base + 128 * number
             if shape == "vector":
