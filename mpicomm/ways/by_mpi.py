@@ -10,7 +10,8 @@ from mpi4py import MPI
 
 from mpicomm.activity.layout import CALLS_BY_MPI
 from mpicomm.activity.page import begin_by_mpi
-from mpicomm.collectives.call import Arguments, Call, is_in_place
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.checks import is_in_place
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.faults import RefusedByMpiError

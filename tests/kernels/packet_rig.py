@@ -18,7 +18,7 @@ from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import Way
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
@@ -98,7 +98,10 @@ class PacketRig:
             inboxes = node.arena.flagged if self._protocol == "flagged" else node.arena.sentinels
             coding = coding_of(call)
             template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused, coding=coding)
-            way = coding.way_in(inboxes, geometry, self.size) if coding else Way.of(self._protocol, inboxes, geometry)
+            if coding:
+                way = coding.way_in(inboxes, geometry, self.size)
+            else:
+                way = PacketWay.of(self._protocol, inboxes, geometry)
             launch = template.launch(signature.hash32, way, nbytes)
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 

@@ -1,7 +1,8 @@
-"""The keys of arguments of a call, by which `PlanCache` finds the call again."""
+"""ArgumentKeys: recognises the arguments of a call on device arrays by their memory and their values."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -14,13 +15,48 @@ from mpicomm.mpi.plain_arrays import plain_array
 _PLAIN = frozenset((int, str, type(None)))  # types with values as keys; no subclasses, because bool is one of int
 
 
-def identify_cupy(array: Any) -> Hashable:
-    """Return the key of an array of CuPy."""
+class ArgumentKeys:
+    """The keys of buffer arguments. Two arguments with one key mean the same memory, counts and types."""
+
+    def __init__(self) -> None:
+        self._identify: dict[type, Callable[[Any], Hashable]] = {
+            type(None): id,
+            type(MPI.IN_PLACE): id,
+            of_library("cupy", "ndarray"): _identify_cupy,
+        }
+
+    def identity_of(self, argument: Any, *, counts_on_device: bool = False) -> Hashable:
+        """Return the key of a buffer argument; None if the cache cannot recognise it.
+
+        If ``counts_on_device``, counts and displacements may be arrays on the device.
+        """
+        if type(argument) in (list, tuple) and argument:
+            array, length = self.identity_of(argument[0]), len(argument)
+            more = argument[1] if length == 2 else tuple(argument[1:])
+            said = None if array is None else identity_of_said(more, self._of_array if counts_on_device else None)
+            return None if said is None else (array, length, said)
+        return self._of_array(argument)
+
+    def _of_array(self, argument: Any) -> Hashable:
+        identify = self._identify.get(type(argument)) or self._find(type(argument))
+        return None if identify is None else identify(argument)
+
+    def _find(self, array: type) -> Callable[[Any], Hashable] | None:
+        if array is of_library("torch", "Tensor"):
+            self._identify[array] = _identify_torch
+        return self._identify.get(array)
+
+
+def of_library(library: str, name: str) -> Any:
+    """Return a class of a library; None if the library is not imported, because then no object of it exists."""
+    return getattr(sys.modules.get(library), name, None)
+
+
+def _identify_cupy(array: Any) -> Hashable:
     return plain_array(array) or (array.data.ptr, array.size, array.dtype, array.shape, array.strides)
 
 
-def identify_torch(tensor: Any) -> Hashable:
-    """Return the key of a tensor; None if `PlanCache` cannot recognise it."""
+def _identify_torch(tensor: Any) -> Hashable:
     plain = plain_array(tensor)
     if plain is not None or not tensor.is_cuda:  # empty tensors on the host and on a GPU have the same address
         return plain
@@ -33,16 +69,16 @@ def identify_torch(tensor: Any) -> Hashable:
     return pointer, tensor.numel(), tensor.dtype, tensor.shape, tensor.stride(), refused
 
 
-def identify_said(said: Any, arrays: Callable[[Any], Hashable] | None = None) -> Hashable:
+def identity_of_said(said: Any, of_array: Callable[[Any], Hashable] | None = None) -> Hashable:
     """Return the key of counts, displacements and types as they are now; None if the cache cannot recognise them.
 
-    ``arrays`` is as in `PlanCache.identity_of`.
+    ``of_array`` returns the key of an array on the device; None if the call takes no such counts.
     """
     kind = type(said)
     if kind is list or kind is tuple:  # a list and a tuple mean different things
         if _PLAIN.issuperset(map(type, said)):
             return kind, *said
-        parts = tuple(identify_said(part, arrays) for part in said)
+        parts = tuple(identity_of_said(part, of_array) for part in said)
         return None if None in parts else (kind, parts)
     if kind is np.ndarray:
         return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
@@ -50,4 +86,4 @@ def identify_said(said: Any, arrays: Callable[[Any], Hashable] | None = None) ->
         return (kind, said.handle) if said.is_predefined else layout_of(said)
     if kind in _PLAIN or isinstance(said, np.integer):
         return kind, said
-    return None if arrays is None else arrays(said)
+    return None if of_array is None else of_array(said)

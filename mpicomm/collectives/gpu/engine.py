@@ -24,7 +24,7 @@ from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice, Preparation
@@ -275,7 +275,7 @@ class DeviceEngine:
         their other messages and to collectives.
         """
         self._require_open(text)
-        request = sendrecv_request(self._sendrecv.layout)
+        request = self._sendrecv.request
         if not self._arena.has(request):
             self._call_log.post("the first message in the order of streams, for which all ranks set up memory")
             self._preparation.provide(request)

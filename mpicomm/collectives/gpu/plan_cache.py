@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mpi4py import MPI
 
-from mpicomm.collectives.gpu.argument_keys import identify_cupy, identify_said, identify_torch
+from mpicomm.collectives.gpu.argument_keys import ArgumentKeys, identity_of_said, of_library
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
@@ -135,12 +134,8 @@ class PlanCache:
         # separate plans earlier.
         self._times: dict[int, int] = {}
         self._version = session.mappings.version
-        self._cupy = _of_library("cupy", "ndarray")
-        self._identify: dict[type, Callable[[Any], Hashable]] = {
-            type(None): id,
-            type(MPI.IN_PLACE): id,
-            self._cupy: identify_cupy,
-        }
+        self._cupy = of_library("cupy", "ndarray")
+        self.identity_of = ArgumentKeys().identity_of
 
     def find(
         self,
@@ -347,9 +342,10 @@ class PlanCache:
         if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
             return None  # the ranks exchange their counts in every call, and the counts may have changed
         # Kernels read counts of an Alltoallv that lie on the device, so the plan does not depend on their values.
-        arrays = self._identity_of_array if operation is ALLTOALLV else None
-        sent, received = self.identity_of(send, arrays), self.identity_of(receive, arrays)
-        shares = None if counts is None else identify_said(counts)
+        on_device = operation is ALLTOALLV
+        sent = self.identity_of(send, counts_on_device=on_device)
+        received = self.identity_of(receive, counts_on_device=on_device)
+        shares = None if counts is None else identity_of_said(counts)
         if sent is None or received is None or (shares is None and counts is not None):
             return None
         return operation, sent, received, shares, id(op), root, finish, algorithm
@@ -358,27 +354,6 @@ class PlanCache:
         """Return the key of a message, None where its buffers cannot be recognised."""
         sent, received = self.identity_of(send), self.identity_of(receive)
         return None if sent is None or received is None else (operation, sent, received, route)
-
-    def identity_of(self, argument: Any, arrays: Callable[[Any], Hashable] | None = None) -> Hashable:
-        """Return the key of a buffer argument; None if the cache cannot recognise it.
-
-        ``arrays`` returns the keys of counts and displacements on the device, if the call may have some.
-        """
-        if type(argument) in (list, tuple) and argument:
-            array, length = self.identity_of(argument[0]), len(argument)
-            more = argument[1] if length == 2 else tuple(argument[1:])
-            said = None if array is None else identify_said(more, arrays)
-            return None if said is None else (array, length, said)
-        return self._identity_of_array(argument)
-
-    def _identity_of_array(self, argument: Any) -> Hashable:
-        identify = self._identify.get(type(argument)) or self._find(type(argument))
-        return None if identify is None else identify(argument)
-
-    def _find(self, array: type) -> Callable[[Any], Hashable] | None:
-        if array is _of_library("torch", "Tensor"):
-            self._identify[array] = identify_torch
-        return self._identify.get(array)
 
 
 def _usable(kept: _Kept, key: Hashable) -> KnownCall | None:
@@ -396,8 +371,3 @@ def _plain(
             return None, None
         sent = *sent, cut, None
     return sent, None if sent is None else plain_array(receive)
-
-
-def _of_library(library: str, name: str) -> Any:
-    """Return a class of a library; None if the library is not imported, because then no object of it exists."""
-    return getattr(sys.modules.get(library), name, None)

@@ -11,7 +11,7 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, SLOT_NBYTES, parts_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry, geometries_of, geometry_within, most_blocks_of
-from mpicomm.collectives.gpu.algorithms.packets.ways import Way, WayOf, inboxes_of, large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, WayOf, inboxes_of, large_inboxes
 from mpicomm.kernels.team import LANES
 
 
@@ -31,7 +31,7 @@ class Coding:
         """The bytes of memory that one packet carries."""
         return CODES_OF_PACKET * self.itemsize
 
-    def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> Way:
+    def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> PacketWay:
         """Return the way of messages of at most ``nbytes``, for which the arena has `memory`."""
         packets, arena = -(-nbytes // self.packet_nbytes), node.arena
         most_packets, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out, coded=True)
@@ -40,19 +40,19 @@ class Coding:
             inboxes = inboxes_of(arena.layout, arena.region(request))
         return self.way_in(inboxes, geometries[bisect_left(most_packets, packets)], node.size)
 
-    def way_within(self, inboxes: Inboxes, node: Node) -> Way:
+    def way_within(self, inboxes: Inboxes, node: Node) -> PacketWay:
         """Return the way of messages of any length in these inboxes, which may be smaller."""
         geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size, coded=True)
         return self.way_in(inboxes, geometry, node.size)
 
-    def way_in(self, inboxes: Inboxes, geometry: Geometry, size: int) -> Way:
+    def way_in(self, inboxes: Inboxes, geometry: Geometry, size: int) -> PacketWay:
         """Return the way of messages between ``size`` ranks in these inboxes with this geometry."""
-        return Way.of("sentinel", inboxes, geometry, self.packet_nbytes, parts_of(size, one_step=False))
+        return PacketWay.of("sentinel", inboxes, geometry, self.packet_nbytes, parts_of(size, one_step=False))
 
     def ways(self, node: Node, *, fan_out: bool = False) -> WayOf:
         """Return the ways of messages of any length, if the arena has the inboxes."""
 
-        def way_of(nbytes: int) -> Way | None:
+        def way_of(nbytes: int) -> PacketWay | None:
             if not all(node.arena.has(request) for request in self.memory(nbytes, node)):
                 return None  # the ranks set up memory when they plan a call
             return self.way(nbytes, node, fan_out=fan_out)

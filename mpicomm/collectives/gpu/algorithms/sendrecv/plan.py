@@ -38,17 +38,17 @@ class SendrecvPlanner:
 
     def __init__(self, team: Team, layout: ChannelMemory) -> None:
         self.layout = layout
-        self._team = team
+        self.request = sendrecv_request(layout)
+        self._empty = SendrecvArguments(
+            team=team, credits=layout.credits, flags=layout.flags, slots=layout.slots, channels=layout.channels
+        )
 
     def launch(self, sent: Message | None, received: Message | None, memory: Sequence[int]) -> Launch | None:
         """Return the launch for a message to a peer and a message from a peer; None if both are empty.
 
         ``memory`` has the address of each rank's memory.
         """
-        layout = self.layout
-        arguments = SendrecvArguments(
-            team=self._team, credits=layout.credits, flags=layout.flags, slots=layout.slots, channels=layout.channels
-        )
+        arguments = SendrecvArguments.from_buffer_copy(self._empty)
         arguments.memory[: len(memory)] = memory
         sides = arguments.sent, arguments.received
         for side, message in zip(sides, (sent, received), strict=True):
