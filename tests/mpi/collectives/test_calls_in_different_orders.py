@@ -5,6 +5,7 @@ On the host the engine of the host stands for the engine of GPUs.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ def test_the_errors_of_all_ranks_name_the_calls(device: str, monkeypatch: pytest
             child = comm.Dup()
             bcast_in_two_orders(child, xp.ones(3), said)
         child.Free()
+    assert wait_until(lambda: all(thread.name != "mpicomm-order" for thread in threading.enumerate()), LIMIT_S)
     (text,) = said
     assert "ranks have called different things of " in text and "make all collective calls on all ranks" in text
     assert "rank 0: Allreduce by MPI, its call 1 by MPI, after 2 other calls (the last is Bcast(" in text
