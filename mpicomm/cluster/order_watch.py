@@ -23,7 +23,7 @@ _PAUSE_S = 0.5
 
 
 class OrderWatch:
-    """The watch of one communicator of GPUs, from its construction until nothing refers to it.
+    """The watch of one communicator of GPUs, until `Free` of the communicator or until nothing refers to the watch.
 
     It logs an error after this rank's last call was one by MPI for ``timeout_s``. That is no error by itself: the rank
     may compute. Two looks at the pages of all ranks of the node must agree.
@@ -39,11 +39,16 @@ class OrderWatch:
         self._told = False
         _watch(self)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the communicator was freed."""
+        return not self._row.words[layout.KEY]
+
     def look(self) -> None:
         """Log an error if the ranks wait for each other. Local; any thread."""
         words, now = self._row.words, time.monotonic()
         counts = words[layout.CALLS_BY_MPI], words[layout.POSTS]
-        if counts != self._counts or words[layout.CALL] >= 0 or not words[layout.KEY]:
+        if counts != self._counts or words[layout.CALL] >= 0:
             self._counts, self._since, self._before = counts, now, []
         elif now - self._since >= self._timeout_s and not self._told:
             before, self._before = self._before, self._calls()
@@ -83,9 +88,19 @@ def _watch(watch: OrderWatch) -> None:
 
 
 def _look_at_all() -> None:
+    """Look from time to time, until no communicator is left."""
     while True:
         time.sleep(_PAUSE_S)
         with _lock:
             watches = list(_watched)
+            if not watches:
+                _threads.clear()
+                return
         while watches:
-            watches.pop().look()
+            watch = watches.pop()
+            if watch.is_over:
+                with _lock:
+                    _watched.discard(watch)
+            else:
+                watch.look()
+            del watch  # the next pause must not keep the communicator's row

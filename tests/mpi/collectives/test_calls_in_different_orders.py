@@ -5,6 +5,7 @@ On the host the engine of the host stands for the engine of GPUs.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,12 @@ def bcast_in_two_orders(comm: Any, array: Any, said: list[str]) -> None:
     comm.check()
 
 
+def is_watching() -> bool:
+    return any(thread.name == "mpicomm-order" for thread in threading.enumerate())
+
+
 def test_the_errors_of_all_ranks_name_the_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched_before = is_watching()  # a communicator of another test is still alive
     said: list[str] = []
     monkeypatch.setattr(logger, "error", lambda text, *values: said.append(text % values))
     with communicator(device, timeout_s=TIMEOUT_S) as comm, array_module(comm) as xp:
@@ -55,6 +61,7 @@ def test_the_errors_of_all_ranks_name_the_calls(device: str, monkeypatch: pytest
             child = comm.Dup()
             bcast_in_two_orders(child, xp.ones(3), said)
         child.Free()
+    assert watched_before or wait_until(lambda: not is_watching(), LIMIT_S)
     (text,) = said
     assert "ranks have called different things of " in text and "make all collective calls on all ranks" in text
     assert "rank 0: Allreduce by MPI, its call 1 by MPI, after 2 other calls (the last is Bcast(" in text
