@@ -51,9 +51,11 @@ class AnyLengthPackets(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        inboxes, coding = node.arena.any_length if call.lengths_are_private else node.arena.sentinels, coding_of(call)
-        way = any_length_way(node, inboxes)
-        if coding is not None:
+        inboxes = node.arena.any_length if call.lengths_are_private else node.arena.sentinels
+        coding = coding_of(call)
+        if coding is None:
+            way = any_length_way(node, inboxes)
+        else:
             way = coding.way_within(inboxes, call.one_shot.longest_nbytes, node)
         yield PacketTemplate(node, call.one_shot, call.reduction, coding=coding).launch(call.tag(), way)
         yield from moved(call.one_shot)
