@@ -54,7 +54,9 @@ def test_a_change_has_to_gain_three_per_cent(current: str | None, times_us: Mapp
 
 
 def test_all_that_has_a_choice_is_a_subject() -> None:
-    found = [tuple(subject.kind) for subject in subjects_of(EVERY_NAME, FLOAT)]
+    kinds = [subject.kind for subject in subjects_of(EVERY_NAME, FLOAT)]
+    assert not any(kind.coded for kind in kinds)
+    found = [(kind.operation, kind.registered) for kind in kinds]
     assert found == [
         ("Allreduce", False),
         ("Allreduce", True),
