@@ -184,7 +184,7 @@ def completed(name: str, text: str) -> str:
     ]
     methods = "\n".join(form(row) for form, row in wanted)
     aliases = [
-        f'_{name.lower()} = MPI.Intracomm.{name}\n_{row.name.upper()} = by_mpi("{row}")\n'
+        f'_{name.lower()}, _{row.name.upper()} = MPI.Intracomm.{name}, by_mpi("{row}")\n'
         for form, row in wanted
         if form is not persistent and has_shortcut(row)
         for name in [row.methods[FORMS.index(form)]]

@@ -13,21 +13,29 @@ from mpi4py import MPI
 from mpicomm.collectives import beside, patterns
 from mpicomm.collectives.by_rank import blocks_for_ranks, by_rank, cut_of
 from mpicomm.collectives.call_location import CallLocation, location_of
-from mpicomm.collectives.checks import read_counts, refuse_in_place, require_recvcounts, require_room, require_root
+from mpicomm.collectives.checks import (
+    bound_epilogue,
+    is_in_place,
+    read_counts,
+    refuse_in_place,
+    require_recvcounts,
+    require_room,
+    require_root,
+)
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire, checked_wire
-from mpicomm.epilogues.base import BoundEpilogue, Epilogue
+from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.buffers import ArrayMemory, array_of
 from mpicomm.mpi.host_calls import for_mpi
 from mpicomm.mpi.ops import check_legal, op_name
-from mpicomm.mpi.overlap import overlaps, require_separate
+from mpicomm.mpi.overlap import require_separate
 from mpicomm.mpi.own_ops import Op
 from mpicomm.mpi.span import Span
 
@@ -82,7 +90,7 @@ class Call:
         self.algorithm = algorithm
         self._rank = rank
         self._size = size
-        self._neighborhood = neighborhood
+        self.neighborhood = neighborhood
         if operation.rooted:
             require_root(operation, arguments.root, size)
         self._cuts: list[tuple[int, int]] = []
@@ -109,7 +117,7 @@ class Call:
         self.op = op_name(arguments.op) if arguments.op is not None else None
         self.dtype = self._common_dtype()
         self._require_agreeing_counts()
-        self.epilogue = self._bound_epilogue()
+        self.epilogue = bound_epilogue(operation, arguments.epilogue, self.dtype, self.send, self.receive)
         plain = self.packed is None and self.epilogue is None
         self.wire = checked_wire(arguments.wire, operation.name, self.operands, self.dtype, self.op, size, plain=plain)
         """The codes as which elements travel; None if they travel as they are."""
@@ -208,23 +216,6 @@ class Call:
     def _converts(self) -> bool:
         """Whether the epilogue makes elements of another type. The reduction then goes to scratch memory."""
         return self.epilogue is not None and self.epilogue.converts
-
-    def _bound_epilogue(self) -> BoundEpilogue | None:
-        given, receive = self.arguments.epilogue, self.receive
-        if given is None:
-            return None
-        if self.dtype is None or receive is None or receive.dtype is None or not types.is_covered(receive.dtype):
-            raise InvalidUsageError(
-                f"{self.operation}: epilogue={given!r} is for the element types and operations that mpicomm "
-                "reduces itself: leave it out"
-            )
-        bound, send = given.bind(self.operation.name, self.dtype, receive), self.send
-        for written in bound.writes:
-            if send is not None and overlaps(written, send):  # a kernel may write it before it has read sendbuf
-                raise InvalidUsageError(
-                    f"{self.operation}: epilogue={given!r}: {written.name} overlaps {send.name}: copy one of them"
-                )
-        return bound
 
     def _unit(self, operand: Operand) -> int:
         """Return the units of an element. In a reduction a unit is an element, in other calls a byte.
@@ -356,8 +347,8 @@ class Call:
         if spec is None:
             raise TypeError(f"{self.operation}: {name} is None: pass a buffer")
         size, peer = self._size, "rank"
-        if self._neighborhood is not None:
-            neighbors = self._neighborhood.sources if writable else self._neighborhood.destinations
+        if self.neighborhood is not None:
+            neighbors = self.neighborhood.sources if writable else self.neighborhood.destinations
             size, peer = len(neighbors), "neighbour"
         if shape == "typed":
             return parse_typed(spec, size=size, writable=writable, name=name, peer=peer, memory=memory)
@@ -405,8 +396,3 @@ class Call:
             require_recvcounts(operation, said, send, receive, self._rank, self._size)
         elif not self.in_place:
             require_room(operation, send, receive, self._rank, (self._unit(send), self._unit(receive)))
-
-
-def is_in_place(buffer: Any) -> bool:
-    """Return whether a buffer argument means that the other buffer holds the data."""
-    return buffer is MPI.IN_PLACE or buffer is None  # mpi4py treats None as MPI.IN_PLACE

@@ -1,4 +1,4 @@
-"""Checks of one rank's call: its root, its ``recvcounts``, and whether the two buffers fit each other."""
+"""Checks of one rank's call: its root, its ``recvcounts``, its epilogue, and whether the two buffers fit each other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import Operation
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.overlap import overlaps
 
 
 def require_root(operation: Operation, root: Any, size: int) -> None:
@@ -22,6 +26,11 @@ def require_root(operation: Operation, root: Any, size: int) -> None:
         raise TypeError(f"{operation}: root={root!r} is no rank: pass an integer from 0 to {size - 1}") from None
     if not 0 <= rank < size:
         raise RefusedByMpiError(f"{operation}: root={root} is no rank: use 0 to {size - 1}", MPI.ERR_ROOT)
+
+
+def is_in_place(buffer: Any) -> bool:
+    """Return whether a buffer argument means that the other buffer holds the data."""
+    return buffer is MPI.IN_PLACE or buffer is None  # mpi4py treats None as MPI.IN_PLACE
 
 
 def refuse_in_place(operation: Operation, send: Any, receive: Any) -> None:
@@ -71,3 +80,23 @@ def require_room(operation: Operation, send: Operand, receive: Operand, rank: in
         raise InvalidUsageError(
             f"{operation}: sendbuf holds {sent} {unit}, but recvbuf has room for {room}: they must be equal"
         )
+
+
+def bound_epilogue(
+    operation: Operation, given: Epilogue | None, dtype: np.dtype[Any] | None, send: Operand | None, receive: Any
+) -> BoundEpilogue | None:
+    """Return the epilogue of a call with elements of ``dtype``, bound to its output; None if no epilogue is given."""
+    if given is None:
+        return None
+    if dtype is None or receive is None or receive.dtype is None or not types.is_covered(receive.dtype):
+        raise InvalidUsageError(
+            f"{operation}: epilogue={given!r} is for the element types and operations that mpicomm reduces itself: "
+            "leave it out"
+        )
+    bound = given.bind(operation.name, dtype, receive)
+    for written in bound.writes:
+        if send is not None and overlaps(written, send):  # a kernel may write it before it has read sendbuf
+            raise InvalidUsageError(
+                f"{operation}: epilogue={given!r}: {written.name} overlaps {send.name}: copy one of them"
+            )
+    return bound

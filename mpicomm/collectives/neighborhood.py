@@ -28,6 +28,12 @@ class Neighborhood:
     """Whether data that leaves a rank of a grid in one direction of a dimension arrives from the other direction. A
     grid has two blocks for each dimension. If false, the blocks between two ranks match in the order of the buffers."""
 
+    @property
+    def names_ranks_once(self) -> bool:
+        """Whether no rank occurs several times among the sources, and none among the destinations."""
+        named = [[rank for rank in ranks if rank != MPI.PROC_NULL] for ranks in (self.sources, self.destinations)]
+        return all(len(set(ranks)) == len(ranks) for ranks in named)
+
     def outgoing(self, size: int) -> list[tuple[int, ...]]:
         """Return the numbers of the blocks for each of ``size`` ranks, in the order of sending. Local."""
         return _by_rank(self.destinations, range(len(self.destinations)), size)

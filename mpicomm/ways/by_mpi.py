@@ -8,7 +8,8 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.activity.page import begin_by_mpi
-from mpicomm.collectives.call import Arguments, Call, is_in_place
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.checks import is_in_place
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host

@@ -18,7 +18,7 @@ from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import Way
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
@@ -98,7 +98,7 @@ class PacketRig:
             inboxes = node.arena.flagged if self._protocol == "flagged" else node.arena.sentinels
             coding = coding_of(call)
             template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused, coding=coding)
-            way = Way.of(self._protocol, inboxes, geometry, coding.unit_nbytes if coding else 0)
+            way = PacketWay.of(self._protocol, inboxes, geometry, coding.unit_nbytes if coding else 0)
             launch = template.launch(signature.hash32, way, nbytes)
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 

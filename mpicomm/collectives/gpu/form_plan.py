@@ -207,27 +207,75 @@ class BlocksPlan(FormPlan):
         """Add the bytes and the addresses of a buffer's blocks; return whether they are in the buffer."""
         nbytes = self._element_nbytes[number]
         if self._vectors[number]:
-            pointer, size, _, counts, displs = buffer
-            if displs is None:
-                displs = accumulate(counts, initial=0)
-            # One loop, because several passes by built-in functions take longer for up to 8 ranks.
-            for count, displ in zip(counts, displs, strict=False):
-                if count == 0:  # it may lie anywhere
-                    lengths.append(0)
-                    begins.append(0)
-                elif 0 <= displ <= size - count and count > 0:
-                    lengths.append(count * nbytes)
-                    begins.append(pointer + displ * nbytes)
-                else:
-                    return False
-            return len(counts) == self._size
+            return len(buffer[3]) == self._size and _add_blocks(buffer, nbytes, lengths, begins)
         if self._singles[number]:
             lengths.append(buffer[1] * nbytes)
             begins.append(buffer[0] if buffer[1] else 0)
         return True
 
 
+class NeighborPlan(BlocksPlan):
+    """The calls of a form with blocks for neighbours, each of which is another rank or none."""
+
+    def __init__(self, signature: Signature, fillings: Fillings) -> None:
+        super().__init__(signature, fillings)
+        form = fillings.form
+        assert form.neighborhood is not None
+        self._shapes = form.operation.send, form.operation.receive
+        self._neighbors = form.neighborhood.destinations, form.neighborhood.sources
+
+    def takes(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan`."""
+        return all(
+            len(plain) == (5 if shape == "vector" else 3) and not (shape == "blocks" and is_counted(plain))
+            for plain, shape in zip((sent, received), self._shapes, strict=True)
+        )
+
+    def _add(self, buffer: Any, number: int, lengths: list[int], begins: list[int]) -> bool:
+        """Add the bytes and the addresses of the blocks for all ranks; return whether they are in the buffer."""
+        peers, shape, nbytes = self._neighbors[number], self._shapes[number], self._element_nbytes[number]
+        blocks = len(peers)
+        of_blocks: tuple[list[int], list[int]] = [], []
+        if shape == "vector":
+            if len(buffer[3]) != blocks or not _add_blocks(buffer, nbytes, *of_blocks):
+                return False
+        elif blocks:
+            pointer, total = buffer[0], buffer[1] * nbytes
+            length = total if shape == "one" else buffer[1] // blocks * nbytes
+            if shape == "blocks" and length * blocks != total:
+                return False
+            step = 0 if shape == "one" else length
+            places = [pointer + step * block for block in range(blocks)] if length else [0] * blocks
+            of_blocks = [length] * blocks, places
+        first = len(lengths)
+        lengths += [0] * self._size
+        begins += [0] * self._size
+        for peer, length, begin in zip(peers, *of_blocks, strict=True):
+            if peer >= 0:  # else it is MPI.PROC_NULL
+                lengths[first + peer], begins[first + peer] = length, begin
+        return True
+
+
+def _add_blocks(buffer: Any, nbytes: int, lengths: list[int], begins: list[int]) -> bool:
+    """Add the bytes and the addresses of a buffer's blocks; return whether they are in the buffer."""
+    pointer, size, _, counts, displs = buffer
+    if displs is None:
+        displs = accumulate(counts, initial=0)
+    # One loop, because several passes by built-in functions take longer for up to 8 ranks.
+    for count, displ in zip(counts, displs, strict=False):
+        if count == 0:  # it may lie anywhere
+            lengths.append(0)
+            begins.append(0)
+        elif 0 <= displ <= size - count and count > 0:
+            lengths.append(count * nbytes)
+            begins.append(pointer + displ * nbytes)
+        else:
+            return False
+    return True
+
+
 def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings) -> FormPlan:
     """Return the plan of all calls of a form, which differ from ``signature`` only in the count."""
-    is_even = fillings.form.is_even
-    return EvenPlan(signature, fillings, mappings) if is_even else BlocksPlan(signature, fillings)
+    if fillings.form.is_even:
+        return EvenPlan(signature, fillings, mappings)
+    return (BlocksPlan if fillings.form.neighborhood is None else NeighborPlan)(signature, fillings)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
 from mpi4py import MPI
 
+from mpicomm.collectives.gpu.argument_keys import ArgumentKeys, identity_of_said, of_library
 from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.layout import layout_of
 from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, ReadArray, plain_array, plain_integers
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 _MOST = 1024  # calls that are kept
 _MOST_FORMS = 256
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
-_PLAIN = frozenset((int, str, type(None)))  # types with values as keys; no subclasses, because bool is one of int
 
 
 class AnyPlan(Protocol):
@@ -137,12 +134,8 @@ class PlanCache:
         # separate plans earlier.
         self._times: dict[int, int] = {}
         self._version = session.mappings.version
-        self._cupy = _of_library("cupy", "ndarray")
-        self._identify: dict[type, Callable[[Any], Hashable]] = {
-            type(None): id,
-            type(MPI.IN_PLACE): id,
-            self._cupy: _identify_cupy,
-        }
+        self._cupy = of_library("cupy", "ndarray")
+        self.identity_of = ArgumentKeys().identity_of
 
     def find(
         self,
@@ -349,7 +342,7 @@ class PlanCache:
         if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
             return None  # the ranks exchange their counts in every call, and the counts may have changed
         sent, received = self.identity_of(send), self.identity_of(receive)
-        shares = None if counts is None else _identify_said(counts)
+        shares = None if counts is None else identity_of_said(counts)
         if sent is None or received is None or (shares is None and counts is not None):
             return None
         return operation, sent, received, shares, id(op), root, finish, algorithm
@@ -358,20 +351,6 @@ class PlanCache:
         """Return the key of a message, None where its buffers cannot be recognised."""
         sent, received = self.identity_of(send), self.identity_of(receive)
         return None if sent is None or received is None else (operation, sent, received, route)
-
-    def identity_of(self, argument: Any) -> Hashable:
-        """Return the key of a buffer argument; None if the cache cannot recognise it."""
-        if type(argument) in (list, tuple) and argument:
-            array, length = self.identity_of(argument[0]), len(argument)
-            said = None if array is None else _identify_said(argument[1] if length == 2 else tuple(argument[1:]))
-            return None if said is None else (array, length, said)
-        identify = self._identify.get(type(argument)) or self._find(type(argument))
-        return None if identify is None else identify(argument)
-
-    def _find(self, array: type) -> Callable[[Any], Hashable] | None:
-        if array is _of_library("torch", "Tensor"):
-            self._identify[array] = _identify_torch
-        return self._identify.get(array)
 
 
 def _usable(kept: _Kept, key: Hashable) -> KnownCall | None:
@@ -389,40 +368,3 @@ def _plain(
             return None, None
         sent = *sent, cut, None
     return sent, None if sent is None else plain_array(receive)
-
-
-def _of_library(library: str, name: str) -> Any:
-    """Return a class of a library; None if the library is not imported, because then no object of it exists."""
-    return getattr(sys.modules.get(library), name, None)
-
-
-def _identify_cupy(array: Any) -> Hashable:
-    return plain_array(array) or (array.data.ptr, array.size, array.dtype, array.shape, array.strides)
-
-
-def _identify_torch(tensor: Any) -> Hashable:
-    plain = plain_array(tensor)
-    if plain is not None or not tensor.is_cuda:  # empty tensors on the host and on a GPU have the same address
-        return plain
-    try:
-        pointer = tensor.data_ptr()
-    except RuntimeError:  # a sparse tensor, for example; `read` refuses it
-        return None
-    # The key marks views that `read` refuses, because their memory may be the memory of another tensor in a known call.
-    refused = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
-    return pointer, tensor.numel(), tensor.dtype, tensor.shape, tensor.stride(), refused
-
-
-def _identify_said(said: Any) -> Hashable:
-    """Return the key of counts, displacements and types as they are now; None if the cache cannot recognise them."""
-    kind = type(said)
-    if kind is list or kind is tuple:  # a list and a tuple mean different things
-        if _PLAIN.issuperset(map(type, said)):
-            return kind, *said
-        parts = tuple(map(_identify_said, said))
-        return None if None in parts else (kind, parts)
-    if kind is np.ndarray:
-        return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
-    if kind is MPI.Datatype:
-        return (kind, said.handle) if said.is_predefined else layout_of(said)
-    return (kind, said) if kind in _PLAIN or isinstance(said, np.integer) else None

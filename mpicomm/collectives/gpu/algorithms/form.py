@@ -18,6 +18,7 @@ from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.span import Span
 
 # A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines never cut a unit.
@@ -42,9 +43,12 @@ NO_PIECE = Piece(0, -1)
 
 def has_form(call: Call) -> bool:
     """Return whether calls like this call differ only in addresses, counts and displacements."""
-    operation = call.operation
-    shapes = {operation.send, operation.receive}
-    readable = shapes <= {"one", "blocks", "vector", "counted"} and not operation.of_neighbors
+    shapes, neighborhood = {call.operation.send, call.operation.receive}, call.neighborhood
+    readable = shapes <= {"one", "blocks", "vector", "counted"}
+    if neighborhood is not None and readable:
+        # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
+        # blocks.
+        readable = neighborhood.names_ranks_once and not any(operand.by_address for operand in call.operands)
     return readable and call.packed is None and call.epilogue is None and not call.scratch_nbytes
 
 
@@ -60,6 +64,8 @@ class Form:
         """The bytes of the elements that `Call.buffers` counts. Calls that only move data count bytes."""
         self.element_nbytes = tuple(_element_nbytes(operand) for operand in (call.send, call.receive))
         """The bytes of an element of the send buffer and of the receive buffer."""
+        self.neighborhood = call.neighborhood
+        """The neighbours, to which the blocks of the buffers belong; None if the blocks belong to all ranks."""
         self.dtype = call.dtype
         self.op = call.op or ""
         self.wire = (call.wire, call.dtype) if call.wire is not None else None
@@ -75,6 +81,10 @@ class Form:
         self.receives: Shape | None = None
         if call.receive is not None:
             self.receives = operation.send if self._in_place else operation.receive
+        if operation.of_neighbors:  # a call has a block for each rank, with no data for most of them
+            self.sends = self.receives = "vector"
+            given = call.given.send, call.given.receive
+            self.element_nbytes = tuple(int(array_of(spec).itemsize) for spec in given)
 
     @property
     def is_even(self) -> bool:
@@ -153,7 +163,7 @@ class Form:
         given = receive_pointer if self._in_place else send_pointer
         send = send_blocks = output = blocks = None
         if self.sends is not None or self._in_place:
-            if operation.send == "one":
+            if (self.sends or operation.send) == "one":
                 send = Span(given, count)
             else:
                 send_blocks = self._blocks(given, count, nbytes)

@@ -24,6 +24,7 @@ from mpicomm.collectives.gpu.choose import choose
 from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.longest_message import longest_with_peers
+from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
@@ -37,6 +38,8 @@ OPERATIONS_OF_FORMS = [row for row in OPERATIONS.values() if row.counts == "same
 OPERATIONS_OF_BLOCKS = [
     row for row in OPERATIONS.values() if "vector" in (row.send, row.receive) and not row.of_neighbors
 ]
+
+OPERATIONS_OF_NEIGHBORS = [row for row in OPERATIONS.values() if row.of_neighbors and row.send != "typed"]
 
 
 class Arena:
@@ -315,6 +318,55 @@ def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_planned(dat
             assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
             assert plan.text == planned.text(into_memory=False)
         assert not plan.fill((sent[0], sent[1] + 1, *sent[2:]), received)  # recvcounts do not cut all of it
+
+
+@given(data=st.data())
+def test_a_filled_call_of_neighbours_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank = data.draw(st.integers(0, size - 1), "rank")
+    operation = data.draw(st.sampled_from(OPERATIONS_OF_NEIGHBORS), "operation")
+    dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "c16"])))
+    device = Device(regions=False, size=size, rank=rank, blocks=132, link_speed=1.0)
+    order = data.draw(st.permutations(range(size)))
+    peers = [order[: data.draw(st.integers(1, size))] for _ in range(2)]
+    sources, destinations = ((*ranks, *[MPI.PROC_NULL] * data.draw(st.integers(0, 1))) for ranks in peers)
+    own = rank in sources
+    assume(own == (rank in destinations))
+    neighborhood = Neighborhood(sources, destinations)
+    plan = None
+    for number in range(4):
+        count = data.draw(st.integers(0, 9_000), f"count of call {number}")
+        arguments: list[Any] = []
+        for shape, ranks, base in ((operation.send, destinations, 1 << 50), (operation.receive, sources, 1 << 51)):
+            at = base + 128 * number
+            if shape == "vector":
+                drawn = data.draw(st.lists(st.integers(0, 900), min_size=len(ranks), max_size=len(ranks)))
+                counts = [count if own and peer == rank else each for peer, each in zip(ranks, drawn, strict=True)]
+                counts, displs = blocks_of(counts, [number] * len(ranks))
+                total = displs[-1] + counts[-1] + 1
+                arguments.append([DeviceArray(at, total, dtype), (counts, displs)])
+            else:
+                arguments.append(DeviceArray(at, count * (len(ranks) if shape == "blocks" else 1), dtype))
+        read = Call(operation, Arguments(*arguments), rank, size, "auto", neighborhood)
+        planned = GpuCall.of(read, Mappings(), None)
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        assert has_form(read)
+        plan = plan or plan_of(read, device, "auto")
+        sent, received = map(plain_array, arguments)
+        assert plan.takes(sent, received)
+        assert plan.fill(sent, received)
+        plan.launch(7)
+        assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+        assert plan.text == planned.text(into_memory=False)
+        assert plan.private_nbytes == longest_with_peers(planned.one_shot, rank)
+
+
+def test_a_rank_that_is_a_neighbour_twice_has_no_form() -> None:
+    here, there = (DeviceArray(at, 8, np.dtype("f4")) for at in (1 << 50, 1 << 51))
+    for ranks, form in (((0, 1), True), ((1, 1), False)):
+        neighborhood = Neighborhood(ranks, ranks)
+        call = Call(OPERATIONS["Neighbor_alltoall"], Arguments(here, there), 0, 2, "auto", neighborhood)
+        assert has_form(call) == form
 
 
 def test_a_call_that_does_not_fit_its_form_is_left_to_planning() -> None:

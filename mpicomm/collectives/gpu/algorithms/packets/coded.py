@@ -11,7 +11,7 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, SLOT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometries_of, most_blocks_of
-from mpicomm.collectives.gpu.algorithms.packets.ways import Way, WayOf, inboxes_of, large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, WayOf, inboxes_of, large_inboxes
 from mpicomm.kernels.team import LANES
 
 
@@ -31,19 +31,19 @@ class Coding:
         """The bytes of memory that one packet carries."""
         return CODES_OF_PACKET * self.itemsize
 
-    def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> Way:
+    def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> PacketWay:
         """Return the way of messages of at most ``nbytes``, for which the arena has `memory`."""
         units, arena = -(-nbytes // self.unit_nbytes), node.arena
         most_units, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out, coded=self.itemsize)
         inboxes = arena.sentinels
         for request in self.memory(nbytes, node):
             inboxes = inboxes_of(arena.layout, arena.region(request))
-        return Way.of("sentinel", inboxes, geometries[bisect_left(most_units, units)], self.unit_nbytes)
+        return PacketWay.of("sentinel", inboxes, geometries[bisect_left(most_units, units)], self.unit_nbytes)
 
     def ways(self, node: Node, *, fan_out: bool = False) -> WayOf:
         """Return the ways of messages of any length, if the arena has the inboxes."""
 
-        def way_of(nbytes: int) -> Way | None:
+        def way_of(nbytes: int) -> PacketWay | None:
             if not all(node.arena.has(request) for request in self.memory(nbytes, node)):
                 return None  # the ranks set up memory when they plan a call
             return self.way(nbytes, node, fan_out=fan_out)

@@ -23,7 +23,7 @@ from mpicomm.collectives.gpu.algorithms.packets.protocols import (
 )
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import Way, large_inboxes, sized_ways
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, large_inboxes, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
@@ -79,7 +79,7 @@ class PacketOneShot(Algorithm):
         way = sized_ways(self._limits(call, node), node)(nbytes)
         assert way is not None
         if rows:
-            way = Way.of(way.protocol, way.inboxes, rows.threads)
+            way = PacketWay.of(way.protocol, way.inboxes, rows.threads)
         template = PacketTemplate(node, exchange, call.reduction, finish=self._fused(call, node))
         yield template.launch(call.tag(), way, nbytes)
         yield from moved(exchange)

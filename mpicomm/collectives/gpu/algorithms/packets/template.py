@@ -23,7 +23,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     wire_options,
 )
 from mpicomm.collectives.gpu.algorithms.packets.coded import Coding
-from mpicomm.collectives.gpu.algorithms.packets.ways import Way
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.epilogues.base import Fused
@@ -127,7 +127,7 @@ class PacketTemplate:
         indices = [*chain.from_iterable(others)]
         self._of_others: Callable[[list[int]], tuple[int, ...]] = itemgetter(*indices)
 
-    def write(self, values: list[int], longest: int, nbytes: int, tag: int, way: Way) -> Filled:
+    def write(self, values: list[int], longest: int, nbytes: int, tag: int, way: PacketWay) -> Filled:
         """Write a call into `arguments`. This changes ``values``.
 
         `bind` defines the order of ``values``. Lengths are in bytes, and a place without bytes has address 0.
@@ -169,7 +169,7 @@ class PacketTemplate:
             self._filled_inboxes = inboxes
         return filled
 
-    def launch(self, tag: int, way: Way, nbytes: int) -> Launch:
+    def launch(self, tag: int, way: PacketWay, nbytes: int) -> Launch:
         """Return the launch of the exchange, with the addresses and the lengths of its spans; else as `write`."""
         itemsize = self._itemsize
         lengths = [0 if span is None else span.count * itemsize for span in self.places]
@@ -202,7 +202,7 @@ class PacketTemplate:
         """Return the most bytes that go one way between this rank and a peer."""
         return max(self._of_others(values))
 
-    def _steps(self, nbytes: int, way: Way) -> tuple[int, int]:
+    def _steps(self, nbytes: int, way: PacketWay) -> tuple[int, int]:
         """Return the steps of messages of so many bytes, and after how many steps a launch uses slots again."""
         units = -(-nbytes // way.unit_nbytes)
         if self._coding is not None:

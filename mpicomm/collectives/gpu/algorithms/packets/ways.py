@@ -26,7 +26,7 @@ from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.kernels.team import LANES
 
 
-class Way(NamedTuple):
+class PacketWay(NamedTuple):
     """How a launch carries messages of some lengths; the same on all ranks."""
 
     protocol: Protocol
@@ -45,7 +45,7 @@ class Way(NamedTuple):
     """The launch for messages of at most `step_nbytes`."""
 
     @classmethod
-    def of(cls, protocol: Protocol, inboxes: Inboxes, geometry: Geometry, coded_nbytes: int = 0) -> Way:
+    def of(cls, protocol: Protocol, inboxes: Inboxes, geometry: Geometry, coded_nbytes: int = 0) -> PacketWay:
         """Return a way. If packets carry codes, each stands for ``coded_nbytes`` of memory."""
         blocks, workers = geometry
         unit_nbytes, slots = coded_nbytes or UNIT_NBYTES[protocol], inboxes.nbytes // SLOT_NBYTES
@@ -56,7 +56,7 @@ class Way(NamedTuple):
         return cls(protocol, inboxes, blocks, workers, unit_nbytes, slots, slots // threads, step_nbytes, launch)
 
 
-WayOf = Callable[[int], "Way | None"]
+WayOf = Callable[[int], "PacketWay | None"]
 """Returns the way for messages of at most so many bytes; None if the engine has to plan the call. Alike on all
 ranks."""
 
@@ -64,15 +64,15 @@ ANY_NBYTES = 1 << 62
 """The length that all ranks assume for a message if only two ranks know its length."""
 
 
-class _Ways(dict[int, Way]):
+class _Ways(dict[int, PacketWay]):
     """The ways of one protocol in the same inboxes, by the number of their geometry. They are made at first need."""
 
     def __init__(self, protocol: Protocol, inboxes: Inboxes, geometries: Sequence[Geometry]) -> None:
         self._given = protocol, inboxes, geometries
 
-    def __missing__(self, number: int) -> Way:
+    def __missing__(self, number: int) -> PacketWay:
         protocol, inboxes, geometries = self._given
-        self[number] = way = Way.of(protocol, inboxes, geometries[number])
+        self[number] = way = PacketWay.of(protocol, inboxes, geometries[number])
         return way
 
 
@@ -82,10 +82,11 @@ def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> 
     arena, sentinels = node.arena, node.arena.sentinels
     flagged_ways = _Ways("flagged", arena.flagged, geometries)
     sentinel_ways = _Ways("sentinel", sentinels, geometries)
+    large_ways: dict[tuple[int, int], PacketWay] = {}
     most_flagged, most_sentinel = limits
     flag_nbytes, nbytes_of_sentinel, room = UNIT_NBYTES["flagged"], UNIT_NBYTES["sentinel"], sentinels.nbytes
 
-    def way_of(nbytes: int) -> Way | None:
+    def way_of(nbytes: int) -> PacketWay | None:
         # The choice of `packet_protocol`, inlined, because every new call comes here.
         if nbytes <= most_flagged:
             return flagged_ways[bisect_left(most_units, -(-nbytes // flag_nbytes))] if nbytes else None
@@ -94,10 +95,16 @@ def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> 
         number = bisect_left(most_units, -(-nbytes // nbytes_of_sentinel))
         if nbytes <= room:
             return sentinel_ways[number]
-        request = large_inboxes(arena.layout, nbytes)
-        if not arena.has(request):
-            return None  # the ranks set up memory when they plan a call
-        return Way.of("sentinel", inboxes_of(arena.layout, arena.region(request)), geometries[number])
+        key = arena.layout.large_inbox_nbytes(nbytes), number
+        way = large_ways.get(key)
+        if way is None:
+            request = large_inboxes(arena.layout, nbytes)
+            if not arena.has(request):
+                return None  # the ranks set up memory when they plan a call
+            inboxes = inboxes_of(arena.layout, arena.region(request))
+            # A request keeps its region, because the ranks set up another region only if no region is large enough.
+            way = large_ways[key] = PacketWay.of("sentinel", inboxes, geometries[number])
+        return way
 
     return way_of
 
@@ -106,7 +113,7 @@ def any_length_ways(node: Node) -> WayOf:
     """Return the way of calls in which only two ranks know the length of a message; one way for all lengths."""
     arena, way = node.arena, any_length_way(node, node.arena.any_length)
 
-    def way_of(nbytes: int) -> Way:
+    def way_of(nbytes: int) -> PacketWay:
         nonlocal way
         if way.inboxes is not arena.any_length:  # the ranks have set up larger inboxes
             way = any_length_way(node, arena.any_length)
@@ -115,9 +122,9 @@ def any_length_ways(node: Node) -> WayOf:
     return way_of
 
 
-def any_length_way(node: Node, inboxes: Inboxes) -> Way:
+def any_length_way(node: Node, inboxes: Inboxes) -> PacketWay:
     """Return the way of messages of any length in these inboxes."""
-    return Way.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size))
+    return PacketWay.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size))
 
 
 def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
