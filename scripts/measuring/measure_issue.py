@@ -249,7 +249,7 @@ def torch_rows(session: Session) -> list[Row]:
     ]
 
 
-def training_step(session: Session, rounds: int) -> list[Any]:
+def training_step(session: Session, turns: int) -> list[Any]:
     """Return the row of a step of training the network of examples/train_torch.py, until it is done. Collective."""
     images, shown = (part[: BATCH : WORLD.size] for part in digits(session.device))
     groups = {"mpicomm": dist.group.WORLD, session.peer: session.peer_group}
@@ -269,11 +269,13 @@ def training_step(session: Session, rounds: int) -> list[Any]:
 
     ways = {name: steps_of(group) for name, group in groups.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 3):
+    for _ in range(3 + ROUNDS * turns):
         for name, steps in ways.items():
             WORLD.Barrier()
             times[name] += [each / STEPS for each in host_times([steps], session.finish)]
-    own, peer = (slowest(each[3:]) for each in times.values())
+    own, peer = (
+        min(slowest(each[begin : begin + turns]) for begin in range(3, len(each), turns)) for each in times.values()
+    )
     return [STEP, own, peer, None, None]
 
 
@@ -341,7 +343,7 @@ def main() -> None:
                 rows.append(cells(run_row(session, row, options.kib << 10, options.calls)))
                 show(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]))
         if picked(STEP):
-            rows.append(cells(training_step(session, max(1, options.calls // STEPS))))
+            rows.append(cells(training_step(session, max(1, options.calls // (STEPS * ROUNDS)))))
             show(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]))
         records = WORLD.allgather(rank_record(session.comm.describe()))
         if WORLD.rank == 0 and options.json is not None:
