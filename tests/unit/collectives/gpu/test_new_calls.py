@@ -110,12 +110,12 @@ def test_a_call_without_elements_makes_no_form_in_place(calls: Calls) -> None:
 @pytest.mark.parametrize(
     ("name", "kib", "symmetric", "most"),
     [
-        ("Allreduce", 4, False, 40),
-        ("Allreduce", 4, True, 40),
-        ("Allgather", 4, False, 40),
-        ("Bcast", 40 << 10, True, 40),
+        ("Allreduce", 4, False, 30),
+        ("Allreduce", 4, True, 30),
+        ("Allgather", 4, False, 30),
+        ("Bcast", 40 << 10, True, 35),
         ("Alltoallv", 4, False, 60),
-        ("Reduce_scatter", 4, False, 40),
+        ("Reduce_scatter", 4, False, 35),
     ],
 )
 def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, kib: int, symmetric: bool, most: int) -> None:
