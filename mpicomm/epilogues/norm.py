@@ -81,21 +81,27 @@ class BoundNorm(BoundEpilogue):
     def _rows(self) -> int:
         return self._residual.total // self._weight.total
 
-    def _norm(self, output: int) -> Norm:
-        return Norm(output, self._residual.pointer, self._weight.pointer, self._rows, self._weight.total, self._eps)
+    def _norm(self, output: int, reduced: int, of_shard: int) -> Norm:
+        pointers = output, reduced, self._residual.pointer, self._weight.pointer
+        return Norm(*pointers, self._rows, of_shard, self._weight.total, self._eps)
 
-    def fused(self, reduced: int, finished: int) -> Fused:
+    def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
         """See `BoundEpilogue`."""
         assert self._weight.dtype is not None
         options = norm_options(self.result.name, self._weight.dtype.name)
-        return Fused(options, self._norm(finished), Rows(self._rows, self._weight.total * self.dtype.itemsize))
+        of_shard = -(-self._rows // shards)
+        return Fused(
+            options, self._norm(finished, reduced, of_shard), Rows(of_shard, self._weight.total * self.dtype.itemsize)
+        )
 
     def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
         assert self._weight.dtype is not None
         variant = norm_kernel(self.dtype.name, self.result.name, self._weight.dtype.name)
         blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
-        return KernelCall(variant, NormArguments(source, failed, self._norm(output)), blocks, NORM_THREADS)
+        return KernelCall(
+            variant, NormArguments(source, failed, self._norm(output, 0, self._rows)), blocks, NORM_THREADS
+        )
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """See `BoundEpilogue`. It adds squares in the order of the kernel, so it has the kernel's bits."""

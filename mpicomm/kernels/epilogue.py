@@ -51,9 +51,11 @@ class Norm(ctypes.Structure):
 
     _fields_ = [
         ("output", ctypes.c_uint64),
+        ("reduced", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("weight", ctypes.c_uint64),
         ("rows", ctypes.c_uint64),
+        ("rows_of_shard", ctypes.c_uint64),
         ("hidden", ctypes.c_uint64),
         ("eps", ctypes.c_double),
     ]

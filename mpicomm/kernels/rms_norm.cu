@@ -30,21 +30,23 @@ MPICOMM_DEVICE void store_elements(u8* row, bool aligned, u64 at, u64 hidden, co
   else store_any(to, packet, width_of(to), nbytes);
 }
 
-MPICOMM_DEVICE void normalise(const RmsNorm& x, u64 row, u32 turn, Sums& sums) {
+MPICOMM_DEVICE void normalise(const RmsNorm& x, u64 row, u32 turn, Sums<1>& sums) {
   const u64 hidden = x.norm.hidden, begin = row * hidden * sizeof(Element);
   const u8* const source = x.source + begin;
   u8* const residual = x.norm.residual + begin;
   const bool aligned = width_of(source) == kPacketNbytes && width_of(residual) == kPacketNbytes;
   const u64 first = static_cast<u64>(threadIdx.x) * kElements;
   constexpr u64 kStride = static_cast<u64>(kNormThreads) * kElements;
-  State sum = 0, root = 0;
+  State sum = 0;
   for (u64 at = first; at < hidden; at += kStride) {
     const Elements values = load_elements(source, aligned, at, hidden);
     const Elements h = with_residual(values, load_elements(residual, aligned, at, hidden));
     sum = with_squares(sum, h, hidden - at);
     store_elements(residual, aligned, at, hidden, h);
   }
-  meet_at_end(x.norm, sums, threadIdx.x, turn, 1, sum, true, root);
+  sums.of[turn][0][threadIdx.x] = sum;
+  meet_at_end(1, true);
+  const State root = root_of(x.norm, sums.of[turn][0], threadIdx.x);
   for (u64 at = first; at < hidden; at += kStride) {
     const Elements h = load_elements(residual, aligned, at, hidden);  // this thread has stored it
     store_normal(x.norm, row, at, h, hidden - at, root);
@@ -58,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kNormThreads)
 
 MPICOMM_KERNEL void mpicomm_rms_norm(const __grid_constant__ mpicomm::RmsNorm x) {
   using namespace mpicomm;
-  __shared__ Sums sums;
+  __shared__ Sums<1> sums;
   // Pairs with the store of `failed` in report_fault, which a kernel of another stream may execute
   // at this moment. Then some threads see the failure and others do not. All threads leave or no
   // thread leaves, because the barrier of a row counts all threads: the remaining threads would

@@ -5,9 +5,9 @@
 //     h = value + residual, rounded            the new residual
 //     out = h / sqrt(mean of h * h + eps) * weight
 //
-// kNormThreads threads take a row together. Thread t adds the squares of packets t, t +
-// kNormThreads and so on, one element after the other. Then they add the sums of all threads by
-// halves. So the order does not depend on the kernel, on the device, or on the addresses of the
+// kNormThreads threads take a row together, or rows of several shards at once. Thread t adds the
+// squares of packets t, t + kNormThreads and so on, one element after the other. Then they add the
+// sums of all threads by halves. So the order does not depend on the kernel, on the device, or on the addresses of the
 // arrays.
 #pragma once
 
@@ -21,11 +21,13 @@ namespace mpicomm {
 constexpr u32 kNormThreads = 256;
 
 struct Norm {
-  u8* output;        // of MPICOMM_RESULT
+  u8* output;         // of MPICOMM_RESULT
+  const u8* reduced;  // with fan-out: where the reduced elements lie, of MPICOMM_DTYPE
   u8* residual;      // of MPICOMM_DTYPE
   const u8* weight;  // a row of MPICOMM_WEIGHT
   u64 rows;
-  u64 hidden;  // elements of a row
+  u64 rows_of_shard;  // the rows that each rank reduces, except the last ranks; all rows in one hop
+  u64 hidden;         // elements of a row
   double eps;
 };
 
@@ -33,9 +35,11 @@ using Finished = dtype::MPICOMM_RESULT;
 using Weight = dtype::MPICOMM_WEIGHT;
 using State = typename Number<Element>::Value;
 
-// The sums of squares of the threads of a row, in shared memory; two rows use them in turns.
+// The sums of squares of the threads of a row, or of rows of several shards, in shared memory. Two
+// rows of a shard use them in turns.
+template <u32 shards>
 struct Sums {
-  State of[2][kNormThreads];
+  State of[2][shards][kNormThreads];
 };
 
 // Returns h for a packet of values.
@@ -58,19 +62,19 @@ MPICOMM_DEVICE State with_squares(State sum, const Elements& h, u64 count) {
   return sum;
 }
 
-// The threads of a row meet at the end of the row with their sums of squares; the caller is number
-// `thread`. Sets `root` to the root of the mean with eps. Returns false if a thread is not `ok`:
-// then the row has no mean, and all threads must leave. `turn` is 0 or 1, and differs from the turn
-// of the previous row. Only these threads use the number `barrier`.
-MPICOMM_DEVICE bool meet_at_end(
-    const Norm& norm, Sums& sums, u32 thread, u32 turn, u32 barrier, State sum, bool ok, State& root) {
-  State* const all = sums.of[turn];
-  all[thread] = sum;
-  // Publishes the sums of all threads to all threads. Without this barrier, a thread would add sums
-  // that other threads have not stored yet. A slow thread may still read `all` afterwards. No
-  // second barrier is needed, because the next sums in `all` come two rows later. They come after
-  // the barrier of the next row, which the slow thread has to reach first.
-  if (!meet(barrier, kNormThreads, ok)) return false;
+// The threads of a row meet at the end of the row, after each has stored its sum of squares. Returns
+// false if a thread is not `ok`: then the row has no mean, and all threads must leave. Only these
+// threads use the number `barrier`.
+//
+// It publishes the sums of all threads to all threads. Without this barrier, a thread would add sums
+// that other threads have not stored yet. A slow thread may still read the sums afterwards. No second
+// barrier is needed, because the next sums in this place come two rows later. They come after the
+// barrier of the next row, which the slow thread has to reach first.
+MPICOMM_DEVICE bool meet_at_end(u32 barrier, bool ok) { return meet(barrier, kNormThreads, ok); }
+
+// Returns the root of the mean of a row with eps, from the sums of all threads. All threads of the
+// warp call it together.
+MPICOMM_DEVICE State root_of(const Norm& norm, const State (&all)[kNormThreads], u32 thread) {
   static_assert(kNormThreads == 8 * kLanes, "each lane adds eight sums");
   // Each warp adds all sums. So no more barriers are needed, because the last five halves are the
   // lanes of a warp.
@@ -88,8 +92,7 @@ MPICOMM_DEVICE bool meet_at_end(
 #pragma unroll
   for (u32 lanes = kLanes / 2; lanes > 0; lanes /= 2) total += __shfl_down_sync(kWarp, total, lanes);
   total = __shfl_sync(kWarp, total, 0);
-  root = fn::sqrt(total / static_cast<State>(norm.hidden) + static_cast<State>(norm.eps));
-  return true;
+  return fn::sqrt(total / static_cast<State>(norm.hidden) + static_cast<State>(norm.eps));
 }
 
 // Stores the result for the first `count` elements of a packet of h, which begins at element `at`

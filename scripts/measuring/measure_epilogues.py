@@ -67,7 +67,7 @@ class Behind(Epilogue):
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
         """See `Epilogue`."""
         bound = self._epilogue.bind(operation, dtype, result)
-        vars(bound)["fused"] = lambda reduced, finished: None
+        vars(bound)["fused"] = lambda *_: None
         return bound
 
 

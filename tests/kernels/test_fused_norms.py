@@ -39,6 +39,7 @@ def run_norms(
     weight: str,
     *,
     size: int = 3,
+    two_shot: bool = False,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     laps: int = 40,
     seed: int = 0,
@@ -56,10 +57,12 @@ def run_norms(
         hidden = nbytes // dtype_named(dtype).itemsize
         residual = numbers(dtype_named(dtype), rows * hidden, rng)
         epilogue = rms_norm(residual, numbers(dtype_named(weight), hidden, rng), 1e-3)
-        calls.allreduce(epilogue, (dtype, "sum"), result, rows * hidden, residual=residual, values=numbers)
+        reduction, count = (dtype, "sum"), rows * hidden
+        calls.allreduce(epilogue, reduction, result, count, two_shot=two_shot, residual=residual, values=numbers)
     calls.run(seed=seed, limit_s=limit_s)
 
 
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize(
     ("dtype", "result", "weight", "size"),
     [
@@ -70,20 +73,23 @@ def run_norms(
         ("float64", "float32", "float64", 3),
     ],
 )
-def test_rows_are_normalised(builds: Builds, dtype: str, result: str, weight: str, size: int) -> None:
-    run_norms(builds, dtype, result, weight, size=size)
+def test_rows_are_normalised(builds: Builds, dtype: str, result: str, weight: str, size: int, two_shot: bool) -> None:
+    run_norms(builds, dtype, result, weight, size=size, two_shot=two_shot)
 
 
 LONG = ((13, 3 * STEP_NBYTES - 16), (40, STEP_NBYTES), (9, 5 * STEP_NBYTES))
 
 
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 9)])
-def test_slots_are_used_again(builds: Builds, size: int, laps: int) -> None:
-    run_norms(builds, "float32", "float32", "float32", size=size, shapes=LONG, laps=laps)
+def test_slots_are_used_again(builds: Builds, size: int, laps: int, two_shot: bool) -> None:
+    run_norms(builds, "float32", "float32", "float32", size=size, shapes=LONG, laps=laps, two_shot=two_shot)
 
 
-def test_no_race(watched_builds: Builds) -> None:
-    run_norms(watched_builds, "float32", "float32", "float32", shapes=[*SHAPES, LONG[0]], laps=8)
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+def test_no_race(watched_builds: Builds, two_shot: bool) -> None:
+    shapes = [*SHAPES, LONG[0]]
+    run_norms(watched_builds, "float32", "float32", "float32", shapes=shapes, laps=8, two_shot=two_shot)
 
 
 # In every third step only the first thread has a unit. With 8 laps some fences fall on such a step. On every second
@@ -93,24 +99,37 @@ SLOW = "(overseer == 0 || (reinterpret_cast<u64>(this) >> 32) % 2 == 1 ? 0 : 100
 LATER = [*LATE, Change("fences.cuh", "turn < 20;", f"turn < {SLOW};")]
 
 
-def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
-    run_norms(builds, "float32", "float32", "float32", shapes=GAPS, laps=LAPS, changes=LATER)
-    run_norms(builds, "float32", "float32", "float32", shapes=LONG, laps=7, changes=LATER)
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds, two_shot: bool) -> None:
+    for shapes, laps in ((GAPS, LAPS), (LONG, 7)):
+        changes = LATER
+        run_norms(builds, "float32", "float32", "float32", shapes=shapes, laps=laps, changes=changes, two_shot=two_shot)
 
 
-def test_fences_that_come_too_late_for_rows_are_found(builds: Builds) -> None:
-    change = Change("packets.cu", "x.laps - (kRows ? 4 : 3)", "x.laps - 2")
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+def test_fences_that_come_too_late_for_rows_are_found(builds: Builds, two_shot: bool) -> None:
+    shapes = [(GAPS[0][0] * (3 if two_shot else 1), GAPS[0][1])]  # as many rows in each shard
+    changes = [*LATER, Change("packets.cu", "x.laps - (kRows ? 4 : 3)", "x.laps - 2")]
     with pytest.raises(AssertionError, match=LOST):
         for seed in range(10):
-            changes = [*LATER, change]
-            run_norms(builds, "float32", "float32", "float32", shapes=GAPS, laps=LAPS, seed=seed, changes=changes)
+            run_norms(
+                builds,
+                "float32",
+                "float32",
+                "float32",
+                shapes=shapes,
+                laps=LAPS,
+                seed=seed,
+                changes=changes,
+                two_shot=two_shot,
+            )
 
 
 SUMS = {
     "read before they are there": Change(
-        "rms_norm.cuh", "if (!meet(barrier, kNormThreads, ok)) return false;", "if (!ok) return false;"
+        "rms_norm.cuh", "{ return meet(barrier, kNormThreads, ok); }", "{ return ok; }"
     ),
-    "in one place instead of two": Change("rms_norm.cuh", "all = sums.of[turn]", "all = sums.of[0]"),
+    "in one place instead of two": Change("rows.cuh", "turn ^= 1", "turn = 0"),
     "of another group": Change("rows.cuh", "barrier(1 + worker / kNormThreads)", "barrier(1)"),
 }
 
@@ -135,8 +154,12 @@ def test_mistake_with_sums_is_seen(builds: Builds, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["read before they are there", "in one place instead of two"])
 def test_race_with_sums_is_seen(watched_builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        run_norms(watched_builds, "float32", "float32", "float32", shapes=[(40, 272)], changes=[SUMS[name]])
+    for two_shot in (False, True):
+        with pytest.raises(AssertionError, match=CAUGHT):
+            shapes, changes = [(40, 272)], [SUMS[name]]
+            run_norms(
+                watched_builds, "float32", "float32", "float32", shapes=shapes, changes=changes, two_shot=two_shot
+            )
 
 
 # One thread of a rank sends nothing from one turn on. One thread of each other rank gives up, while the others of its
@@ -152,13 +175,14 @@ LEAVES: dict[str, tuple[int, list[Change]]] = {
     "without the others": (8, [Change("packets.cu", "if (!kRows && !took) break;", "if (!took) break;")]),
     "with no word to the overseer": (
         7,
-        [Change("packets.cu", "if (kRows && kLaps && !took) fences.say", "if (false) fences.say")],
+        [Change("packets.cu", "if (kLaps && !took) fences.say", "if (false) fences.say")],
     ),
 }
 
 
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, name: str) -> None:
+def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, name: str, two_shot: bool) -> None:
     laps, mistakes = LEAVES[name]
     said = "hang: not over|threads wait at barriers" if mistakes else "operation=2, sequence=1, block=., peer=1"
     changes = [SILENT, *mistakes]
@@ -168,10 +192,11 @@ def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, n
             "float32",
             "float32",
             "float32",
-            shapes=[(2, 8 * STEP_NBYTES)],
+            shapes=[(6 if two_shot else 2, 8 * STEP_NBYTES)],
             laps=laps,
             changes=changes,
             limit_s=15,
+            two_shot=two_shot,
         )
 
 

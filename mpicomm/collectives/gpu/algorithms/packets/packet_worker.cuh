@@ -47,13 +47,6 @@ MPICOMM_DEVICE const Finish& finish_of(const Packets& x) { return x.finish; }
 MPICOMM_DEVICE Finish finish_of(const Packets&) { return {}; }
 #endif
 
-#if defined(MPICOMM_FAN_OUT)
-constexpr bool kFanOut = true;
-#else
-constexpr bool kFanOut = false;
-#endif
-static_assert(!kRows || !kFanOut, "the squares of a row are added on one rank");
-
 // Whether there is only one step. A kernel for one step has no loop, because fetching the code of
 // the loop would take a large part of a short launch.
 #if defined(MPICOMM_ONE_STEP)

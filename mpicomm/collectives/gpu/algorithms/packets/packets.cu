@@ -56,6 +56,10 @@
 //   k-3 (rows.cuh). The receiver stored step k-3 in its turn k-3 (A). By (*) for rows, the same
 //   reset is there before the stores of that turn. The sender took the packet at the end of its
 //   turn k-2 (B).
+// - First inbox, with rows and fan-out. The receiver stored step k-3 for stage C in its turn k-2. If
+//   it has no unit in step k-3, it has one in step k-4, and stored that in its turn k-3. By (*) for
+//   rows, the same reset is there before the stores of both turns. The sender took the packet at the
+//   end of its turn k-1 or k-2 (C).
 // - Second inbox. The sender stores step k in turn k+1 (B). The receiver reset the slot in its turn
 //   k-L+2 (C of step k-L). By (*) the reset is there before the stores of its turn k-1. The
 //   receiver stored step k in its turn k (A). The sender took it before it stored the result.
@@ -120,7 +124,7 @@ MPICOMM_DEVICE void oversee(
 }
 
 // `sums` are shared memory for rows.
-MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
+MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
@@ -221,7 +225,7 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     b_scales.look(worker, 0, b_ranks, b_place);
     if (!kAlike && reduces && x.own != nullptr) in = load_at(x.own, b_at, x.output_nbytes);
     [[maybe_unused]] Packet residual{};
-    if (kRows && reduces) residual = rows.load_residual(b_at);
+    if (kEndsInB && reduces) residual = rows.load_residual(b_at);
     if constexpr (kFanOut) {
       worker.look(c, 1, c_ranks, c_place);
       c_scales.look(worker, 1, c_ranks, c_place);
@@ -241,10 +245,6 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
     bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_place);
     if (b_ranks != 0) took = b_scales.take(worker, 0, b_ranks, b_place, took);
     if (!kRows && !took) break;
-    // A worker that breaks off in a row first waits for its group, and other workers of the group
-    // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
-    // overseer would wait for this worker, this worker for its group, and the group for the fence.
-    if (kRows && kLaps && !took) fences.say(thread, fences.kLeft);
     if (reduces && took) {
       Unit units[kRanks], own;
       if constexpr (kAlike) own = sent;
@@ -254,7 +254,7 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
         units[source] = source == rank ? own : b_scales.unit(source, Protocol::unit(b[source]));
       }
       const Reduced reduced = reduce(units, x.sources);
-      if constexpr (kRows) rows.add(b_at, reduced, residual);
+      if constexpr (kEndsInB) rows.add(b_at, reduced, residual);
       [[maybe_unused]] Unit result{};
       if constexpr (!kKeepsReduced) result = finish_of(x).sent_on(reduced, x.output + b_at);
       if constexpr (kFanOut) {
@@ -266,18 +266,23 @@ MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
           if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_place, Unit{}, flag);  // the source needs no data
         }
       }
-      if (!kRows && x.output != nullptr) {
+      if (!kEndsInB && x.output != nullptr) {
         if constexpr (kKeepsReduced) store_at(x.output, b_at, x.output_nbytes, reduced);
         else finish_of(x).store(x.output, b_at, x.output_nbytes, result);
       }
     }
-    if (kRows && has_b && !rows.end_step(took)) break;
     if constexpr (!kReduces) worker.place(b, b_scales, b_senders, b_at);
-    if constexpr (kFanOut) {
-      bool took_result = c_ranks == 0 || worker.take(c, 1, c_ranks, c_place);
-      if (c_ranks != 0) took_result = c_scales.take(worker, 1, c_ranks, c_place, took_result);
-      if (!took_result) break;
-      worker.place(c, c_scales, c_ranks, c_at);
+    if (kFanOut && took) {
+      if (c_ranks != 0) took = c_scales.take(worker, 1, c_ranks, c_place, worker.take(c, 1, c_ranks, c_place));
+      if (took) worker.place(c, c_scales, c_ranks, c_at);
+      else if (!kRows) break;
+    }
+    if constexpr (kRows) {
+      // A worker that breaks off in a row first waits for its group, and other workers of the group
+      // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
+      // overseer would wait for this worker, this worker for its group, and the group for the fence.
+      if (kLaps && !took) fences.say(thread, fences.kLeft);
+      if (((kEndsInB ? has_b : has_c) || !took) && !rows.end_step(took)) break;
     }
 
     paced = paces;
@@ -297,9 +302,9 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kThreads, 1)
 
 MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets packets) {
 #if defined(MPICOMM_WEIGHT)
-  __shared__ mpicomm::Sums sums[mpicomm::kGroups];
+  __shared__ mpicomm::RowSums sums[mpicomm::kGroups];
 #else
-  mpicomm::Sums* const sums = nullptr;
+  mpicomm::RowSums* const sums = nullptr;
 #endif
   mpicomm::run(packets, sums);
 }

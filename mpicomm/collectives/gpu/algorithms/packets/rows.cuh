@@ -9,11 +9,25 @@
 //
 // Hence a thread that has a unit in step k > 2 also has a unit in step k-2 or in step k-3. Before
 // step k it can lack a unit only in every m-th step. packets.cu needs that.
+//
+// With fan-out a shard has whole rows, and the ranks place reduced rows as without an epilogue. Each
+// rank then normalises the rows of all shards, because each rank has a residual of all rows. So a
+// thread has the same unit of each shard. It ends the rows of all shards together, after stage C. It
+// loads their reduced units again then, because it lacks the registers to keep them.
 #pragma once
 
 #include "finish.cuh"
 
 namespace mpicomm {
+
+#if defined(MPICOMM_FAN_OUT)
+constexpr bool kFanOut = true;
+#else
+constexpr bool kFanOut = false;
+#endif
+
+// The shards whose rows this rank normalises. In one hop it normalises the rows that it reduces.
+constexpr u32 kShards = kFanOut ? MPICOMM_RANKS : 1;
 
 #if defined(MPICOMM_WEIGHT)
 
@@ -47,7 +61,7 @@ struct Course {
   // The offset of this thread's unit in step `each` of this row.
   MPICOMM_DEVICE u64 at(u32 each) const {
     const u64 packet = packet_of(each);
-    return row < norm.rows && packet < packets() ? (row * packets() + packet) * kPacketNbytes : kNoUnit;
+    return row < norm.rows_of_shard && packet < packets() ? (row * packets() + packet) * kPacketNbytes : kNoUnit;
   }
   MPICOMM_DEVICE u64 first() const { return at(0); }
   MPICOMM_DEVICE u64 after(u64) {
@@ -57,18 +71,100 @@ struct Course {
   MPICOMM_DEVICE static void look_back(u64, u64&, u64&) {}  // this step does not determine the earlier steps
 };
 
-// One thread's part in the ends of its rows, in stage B. `course` lags the course of stage A by one
-// step.
+// Whether rows end in stage B, or else in stage C.
+constexpr bool kEndsInB = !kFanOut;
+
+using RowSums = Sums<kShards>;
+
+// A thread's part in the rows with one number in all shards, after all reduced units are in place.
+struct EndsOfRows {
+  const Norm& norm;
+  u64 number;  // of the row in each shard
+  u32 thread;  // of the group
+
+  static constexpr u32 kAtOnce = 4;  // units whose loads are in flight together
+
+  // Numbers of rows and offsets of units in the whole arrays.
+  MPICOMM_DEVICE u64 row(u32 shard) const { return shard * norm.rows_of_shard + number; }
+  MPICOMM_DEVICE bool has_row(u32 shard) const { return number < norm.rows_of_shard && row(shard) < norm.rows; }
+  MPICOMM_DEVICE u64 packets() const { return norm.hidden / kElements; }
+  MPICOMM_DEVICE u64 at(u32 shard, u64 packet) const { return (row(shard) * packets() + packet) * kPacketNbytes; }
+  MPICOMM_DEVICE u64 nbytes() const { return norm.rows * packets() * kPacketNbytes; }
+  MPICOMM_DEVICE Elements load(const u8* array, u64 at) const {
+    return __builtin_bit_cast(Elements, load_unit(array, width_of(array), at, nbytes()));
+  }
+
+  // Adds the residual to the units of a row. Returns the sum of their squares.
+  MPICOMM_DEVICE State add(u32 shard) const {
+    State sum = 0;
+#pragma unroll 1
+    for (u64 first = thread; first < packets(); first += kAtOnce * kNormThreads) {
+      Elements reduced[kAtOnce], residual[kAtOnce];
+#pragma unroll
+      for (u32 each = 0; each < kAtOnce; ++each) {
+        const u64 packet = first + each * kNormThreads;
+        if (packet >= packets()) break;
+        reduced[each] = load(norm.reduced, at(shard, packet));
+        residual[each] = load(norm.residual, at(shard, packet));
+      }
+#pragma unroll
+      for (u32 each = 0; each < kAtOnce; ++each) {
+        const u64 packet = first + each * kNormThreads;
+        if (packet >= packets()) break;
+        const Elements h = with_residual(reduced[each], residual[each]);
+        sum = with_squares(sum, h, kElements);
+        const Packet stored = __builtin_bit_cast(Packet, h);
+        store_unit(norm.residual, width_of(norm.residual), at(shard, packet), nbytes(), stored);
+      }
+    }
+    return sum;
+  }
+
+  MPICOMM_DEVICE void normalise(u32 shard, State root) const {
+#pragma unroll 1
+    for (u64 first = thread; first < packets(); first += kAtOnce * kNormThreads) {
+      Elements h[kAtOnce];
+#pragma unroll
+      for (u32 each = 0; each < kAtOnce; ++each) {
+        const u64 packet = first + each * kNormThreads;
+        if (packet < packets()) h[each] = load(norm.residual, at(shard, packet));  // this thread has stored it
+      }
+#pragma unroll
+      for (u32 each = 0; each < kAtOnce; ++each) {
+        const u64 packet = first + each * kNormThreads;
+        if (packet < packets()) store_normal(norm, row(shard), packet * kElements, h[each], kElements, root);
+      }
+    }
+  }
+};
+
+// Ends rows of all shards, as `Rows::end_step`. Not inlined, because the loop of turns needs its
+// registers.
+MPICOMM_DEVICE_CALL bool end_rows(const EndsOfRows& rows, RowSums& sums, u32 turn, u32 barrier, bool ok) {
+#pragma unroll 1
+  for (u32 shard = 0; shard < kShards; ++shard) {
+    sums.of[turn][shard][rows.thread] = ok && rows.has_row(shard) ? rows.add(shard) : State{};
+  }
+  if (!meet_at_end(barrier, ok)) return false;
+#pragma unroll 1
+  for (u32 shard = 0; shard < kShards && rows.has_row(shard); ++shard) {
+    rows.normalise(shard, root_of(rows.norm, sums.of[turn][shard], rows.thread));
+  }
+  return true;
+}
+
+// One thread's part in the ends of its rows, in stage B or in stage C. `course` lags the course of
+// stage A by as many steps.
 struct Rows {
   const Norm& norm;
-  Sums& sums;
+  RowSums& sums;
   Course course;
   u32 barrier;   // of the group
-  u32 turn = 0;  // the index of the sum that this row uses
-  State sum = 0;
-  Elements h{};  // of the last unit
+  u32 turn = 0;  // the index of the sums that these rows use
+  State sum = 0;  // of a row that ends in stage B
+  Elements h{};   // of its last unit
 
-  MPICOMM_DEVICE Rows(const Finish& finish, Sums* all, u32 worker, u32 workers)
+  MPICOMM_DEVICE Rows(const Finish& finish, RowSums* all, u32 worker, u32 workers)
       : norm(finish.norm),
         sums(all[worker / kNormThreads]),
         course(finish, worker, workers),
@@ -94,27 +190,38 @@ struct Rows {
   MPICOMM_DEVICE bool end_step(bool ok) {
     const u32 last = course.parts - 1;
     if (course.part == last || !ok) {
-      State root = 0;
-      if (!meet_at_end(norm, sums, course.thread, turn, barrier, sum, ok, root)) return false;
-#pragma unroll 1
-      for (u32 part = 0; part <= last; ++part) {
-        const u64 at = course.at(part);
-        if (at == kNoUnit) break;
-        // The loads see the stores of `add`, because this thread has made them.
-        const Packet stored = part == last ? __builtin_bit_cast(Packet, h) : load_residual(at);
-        const Elements elements = __builtin_bit_cast(Elements, stored);
-        store_normal(norm, course.row, course.packet_of(part) * kElements, elements, kElements, root);
+      if constexpr (kEndsInB) {
+        sums.of[turn][0][course.thread] = sum;
+        if (!meet_at_end(barrier, ok)) return false;
+        normalise(root_of(norm, sums.of[turn][0], course.thread));
+        sum = 0;
+      } else if (!end_rows({norm, course.row, course.thread}, sums, turn, barrier, ok)) {
+        return false;
       }
-      sum = 0, turn ^= 1;
+      turn ^= 1;
     }
     course.after(0);
     return true;
+  }
+
+  MPICOMM_DEVICE void normalise(State root) const {
+    const u32 last = course.parts - 1;
+#pragma unroll 1
+    for (u32 part = 0; part <= last; ++part) {
+      const u64 at = course.at(part);
+      if (at == kNoUnit) break;
+      // The loads see the stores of `add`, because this thread has made them.
+      const Packet stored = part == last ? __builtin_bit_cast(Packet, h) : load_residual(at);
+      const Elements elements = __builtin_bit_cast(Elements, stored);
+      store_normal(norm, course.row, course.packet_of(part) * kElements, elements, kElements, root);
+    }
   }
 };
 
 #else
 
 constexpr bool kRows = false;
+constexpr bool kEndsInB = false;
 
 struct Course {
   u64 begin, step_nbytes;
@@ -131,9 +238,9 @@ struct Course {
   }
 };
 
-struct Sums {};
+struct RowSums {};
 struct Rows {
-  MPICOMM_DEVICE Rows(const Finish&, Sums*, u32, u32) {}
+  MPICOMM_DEVICE Rows(const Finish&, RowSums*, u32, u32) {}
   MPICOMM_DEVICE static Packet load_residual(u64) { return {}; }
   MPICOMM_DEVICE static void add(u64, const Reduced&, const Packet&) {}
   MPICOMM_DEVICE static bool end_step(bool ok) { return ok; }

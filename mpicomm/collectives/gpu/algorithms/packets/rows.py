@@ -33,12 +33,15 @@ def most_groups(size: int) -> int:
 def row_geometry(rows: Rows, most_blocks: int, size: int) -> RowGeometry | None:
     """Return how the reducing kernel normalises rows; None if a later kernel does. The same on all ranks.
 
-    Rows begin and end with whole packets. A row has at most 8 steps, because only one group of threads takes it. In a
-    plain reduction the threads of all multiprocessors share a long row.
+    ``rows`` are the rows of the longest shard. Rows begin and end with whole packets. Only one group of threads takes a
+    row, and in a plain reduction the threads of all multiprocessors share it. So a row has at most 8 steps, unless
+    there is a row for each block.
     """
-    if rows.count == 0 or rows.nbytes % SLOT_NBYTES != 0 or rows.nbytes > _MOST_STEPS * _STEP_NBYTES:
+    if rows.count == 0 or rows.nbytes % SLOT_NBYTES != 0:
         return None
     blocks = min(rows.count, most_blocks)
+    if blocks < most_blocks and rows.nbytes > _MOST_STEPS * _STEP_NBYTES:
+        return None
     groups = min(most_groups(size), -(-rows.count // blocks))
     steps = -(-rows.count // (blocks * groups)) * -(-rows.nbytes // _STEP_NBYTES)
     return RowGeometry(Geometry(blocks, groups * NORM_THREADS), steps)
