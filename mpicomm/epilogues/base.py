@@ -71,8 +71,8 @@ class BoundEpilogue(ABC):
     def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
         """Return it as a part of a kernel that reduces. The kernel makes elements at ``finished``.
 
-        The kernel's exchange names addresses from ``reduced`` on. If the epilogue `converts`, the kernel stores only rows
-        of several shards there. ``shards`` is the number of ranks that each reduce a shard. A shard has whole rows.
+        The kernel's exchange names addresses from ``reduced`` on. If the epilogue `converts`, the kernel stores there
+        only rows of several shards. ``shards`` is the number of ranks that each reduce a shard. A shard has whole rows.
         """
 
     @abstractmethod
@@ -100,6 +100,10 @@ class Epilogue(ABC):
 
         Raises `InvalidUsageError`.
         """
+
+    def elements_in(self, result: Operand) -> int:
+        """Return the number of reduced elements for which ``result`` has room."""
+        return result.total
 
     def read(self, name: str, array: Any, result: Operand, *, writable: bool = False) -> Operand:
         """Return an array that it uses. Raises `InvalidUsageError` and TypeError for others."""

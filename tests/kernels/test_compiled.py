@@ -214,7 +214,10 @@ FINISHES += [
         ("float8_e5m2", "float64", "float16", 8),
     )
 ]
-FINISHES += [norm_kernel("bfloat16", "bfloat16", "float32"), norm_kernel("float64", "float32", "float64")]
+FINISHES += [
+    norm_kernel("bfloat16", norm_options("bfloat16", "float32")),
+    norm_kernel("float64", norm_options("float32", "float64", centred=True, bias=True, linear_bias=True)),
+]
 
 
 @pytest.mark.parametrize("variant", FINISHES, ids=lambda variant: " ".join(variant.options[1:]).replace(FINISH, ""))
@@ -252,7 +255,7 @@ LARGEST_BLOCKS = [
     (local_reduction_kernel(("float32", "sum")), REDUCTION_THREADS),
     (combine_kernel(("float32", "sum"), "float32"), COMBINE_THREADS),
     (epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH), EPILOGUE_THREADS),
-    (norm_kernel("float64", "float32", "float64"), NORM_THREADS),
+    (norm_kernel("float64", norm_options("float32", "float64")), NORM_THREADS),
     (PACK_KERNEL, PACK_THREADS),
     (DISPATCH_KERNEL, DISPATCH_THREADS),
     (combine_experts_kernel("bfloat16", "float32"), SUM_THREADS),

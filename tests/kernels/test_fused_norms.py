@@ -57,8 +57,10 @@ def run_norms(
         hidden = nbytes // dtype_named(dtype).itemsize
         residual = numbers(dtype_named(dtype), rows * hidden, rng)
         epilogue = rms_norm(residual, numbers(dtype_named(weight), hidden, rng), 1e-3)
-        reduction, count = (dtype, "sum"), rows * hidden
-        calls.allreduce(epilogue, reduction, result, count, two_shot=two_shot, residual=residual, values=numbers)
+        written = {"residual": residual}
+        calls.allreduce(
+            epilogue, (dtype, "sum"), result, rows * hidden, two_shot=two_shot, written=written, values=numbers
+        )
     calls.run(seed=seed, limit_s=limit_s)
 
 
@@ -126,9 +128,7 @@ def test_fences_that_come_too_late_for_rows_are_found(builds: Builds, two_shot: 
 
 
 SUMS = {
-    "read before they are there": Change(
-        "rms_norm.cuh", "{ return meet(barrier, kNormThreads, ok); }", "{ return ok; }"
-    ),
+    "read before they are there": Change("norm.cuh", "{ return meet(barrier, kNormThreads, ok); }", "{ return ok; }"),
     "in one place instead of two": Change("rows.cuh", "turn ^= 1", "turn = 0"),
     "of another group": Change("rows.cuh", "barrier(1 + worker / kNormThreads)", "barrier(1)"),
 }

@@ -1,5 +1,5 @@
 // The units of a worker thread, step by step. Also rows, which packets.cu normalises after it has
-// reduced them (rms_norm.cuh).
+// reduced them (norm.cuh).
 //
 // Usually, with T worker threads, thread n handles unit k*T + n in step k. Rows are the work of
 // groups of kNormThreads workers. Group g of all G groups of the grid owns rows g, g+G and so on,
@@ -78,11 +78,11 @@ using RowSums = Sums<kShards>;
 
 // A thread's part in the rows with one number in all shards, after all reduced units are in place.
 struct EndsOfRows {
-  const Norm& norm;
+  Norm norm;   // a copy, because a function that is not inlined would load the kernel's argument from far away
   u64 number;  // of the row in each shard
   u32 thread;  // of the group
 
-  static constexpr u32 kAtOnce = 4;  // units whose loads are in flight together
+  static constexpr u32 kAtOnce = 2;  // units whose loads are in flight together
 
   // Numbers of rows and offsets of units in the whole arrays.
   MPICOMM_DEVICE u64 row(u32 shard) const { return shard * norm.rows_of_shard + number; }
@@ -94,48 +94,62 @@ struct EndsOfRows {
     return __builtin_bit_cast(Elements, load_unit(array, width_of(array), at, nbytes()));
   }
 
-  // Adds the residual to the units of a row. Returns the sum of their squares.
-  MPICOMM_DEVICE State add(u32 shard) const {
-    State sum = 0;
+  // Calls `load` for a few packets of this thread in a row, so that their loads are in flight
+  // together, and then `work` for the same packets, until there are no more. All threads of a warp
+  // make equally many calls of `work`. A call for a packet beyond the row gets an empty unit.
+  template <class Unit, class Load, class Work>
+  MPICOMM_DEVICE void for_each_packet(const Load& load, const Work& work) const {
+    const u32 lane = thread % kLanes;
 #pragma unroll 1
-    for (u64 first = thread; first < packets(); first += kAtOnce * kNormThreads) {
-      Elements reduced[kAtOnce], residual[kAtOnce];
+    for (u64 first = thread; first - lane < packets(); first += kAtOnce * kNormThreads) {
+      Unit units[kAtOnce]{};
 #pragma unroll
       for (u32 each = 0; each < kAtOnce; ++each) {
-        const u64 packet = first + each * kNormThreads;
-        if (packet >= packets()) break;
-        reduced[each] = load(norm.reduced, at(shard, packet));
-        residual[each] = load(norm.residual, at(shard, packet));
+        if (first + each * kNormThreads < packets()) units[each] = load(first + each * kNormThreads);
       }
 #pragma unroll
       for (u32 each = 0; each < kAtOnce; ++each) {
-        const u64 packet = first + each * kNormThreads;
-        if (packet >= packets()) break;
-        const Elements h = with_residual(reduced[each], residual[each]);
-        sum = with_squares(sum, h, kElements);
-        const Packet stored = __builtin_bit_cast(Packet, h);
-        store_unit(norm.residual, width_of(norm.residual), at(shard, packet), nbytes(), stored);
+        if (first + each * kNormThreads - lane < packets()) work(first + each * kNormThreads, units[each]);
       }
     }
+  }
+
+  // Adds the residual to the packets of a row. Returns the sum that `meet_at_end` needs.
+  MPICOMM_DEVICE State add(u32 shard) const {
+    struct Summands {
+      Elements reduced, residual;
+    };
+    State sum = 0;
+    const auto load_both = [&](u64 packet) {
+      return Summands{load(norm.reduced, at(shard, packet)), load(norm.residual, at(shard, packet))};
+    };
+    for_each_packet<Summands>(load_both, [&](u64 packet, const Summands& both) {
+      if (packet >= packets()) return;
+      const Elements h = with_residual(norm, packet * kElements, kElements, both.reduced, both.residual);
+      sum = with_summands(sum, h, kElements);
+      const Packet stored = __builtin_bit_cast(Packet, h);
+      store_unit(norm.residual, width_of(norm.residual), at(shard, packet), nbytes(), stored);
+    });
     return sum;
   }
 
-  MPICOMM_DEVICE void normalise(u32 shard, State root) const {
-#pragma unroll 1
-    for (u64 first = thread; first < packets(); first += kAtOnce * kNormThreads) {
-      Elements h[kAtOnce];
-#pragma unroll
-      for (u32 each = 0; each < kAtOnce; ++each) {
-        const u64 packet = first + each * kNormThreads;
-        if (packet < packets()) h[each] = load(norm.residual, at(shard, packet));  // this thread has stored it
-      }
-#pragma unroll
-      for (u32 each = 0; each < kAtOnce; ++each) {
-        const u64 packet = first + each * kNormThreads;
-        if (packet < packets()) store_normal(norm, row(shard), packet * kElements, h[each], kElements, root);
-      }
-    }
+  MPICOMM_DEVICE void normalise(u32 shard, RowSums& sums, u32 turn, u32 barrier) const {
+    end_row(norm, sums, shard, turn, thread, barrier, row(shard), PacketsOfH{*this, shard});
   }
+
+  struct PacketsOfH {
+    const EndsOfRows& rows;
+    u32 shard;
+
+    // Calls a function for each packet of h: see `end_row`.
+    template <class Work>
+    MPICOMM_DEVICE void operator()(const Work& work) const {
+      const auto load_h = [&](u64 packet) { return rows.load(rows.norm.residual, rows.at(shard, packet)); };
+      rows.for_each_packet<Elements>(load_h, [&](u64 packet, const Elements& h) {
+        work(packet * kElements, h, packet < rows.packets() ? kElements : 0);
+      });
+    }
+  };
 };
 
 // Ends rows of all shards, as `Rows::end_step`. Not inlined, because the loop of turns needs its
@@ -147,9 +161,7 @@ MPICOMM_DEVICE_CALL bool end_rows(const EndsOfRows& rows, RowSums& sums, u32 tur
   }
   if (!meet_at_end(barrier, ok)) return false;
 #pragma unroll 1
-  for (u32 shard = 0; shard < kShards && rows.has_row(shard); ++shard) {
-    rows.normalise(shard, root_of(rows.norm, sums.of[turn][shard], rows.thread));
-  }
+  for (u32 shard = 0; shard < kShards && rows.has_row(shard); ++shard) rows.normalise(shard, sums, turn, barrier);
   return true;
 }
 
@@ -178,8 +190,9 @@ struct Rows {
 
   // Takes the reduced unit at offset `at`, and the residual there.
   MPICOMM_DEVICE void add(u64 at, const Packet& reduced, const Packet& residual) {
-    h = with_residual(__builtin_bit_cast(Elements, reduced), __builtin_bit_cast(Elements, residual));
-    sum = with_squares(sum, h, kElements);
+    const auto value = __builtin_bit_cast(Elements, reduced), old = __builtin_bit_cast(Elements, residual);
+    h = with_residual(norm, course.packet_of(course.part) * kElements, kElements, value, old);
+    sum = with_summands(sum, h, kElements);
     store_unit(norm.residual, width_of(norm.residual), at, nbytes(), __builtin_bit_cast(Packet, h));
   }
 
@@ -193,7 +206,7 @@ struct Rows {
       if constexpr (kEndsInB) {
         sums.of[turn][0][course.thread] = sum;
         if (!meet_at_end(barrier, ok)) return false;
-        normalise(root_of(norm, sums.of[turn][0], course.thread));
+        if (course.row < norm.rows_of_shard) normalise();
         sum = 0;
       } else if (!end_rows({norm, course.row, course.thread}, sums, turn, barrier, ok)) {
         return false;
@@ -204,18 +217,27 @@ struct Rows {
     return true;
   }
 
-  MPICOMM_DEVICE void normalise(State root) const {
-    const u32 last = course.parts - 1;
-#pragma unroll 1
-    for (u32 part = 0; part <= last; ++part) {
-      const u64 at = course.at(part);
-      if (at == kNoUnit) break;
-      // The loads see the stores of `add`, because this thread has made them.
-      const Packet stored = part == last ? __builtin_bit_cast(Packet, h) : load_residual(at);
-      const Elements elements = __builtin_bit_cast(Elements, stored);
-      store_normal(norm, course.row, course.packet_of(part) * kElements, elements, kElements, root);
-    }
+  MPICOMM_DEVICE void normalise() const {
+    end_row(norm, sums, 0, turn, course.thread, barrier, course.row, PacketsOfH{*this});
   }
+
+  struct PacketsOfH {
+    const Rows& rows;
+
+    // Calls a function for each packet of h: see `end_row`.
+    template <class Work>
+    MPICOMM_DEVICE void operator()(const Work& work) const {
+      const u32 last = rows.course.parts - 1;
+#pragma unroll 1
+      for (u32 part = 0; part <= last; ++part) {
+        const u64 at = rows.course.at(part);
+        Elements elements = rows.h;
+        // The loads see the stores of `add`, because this thread has made them.
+        if (part < last && at != kNoUnit) elements = __builtin_bit_cast(Elements, rows.load_residual(at));
+        work(rows.course.packet_of(part) * kElements, elements, at == kNoUnit ? 0 : kElements);
+      }
+    }
+  };
 };
 
 #else
