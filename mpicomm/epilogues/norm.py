@@ -107,10 +107,10 @@ class Norm(Epilogue):
         codes, scaled = self._codes(said, dtype, result, count // weight.total, weight.total)
         read |= scaled
         written = [residual, *([read["scales"]] if "scales" in read else [])]
-        for each in written:
+        for changed in written:
             for other in read.values():
-                if other is not each and overlaps(each, other):
-                    raise InvalidUsageError(f"{said}: {each.name} and {other.name} overlap: copy one of them")
+                if other is not changed and overlaps(changed, other):
+                    raise InvalidUsageError(f"{said}: {changed.name} and {other.name} overlap: copy one of them")
         return BoundNorm(self._name, dtype, result.dtype, read, self._eps, codes, self._number, tuple(written))
 
     def _has_four_bits(self, result: Operand) -> bool:

@@ -120,4 +120,5 @@ def _codes_of_four_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8
     magnitudes, code = np.abs(values), np.zeros(values.shape, np.uint8)
     for number, bound in enumerate(_BOUNDS):  # a code with an even number takes both of its bounds
         code += magnitudes >= bound if number % 2 else magnitudes > bound
-    return code | np.signbit(values).astype(np.uint8) << np.uint8(3)
+    code |= np.signbit(values).astype(np.uint8) << np.uint8(3)
+    return code

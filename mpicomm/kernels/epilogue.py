@@ -101,7 +101,7 @@ def norm_options(
     ``codes`` is the type of codes, and ``scales`` the type of their scales and the elements of a group, 0 for a row.
     """
     flags = {"CENTRED": centred, "BIAS": bias, "LINEAR_BIAS": linear_bias}
-    scaled = () if codes is None else (f"-DMPICOMM_CODES={codes}",)
+    scaled: tuple[str, ...] = () if codes is None else (f"-DMPICOMM_CODES={codes}",)
     if scales is not None:
         scaled += (f"-DMPICOMM_SCALES={scales[0]}", f"-DMPICOMM_GROUP={scales[1]}")
     types = f"-DMPICOMM_RESULT={cpp_name(result)}", f"-DMPICOMM_WEIGHT={cpp_name(weight)}"

@@ -214,6 +214,22 @@ FINISHES += [
         ("float8_e5m2", "float64", "float16", 8),
     )
 ]
+LAYER_NORM = norm_options(
+    "float8_e4m3fn",
+    "bfloat16",
+    centred=True,
+    bias=True,
+    linear_bias=True,
+    codes="float8_e4m3fn",
+    scales=("float32", 0),
+)
+SOME_STEPS: list[tuple[Steps, int, tuple[str, ...]]]
+NVFP4 = norm_options("uint8", "bfloat16", codes="float4_e2m1fn", scales=("float8_e4m3fn", 16))
+SOME_STEPS = [("one", 2, NVFP4), ("few", 8, NVFP4), ("few", 2, LAYER_NORM), ("laps", 4, LAYER_NORM)]
+FINISHES += [
+    packet_kernel(("bfloat16", "sum"), size, "sentinel", steps, fan_out=False, epilogue=options)
+    for steps, size, options in SOME_STEPS
+]
 FINISHES += [
     norm_kernel("bfloat16", norm_options("bfloat16", "float32")),
     norm_kernel("float64", norm_options("float32", "float64", centred=True, bias=True, linear_bias=True)),
