@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.epilogues.elementwise import Elementwise, number_of
-from mpicomm.epilogues.norm import Norm, ScaleLayout, Scaling
+from mpicomm.epilogues.norm import CodeArguments, Norm, ScaleLayout
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand
 
@@ -86,7 +86,7 @@ def rms_norm(
     and have up to 32 KiB unless there is a row for each block of the kernel. In other calls on GPUs one more kernel
     follows and computes it, with the same bits.
     """
-    return Norm("rms_norm", residual, weight, None, eps, linear_bias, Scaling(scales, scale, scale_layout))
+    return Norm("rms_norm", residual, weight, None, eps, linear_bias, CodeArguments(scales, scale, scale_layout))
 
 
 def layer_norm(
@@ -105,7 +105,7 @@ def layer_norm(
     As `rms_norm`, but recvbuf becomes (h - mean) / sqrt(mean of (h - mean)^2 + eps) * weight + bias. ``bias`` is a row
     of the type of weight, or None.
     """
-    return Norm("layer_norm", residual, weight, bias, eps, linear_bias, Scaling(scales, scale, scale_layout))
+    return Norm("layer_norm", residual, weight, bias, eps, linear_bias, CodeArguments(scales, scale, scale_layout))
 
 
 def as_epilogue(given: Any, operands: dict[str, Any]) -> Epilogue | None:

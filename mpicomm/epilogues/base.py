@@ -71,8 +71,8 @@ class BoundEpilogue(ABC):
     def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
         """Return it as a part of a kernel that reduces. The kernel makes elements at ``finished``.
 
-        The kernel's exchange names addresses from ``reduced`` on. If the epilogue `converts`, the kernel stores there
-        only rows of several shards. ``shards`` is the number of ranks that each reduce a shard. A shard has whole rows.
+        The kernel's exchange names addresses from ``reduced`` on. It stores nothing there if the epilogue `converts`.
+        ``shards`` is the number of ranks that each reduce a shard. A shard has whole rows.
         """
 
     @abstractmethod

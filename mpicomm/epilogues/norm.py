@@ -29,7 +29,7 @@ _LAYOUTS = ("linear", "128x4")
 
 
 @dataclass(frozen=True)
-class Scaling:
+class CodeArguments:
     """The arguments of a norm that say how it makes codes."""
 
     scales: Any = None
@@ -41,7 +41,7 @@ class Norm(Epilogue):
     """See `mpicomm.epilogues.rms_norm` and `layer_norm`, which name it."""
 
     def __init__(
-        self, name: str, residual: Any, weight: Any, bias: Any, eps: float, linear_bias: Any, scaling: Scaling
+        self, name: str, residual: Any, weight: Any, bias: Any, eps: float, linear_bias: Any, scaling: CodeArguments
     ) -> None:
         self._name = name
         self._centred = name == "layer_norm"
@@ -209,23 +209,23 @@ class BoundNorm(BoundEpilogue):
             scales=None if codes is None or codes.scales is None else (codes.scales, codes.group),
         )
 
-    def _arguments(self, output: int, reduced: int, rows_of_shard: int) -> NormArguments:
+    def _arguments(self, output: int, rows_of_shard: int) -> NormArguments:
         named = ("residual", "weight", "bias", "linear_bias", "scales", "scale")
         pointers = [self._arrays[name].pointer if name in self._arrays else 0 for name in named]
         codes, tiles = self._codes, 0
         if codes is not None and codes.tiled:
             tiles = tiles_of(self._hidden // (codes.group or self._hidden))
         shape = self._rows, rows_of_shard, self._hidden, tiles
-        return NormArguments(output, reduced, *pointers, *shape, self._eps, self._scale)
+        return NormArguments(output, *pointers, *shape, self._eps, self._scale)
 
     def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
         """See `BoundEpilogue`."""
         rows = Rows(-(-self._rows // shards), self._hidden * self.dtype.itemsize)
-        return Fused(self._options, self._arguments(finished, reduced, rows.count), rows)
+        return Fused(self._options, self._arguments(finished, rows.count), rows)
 
     def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
-        arguments = NormKernelArguments(source, failed, self._arguments(output, 0, self._rows))
+        arguments = NormKernelArguments(source, failed, self._arguments(output, self._rows))
         blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
         return KernelCall(norm_kernel(self.dtype.name, self._options), arguments, blocks, NORM_THREADS)
 

@@ -51,7 +51,6 @@ class NormArguments(ctypes.Structure):
 
     _fields_ = [
         ("output", ctypes.c_uint64),
-        ("reduced", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("weight", ctypes.c_uint64),
         ("bias", ctypes.c_uint64),

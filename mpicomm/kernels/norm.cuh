@@ -27,7 +27,6 @@ constexpr u32 kNormThreads = 256;
 
 struct Norm {
   u8* output;             // of MPICOMM_RESULT
-  const u8* reduced;      // with fan-out: where the reduced elements lie, of MPICOMM_DTYPE
   u8* residual;           // of MPICOMM_DTYPE
   const u8* weight;       // a row of MPICOMM_WEIGHT
   const u8* bias;         // a row of MPICOMM_WEIGHT, with MPICOMM_BIAS

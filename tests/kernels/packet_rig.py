@@ -90,7 +90,7 @@ class PacketRig:
         fused = fused_in(call, self.size if fans else 1)
         rows, steps = None, pattern.steps
         if fused and fused.rows:
-            rows = row_geometry(fused.rows, self._geometry.blocks, self.size)
+            rows = row_geometry(fused.rows, self._geometry.blocks, self.size, fan_out=fans)
             steps = [two_shot_of_rows(call, fused.rows)] if fans else steps
         for step in steps:
             exchange, fan_out = (step.first, step.second) if isinstance(step, TwoShot) else (step, None)

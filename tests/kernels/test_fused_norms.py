@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups, row_geometry
 from mpicomm.epilogues import rms_norm
 from mpicomm.epilogues.base import Rows
 from tests.helpers.references.reductions import Array, dtype_named
@@ -47,7 +47,7 @@ def run_norms(
     limit_s: float = 60,
 ) -> None:
     """Sums whose rows are normalised by two blocks; the inboxes hold ``laps`` steps."""
-    threads = SMALL.blocks * 256 * (2 if size == 2 else 1)
+    threads = SMALL.blocks * 256 * most_groups(size, fan_out=two_shot)
     rig = PacketRig(
         Machine(builds, size), "sentinel", SMALL, inbox_nbytes=laps * threads * 16, changes=changes, timeout_s=2
     )
@@ -202,15 +202,17 @@ def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, n
 
 def test_which_rows_one_kernel_normalises() -> None:
     for rows in (Rows(0, 4096), Rows(4, 4104), Rows(4, 8 * 4096 + 16)):
-        assert row_geometry(rows, 128, 2) is None
-    for count, nbytes, size, blocks, workers, steps in (
-        (1, 16, 2, 1, 256, 1),
-        (128, 4096, 2, 128, 256, 1),
-        (129, 4112, 2, 128, 512, 2),
-        (129, 4112, 3, 128, 256, 4),
-        (1000, 32768, 2, 128, 512, 32),
+        assert row_geometry(rows, 128, 2, fan_out=False) is None
+    for count, nbytes, size, fan_out, blocks, workers, steps in (
+        (1, 16, 2, False, 1, 256, 1),
+        (128, 4096, 2, False, 128, 256, 1),
+        (129, 4112, 2, False, 128, 512, 2),
+        (129, 4112, 2, True, 128, 256, 4),
+        (129, 4112, 3, False, 128, 256, 4),
+        (1000, 32768, 2, False, 128, 512, 32),
+        (128, 65536, 2, False, 128, 256, 16),
     ):
-        geometry = row_geometry(Rows(count, nbytes), 128, size)
+        geometry = row_geometry(Rows(count, nbytes), 128, size, fan_out=fan_out)
         assert geometry is not None
         assert (geometry.threads.blocks, geometry.threads.workers, geometry.steps) == (blocks, workers, steps)
         assert geometry.nbytes == steps * blocks * workers * 16

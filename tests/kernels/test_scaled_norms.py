@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
+from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
 from mpicomm.mpi.span import Span
@@ -115,7 +116,7 @@ def test_the_kernel_after_the_reduction(builds: Builds, case: Case) -> None:
 def run_fused(
     builds: Builds, case: Case, *, two_shot: bool, size: int = 3, rows: tuple[int, ...] = (1, 5, 13), changes: Any = ()
 ) -> None:
-    threads = SMALL.blocks * 256 * (2 if size == 2 else 1)
+    threads = SMALL.blocks * 256 * most_groups(size, fan_out=two_shot)
     rig = PacketRig(
         Machine(builds, size), "sentinel", SMALL, inbox_nbytes=8 * threads * 16, changes=changes, timeout_s=2
     )

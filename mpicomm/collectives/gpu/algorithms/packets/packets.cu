@@ -189,6 +189,7 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   u32 paces_at = period_of(x) + slack_of(x);  // the next turn that needs a fence to be over first
   bool paced = false;                         // whether the previous turn was such a turn
+  [[maybe_unused]] Packet kept{};             // this rank's result of the previous turn, for the ends of rows
 
 #pragma unroll(kOneStep ? 3 : 1)
   for (u32 turn = 0; turn < turns; ++turn) {
@@ -224,8 +225,12 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
     worker.look(b, 0, b_ranks, b_place);
     b_scales.look(worker, 0, b_ranks, b_place);
     if (!kAlike && reduces && x.own != nullptr) in = load_at(x.own, b_at, x.output_nbytes);
-    [[maybe_unused]] Packet residual{};
-    if (kEndsInB && reduces) residual = rows.load_residual(b_at);
+    // The shards whose rows get a unit in this turn, and its offset there: see rows.cuh.
+    [[maybe_unused]] const u64 row_at = kFanOut ? c_at : b_at;
+    [[maybe_unused]] u32 row_shards = reduces;
+    if constexpr (kFanOut) row_shards = c_ranks | static_cast<u32>(has_c && c_at < x.output_nbytes) << rank;
+    [[maybe_unused]] Packet residuals[kShards];
+    if constexpr (kRows) rows.load_residuals(residuals, row_shards, row_at);
     if constexpr (kFanOut) {
       worker.look(c, 1, c_ranks, c_place);
       c_scales.look(worker, 1, c_ranks, c_place);
@@ -245,6 +250,7 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
     bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_place);
     if (b_ranks != 0) took = b_scales.take(worker, 0, b_ranks, b_place, took);
     if (!kRows && !took) break;
+    [[maybe_unused]] Packet own_result{};
     if (reduces && took) {
       Unit units[kRanks], own;
       if constexpr (kAlike) own = sent;
@@ -254,7 +260,7 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
         units[source] = source == rank ? own : b_scales.unit(source, Protocol::unit(b[source]));
       }
       const Reduced reduced = reduce(units, x.sources);
-      if constexpr (kEndsInB) rows.add(b_at, reduced, residual);
+      if constexpr (kRows) own_result = reduced;
       [[maybe_unused]] Unit result{};
       if constexpr (!kKeepsReduced) result = finish_of(x).sent_on(reduced, x.output + b_at);
       if constexpr (kFanOut) {
@@ -266,7 +272,7 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
           if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_place, Unit{}, flag);  // the source needs no data
         }
       }
-      if (!kEndsInB && x.output != nullptr) {
+      if (!kRows && x.output != nullptr) {
         if constexpr (kKeepsReduced) store_at(x.output, b_at, x.output_nbytes, reduced);
         else finish_of(x).store(x.output, b_at, x.output_nbytes, result);
       }
@@ -274,15 +280,24 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
     if constexpr (!kReduces) worker.place(b, b_scales, b_senders, b_at);
     if (kFanOut && took) {
       if (c_ranks != 0) took = c_scales.take(worker, 1, c_ranks, c_place, worker.take(c, 1, c_ranks, c_place));
-      if (took) worker.place(c, c_scales, c_ranks, c_at);
-      else if (!kRows) break;
+      if constexpr (!kRows) {
+        if (!took) break;
+        worker.place(c, c_scales, c_ranks, c_at);
+      }
     }
     if constexpr (kRows) {
       // A worker that breaks off in a row first waits for its group, and other workers of the group
       // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
       // overseer would wait for this worker, this worker for its group, and the group for the fence.
       if (kLaps && !took) fences.say(thread, fences.kLeft);
-      if (((kEndsInB ? has_b : has_c) || !took) && !rows.end_step(took)) break;
+#pragma unroll
+      for (u32 shard = 0; shard < kShards; ++shard) {
+        if (!took || !(row_shards >> shard & 1)) continue;
+        if constexpr (kFanOut) rows.add(shard, row_at, shard == rank ? kept : Protocol::unit(c[shard]), residuals[shard]);
+        else rows.add(shard, row_at, own_result, residuals[shard]);
+      }
+      if (((kFanOut ? has_c : has_b) || !took) && !rows.end_step(took)) break;
+      kept = own_result;
     }
 
     paced = paces;

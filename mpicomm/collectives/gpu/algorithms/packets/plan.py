@@ -167,7 +167,7 @@ class _Finish(NamedTuple):
         fused = fused_in(call, shards)
         if fused is None or fused.rows is None:
             return cls(fused)
-        rows = row_geometry(fused.rows, most_blocks_of(node), node.size)
+        rows = row_geometry(fused.rows, most_blocks_of(node), node.size, fan_out=shards > 1)
         return cls() if rows is None else cls(fused, rows)
 
     def way(self, limits: ProtocolLimits, nbytes: int, node: Node, *, fan_out: bool = False) -> Way:

@@ -10,10 +10,9 @@
 // Hence a thread that has a unit in step k > 2 also has a unit in step k-2 or in step k-3. Before
 // step k it can lack a unit only in every m-th step. packets.cu needs that.
 //
-// With fan-out a shard has whole rows, and the ranks place reduced rows as without an epilogue. Each
-// rank then normalises the rows of all shards, because each rank has a residual of all rows. So a
-// thread has the same unit of each shard. It ends the rows of all shards together, after stage C. It
-// loads their reduced units again then, because it lacks the registers to keep them.
+// With fan-out a shard has whole rows. A rank reduces the rows of its shard and sends them on as they
+// are. Each rank normalises the rows of all shards, because each rank has a residual of all rows.
+// So a thread has the same unit of each shard. It ends the rows of all shards together, in stage C.
 #pragma once
 
 #include "finish.cuh"
@@ -36,7 +35,7 @@ constexpr bool kRows = true;
 
 // The groups of a block for which there are registers. The host's copy is in rows.py; a test
 // compares them.
-constexpr u32 kGroups = MPICOMM_RANKS > 2 ? 1 : 2;
+constexpr u32 kGroups = MPICOMM_RANKS > 2 || kFanOut ? 1 : 2;
 
 constexpr u64 kNoUnit = ~0ull;  // an offset beyond every message
 
@@ -71,110 +70,18 @@ struct Course {
   MPICOMM_DEVICE static void look_back(u64, u64&, u64&) {}  // this step does not determine the earlier steps
 };
 
-// Whether rows end in stage B, or else in stage C.
-constexpr bool kEndsInB = !kFanOut;
-
 using RowSums = Sums<kShards>;
 
-// A thread's part in the rows with one number in all shards, after all reduced units are in place.
-struct EndsOfRows {
-  Norm norm;   // a copy, because a function that is not inlined would load the kernel's argument from far away
-  u64 number;  // of the row in each shard
-  u32 thread;  // of the group
-
-  static constexpr u32 kAtOnce = 2;  // units whose loads are in flight together
-
-  // Numbers of rows and offsets of units in the whole arrays.
-  MPICOMM_DEVICE u64 row(u32 shard) const { return shard * norm.rows_of_shard + number; }
-  MPICOMM_DEVICE bool has_row(u32 shard) const { return number < norm.rows_of_shard && row(shard) < norm.rows; }
-  MPICOMM_DEVICE u64 packets() const { return norm.hidden / kElements; }
-  MPICOMM_DEVICE u64 at(u32 shard, u64 packet) const { return (row(shard) * packets() + packet) * kPacketNbytes; }
-  MPICOMM_DEVICE u64 nbytes() const { return norm.rows * packets() * kPacketNbytes; }
-  MPICOMM_DEVICE Elements load(const u8* array, u64 at) const {
-    return __builtin_bit_cast(Elements, load_unit(array, width_of(array), at, nbytes()));
-  }
-
-  // Calls `load` for a few packets of this thread in a row, so that their loads are in flight
-  // together, and then `work` for the same packets, until there are no more. All threads of a warp
-  // make equally many calls of `work`. A call for a packet beyond the row gets an empty unit.
-  template <class Unit, class Load, class Work>
-  MPICOMM_DEVICE void for_each_packet(const Load& load, const Work& work) const {
-    const u32 lane = thread % kLanes;
-#pragma unroll 1
-    for (u64 first = thread; first - lane < packets(); first += kAtOnce * kNormThreads) {
-      Unit units[kAtOnce]{};
-#pragma unroll
-      for (u32 each = 0; each < kAtOnce; ++each) {
-        if (first + each * kNormThreads < packets()) units[each] = load(first + each * kNormThreads);
-      }
-#pragma unroll
-      for (u32 each = 0; each < kAtOnce; ++each) {
-        if (first + each * kNormThreads - lane < packets()) work(first + each * kNormThreads, units[each]);
-      }
-    }
-  }
-
-  // Adds the residual to the packets of a row. Returns the sum that `meet_at_end` needs.
-  MPICOMM_DEVICE State add(u32 shard) const {
-    struct Summands {
-      Elements reduced, residual;
-    };
-    State sum = 0;
-    const auto load_both = [&](u64 packet) {
-      return Summands{load(norm.reduced, at(shard, packet)), load(norm.residual, at(shard, packet))};
-    };
-    for_each_packet<Summands>(load_both, [&](u64 packet, const Summands& both) {
-      if (packet >= packets()) return;
-      const Elements h = with_residual(norm, packet * kElements, kElements, both.reduced, both.residual);
-      sum = with_summands(sum, h, kElements);
-      const Packet stored = __builtin_bit_cast(Packet, h);
-      store_unit(norm.residual, width_of(norm.residual), at(shard, packet), nbytes(), stored);
-    });
-    return sum;
-  }
-
-  MPICOMM_DEVICE void normalise(u32 shard, RowSums& sums, u32 turn, u32 barrier) const {
-    end_row(norm, sums, shard, turn, thread, barrier, row(shard), PacketsOfH{*this, shard});
-  }
-
-  struct PacketsOfH {
-    const EndsOfRows& rows;
-    u32 shard;
-
-    // Calls a function for each packet of h: see `end_row`.
-    template <class Work>
-    MPICOMM_DEVICE void operator()(const Work& work) const {
-      const auto load_h = [&](u64 packet) { return rows.load(rows.norm.residual, rows.at(shard, packet)); };
-      rows.for_each_packet<Elements>(load_h, [&](u64 packet, const Elements& h) {
-        work(packet * kElements, h, packet < rows.packets() ? kElements : 0);
-      });
-    }
-  };
-};
-
-// Ends rows of all shards, as `Rows::end_step`. Not inlined, because the loop of turns needs its
-// registers.
-MPICOMM_DEVICE_CALL bool end_rows(const EndsOfRows& rows, RowSums& sums, u32 turn, u32 barrier, bool ok) {
-#pragma unroll 1
-  for (u32 shard = 0; shard < kShards; ++shard) {
-    sums.of[turn][shard][rows.thread] = ok && rows.has_row(shard) ? rows.add(shard) : State{};
-  }
-  if (!meet_at_end(barrier, ok)) return false;
-#pragma unroll 1
-  for (u32 shard = 0; shard < kShards && rows.has_row(shard); ++shard) rows.normalise(shard, sums, turn, barrier);
-  return true;
-}
-
-// One thread's part in the ends of its rows, in stage B or in stage C. `course` lags the course of
-// stage A by as many steps.
+// One thread's part in the ends of its rows, in stage B, or with fan-out in stage C. `course` lags the
+// course of stage A by as many steps.
 struct Rows {
   const Norm& norm;
   RowSums& sums;
   Course course;
   u32 barrier;   // of the group
   u32 turn = 0;  // the index of the sums that these rows use
-  State sum = 0;  // of a row that ends in stage B
-  Elements h{};   // of its last unit
+  State sum[kShards] = {};
+  Elements h{};  // of the last unit, if there is one shard
 
   MPICOMM_DEVICE Rows(const Finish& finish, RowSums* all, u32 worker, u32 workers)
       : norm(finish.norm),
@@ -183,17 +90,31 @@ struct Rows {
         barrier(1 + worker / kNormThreads) {}
 
   MPICOMM_DEVICE u64 nbytes() const { return norm.rows * norm.hidden * sizeof(Element); }
-
-  MPICOMM_DEVICE Packet load_residual(u64 at) const {
-    return load_unit(norm.residual, width_of(norm.residual), at, nbytes());
+  MPICOMM_DEVICE u64 first_of(u32 shard) const { return shard * norm.rows_of_shard * norm.hidden * sizeof(Element); }
+  MPICOMM_DEVICE u64 row_of(u32 shard) const { return shard * norm.rows_of_shard + course.row; }
+  MPICOMM_DEVICE bool has_row(u32 shard) const {
+    return course.row < norm.rows_of_shard && row_of(shard) < norm.rows;
   }
 
-  // Takes the reduced unit at offset `at`, and the residual there.
-  MPICOMM_DEVICE void add(u64 at, const Packet& reduced, const Packet& residual) {
+  MPICOMM_DEVICE Packet load_residual(u32 shard, u64 at) const {
+    return load_unit(norm.residual, width_of(norm.residual), first_of(shard) + at, nbytes());
+  }
+
+  // Loads the residual at offset `at` of each of `shards`, which are bits.
+  MPICOMM_DEVICE void load_residuals(Packet (&residuals)[kShards], u32 shards, u64 at) const {
+#pragma unroll
+    for (u32 shard = 0; shard < kShards; ++shard) {
+      if (shards >> shard & 1) residuals[shard] = load_residual(shard, at);
+    }
+  }
+
+  // Takes the reduced unit at offset `at` of a shard, and the residual there.
+  MPICOMM_DEVICE void add(u32 shard, u64 at, const Packet& reduced, const Packet& residual) {
     const auto value = __builtin_bit_cast(Elements, reduced), old = __builtin_bit_cast(Elements, residual);
     h = with_residual(norm, course.packet_of(course.part) * kElements, kElements, value, old);
-    sum = with_summands(sum, h, kElements);
-    store_unit(norm.residual, width_of(norm.residual), at, nbytes(), __builtin_bit_cast(Packet, h));
+    sum[shard] = with_summands(sum[shard], h, kElements);
+    const u64 to = first_of(shard) + at;
+    store_unit(norm.residual, width_of(norm.residual), to, nbytes(), __builtin_bit_cast(Packet, h));
   }
 
   // Ends a step. The last step of a row normalises the row. `ok` is whether the thread has taken
@@ -201,15 +122,16 @@ struct Rows {
   // its group wait for it there, and all of them leave together. Returns false if the thread must
   // leave.
   MPICOMM_DEVICE bool end_step(bool ok) {
-    const u32 last = course.parts - 1;
-    if (course.part == last || !ok) {
-      if constexpr (kEndsInB) {
-        sums.of[turn][0][course.thread] = sum;
-        if (!meet_at_end(barrier, ok)) return false;
-        if (course.row < norm.rows_of_shard) normalise();
-        sum = 0;
-      } else if (!end_rows({norm, course.row, course.thread}, sums, turn, barrier, ok)) {
-        return false;
+    if (course.part == course.parts - 1 || !ok) {
+#pragma unroll
+      for (u32 shard = 0; shard < kShards; ++shard) {
+        sums.of[turn][shard][course.thread] = sum[shard];
+        sum[shard] = 0;
+      }
+      if (!meet_at_end(barrier, ok)) return false;
+#pragma unroll 1
+      for (u32 shard = 0; shard < kShards && has_row(shard); ++shard) {
+        end_row(norm, sums, shard, turn, course.thread, barrier, row_of(shard), PacketsOfH{*this, shard});
       }
       turn ^= 1;
     }
@@ -217,12 +139,9 @@ struct Rows {
     return true;
   }
 
-  MPICOMM_DEVICE void normalise() const {
-    end_row(norm, sums, 0, turn, course.thread, barrier, course.row, PacketsOfH{*this});
-  }
-
   struct PacketsOfH {
     const Rows& rows;
+    u32 shard;
 
     // Calls a function for each packet of h: see `end_row`.
     template <class Work>
@@ -233,7 +152,8 @@ struct Rows {
         const u64 at = rows.course.at(part);
         Elements elements = rows.h;
         // The loads see the stores of `add`, because this thread has made them.
-        if (part < last && at != kNoUnit) elements = __builtin_bit_cast(Elements, rows.load_residual(at));
+        const bool kept = kShards == 1 && part == last;
+        if (!kept && at != kNoUnit) elements = __builtin_bit_cast(Elements, rows.load_residual(shard, at));
         work(rows.course.packet_of(part) * kElements, elements, at == kNoUnit ? 0 : kElements);
       }
     }
@@ -243,7 +163,6 @@ struct Rows {
 #else
 
 constexpr bool kRows = false;
-constexpr bool kEndsInB = false;
 
 struct Course {
   u64 begin, step_nbytes;
@@ -263,8 +182,8 @@ struct Course {
 struct RowSums {};
 struct Rows {
   MPICOMM_DEVICE Rows(const Finish&, RowSums*, u32, u32) {}
-  MPICOMM_DEVICE static Packet load_residual(u64) { return {}; }
-  MPICOMM_DEVICE static void add(u64, const Reduced&, const Packet&) {}
+  MPICOMM_DEVICE static void load_residuals(Packet (&)[kShards], u32, u64) {}
+  MPICOMM_DEVICE static void add(u32, u64, const Reduced&, const Packet&) {}
   MPICOMM_DEVICE static bool end_step(bool ok) { return ok; }
 };
 
