@@ -191,10 +191,10 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
   bool paced = false;                         // whether the previous turn was such a turn
   [[maybe_unused]] Packet kept{};             // this rank's result of the previous turn, for the ends of rows
 
-#pragma unroll(kOneStep ? 3 : 1)
-  for (u32 turn = 0; turn < turns; ++turn) {
-    const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2;
-    const bool paces = kLaps && turn == paces_at;
+#pragma unroll(kOneStep ? 3 + kEndsLater : 1)
+  for (u32 turn = 0; turn < turns + kEndsLater; ++turn) {
+    const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2 && turn < turns;
+    const bool paces = kLaps && turn == paces_at && turn < turns;
     if constexpr (kLaps) {
       if (paces) {
         fences.await(thread, turn - slack_of(x));
@@ -209,6 +209,11 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
     const u64 a_place = a_lap * threads + number;
     const u64 b_place = b_lap * threads + number;
     const u64 c_place = c_lap * threads + number;
+    if constexpr (kEndsLater) {
+      // The links carry the packets of this turn while the rows of the previous turn end.
+      worker.push(out, a_at, a_place);
+      if (!rows.end_rows()) break;
+    }
     // All loads of the turn come before the first use of any of them. The previous turn has loaded
     // the units that go out.
     const bool reduces = kReduces && has_b && b_at < x.output_nbytes;
@@ -236,7 +241,7 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
       c_scales.look(worker, 1, c_ranks, c_place);
     }
 
-    if (!kOneStep || turn == 0) worker.push(out, a_at, a_place);
+    if (!kEndsLater && (!kOneStep || turn == 0)) worker.push(out, a_at, a_place);
     if (kPaced && paces) worker.pace(a_at, a_place);
     const u64 next_at = course.after(a_at);
     if (!kOneStep) out.load(x, next_at);
@@ -297,7 +302,7 @@ MPICOMM_DEVICE void run(const Packets& x, RowSums* sums) {
         else rows.add(shard, row_at, own_result, residuals[shard]);
       }
       if (((kFanOut ? has_c : has_b) || !took) && !rows.end_step(took)) break;
-      kept = own_result;
+      kept = own_result;  // stage C of the next turn takes it
     }
 
     paced = paces;

@@ -12,7 +12,8 @@
 //
 // With fan-out a shard has whole rows. A rank reduces the rows of its shard and sends them on as they
 // are. Each rank normalises the rows of all shards, because each rank has a residual of all rows.
-// So a thread has the same unit of each shard. It ends the rows of all shards together, in stage C.
+// So a thread has the same unit of each shard. It ends the rows of all shards together, in the turn
+// after their last stage C.
 #pragma once
 
 #include "finish.cuh"
@@ -72,14 +73,18 @@ struct Course {
 
 using RowSums = Sums<kShards>;
 
-// One thread's part in the ends of its rows, in stage B, or with fan-out in stage C. `course` lags the
-// course of stage A by as many steps.
+// Whether rows end in the next turn, or else in the turn of their last step.
+constexpr bool kEndsLater = kFanOut;
+
+// One thread's part in the ends of its rows. `course` is at the step of stage B, or with fan-out at
+// the step of stage C.
 struct Rows {
   const Norm& norm;
   RowSums& sums;
   Course course;
   u32 barrier;   // of the group
   u32 turn = 0;  // the index of the sums that these rows use
+  bool ends = false;  // whether the rows of the last step end in this turn
   State sum[kShards] = {};
   Elements h{};  // of the last unit, if there is one shard
 
@@ -117,24 +122,31 @@ struct Rows {
     store_unit(norm.residual, width_of(norm.residual), to, nbytes(), __builtin_bit_cast(Packet, h));
   }
 
-  // Ends a step. The last step of a row normalises the row. `ok` is whether the thread has taken
-  // all awaited packets. If not, it goes to the barrier of the row at once. The other threads of
-  // its group wait for it there, and all of them leave together. Returns false if the thread must
-  // leave.
+  // Ends a step. The rows end after their last step. `ok` is whether the thread has taken all
+  // awaited packets. If not, it goes to the barrier of the row at once. The other threads of its
+  // group come there at the end of the row, and all of them leave together. Returns false if the
+  // thread must leave.
   MPICOMM_DEVICE bool end_step(bool ok) {
-    if (course.part == course.parts - 1 || !ok) {
+    if (!ok) return meet_at_end(barrier, false);
+    ends = course.part == course.parts - 1;
+    if (!ends) course.after(0);
+    return kEndsLater || end_rows();
+  }
+
+  // Normalises the rows of the last step, if they end. Returns false if the thread must leave.
+  MPICOMM_DEVICE bool end_rows() {
+    if (!ends) return true;
 #pragma unroll
-      for (u32 shard = 0; shard < kShards; ++shard) {
-        sums.of[turn][shard][course.thread] = sum[shard];
-        sum[shard] = 0;
-      }
-      if (!meet_at_end(barrier, ok)) return false;
-#pragma unroll 1
-      for (u32 shard = 0; shard < kShards && has_row(shard); ++shard) {
-        end_row(norm, sums, shard, turn, course.thread, barrier, row_of(shard), PacketsOfH{*this, shard});
-      }
-      turn ^= 1;
+    for (u32 shard = 0; shard < kShards; ++shard) {
+      sums.of[turn][shard][course.thread] = sum[shard];
+      sum[shard] = 0;
     }
+    if (!meet_at_end(barrier, true)) return false;
+#pragma unroll 1
+    for (u32 shard = 0; shard < kShards && has_row(shard); ++shard) {
+      end_row(norm, sums, shard, turn, course.thread, barrier, row_of(shard), PacketsOfH{*this, shard});
+    }
+    turn ^= 1, ends = false;
     course.after(0);
     return true;
   }
@@ -163,6 +175,7 @@ struct Rows {
 #else
 
 constexpr bool kRows = false;
+constexpr bool kEndsLater = false;
 
 struct Course {
   u64 begin, step_nbytes;
@@ -185,6 +198,7 @@ struct Rows {
   MPICOMM_DEVICE static void load_residuals(Packet (&)[kShards], u32, u64) {}
   MPICOMM_DEVICE static void add(u32, u64, const Reduced&, const Packet&) {}
   MPICOMM_DEVICE static bool end_step(bool ok) { return ok; }
+  MPICOMM_DEVICE static bool end_rows() { return true; }
 };
 
 #endif
