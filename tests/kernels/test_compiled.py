@@ -225,10 +225,17 @@ LAYER_NORM = norm_options(
 )
 SOME_STEPS: list[tuple[Steps, int, tuple[str, ...]]]
 NVFP4 = norm_options("uint8", "bfloat16", codes="float4_e2m1fn", scales=("float8_e4m3fn", 16))
+OF_SHARDS: list[tuple[Steps, int, tuple[str, ...]]]
+OF_SHARDS = [("few", 2, NVFP4), ("laps", 4, LAYER_NORM), ("laps", 4, NVFP4)]
 SOME_STEPS = [("one", 2, NVFP4), ("few", 8, NVFP4), ("few", 2, LAYER_NORM), ("laps", 4, LAYER_NORM)]
 FINISHES += [
     packet_kernel(("bfloat16", "sum"), size, "sentinel", steps, fan_out=False, epilogue=options)
     for steps, size, options in SOME_STEPS
+]
+# Between more than 4 ranks a thread that ends rows of all shards lacks registers. Its turns are long then.
+FINISHES += [
+    packet_kernel(("bfloat16", "sum"), size, "sentinel", steps, fan_out=True, epilogue=options)
+    for steps, size, options in OF_SHARDS
 ]
 FINISHES += [
     norm_kernel("bfloat16", norm_options("bfloat16", "float32")),
