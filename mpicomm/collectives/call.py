@@ -180,8 +180,8 @@ class Call:
         if self.packed is not None:
             return self.packed.nbytes
         if self._converts:
-            assert self.dtype is not None and self.receive is not None
-            return max(1, self.receive.count * self.dtype.itemsize)
+            assert self.dtype is not None and self.send is not None
+            return max(1, self.send.count * self.dtype.itemsize)
         if not self.in_place or self.operation.send == "one":
             return 0
         if self.operation.send == "blocks" and self.on_device:
@@ -212,7 +212,8 @@ class Call:
             else:
                 output_blocks = [self._in_units(receive, receive.block(peer)) for peer in range(self._size)]
         if self._converts and scratch is not None and output is not None:
-            output = Span(scratch.pointer, output.count)
+            assert given is not None
+            output = Span(scratch.pointer, given.count)  # a byte may hold several elements of the result
         if self.packed is not None or self._converts:
             scratch = None  # it is in use; only reduce-scatters need more
         root, op = self.arguments.root, self.op or ""
@@ -407,4 +408,6 @@ class Call:
         if said is not None and operation.send == "counted":
             require_recvcounts(operation, said, send, receive, self._rank, self._size)
         elif not self.in_place:
+            if self.arguments.epilogue is not None:
+                receive = replace(receive, total=self.arguments.epilogue.elements_in(receive))
             require_room(operation, send, receive, self._rank, (self._unit(send), self._unit(receive)))

@@ -11,11 +11,11 @@ import numpy as np
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.epilogues.elementwise import Elementwise, number_of
-from mpicomm.epilogues.norm import RmsNorm
+from mpicomm.epilogues.norm import CodeArguments, Norm, ScaleLayout
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand
 
-__all__ = ["Elementwise", "Epilogue", "fp8", "rms_norm"]
+__all__ = ["Elementwise", "Epilogue", "fp8", "layer_norm", "rms_norm"]
 
 
 def fp8(scale: Any, dtype: str = "float8_e4m3fn") -> Epilogue:
@@ -50,17 +50,62 @@ class _ToEightBits(Elementwise):
         return super().bind(operation, dtype, result)
 
 
-def rms_norm(residual: Any, weight: Any, eps: float = 1e-6) -> Epilogue:
+def rms_norm(
+    residual: Any,
+    weight: Any,
+    eps: float = 1e-6,
+    *,
+    linear_bias: Any = None,
+    scales: Any = None,
+    scale: Any = None,
+    scale_layout: ScaleLayout = "linear",
+) -> Epilogue:
     """Return the epilogue that adds ``residual`` to the result and normalises its rows, as layers of a model do. Local.
 
-    The elements are floats, and a row has as many elements as ``weight``. h = result + residual; residual becomes h;
-    recvbuf becomes h / sqrt(mean of h * h over the row + eps) * weight. The computation is in float32, or in float64
-    for float64. h is rounded to the type of ``sendbuf``, and residual also has this type. The three arrays share no
-    memory, and residual shares none with ``sendbuf``. In "one_shot" on GPUs the kernel that reduces computes it, for
-    rows of up to 32 KiB that are whole numbers of 16 bytes. In other calls on GPUs one more kernel follows and computes
-    it, because several ranks may reduce parts of a row.
+    The elements are floats, and a row has as many elements as ``weight``. h = result + linear_bias + residual; residual
+    becomes h; recvbuf becomes h / sqrt(mean of h * h over the row + eps) * weight. ``linear_bias``, a row of the type
+    of ``sendbuf``, is the bias of the product whose parts the call adds. The computation is in float32, or in float64
+    for float64. h is rounded to the type of ``sendbuf``, and residual also has this type. The arrays share no memory,
+    and the call's ``sendbuf`` shares none with residual and scales.
+
+    With ``scale`` or ``scales`` the row becomes codes, with saturation. ``recvbuf`` has float8_e4m3fn or float8_e5m2,
+    or uint8 with two codes float4_e2m1fn in each byte, the first in the lower half. These need ``scales``. ``scale``, a
+    number or one element of float32, multiplies the row first. Each group of a row has an element of ``scales``. A
+    group is the row, or 16, 32, 64 or 128 elements. The number of scales says which. A scale is the largest magnitude
+    of its group, after ``scale``, divided by the largest code. A code is the value divided by its scale. The type of
+    scales is one of these:
+
+    - float32, rounded to nearest;
+    - uint8 for float8_e8m0fnu, rounded up to a power of two: MXFP8 for 32 elements of 8 bits;
+    - float8_e4m3fn, rounded to nearest: NVFP4 for 16 elements of 4 bits. ``scale`` is the global scale then.
+
+    ``scale_layout`` is "linear", [rows, groups of a row], or for the last two "128x4", the tiles of cuBLAS, padded
+    to multiples of 128 rows and 4 groups. The padding stays as it is. The scale of a group with NaN or infinity is NaN.
+
+    In "one_shot" and "two_shot" on GPUs the kernel that reduces computes it, for rows of whole 16 bytes. "one_shot"
+    needs rows of up to 32 KiB, or a row for each block of the kernel. "two_shot" needs more rows for each rank than the
+    kernel has blocks. In other calls on GPUs one more kernel follows and computes it, with the same bits.
     """
-    return RmsNorm(residual, weight, eps)
+    return Norm("rms_norm", residual, weight, None, eps, linear_bias, CodeArguments(scales, scale, scale_layout))
+
+
+def layer_norm(
+    residual: Any,
+    weight: Any,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    linear_bias: Any = None,
+    scales: Any = None,
+    scale: Any = None,
+    scale_layout: ScaleLayout = "linear",
+) -> Epilogue:
+    """Return the epilogue that adds ``residual`` to the result and applies a layer norm to its rows. Local.
+
+    As `rms_norm`, but recvbuf becomes (h - mean) / sqrt(mean of (h - mean)^2 + eps) * weight + bias. ``bias`` is a row
+    of the type of weight, or None.
+    """
+    return Norm("layer_norm", residual, weight, bias, eps, linear_bias, CodeArguments(scales, scale, scale_layout))
 
 
 def as_epilogue(given: Any, operands: dict[str, Any]) -> Epilogue | None:

@@ -31,7 +31,7 @@ class KernelCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the result. An epilogue needs all elements of a row at once."""
+    """Rows of a shard of the result. An epilogue needs all elements of a row at once."""
 
     count: int
     nbytes: int
@@ -45,7 +45,7 @@ class Fused(NamedTuple):
     """The compiler options that make it a part of the kernel."""
     arguments: ctypes.Structure
     rows: Rows | None = None
-    """The rows that one rank must reduce as a whole; None if the epilogue needs only single elements."""
+    """The rows of a shard, which one rank must reduce as a whole; None if the epilogue needs only single elements."""
 
 
 class BoundEpilogue(ABC):
@@ -68,10 +68,11 @@ class BoundEpilogue(ABC):
         return self.result != self.dtype
 
     @abstractmethod
-    def fused(self, reduced: int, finished: int) -> Fused:
+    def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
         """Return it as a part of a kernel that reduces. The kernel makes elements at ``finished``.
 
         The kernel's exchange names addresses from ``reduced`` on. It stores nothing there if the epilogue `converts`.
+        ``shards`` is the number of ranks that each reduce a shard. A shard has whole rows.
         """
 
     @abstractmethod
@@ -99,6 +100,10 @@ class Epilogue(ABC):
 
         Raises `InvalidUsageError`.
         """
+
+    def elements_in(self, result: Operand) -> int:
+        """Return the number of reduced elements for which ``result`` has room."""
+        return result.total
 
     def read(self, name: str, array: Any, result: Operand, *, writable: bool = False) -> Operand:
         """Return an array that it uses. Raises `InvalidUsageError` and TypeError for others."""

@@ -159,7 +159,7 @@ class BoundElementwise(BoundEpilogue):
         self._numbers = numbers
         self._arrays = arrays
 
-    def fused(self, reduced: int, finished: int) -> Fused:
+    def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
         """See `BoundEpilogue`."""
         options = epilogue_options(self._code, self.result.name if self.converts else None)
         return Fused(options, PacketEpilogue(self._operands, reduced, finished))

@@ -1,134 +1,290 @@
-"""RmsNorm: an epilogue that adds a residual to the result and normalises its rows."""
+"""Norm: an epilogue that adds a residual to the result and normalises its rows, also to codes with scales."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Rows, host_array
+from mpicomm.epilogues.elementwise import number_of
+from mpicomm.epilogues.scaled_codes import GROUPS, LARGEST, SCALES, TILED_GROUPS, Codes, encode, scales_of, tiles_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import kind_of
-from mpicomm.kernels.epilogue import NORM_THREADS, Norm, NormArguments, norm_kernel, norm_options
+from mpicomm.kernels.epilogue import NORM_THREADS, NormArguments, NormKernelArguments, norm_kernel, norm_options
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.overlap import overlaps
 from mpicomm.mpi.types import is_narrow
+
+ScaleLayout = Literal["linear", "128x4"]
 
 _FLOAT32 = np.dtype(np.float32)
 _BLOCKS_OF_A_MULTIPROCESSOR = 8
 _PACKET_NBYTES = 16
 _BLOCK = 1 << 16  # the elements that NumPy computes at once
+_LAYOUTS = ("linear", "128x4")
 
 
-class RmsNorm(Epilogue):
-    """See `mpicomm.epilogues.rms_norm`."""
+@dataclass(frozen=True)
+class CodeArguments:
+    """The arguments of a norm that say how it makes codes."""
 
-    def __init__(self, residual: Any, weight: Any, eps: float) -> None:
-        self._residual = residual
-        self._weight = weight
+    scales: Any = None
+    scale: Any = None
+    layout: str = "linear"
+
+
+class Norm(Epilogue):
+    """See `mpicomm.epilogues.rms_norm` and `layer_norm`, which name it."""
+
+    def __init__(
+        self, name: str, residual: Any, weight: Any, bias: Any, eps: float, linear_bias: Any, scaling: CodeArguments
+    ) -> None:
+        self._name = name
+        self._centred = name == "layer_norm"
+        self._given = {"residual": residual, "weight": weight, "bias": bias, "linear_bias": linear_bias}
+        self._scaling = scaling
+        self._number = None if scaling.scale is None else number_of(scaling.scale)
         self._eps = float(eps)
         if not 0 <= self._eps < np.inf:
-            raise InvalidUsageError(f"eps={eps!r} of rms_norm is no small number: pass one such as 1e-6")
+            raise InvalidUsageError(f"eps={eps!r} of {name} is no small number: pass one such as 1e-6")
+        if scaling.layout not in _LAYOUTS:
+            raise InvalidUsageError(f"scale_layout={scaling.layout!r} of {name}: use one of {', '.join(_LAYOUTS)}")
+        if scaling.layout != "linear" and scaling.scales is None:
+            raise InvalidUsageError(f"scale_layout={scaling.layout!r} of {name} is for scales: pass scales")
 
     def __repr__(self) -> str:
-        return f"rms_norm(..., eps={self._eps})"
+        return f"{self._name}(..., eps={self._eps})"
 
     def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
         """See `Epilogue`."""
-        arrays = identity_of(self._residual), identity_of(self._weight)
-        return None if None in arrays else ("rms_norm", self._eps, *arrays)
+        scale = self._scaling.scale if self._number is None else None
+        arrays = [*self._given.values(), self._scaling.scales, scale]
+        identities = [None if array is None else (identity_of(array),) for array in arrays]
+        if (None,) in identities:
+            return None
+        return self._name, self._eps, self._number, self._scaling.layout, *identities
+
+    def elements_in(self, result: Operand) -> int:
+        """See `Epilogue`. Two codes of 4 bits lie in a byte."""
+        return result.total * (2 if self._has_four_bits(result) else 1)
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
         """See `Epilogue`."""
         assert result.dtype is not None
-        residual = self.read("residual", self._residual, result, writable=True)
-        weight = self.read("weight", self._weight, result)
-        self.require_kind(operation, dtype, result)
-        assert weight.dtype is not None
-        said = f"{operation}: epilogue={self!r}"
-        for name, each in (("recvbuf", result.dtype), ("sendbuf", dtype), ("weight", weight.dtype)):
+        said, count = f"{operation}: epilogue={self!r}", self.elements_in(result)
+        read = {
+            name: self.read(name, array, result, writable=name == "residual")
+            for name, array in self._given.items()
+            if array is not None or name in ("residual", "weight")
+        }
+        residual, weight = read["residual"], read["weight"]
+        assert residual.dtype is not None and weight.dtype is not None
+        four = self._has_four_bits(result)
+        if not four:
+            self.require_kind(operation, dtype, result)
+        types = [("sendbuf", dtype), ("weight", weight.dtype), *([] if four else [("recvbuf", result.dtype)])]
+        for name, each in types:
             if kind_of(each.name) != "float":
                 raise InvalidUsageError(f"{said}: {name} has elements of {each}: pass floats")
-        if residual.dtype != dtype or residual.total != result.total:
+        if residual.dtype != dtype or residual.total != count:
             raise InvalidUsageError(
-                f"{said}: residual has {residual.total} elements of {residual.dtype}: pass {result.total} of {dtype}"
+                f"{said}: residual has {residual.total} elements of {residual.dtype}: pass {count} of {dtype}"
             )
-        if weight.total == 0 or result.total % weight.total:
+        if weight.total == 0 or count % weight.total:
             raise InvalidUsageError(
-                f"{said}: weight has {weight.total} elements, and the {result.total} of the result make no rows of "
-                "that length"
+                f"{said}: weight has {weight.total} elements, and the {count} of the result make no rows of that length"
             )
-        if overlaps(residual, weight):
-            raise InvalidUsageError(f"{said}: residual and weight overlap: copy one of them")
-        return BoundNorm(dtype, result.dtype, residual, weight, self._eps)
+        for name, like in (("bias", weight.dtype), ("linear_bias", dtype)):
+            if name in read and (read[name].total != weight.total or read[name].dtype != like):
+                raise InvalidUsageError(
+                    f"{said}: {name} has {read[name].total} elements of {read[name].dtype}: pass {weight.total} of "
+                    f"{like}, as a row has"
+                )
+        codes, scaled = self._codes(said, dtype, result, count // weight.total, weight.total)
+        read |= scaled
+        written = [residual, *([read["scales"]] if "scales" in read else [])]
+        for changed in written:
+            for other in read.values():
+                if other is not changed and overlaps(changed, other):
+                    raise InvalidUsageError(f"{said}: {changed.name} and {other.name} overlap: copy one of them")
+        return BoundNorm(self._name, dtype, result.dtype, read, self._eps, codes, self._number, tuple(written))
+
+    def _has_four_bits(self, result: Operand) -> bool:
+        assert result.dtype is not None
+        return self._scaling.scales is not None and result.dtype.name == "uint8"
+
+    def _codes(
+        self, said: str, dtype: np.dtype[Any], result: Operand, rows: int, hidden: int
+    ) -> tuple[Codes | None, dict[str, Operand]]:
+        """Return the codes of the call, and the arrays of scales by name."""
+        assert result.dtype is not None
+        given, read = self._scaling, dict[str, Operand]()
+        if given.scales is None and given.scale is None:
+            return None, read
+        code = "float4_e2m1fn" if self._has_four_bits(result) else result.dtype.name
+        named = "scales" if given.scales is not None else "scale"
+        if code not in LARGEST:
+            raise InvalidUsageError(
+                f"{said}: {named} is for codes, and recvbuf has {result.dtype}: pass float8_e4m3fn or float8_e5m2, or "
+                "uint8 with two codes of 4 bits in a byte"
+            )
+        if dtype.name == "float64":
+            raise InvalidUsageError(
+                f"{said}: {named} is for sums of up to 32 bits, and sendbuf has float64: convert it"
+            )
+        if given.scale is not None and self._number is None:
+            read["scale"] = scale = self.read("scale", given.scale, result)
+            if scale.dtype != _FLOAT32 or scale.total != 1:
+                raise InvalidUsageError(
+                    f"{said}: scale has {scale.total} elements of {scale.dtype}: pass a number, or one element of "
+                    "float32"
+                )
+        if given.scales is None:
+            return Codes(code), read
+        read["scales"] = scales = self.read("scales", given.scales, result, writable=True)
+        assert scales.dtype is not None
+        kind, tiled = SCALES.get(scales.dtype.name), given.layout == "128x4"
+        if kind is None:
+            raise InvalidUsageError(
+                f"{said}: scales has elements of {scales.dtype}: pass float32, float8_e4m3fn, or uint8 for "
+                "float8_e8m0fnu"
+            )
+        sizes = TILED_GROUPS.get(kind, ()) if tiled else GROUPS
+        counts = {size: hidden // size for size in sizes if hidden % size == 0}
+        if not tiled and hidden * dtype.itemsize % _PACKET_NBYTES == 0 and hidden not in counts:
+            counts[0] = 1
+        expected = {size: scales_of(rows, columns, tiled=tiled) for size, columns in counts.items()}
+        for size, total in expected.items():
+            if total == scales.total:
+                return Codes(code, kind, size, tiled), read
+        known = ", or ".join(f"{total} for each {size or 'row'}" for size, total in expected.items())
+        raise InvalidUsageError(
+            f"{said}: scales has {scales.total} elements of {kind} in the layout {given.layout}, for {rows} rows of "
+            f"{hidden} elements: pass {known or 'rows of whole groups'}"
+        )
 
 
 class BoundNorm(BoundEpilogue):
-    """The normalisation of a call with a result that has the rows of ``weight``."""
+    """The normalisation of a call with a result that has the rows of ``weight``. ``arrays`` are its arrays by name."""
 
     def __init__(
-        self, dtype: np.dtype[Any], result: np.dtype[Any], residual: Operand, weight: Operand, eps: float
+        self,
+        name: str,
+        dtype: np.dtype[Any],
+        result: np.dtype[Any],
+        arrays: dict[str, Operand],
+        eps: float,
+        codes: Codes | None,
+        scale: float | None,
+        writes: tuple[Operand, ...],
     ) -> None:
-        super().__init__(f"rms_norm, {weight.total} {weight.dtype}, eps={eps}, to {result}", dtype, result)
-        self.writes = (residual,)
-        self._residual = residual
-        self._weight = weight
+        weight = arrays["weight"]
+        has = "".join(f", {each}" for each in ("bias", "linear_bias", "scale") if each in arrays)
+        made = result if codes is None else f"{codes}, scale={scale}"
+        super().__init__(f"{name}, {weight.total} {weight.dtype}{has}, eps={eps}, to {made}", dtype, result)
+        self.writes = writes
+        self._centred = name == "layer_norm"
+        self._arrays = arrays
         self._eps = eps
+        self._codes = codes
+        self._scale = 1.0 if scale is None else float(scale)
+        self._hidden = weight.total
+        self._rows = arrays["residual"].total // weight.total
 
     @property
-    def _rows(self) -> int:
-        return self._residual.total // self._weight.total
+    def _options(self) -> tuple[str, ...]:
+        weight, codes = self._arrays["weight"].dtype, self._codes
+        assert weight is not None
+        return norm_options(
+            self.result.name,
+            weight.name,
+            centred=self._centred,
+            bias="bias" in self._arrays,
+            linear_bias="linear_bias" in self._arrays,
+            codes=None if codes is None else codes.type,
+            scales=None if codes is None or codes.scales is None else (codes.scales, codes.group),
+        )
 
-    def _norm(self, output: int) -> Norm:
-        return Norm(output, self._residual.pointer, self._weight.pointer, self._rows, self._weight.total, self._eps)
+    def _arguments(self, output: int, rows_of_shard: int) -> NormArguments:
+        named = ("residual", "weight", "bias", "linear_bias", "scales", "scale")
+        pointers = [self._arrays[name].pointer if name in self._arrays else 0 for name in named]
+        codes, tiles = self._codes, 0
+        if codes is not None and codes.tiled:
+            tiles = tiles_of(self._hidden // (codes.group or self._hidden))
+        shape = self._rows, rows_of_shard, self._hidden, tiles
+        return NormArguments(output, *pointers, *shape, self._eps, self._scale)
 
-    def fused(self, reduced: int, finished: int) -> Fused:
+    def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
         """See `BoundEpilogue`."""
-        assert self._weight.dtype is not None
-        options = norm_options(self.result.name, self._weight.dtype.name)
-        return Fused(options, self._norm(finished), Rows(self._rows, self._weight.total * self.dtype.itemsize))
+        rows = Rows(-(-self._rows // shards), self._hidden * self.dtype.itemsize)
+        return Fused(self._options, self._arguments(finished, rows.count), rows)
 
     def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
-        assert self._weight.dtype is not None
-        variant = norm_kernel(self.dtype.name, self.result.name, self._weight.dtype.name)
+        arguments = NormKernelArguments(source, failed, self._arguments(output, self._rows))
         blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
-        return KernelCall(variant, NormArguments(source, failed, self._norm(output)), blocks, NORM_THREADS)
+        return KernelCall(norm_kernel(self.dtype.name, self._options), arguments, blocks, NORM_THREADS)
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """See `BoundEpilogue`. It adds squares in the order of the kernel, so it has the kernel's bits."""
+        """See `BoundEpilogue`. It adds numbers in the order of the kernel, so it has the kernel's bits."""
         wide = _FLOAT32 if is_narrow(self.dtype) else self.dtype
-        weight = host_array(self._weight).astype(wide)
-        shape = -1, weight.size
-        residuals = host_array(self._residual).reshape(shape)
-        values, results = reduced.reshape(shape), out.reshape(shape)
+        weight, bias, linear_bias = (self._row(name, wide) for name in ("weight", "bias", "linear_bias"))
+        assert weight is not None
+        shape = -1, self._hidden
+        residuals = host_array(self._arrays["residual"]).reshape(shape)
+        values, results = reduced.reshape(shape), out.reshape(self._rows, -1)
         step = max(1, _BLOCK // weight.size)
         with np.errstate(all="ignore"):
             for start in range(0, len(values), step):
                 rows = slice(start, start + step)
-                total = values[rows].astype(wide) + residuals[rows].astype(wide)
-                np.copyto(residuals[rows], total, casting="unsafe")
+                total = values[rows].astype(wide)
+                if linear_bias is not None:
+                    total = total + linear_bias
+                np.copyto(residuals[rows], total + residuals[rows].astype(wide), casting="unsafe")
                 h = residuals[rows].astype(wide)
-                mean = _sums_of_squares(h, _PACKET_NBYTES // self.dtype.itemsize) / wide.type(weight.size)
-                normal = h / np.sqrt(mean + wide.type(self._eps)) * weight
+                if self._centred:
+                    h = h - self._mean(h)
+                normal = h / np.sqrt(self._mean(h * h) + wide.type(self._eps)) * weight
+                if bias is not None:
+                    normal = normal + bias
+                if self._codes is not None:
+                    self._encode(self._codes, normal, start, results[rows])
+                    continue
                 if is_narrow(self.result):
                     normal = normal.astype(_FLOAT32)
                 np.copyto(results[rows], normal, casting="unsafe")
 
+    def _row(self, name: str, wide: np.dtype[Any]) -> npt.NDArray[Any] | None:
+        return host_array(self._arrays[name]).astype(wide) if name in self._arrays else None
 
-def _sums_of_squares(values: npt.NDArray[Any], per_packet: int) -> npt.NDArray[Any]:
-    """Return the sum of the squares of each row, as a column."""
+    def _mean(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the mean of each row, as a column."""
+        mean: npt.NDArray[Any] = _sums(values, _PACKET_NBYTES // self.dtype.itemsize) / values.dtype.type(self._hidden)
+        return mean
+
+    def _encode(self, codes: Codes, normal: npt.NDArray[Any], first: int, out: npt.NDArray[Any]) -> None:
+        scale = np.float32(self._scale)
+        if "scale" in self._arrays:
+            scale = host_array(self._arrays["scale"])[0]
+        scales = host_array(self._arrays["scales"]) if "scales" in self._arrays else None
+        encode(codes, normal * scale, first, out.view(np.uint8), scales)
+
+
+def _sums(values: npt.NDArray[Any], per_packet: int) -> npt.NDArray[Any]:
+    """Return the sum of each row, as a column."""
     rows, hidden = values.shape
     threads = NORM_THREADS
     while threads > 1 and (threads // 2) * per_packet >= hidden:
         threads //= 2  # the other threads would add nothing
     steps = -(-hidden // (threads * per_packet))
-    squares = np.zeros((rows, steps * threads * per_packet), values.dtype)
-    squares[:, :hidden] = values * values
+    padded = np.zeros((rows, steps * threads * per_packet), values.dtype)
+    padded[:, :hidden] = values
     # Element [n, row, thread] is the n-th element that a thread adds.
-    added = squares.reshape(rows, steps, threads, per_packet).transpose(1, 3, 0, 2).reshape(-1, rows, threads)
+    added = padded.reshape(rows, steps, threads, per_packet).transpose(1, 3, 0, 2).reshape(-1, rows, threads)
     sums: npt.NDArray[Any] = added[0]
     for each in added[1:]:
         sums = sums + each

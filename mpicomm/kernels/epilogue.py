@@ -1,4 +1,4 @@
-"""Epilogues of reductions: in kernels that reduce, and in epilogue.cu and rms_norm.cu after other kernels."""
+"""Epilogues of reductions: in kernels that reduce, and in epilogue.cu and norm.cu after other kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import OPTIONS, cpp_name
 from mpicomm.kernels.variant import Variant
 
-# Constants of epilogue.cuh, epilogue.cu and rms_norm.cuh; a test compares them.
+# Constants of epilogue.cuh, epilogue.cu and norm.cuh; a test compares them.
 MOST_OPERANDS = 8
 EPILOGUE_THREADS = 512
 NORM_THREADS = 256
@@ -46,26 +46,33 @@ class EpilogueArguments(ctypes.Structure):
     ]
 
 
-class Norm(ctypes.Structure):
-    """The host's copy of ``Norm`` in rms_norm.cuh."""
+class NormArguments(ctypes.Structure):
+    """The host's copy of ``Norm`` in norm.cuh."""
 
     _fields_ = [
         ("output", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("weight", ctypes.c_uint64),
+        ("bias", ctypes.c_uint64),
+        ("linear_bias", ctypes.c_uint64),
+        ("scales", ctypes.c_uint64),
+        ("scale_at", ctypes.c_uint64),
         ("rows", ctypes.c_uint64),
+        ("rows_of_shard", ctypes.c_uint64),
         ("hidden", ctypes.c_uint64),
+        ("tiles", ctypes.c_uint64),
         ("eps", ctypes.c_double),
+        ("scale", ctypes.c_double),
     ]
 
 
-class NormArguments(ctypes.Structure):
-    """The host's copy of ``RmsNorm`` in rms_norm.cu."""
+class NormKernelArguments(ctypes.Structure):
+    """The host's copy of ``NormKernel`` in norm.cu."""
 
     _fields_ = [
         ("source", ctypes.c_uint64),
         ("failed", ctypes.c_uint64),
-        ("norm", Norm),
+        ("norm", NormArguments),
     ]
 
 
@@ -78,9 +85,26 @@ def epilogue_options(expression: str, result: str | None = None) -> tuple[str, .
     return f"-DMPICOMM_EPILOGUE={expression}", *converts
 
 
-def norm_options(result: str, weight: str) -> tuple[str, ...]:
-    """Return the options for a kernel that normalises rows of reduced elements."""
-    return f"-DMPICOMM_RESULT={cpp_name(result)}", f"-DMPICOMM_WEIGHT={cpp_name(weight)}"
+def norm_options(
+    result: str,
+    weight: str,
+    *,
+    centred: bool = False,
+    bias: bool = False,
+    linear_bias: bool = False,
+    codes: str | None = None,
+    scales: tuple[str, int] | None = None,
+) -> tuple[str, ...]:
+    """Return the options for a kernel that normalises rows of reduced elements: see norm.cuh.
+
+    ``codes`` is the type of codes, and ``scales`` the type of their scales and the elements of a group, 0 for a row.
+    """
+    flags = {"CENTRED": centred, "BIAS": bias, "LINEAR_BIAS": linear_bias}
+    scaled: tuple[str, ...] = () if codes is None else (f"-DMPICOMM_CODES={codes}",)
+    if scales is not None:
+        scaled += (f"-DMPICOMM_SCALES={scales[0]}", f"-DMPICOMM_GROUP={scales[1]}")
+    types = f"-DMPICOMM_RESULT={cpp_name(result)}", f"-DMPICOMM_WEIGHT={cpp_name(weight)}"
+    return (*types, *(f"-DMPICOMM_{name}" for name, wanted in flags.items() if wanted), *scaled)
 
 
 def epilogue_kernel(dtype: str, result: str, expression: str) -> Variant:
@@ -89,9 +113,9 @@ def epilogue_kernel(dtype: str, result: str, expression: str) -> Variant:
     return Variant(SHARED / "epilogue.cu", "mpicomm_epilogue", options)
 
 
-def norm_kernel(dtype: str, result: str, weight: str) -> Variant:
-    """Return the kernel that adds a residual to rows of ``dtype`` and normalises them to ``result``."""
-    return Variant(SHARED / "rms_norm.cu", "mpicomm_rms_norm", (*_reduced(dtype), *norm_options(result, weight)))
+def norm_kernel(dtype: str, options: tuple[str, ...]) -> Variant:
+    """Return the kernel that normalises rows of ``dtype``. ``options`` are of `norm_options`."""
+    return Variant(SHARED / "norm.cu", "mpicomm_norm", (*_reduced(dtype), *options))
 
 
 def _reduced(dtype: str) -> tuple[str, ...]:

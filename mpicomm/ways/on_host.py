@@ -49,11 +49,11 @@ class WithEpilogue:
     def enqueue(self, call: Call, *, blocking: bool) -> None:
         """See `Way.enqueue`."""
         epilogue, receive, given = call.epilogue, call.receive, call.arguments
-        assert epilogue is not None and receive is not None
+        assert epilogue is not None and receive is not None and call.send is not None
         made = array_at(receive.pointer, receive.nbytes, _BYTE).view(epilogue.result)
         reduced, target = made, given.receive
         if epilogue.converts:
-            reduced = target = np.empty(receive.total, epilogue.dtype)
+            reduced = target = np.empty(call.send.total, epilogue.dtype)
         arguments = Arguments(given.send, target, given.op)
         self._carry(self._reader.read(call.operation, arguments, call.algorithm, None), blocking=True)
         epilogue.on_host(reduced, made)

@@ -2,7 +2,8 @@
 
 It times CUDA graphs of 20 all-reduces: without an epilogue; with an epilogue; with the same epilogue in a second kernel
 of mpicomm; and with kernels of CuPy that compute the same. The epilogues are ``v * scale + bias[i]``, a conversion to
-float8, and a residual with an RMS norm of rows of 4096. The script compares the results first. It prints microseconds
+float8, a residual with an RMS norm of rows of 4096, and the same norm to float8 with a scale for each row. The script
+compares the results first. ``--algorithm`` names the algorithm of all calls. It prints microseconds
 for one all-reduce: the slowest rank's median over 7 launches. Ranks that share a GPU take turns, so compare the
 columns, and do not compare the times with times of other machines.
 """
@@ -31,7 +32,7 @@ from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand
 from mpicomm.sizes import format_size
 
-SIZES = (16 << 10, 256 << 10, 4 << 20, 64 << 20)
+SIZES = (16 << 10, 256 << 10, 4 << 20, 8 << 20, 64 << 20, 256 << 20)
 CALLS, ROUNDS = 20, 7
 HIDDEN = 4096
 SCALE = 0.5
@@ -67,7 +68,7 @@ class Behind(Epilogue):
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
         """See `Epilogue`."""
         bound = self._epilogue.bind(operation, dtype, result)
-        vars(bound)["fused"] = lambda reduced, finished: None
+        vars(bound)["fused"] = lambda *_: None
         return bound
 
 
@@ -84,8 +85,9 @@ class Float8:
 class Calls:
     """All-reduces of ``x``, without an epilogue, with an epilogue, and with kernels after them."""
 
-    def __init__(self, comm: mpicomm.Communicator, x: Any) -> None:
+    def __init__(self, comm: mpicomm.Communicator, x: Any, algorithm: str) -> None:
         self._comm = comm
+        self._algorithm = algorithm
         self._x = x
         self._total = cupy.empty_like(x)
 
@@ -104,13 +106,13 @@ class Calls:
         """
 
         def alone() -> None:
-            self._comm.Allreduce(self._x, self._total)
+            self._comm.Allreduce(self._x, self._total, algorithm=self._algorithm)
 
         def fused() -> None:
-            self._comm.Allreduce(self._x, y, epilogue=epilogue)
+            self._comm.Allreduce(self._x, y, algorithm=self._algorithm, epilogue=epilogue)
 
         def behind() -> None:
-            self._comm.Allreduce(self._x, other, epilogue=Behind(same))
+            self._comm.Allreduce(self._x, other, algorithm=self._algorithm, epilogue=Behind(same))
 
         def with_cupy() -> Any:
             alone()
@@ -154,11 +156,11 @@ def _require_close(got: Any, expected: Any) -> None:
         raise SystemExit(f"CuPy has other results: {_words(got)[:4]} and {expected[:4]}")
 
 
-def affine(comm: mpicomm.Communicator, x: Any) -> list[float]:
+def affine(comm: mpicomm.Communicator, x: Any, algorithm: str) -> list[float]:
     """Return the times of ``v * scale + bias[i]``."""
     bias, z = cupy.random.random(x.size).astype(x.dtype), cupy.empty_like(x)
     epilogue = Elementwise("v * scale + bias[i]", scale=SCALE, bias=bias)
-    return Calls(comm, x).times_us(
+    return Calls(comm, x, algorithm).times_us(
         epilogue,
         cupy.empty_like(x),
         epilogue,
@@ -167,40 +169,72 @@ def affine(comm: mpicomm.Communicator, x: Any) -> list[float]:
     )
 
 
-def fp8(comm: mpicomm.Communicator, x: Any) -> list[float]:
+def fp8(comm: mpicomm.Communicator, x: Any, algorithm: str) -> list[float]:
     """Return the times of a conversion to float8."""
     y, other, z = (cupy.empty(x.size, np.uint8) for _ in range(3))
     epilogue = epilogues.fp8(SCALE)
-    return Calls(comm, x).times_us(
+    return Calls(comm, x, algorithm).times_us(
         epilogue, Float8(y), epilogue, Float8(other), lambda total: _to_float8(total, np.float32(SCALE), z)
     )
 
 
-def norm(comm: mpicomm.Communicator, x: Any) -> list[float]:
+class Norms:
+    """A norm of rows with the residual of an epilogue, with the residual of an equal one, and by CuPy."""
+
+    def __init__(self, x: Any) -> None:
+        self.weight, self.normal = cupy.random.random(HIDDEN).astype(x.dtype), cupy.empty_like(x)
+        self.residual, self.other_residual, self._third = (cupy.zeros_like(x) for _ in range(3))
+
+    def by_cupy(self, total: Any) -> Any:
+        """Return the normal rows."""
+        rows = self._third.reshape(-1, HIDDEN)
+        cupy.add(self._third, total, out=self._third)
+        squares = cupy.square(rows, dtype=cupy.float32).mean(axis=1, keepdims=True)
+        normal = self.normal.reshape(-1, HIDDEN)
+        cupy.multiply(rows * (1 / cupy.sqrt(squares + 1e-6)), self.weight, out=normal, casting="unsafe")
+        return self.normal
+
+
+def norm(comm: mpicomm.Communicator, x: Any, algorithm: str) -> list[float]:
     """Return the times of a residual and the norm of rows."""
-    weight, z = cupy.random.random(HIDDEN).astype(x.dtype), cupy.empty_like(x)
-    residual, other_residual, third = (cupy.zeros_like(x) for _ in range(3))
-    rows = third.reshape(-1, HIDDEN)
+    norms = Norms(x)
+    return Calls(comm, x, algorithm).times_us(
+        epilogues.rms_norm(norms.residual, norms.weight),
+        cupy.empty_like(x),
+        epilogues.rms_norm(norms.other_residual, norms.weight),
+        cupy.empty_like(x),
+        norms.by_cupy,
+    )
+
+
+def norm_fp8(comm: mpicomm.Communicator, x: Any, algorithm: str) -> list[float]:
+    """Return the times of a residual and the norm of rows, as float8 with a scale for each row."""
+    norms, rows = Norms(x), x.size // HIDDEN
+    y, other, z = (cupy.empty(x.size, np.uint8) for _ in range(3))
+    scales, other_scales = (cupy.empty(rows, np.float32) for _ in range(2))
 
     def cupy_behind(total: Any) -> Any:
-        cupy.add(third, total, out=third)
-        squares = cupy.square(rows, dtype=cupy.float32).mean(axis=1, keepdims=True)
-        cupy.multiply(rows * (1 / cupy.sqrt(squares + 1e-6)), weight, out=z.reshape(-1, HIDDEN), casting="unsafe")
-        return z
+        normal = norms.by_cupy(total).reshape(-1, HIDDEN)
+        inverse = np.float32(448) / cupy.abs(normal).max(axis=1, keepdims=True).astype(np.float32)
+        return _to_float8(normal, inverse, z.reshape(-1, HIDDEN)).ravel()
 
-    return Calls(comm, x).times_us(
-        epilogues.rms_norm(residual, weight),
-        cupy.empty_like(x),
-        epilogues.rms_norm(other_residual, weight),
-        cupy.empty_like(x),
+    return Calls(comm, x, algorithm).times_us(
+        epilogues.rms_norm(norms.residual, norms.weight, scales=scales),
+        Float8(y),
+        epilogues.rms_norm(norms.other_residual, norms.weight, scales=other_scales),
+        Float8(other),
         cupy_behind,
     )
+
+
+KINDS = (("affine", affine), ("fp8", fp8), ("norm", norm), ("norm fp8", norm_fp8))
 
 
 def main() -> None:
     """Measure, print on rank 0, and write the table if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=output_file)
+    parser.add_argument("--algorithm", default="auto", help="the algorithm of all calls")
     options = parser.parse_args()
     rows: list[list[Any]] = []
     with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
@@ -208,23 +242,25 @@ def main() -> None:
             raise SystemExit("there is no GPU: epilogues of host arrays are NumPy's")
         ranks = comm.gather(rank_record(comm.describe()))
         say = sys.stdout.write if comm.rank == 0 else lambda _: 0
-        say(f"{'us, ' + str(comm.size) + ' ranks':>24}" + "".join(f"{column:>14}" for column in COLUMNS) + "\n")
+        say(f"{'us, ' + str(comm.size) + ' ranks':>26}" + "".join(f"{column:>14}" for column in COLUMNS) + "\n")
         for name, dtype in (("float32", cupy.float32), ("float16", cupy.float16)):
-            for what, measure in (("affine", affine), ("fp8", fp8), ("norm", norm)):
+            for what, measure in KINDS:
                 for nbytes in SIZES:
                     x = cupy.random.random(nbytes // np.dtype(dtype).itemsize).astype(dtype)
-                    times = measure(comm, x)
-                    say(f"{name:>8} {what:>6} {format_size(nbytes):>8}" + "".join(f"{t:14.2f}" for t in times) + "\n")
+                    times = measure(comm, x, options.algorithm)
+                    say(f"{name:>8} {what:>8} {format_size(nbytes):>8}" + "".join(f"{t:14.2f}" for t in times) + "\n")
                     rows.append([name, what, format_size(nbytes), *(round(each, 2) for each in times)])
     if ranks is not None and options.json is not None:
         text = (
             f"CUDA graphs have {CALLS} all-reduces without an epilogue, or with one. The same epilogue also runs in a "
             "second kernel of mpicomm, and in kernels of CuPy. Times are us for one "
             "all-reduce on the slowest rank. *affine* is `v * scale + bias[i]`, *fp8* multiplies and converts to "
-            f"float8_e4m3fn, *norm* adds a residual and normalises rows of {HIDDEN}."
+            f"float8_e4m3fn, *norm* adds a residual and normalises rows of {HIDDEN}, and *norm fp8* converts these "
+            "rows to float8_e4m3fn with a scale for each row."
         )
         columns = ["type", "epilogue", "size", *COLUMNS]
-        title = f"Epilogues of all-reduces, {len(ranks)} ranks"
+        named = "" if options.algorithm == "auto" else f", {options.algorithm}"
+        title = f"Epilogues of all-reduces, {len(ranks)} ranks{named}"
         where = hardware(ranks)
         add_tables(options.json, [Table("Calls", title, where, columns, rows, text=text, command=command(len(ranks)))])
 

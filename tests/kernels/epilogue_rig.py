@@ -43,7 +43,8 @@ def on_rank(epilogue: Epilogue, machine: Machine, rank: int, offset: int = 0) ->
 
 
 def finished(epilogue: BoundEpilogue, values: Array) -> Array:
-    made = np.empty(values.size, epilogue.result)
+    two_in_byte = epilogue.result.name == "uint8"
+    made = np.empty(values.size // (2 if two_in_byte else 1), epilogue.result)
     epilogue.on_host(values, made)
     return made
 
@@ -73,25 +74,27 @@ class FusedCalls:
         *,
         two_shot: bool = False,
         exact: bool = False,
-        residual: Array | None = None,
+        written: dict[str, Array] | None = None,
         values: Callable[[np.dtype[Any], int, np.random.Generator], Array] = samples,
     ) -> None:
         """Enqueue an all-reduce, in place if it may be; arrays lie anywhere, and a rank may be late.
 
-        ``exact``: whether NaN has to have the same bits. ``residual`` is the residual of the epilogue, which changes on
-        each rank. ``values`` makes the ranks' inputs.
+        ``exact``: whether NaN has to have the same bits. ``written`` are the arrays that the epilogue changes on each
+        rank, by name. ``values`` makes the ranks' inputs.
         """
         size, machine, rng, (name, op) = self._rig.size, self._rig.machine, self._rng, reduction
-        whole = bound(epilogue, name, result, count)
+        # Two codes of 4 bits lie in a byte.
+        room = count // 2 if result == "uint8" else count
+        whole = bound(epilogue, name, result, room)
         moved = [on_rank(epilogue, machine, rank, offset=self._offset(whole.dtype)) for rank in range(size)]
-        on_ranks = [bound(each, name, result, count) for each, _ in moved]
+        on_ranks = [bound(each, name, result, room) for each, _ in moved]
         parts = [values(whole.dtype, count, rng) for _ in range(size)]
         expected = finished(whole, reduced(op, parts))  # it changes the residual, too
         for rank, part in enumerate(parts):
             source = machine.place(rank, part, offset=self._offset(whole.dtype))
             target = scratch = source
             if whole.converts or rng.integers(2):
-                target = machine.place(rank, np.zeros(count, whole.result), offset=self._offset(whole.result))
+                target = machine.place(rank, np.zeros(room, whole.result), offset=self._offset(whole.result))
                 scratch = machine.place(rank, np.zeros_like(part)) if whole.converts else target
             send, output = Span(source.address, count), Span(scratch.address, count)
             pattern = patterns.allreduce(
@@ -103,8 +106,8 @@ class FusedCalls:
             self._checks.append((target, expected, exact))
             if whole.converts:
                 self._checks.append((scratch, np.zeros_like(part), True))
-            if residual is not None:
-                self._checks.append((moved[rank][1]["residual"], residual, False))
+            for array, changed in (written or {}).items():
+                self._checks.append((moved[rank][1][array], changed, False))
 
     def _offset(self, dtype: np.dtype[Any]) -> int:
         return int(self._rng.choice((0, 16, dtype.itemsize)))

@@ -15,7 +15,7 @@ from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
 from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
-from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
+from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in, two_shot_of_rows
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
@@ -87,9 +87,13 @@ class PacketRig:
     ) -> None:
         """Enqueue a rank's part of a collective; the geometry of the rig divides the work among threads."""
         call = replace(pattern.call(signature), epilogue=finish, wire=wire)
-        fused = fused_in(call)
-        rows = row_geometry(fused.rows, self._geometry.blocks, self.size) if fused and fused.rows else None
-        for step in pattern.steps:
+        fans = pattern.algorithm == "two_shot"
+        fused = fused_in(call, self.size if fans else 1)
+        rows, steps = None, pattern.steps
+        if fused and fused.rows:
+            rows = row_geometry(fused.rows, self._geometry.blocks, self.size, fan_out=fans)
+            steps = [two_shot_of_rows(call, fused.rows)] if fans else steps
+        for step in steps:
             exchange, fan_out = (step.first, step.second) if isinstance(step, TwoShot) else (step, None)
             nbytes = _ANY_NBYTES if pattern.operation.counts == "private" else step.longest_nbytes
             node, geometry = self._nodes[rank], self._geometry

@@ -215,7 +215,33 @@ FINISHES += [
         ("float8_e5m2", "float64", "float16", 8),
     )
 ]
-FINISHES += [norm_kernel("bfloat16", "bfloat16", "float32"), norm_kernel("float64", "float32", "float64")]
+LAYER_NORM = norm_options(
+    "float8_e4m3fn",
+    "bfloat16",
+    centred=True,
+    bias=True,
+    linear_bias=True,
+    codes="float8_e4m3fn",
+    scales=("float32", 0),
+)
+SOME_STEPS: list[tuple[Steps, int, tuple[str, ...]]]
+NVFP4 = norm_options("uint8", "bfloat16", codes="float4_e2m1fn", scales=("float8_e4m3fn", 16))
+OF_SHARDS: list[tuple[Steps, int, tuple[str, ...]]]
+OF_SHARDS = [("few", 2, NVFP4), ("laps", 4, LAYER_NORM), ("laps", 4, NVFP4)]
+SOME_STEPS = [("one", 2, NVFP4), ("few", 8, NVFP4), ("few", 2, LAYER_NORM), ("laps", 4, LAYER_NORM)]
+FINISHES += [
+    packet_kernel(("bfloat16", "sum"), size, "sentinel", steps, fan_out=False, epilogue=options)
+    for steps, size, options in SOME_STEPS
+]
+# Between more than 4 ranks a thread that ends rows of all shards lacks registers. Its turns are long then.
+FINISHES += [
+    packet_kernel(("bfloat16", "sum"), size, "sentinel", steps, fan_out=True, epilogue=options)
+    for steps, size, options in OF_SHARDS
+]
+FINISHES += [
+    norm_kernel("bfloat16", norm_options("bfloat16", "float32")),
+    norm_kernel("float64", norm_options("float32", "float64", centred=True, bias=True, linear_bias=True)),
+]
 
 
 @pytest.mark.parametrize("variant", FINISHES, ids=lambda variant: " ".join(variant.options[1:]).replace(FINISH, ""))
@@ -253,7 +279,7 @@ LARGEST_BLOCKS = [
     (local_reduction_kernel(("float32", "sum")), REDUCTION_THREADS),
     (combine_kernel(("float32", "sum"), "float32"), COMBINE_THREADS),
     (epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH), EPILOGUE_THREADS),
-    (norm_kernel("float64", "float32", "float64"), NORM_THREADS),
+    (norm_kernel("float64", norm_options("float32", "float64")), NORM_THREADS),
     (PACK_KERNEL, PACK_THREADS),
     (DISPATCH_KERNEL, DISPATCH_THREADS),
     (combine_experts_kernel("bfloat16", "float32"), SUM_THREADS),

@@ -106,7 +106,7 @@ def test_the_threads_of_a_row_leave_together_if_some_see_a_failure(builds: Build
     finish = CallEpilogue(bound(epilogue, "float32", "float32", values.size), target.address)
     (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
     # Another stream reports a failure while the block begins: only one thread sees it.
-    late = Change("rms_norm.cu", "load_relaxed(x.failed) == kClear", "threadIdx.x != 5")
+    late = Change("norm.cu", "load_relaxed(x.failed) == kClear", "threadIdx.x != 5")
     kernel = kernel_of(builds, launch.variant, [late])
     machine.launch(0, kernel, [launch.arguments], blocks=1, threads=launch.threads)
     machine.run(limit_s=15)

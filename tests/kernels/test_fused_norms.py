@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups, row_geometry
 from mpicomm.epilogues import rms_norm
 from mpicomm.epilogues.base import Rows
 from tests.helpers.references.reductions import Array, dtype_named
@@ -39,6 +39,7 @@ def run_norms(
     weight: str,
     *,
     size: int = 3,
+    two_shot: bool = False,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     laps: int = 40,
     seed: int = 0,
@@ -46,7 +47,7 @@ def run_norms(
     limit_s: float = 60,
 ) -> None:
     """Sums whose rows are normalised by two blocks; the inboxes hold ``laps`` steps."""
-    threads = SMALL.blocks * 256 * (2 if size == 2 else 1)
+    threads = SMALL.blocks * 256 * most_groups(size, fan_out=two_shot)
     rig = PacketRig(
         Machine(builds, size), "sentinel", SMALL, inbox_nbytes=laps * threads * 16, changes=changes, timeout_s=2
     )
@@ -56,10 +57,14 @@ def run_norms(
         hidden = nbytes // dtype_named(dtype).itemsize
         residual = numbers(dtype_named(dtype), rows * hidden, rng)
         epilogue = rms_norm(residual, numbers(dtype_named(weight), hidden, rng), 1e-3)
-        calls.allreduce(epilogue, (dtype, "sum"), result, rows * hidden, residual=residual, values=numbers)
+        written = {"residual": residual}
+        calls.allreduce(
+            epilogue, (dtype, "sum"), result, rows * hidden, two_shot=two_shot, written=written, values=numbers
+        )
     calls.run(seed=seed, limit_s=limit_s)
 
 
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize(
     ("dtype", "result", "weight", "size"),
     [
@@ -70,20 +75,23 @@ def run_norms(
         ("float64", "float32", "float64", 3),
     ],
 )
-def test_rows_are_normalised(builds: Builds, dtype: str, result: str, weight: str, size: int) -> None:
-    run_norms(builds, dtype, result, weight, size=size)
+def test_rows_are_normalised(builds: Builds, dtype: str, result: str, weight: str, size: int, two_shot: bool) -> None:
+    run_norms(builds, dtype, result, weight, size=size, two_shot=two_shot)
 
 
 LONG = ((13, 3 * STEP_NBYTES - 16), (40, STEP_NBYTES), (9, 5 * STEP_NBYTES))
 
 
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 9)])
-def test_slots_are_used_again(builds: Builds, size: int, laps: int) -> None:
-    run_norms(builds, "float32", "float32", "float32", size=size, shapes=LONG, laps=laps)
+def test_slots_are_used_again(builds: Builds, size: int, laps: int, two_shot: bool) -> None:
+    run_norms(builds, "float32", "float32", "float32", size=size, shapes=LONG, laps=laps, two_shot=two_shot)
 
 
-def test_no_race(watched_builds: Builds) -> None:
-    run_norms(watched_builds, "float32", "float32", "float32", shapes=[*SHAPES, LONG[0]], laps=8)
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+def test_no_race(watched_builds: Builds, two_shot: bool) -> None:
+    shapes = [*SHAPES, LONG[0]]
+    run_norms(watched_builds, "float32", "float32", "float32", shapes=shapes, laps=8, two_shot=two_shot)
 
 
 # In every third step only the first thread has a unit. With 8 laps some fences fall on such a step. On every second
@@ -93,24 +101,35 @@ SLOW = "(overseer == 0 || (reinterpret_cast<u64>(this) >> 32) % 2 == 1 ? 0 : 100
 LATER = [*LATE, Change("fences.cuh", "turn < 20;", f"turn < {SLOW};")]
 
 
-def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
-    run_norms(builds, "float32", "float32", "float32", shapes=GAPS, laps=LAPS, changes=LATER)
-    run_norms(builds, "float32", "float32", "float32", shapes=LONG, laps=7, changes=LATER)
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds, two_shot: bool) -> None:
+    for shapes, laps in ((GAPS, LAPS), (LONG, 7)):
+        changes = LATER
+        run_norms(builds, "float32", "float32", "float32", shapes=shapes, laps=laps, changes=changes, two_shot=two_shot)
 
 
-def test_fences_that_come_too_late_for_rows_are_found(builds: Builds) -> None:
-    change = Change("packets.cu", "x.laps - (kRows ? 4 : 3)", "x.laps - 2")
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+def test_fences_that_come_too_late_for_rows_are_found(builds: Builds, two_shot: bool) -> None:
+    shapes = [(GAPS[0][0] * (3 if two_shot else 1), GAPS[0][1])]  # as many rows in each shard
+    changes = [*LATER, Change("packets.cu", "x.laps - (kRows ? 4 : 3)", "x.laps - 2")]
     with pytest.raises(AssertionError, match=LOST):
         for seed in range(10):
-            changes = [*LATER, change]
-            run_norms(builds, "float32", "float32", "float32", shapes=GAPS, laps=LAPS, seed=seed, changes=changes)
+            run_norms(
+                builds,
+                "float32",
+                "float32",
+                "float32",
+                shapes=shapes,
+                laps=LAPS,
+                seed=seed,
+                changes=changes,
+                two_shot=two_shot,
+            )
 
 
 SUMS = {
-    "read before they are there": Change(
-        "rms_norm.cuh", "if (!meet(barrier, kNormThreads, ok)) return false;", "if (!ok) return false;"
-    ),
-    "in one place instead of two": Change("rms_norm.cuh", "all = sums.of[turn]", "all = sums.of[0]"),
+    "read before they are there": Change("norm.cuh", "{ return meet(barrier, kNormThreads, ok); }", "{ return ok; }"),
+    "in one place instead of two": Change("rows.cuh", "turn ^= 1", "turn = 0"),
     "of another group": Change("rows.cuh", "barrier(1 + worker / kNormThreads)", "barrier(1)"),
 }
 
@@ -135,16 +154,20 @@ def test_mistake_with_sums_is_seen(builds: Builds, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["read before they are there", "in one place instead of two"])
 def test_race_with_sums_is_seen(watched_builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        run_norms(watched_builds, "float32", "float32", "float32", shapes=[(40, 272)], changes=[SUMS[name]])
+    for two_shot in (False, True):
+        with pytest.raises(AssertionError, match=CAUGHT):
+            shapes, changes = [(40, 272)], [SUMS[name]]
+            run_norms(
+                watched_builds, "float32", "float32", "float32", shapes=shapes, changes=changes, two_shot=two_shot
+            )
 
 
-# One thread of a rank sends nothing from one turn on. One thread of each other rank gives up, while the others of its
-# group go on to the end of the row.
+# One thread of a rank sends nothing from its third packet on. One thread of each other rank gives up, while the others
+# of its group go on to the end of the row.
 SILENT = Change(
-    "packets.cu",
-    "worker.push(out, a_at, a_place);",
-    "if (x.team.rank != 1 || thread != 5 || turn < 2) worker.push(out, a_at, a_place);",
+    "packet_worker.cuh",
+    "if (at >= x.send_nbytes[to]) continue;",
+    "if (at >= x.send_nbytes[to] || (rank == 1 && threadIdx.x == 5 && blockIdx.x == 0 && at >= 8192)) continue;",
 )
 LEAVES: dict[str, tuple[int, list[Change]]] = {
     "with slots for all steps": (8, []),
@@ -152,13 +175,14 @@ LEAVES: dict[str, tuple[int, list[Change]]] = {
     "without the others": (8, [Change("packets.cu", "if (!kRows && !took) break;", "if (!took) break;")]),
     "with no word to the overseer": (
         7,
-        [Change("packets.cu", "if (kRows && kLaps && !took) fences.say", "if (false) fences.say")],
+        [Change("packets.cu", "if (kLaps && !took) fences.say", "if (false) fences.say")],
     ),
 }
 
 
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, name: str) -> None:
+def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, name: str, two_shot: bool) -> None:
     laps, mistakes = LEAVES[name]
     said = "hang: not over|threads wait at barriers" if mistakes else "operation=2, sequence=1, block=., peer=1"
     changes = [SILENT, *mistakes]
@@ -168,24 +192,27 @@ def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, n
             "float32",
             "float32",
             "float32",
-            shapes=[(2, 8 * STEP_NBYTES)],
+            shapes=[(6 if two_shot else 2, 8 * STEP_NBYTES)],
             laps=laps,
             changes=changes,
             limit_s=15,
+            two_shot=two_shot,
         )
 
 
 def test_which_rows_one_kernel_normalises() -> None:
     for rows in (Rows(0, 4096), Rows(4, 4104), Rows(4, 8 * 4096 + 16)):
-        assert row_geometry(rows, 128, 2) is None
-    for count, nbytes, size, blocks, workers, steps in (
-        (1, 16, 2, 1, 256, 1),
-        (128, 4096, 2, 128, 256, 1),
-        (129, 4112, 2, 128, 512, 2),
-        (129, 4112, 3, 128, 256, 4),
-        (1000, 32768, 2, 128, 512, 32),
+        assert row_geometry(rows, 128, 2, fan_out=False) is None
+    for count, nbytes, size, fan_out, blocks, workers, steps in (
+        (1, 16, 2, False, 1, 256, 1),
+        (128, 4096, 2, False, 128, 256, 1),
+        (129, 4112, 2, False, 128, 512, 2),
+        (129, 4112, 2, True, 128, 256, 4),
+        (129, 4112, 3, False, 128, 256, 4),
+        (1000, 32768, 2, False, 128, 512, 32),
+        (128, 65536, 2, False, 128, 256, 16),
     ):
-        geometry = row_geometry(Rows(count, nbytes), 128, size)
+        geometry = row_geometry(Rows(count, nbytes), 128, size, fan_out=fan_out)
         assert geometry is not None
         assert (geometry.threads.blocks, geometry.threads.workers, geometry.steps) == (blocks, workers, steps)
         assert geometry.nbytes == steps * blocks * workers * 16

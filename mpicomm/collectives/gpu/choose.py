@@ -38,6 +38,11 @@ def choose(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> tuple[Algor
     if algorithm is None and asked == "auto":
         algorithm, _ = choose(call, asked, tuning.without(name), node)
         why = f"by the table, without {name}: {refusal}"
+    elif algorithm is not None and asked == "auto" and call.epilogue is not None and not algorithm.finishes(call, node):
+        # One more kernel takes longer than any of the other algorithms, if one of them applies the epilogue.
+        other = None if name == "one_shot" else choose(call, asked, tuning.without(name), node)[0]
+        if other is not None and other.finishes(call, node):
+            algorithm, why = other, f"by the table, without {name}: one more kernel would apply the epilogue"
     if algorithm is None:
         raise InvalidUsageError(f'algorithm="{asked}" of {call.operation}: {refusal}: use "auto"')
     if node.size == 1 or call.nbytes == 0:

@@ -89,6 +89,14 @@ def finished(comm: mpicomm.Communicator) -> None:
         comm.Allreduce(mine, normal, algorithm=algorithm, epilogue=norm)
         check([(wide, 2.0 * total + np.arange(count)), (residual, np.full(count, total + 1, np.float32))])
         check([(normal, np.ones(count, np.float32))])
+        codes, scales = (
+            cupy.zeros(count // 2, np.uint8),
+            cupy.zeros(rows, np.float32),
+        )  # of 4 bits, a scale for each row
+        ones, zeros = (make(hidden, np.float32) for make in (cupy.ones, cupy.zeros))
+        norm = mpicomm.epilogues.layer_norm(residual, zeros, ones, linear_bias=ones, scales=scales)
+        comm.Allreduce(mine, codes, algorithm=algorithm, epilogue=norm)
+        check([(codes, np.full(count // 2, 0x77, np.uint8)), (scales, np.full(rows, np.float32(1) / 6, np.float32))])
 
 
 def coded(comm: mpicomm.Communicator) -> None:

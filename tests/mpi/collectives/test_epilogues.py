@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError, PeerError
-from mpicomm.epilogues import Elementwise, fp8, rms_norm
+from mpicomm.epilogues import Elementwise, fp8, layer_norm, rms_norm
 from tests.helpers.inputs.buffers import Placed
 from tests.helpers.references.reductions import Array, dtype_or_skip, reduced, require_same
 from tests.helpers.rigs.communicators import array_module, communicator
@@ -135,6 +135,96 @@ def test_residual_and_rms_norm(comm: mpicomm.Communicator, xp: Any, name: str) -
             result = receive.get()
             assert np.allclose(result.astype(np.float64), expected.ravel(), rtol=1e-5 if name == "float32" else 0.01)
             assert len(set(comm.allgather(zlib.crc32(result.tobytes())))) == 1
+
+
+def test_layer_norm_with_biases(comm: mpicomm.Communicator, xp: Any) -> None:
+    hidden, rng = 48, np.random.default_rng(2)
+    weight, bias, linear = (rng.standard_normal(hidden).astype(np.float32) for _ in range(3))
+    for count, algorithm in ((7 * hidden, "auto"), (301 * hidden, "one_shot"), (101 * hidden, "two_shot")):
+        old = 100 + rng.standard_normal(count).astype(np.float32)
+        h = total(comm, count) + np.tile(linear, count // hidden) + old
+        rows = h.astype(np.float64).reshape(-1, hidden)
+        centred = rows - rows.mean(axis=1, keepdims=True)
+        expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * weight + bias
+        residual, send, receive = xp.asarray(old), xp.asarray(part(comm.rank, count)), xp.zeros(count, xp.float32)
+        epilogue = layer_norm(residual, *map(xp.asarray, (weight, bias)), linear_bias=xp.asarray(linear))
+        comm.Allreduce(send, receive, algorithm=algorithm, epilogue=epilogue)
+        comm.check()
+        assert (residual == xp.asarray(h)).all()
+        assert np.allclose(receive if xp is np else receive.get(), expected.ravel(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "group", "error"),
+    [
+        ("float8_e4m3fn", "float32", 0, 2**-4),
+        ("float8_e4m3fn", "float32", 128, 2**-4),
+        ("float8_e5m2", "uint8", 32, 2**-3),
+        ("uint8", "float8_e4m3fn", 16, 0.25),
+    ],
+)
+def test_norms_to_codes_with_scales(
+    comm: mpicomm.Communicator, xp: Any, result: str, kind: str, group: int, error: float
+) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    hidden, rng, global_scale = 256, np.random.default_rng(3), 300.0
+    weight = rng.standard_normal(hidden).astype(np.float32)
+    for rows, algorithm in ((3, "auto"), (77, "one_shot"), (77, "two_shot")):
+        count = rows * hidden
+        old = rng.standard_normal(count).astype(np.float32)
+        h = (total(comm, count) + old).astype(np.float64).reshape(rows, hidden)
+        expected = h / np.sqrt((h * h).mean(axis=1, keepdims=True) + 1e-6) * weight * global_scale
+        four = result == "uint8"
+        receive = Placed(xp, np.zeros(count // (2 if four else 1), dtype_or_skip(result)))
+        scales = Placed(xp, np.zeros(count // (group or hidden), dtype_or_skip(kind)))
+        residual, send = xp.asarray(old), xp.asarray(part(comm.rank, count))
+        epilogue = rms_norm(residual, xp.asarray(weight), scales=scales.array, scale=global_scale)
+        comm.Allreduce(send, receive.array, algorithm=algorithm, epilogue=epilogue)
+        comm.check()
+        made, factors = receive.get(), scales.get()
+        assert len(set(comm.allgather(zlib.crc32(made.tobytes() + factors.tobytes())))) == 1
+        if four:
+            made = np.stack([made & 15, made >> 4], axis=1).view(ml_dtypes.float4_e2m1fn)
+        if kind == "uint8":
+            factors = factors.view(ml_dtypes.float8_e8m0fnu)
+        shape = -1, group or hidden
+        values = made.astype(np.float64).reshape(shape) * factors.astype(np.float64)[:, None]
+        peaks = np.abs(expected).reshape(shape).max(axis=1, keepdims=True)
+        assert (np.abs(values - expected.reshape(shape)) <= error * peaks).all()
+        assert (np.abs(factors.astype(np.float64)[:, None]) > peaks / 1e5).all()
+
+
+def test_bad_codes(comm: mpicomm.Communicator, xp: Any) -> None:
+    send, residual, weight = xp.ones(128, xp.float32), xp.ones(128, xp.float32), xp.ones(64, xp.float32)
+    eight = Placed(xp, np.zeros(128, dtype_or_skip("float8_e4m3fn"))).array
+    four, plain, few = xp.zeros(64, xp.uint8), xp.zeros(128, xp.float32), xp.zeros(3, xp.float32)
+    bytes_ = xp.zeros(4, xp.uint8)
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("scales is for codes, and recvbuf has float32: pass float8_e4m3fn", plain, {"scales": few}),
+        ("scale is for codes, and recvbuf has float32", plain, {"scale": 2.0}),
+        (
+            "scales has 3 elements of float32 in the layout linear, for 2 rows of 64 .* 8 for each 16",
+            eight,
+            {"scales": few},
+        ),
+        (
+            "layout 128x4, for 2 rows of 64 elements: pass 512 for each 32",
+            eight,
+            {"scales": bytes_, "scale_layout": "128x4"},
+        ),
+        ("scales has elements of int32: pass float32", eight, {"scales": xp.zeros(4, xp.int32)}),
+        ("scale has 3 elements of float32: pass a number", eight, {"scale": few}),
+        ("bias has 3 elements of float32: pass 64 of float32, as a row has", plain, {"linear_bias": few}),
+        ("scales overlaps recvbuf: copy one", four, {"scales": four[:4]}),
+        ("sendbuf holds 128 elements, but recvbuf has room for 64", four, {"scale": 2.0}),
+    ]
+    for said, receive, more in cases:
+        with pytest.raises(InvalidUsageError, match=said):
+            comm.Allreduce(send, receive, epilogue=rms_norm(residual, weight, **more))
+    with pytest.raises(InvalidUsageError, match="scale_layout='128x4' of layer_norm is for scales"):
+        layer_norm(residual, weight, scale_layout="128x4")
+    with pytest.raises(InvalidUsageError, match="scale_layout='rows' of rms_norm: use one of linear, 128x4"):
+        rms_norm(residual, weight, scale_layout="rows")  # type: ignore[arg-type]
 
 
 def test_bad_norms(comm: mpicomm.Communicator, xp: Any) -> None:

@@ -122,6 +122,8 @@ def test_an_epilogue_is_applied_by_the_kernel_that_reduces_or_by_the_next_one() 
     *_, behind = rig.steps(1000, "ring", "float64")
     assert isinstance(behind, Launch) and behind.variant.entry == "mpicomm_epilogue"
     assert (behind.arguments.source, behind.arguments.output) == (2 << 40, 3 << 40)
+    (instead,) = rig.steps(1000, "auto", "float32")  # the table has copy_engine
+    assert isinstance(instead, Launch) and instead.variant.entry == "mpicomm_packets"
     last = rig.steps(1000, "copy_engine", "float32")[-1]
     assert isinstance(last, Launch) and last.variant.entry == "mpicomm_epilogue"
     assert last.arguments.source == last.arguments.output == 2 << 40
@@ -137,9 +139,18 @@ def test_rows_are_normalised_by_the_kernel_of_one_hop_or_by_the_next_one() -> No
     (uneven,) = rig.steps(900 * 1028, "one_shot", hidden=1028)
     assert isinstance(uneven, Launch) and rig.arena.tried == ["collectives: large messages"]
     assert uneven.arguments.steps == uneven.arguments.laps == 226
-    for count, asked, hidden in ((32 * 1024, "two_shot", 1024), (99, "one_shot", 33), (16384, "one_shot", 16384)):
+    # In two hops each of 3 ranks has 11 rows.
+    (of_shards,) = rig.steps(32 * 1024, "two_shot", hidden=1024)
+    assert isinstance(of_shards, Launch) and of_shards.variant.entry == "mpicomm_packets"
+    assert of_shards.arguments.steps == 2 and of_shards.arguments.finish.rows_of_shard == 11
+    for count, asked, hidden in (
+        (24 * 1024, "two_shot", 1024),
+        (99, "two_shot", 33),
+        (99, "one_shot", 33),
+        (16384, "one_shot", 16384),
+    ):
         *_, behind = rig.steps(count, asked, hidden=hidden)
-        assert isinstance(behind, Launch) and behind.variant.entry == "mpicomm_rms_norm"
+        assert isinstance(behind, Launch) and behind.variant.entry == "mpicomm_norm"
 
 
 def test_without_memory_for_large_inboxes_codes_go_through_small_inboxes() -> None:

@@ -62,7 +62,7 @@ def test_every_kernel_compiles(source: Path, capability: tuple[int, int]) -> Non
     options = {
         **dict.fromkeys(("packets", "local_reduction", "combine", "accumulate", "experts_combine"), reduces),
         "epilogue": [*reduces, "-DMPICOMM_EPILOGUE=v"],
-        "rms_norm": [*reduces, "-DMPICOMM_WEIGHT=float32"],
+        "norm": [*reduces, "-DMPICOMM_WEIGHT=float32"],
     }.get(source.stem, [])
     image = compile_kernel(source, capability, options)
     assert image.startswith(b"\x7fELF")

@@ -13,7 +13,7 @@
 #include "reduce_packets.cuh"
 #include "runs.cuh"
 #elif defined(MPICOMM_WEIGHT)
-#include "rms_norm.cuh"
+#include "norm.cuh"
 #endif
 
 namespace mpicomm {

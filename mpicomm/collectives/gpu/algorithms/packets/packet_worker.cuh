@@ -59,13 +59,6 @@ using AllMessages = Messages;
 constexpr bool kCounted = false;
 using AllMessages = const Packets;
 #endif
-
-#if defined(MPICOMM_FAN_OUT)
-constexpr bool kFanOut = true;
-#else
-constexpr bool kFanOut = false;
-#endif
-static_assert(!kRows || !kFanOut, "the squares of a row are added on one rank");
 static_assert(!kCounted || !kFanOut, "only messages have counts on the device");
 
 // Whether there is only one step. A kernel for one step has no loop, because fetching the code of

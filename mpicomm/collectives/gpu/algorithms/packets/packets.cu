@@ -56,6 +56,10 @@
 //   k-3 (rows.cuh). The receiver stored step k-3 in its turn k-3 (A). By (*) for rows, the same
 //   reset is there before the stores of that turn. The sender took the packet at the end of its
 //   turn k-2 (B).
+// - First inbox, with rows and fan-out. The receiver stored step k-3 for stage C in its turn k-2. If
+//   it has no unit in step k-3, it has one in step k-4, and stored that in its turn k-3. By (*) for
+//   rows, the same reset is there before the stores of both turns. The sender took the packet at the
+//   end of its turn k-1 or k-2 (C).
 // - Second inbox. The sender stores step k in turn k+1 (B). The receiver reset the slot in its turn
 //   k-L+2 (C of step k-L). By (*) the reset is there before the stores of its turn k-1. The
 //   receiver stored step k in its turn k (A). The sender took it before it stored the result.
@@ -128,7 +132,7 @@ MPICOMM_DEVICE void oversee(
 
 // `m` are the messages, part of `x` if the host knows their lengths, else shared memory. `sums` are shared
 // memory for rows.
-MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
+MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
@@ -240,13 +244,14 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   u32 paces_at = reuses ? period_of(x) + slack_of(x) : ~0u;  // the next turn that needs a fence to be over first
   bool paced = false;                                        // whether the previous turn was such a turn
+  [[maybe_unused]] Packet kept{};                            // this rank's result of the previous turn, for rows
   u32 turn = 0;
   if constexpr (kCounted) a_lap = turn = 1;
 
-#pragma unroll(kOneStep ? 3 : 1)
-  for (; turn < turns; ++turn) {
-    const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2;
-    const bool paces = kLaps && turn == paces_at;
+#pragma unroll(kOneStep ? 3 + kEndsLater : 1)
+  for (; turn < turns + kEndsLater; ++turn) {
+    const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2 && turn < turns;
+    const bool paces = kLaps && turn == paces_at && turn < turns;
     if constexpr (kLaps) {
       if (paces) {
         fences.await(thread, turn - slack_of(x));
@@ -261,6 +266,12 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
     const u64 a_place = a_lap * threads + number;
     const u64 b_place = b_lap * threads + number;
     const u64 c_place = c_lap * threads + number;
+    if constexpr (kEndsLater) {
+      // The links carry the packets of this turn while the rows of the previous turn end.
+      worker.push(out, a_at, a_place);
+      worker.keep(out, a_at);
+      if (!rows.end_rows()) break;
+    }
     // All loads of the turn come before the first use of any of them. The previous turn has loaded
     // the units that go out.
     const bool reduces = kReduces && has_b && b_at < x.output_nbytes;
@@ -277,14 +288,18 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
     worker.look(b, 0, b_ranks, b_place);
     b_scales.look(worker, 0, b_ranks, b_place);
     if (!kAlike && reduces && x.own != nullptr) in = load_at(x.own, b_at, x.output_nbytes);
-    [[maybe_unused]] Packet residual{};
-    if (kRows && reduces) residual = rows.load_residual(b_at);
+    // The shards whose rows get a unit in this turn, and its offset there: see rows.cuh.
+    [[maybe_unused]] const u64 row_at = kFanOut ? c_at : b_at;
+    [[maybe_unused]] u32 row_shards = reduces;
+    if constexpr (kFanOut) row_shards = c_ranks | static_cast<u32>(has_c && c_at < x.output_nbytes) << rank;
+    [[maybe_unused]] Packet residuals[kShards];
+    if constexpr (kRows) rows.load_residuals(residuals, row_shards, row_at);
     if constexpr (kFanOut) {
       worker.look(c, 1, c_ranks, c_place);
       c_scales.look(worker, 1, c_ranks, c_place);
     }
 
-    if (!kOneStep || turn == 0) {
+    if (!kEndsLater && (!kOneStep || turn == 0)) {
       worker.push(out, a_at, a_place);
       worker.keep(out, a_at);
     }
@@ -301,10 +316,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
     bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_place);
     if (b_ranks != 0) took = b_scales.take(worker, 0, b_ranks, b_place, took);
     if (!kRows && !took) break;
-    // A worker that breaks off in a row first waits for its group, and other workers of the group
-    // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
-    // overseer would wait for this worker, this worker for its group, and the group for the fence.
-    if (kRows && kLaps && !took) fences.say(thread, fences.kLeft);
+    [[maybe_unused]] Packet own_result{};
     if (reduces && took) {
       Unit units[kRanks], own;
       if constexpr (kAlike) own = sent;
@@ -314,7 +326,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
         units[source] = source == rank ? own : b_scales.unit(entry_of(source), b[entry_of(source)]);
       }
       const Reduced reduced = reduce(units, x.sources);
-      if constexpr (kRows) rows.add(b_at, reduced, residual);
+      if constexpr (kRows) own_result = reduced;
       [[maybe_unused]] Unit result{};
       if constexpr (!kKeepsReduced) result = finish_of(x).sent_on(reduced, x.output + b_at);
       if constexpr (kFanOut) {
@@ -331,13 +343,31 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, Sums* sums) {
         else finish_of(x).store(x.output, b_at, x.output_nbytes, result);
       }
     }
-    if (kRows && has_b && !rows.end_step(took)) break;
     if constexpr (!kReduces) worker.place(b, b_scales, b_senders, b_at);
-    if constexpr (kFanOut) {
-      bool took_result = c_ranks == 0 || worker.take(c, 1, c_ranks, c_place);
-      if (c_ranks != 0) took_result = c_scales.take(worker, 1, c_ranks, c_place, took_result);
-      if (!took_result) break;
-      worker.place(c, c_scales, c_ranks, c_at);
+    if (kFanOut && took) {
+      if (c_ranks != 0) took = c_scales.take(worker, 1, c_ranks, c_place, worker.take(c, 1, c_ranks, c_place));
+      if constexpr (!kRows) {
+        if (!took) break;
+        worker.place(c, c_scales, c_ranks, c_at);
+      }
+    }
+    if constexpr (kRows) {
+      // A worker that breaks off in a row first waits for its group, and other workers of the group
+      // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
+      // overseer would wait for this worker, this worker for its group, and the group for the fence.
+      if (kLaps && !took) fences.say(thread, fences.kLeft);
+#pragma unroll
+      for (u32 shard = 0; shard < kShards; ++shard) {
+        if (!took || !(row_shards >> shard & 1)) continue;
+        if constexpr (kFanOut) {
+          const Packet result = shard == rank ? kept : Protocol::unit(c[entry_of(shard)].packets[0]);
+          rows.add(shard, row_at, result, residuals[shard]);
+        } else {
+          rows.add(shard, row_at, own_result, residuals[shard]);
+        }
+      }
+      if (((kFanOut ? has_c : has_b) || !took) && !rows.end_step(took)) break;
+      kept = own_result;  // stage C of the next turn takes it
     }
 
     paced = paces;
@@ -357,9 +387,9 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kThreads, 1)
 
 MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets packets) {
 #if defined(MPICOMM_WEIGHT)
-  __shared__ mpicomm::Sums sums[mpicomm::kGroups];
+  __shared__ mpicomm::RowSums sums[mpicomm::kGroups];
 #else
-  mpicomm::Sums* const sums = nullptr;
+  mpicomm::RowSums* const sums = nullptr;
 #endif
 #if defined(MPICOMM_COUNTED)
   __shared__ mpicomm::Messages messages;

@@ -7,8 +7,11 @@ same kernel that rank reduces or takes the shard and sends the result on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
+from mpicomm.collectives.exchange import TwoShot
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
@@ -27,7 +30,7 @@ from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, large_inb
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
-from mpicomm.epilogues.base import Fused
+from mpicomm.epilogues.base import Fused, Rows
 
 
 class PacketOneShot(Algorithm):
@@ -57,31 +60,28 @@ class PacketOneShot(Algorithm):
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
-        coding, rows = coding_of(call), _rows(call, node)
+        coding = coding_of(call)
         if coding is not None:
             return coding.memory(call.one_shot.longest_nbytes, node)
-        return _memory(node, self._limits(call, node), rows.nbytes if rows else call.one_shot.longest_nbytes)
+        finish = _Finish.of(call, node)
+        if finish.rows:
+            return finish.rows_memory(node)
+        return _memory(node, self._limits(call, node), call.one_shot.longest_nbytes)
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
         """See `Algorithm`."""
-        return self._fused(call, node) is not None
+        return _Finish.of(call, node).fused is not None
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        exchange, coding, rows = call.one_shot, coding_of(call), _rows(call, node)
+        exchange, coding, finish = call.one_shot, coding_of(call), _Finish.of(call, node)
         if coding is not None:
             template = PacketTemplate(node, exchange, call.reduction, coding=coding)
             yield template.launch(call.tag(), coding.way(exchange.longest_nbytes, node), exchange.longest_nbytes)
             yield from moved(exchange)
             return
-        # With rows a thread may have no unit in a step. Then the bytes count all slots.
-        nbytes = rows.nbytes if rows else exchange.longest_nbytes
-        way = sized_ways(self._limits(call, node), node)(nbytes)
-        assert way is not None
-        if rows:
-            way = PacketWay.of(way.protocol, way.inboxes, rows.threads)
-        template = PacketTemplate(node, exchange, call.reduction, finish=self._fused(call, node))
-        yield template.launch(call.tag(), way, nbytes)
+        way, nbytes = finish.way(self._limits(call, node), exchange.longest_nbytes, node)
+        yield PacketTemplate(node, exchange, call.reduction, finish=finish.fused).launch(call.tag(), way, nbytes)
         yield from moved(exchange)
 
     def template(self, form: Form, node: Node) -> Template:
@@ -92,13 +92,7 @@ class PacketOneShot(Algorithm):
         ways = sized_ways(one_shot_limits(form.operation, form.reduction, node), node)
         return PacketCalls(form, node, ways, two_shot=False) if form.is_even else PacketBlocks(form, node, ways)
 
-    def _fused(self, call: GpuCall, node: Node) -> Fused | None:
-        fused = fused_in(call)
-        return None if fused and fused.rows and not _rows(call, node) else fused
-
     def _limits(self, call: GpuCall, node: Node) -> ProtocolLimits:
-        if _rows(call, node) is not None:
-            return ProtocolLimits(0, inf)  # the sum of squares has the order of packets of 16 bytes
         return one_shot_limits(call.operation, call.reduction, node)
 
 
@@ -127,25 +121,29 @@ class PacketTwoShot(Algorithm):
         coding = coding_of(call)
         if coding is not None:
             return coding.memory(call.two_shot.longest_nbytes, node)
+        finish = _Finish.of(call, node, shards=node.size)
+        if finish.rows:
+            return finish.rows_memory(node)
         return _memory(node, two_shot_limits(call.reduction, node), call.two_shot.longest_nbytes)
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
         """See `Algorithm`."""
-        return self._fused(call) is not None
+        return _Finish.of(call, node, shards=node.size).fused is not None
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        schedule, coding, limits = call.two_shot, coding_of(call), two_shot_limits(call.reduction, node)
+        coding = coding_of(call)
         if coding is not None:
+            schedule = call.two_shot
             template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, coding=coding)
             way = coding.way(schedule.longest_nbytes, node, fan_out=True)
             yield template.launch(call.tag(), way, schedule.longest_nbytes)
             return
-        sized = sized_ways(limits, node, fan_out=True)(schedule.longest_nbytes)
-        assert sized is not None
-        finish = self._fused(call)
-        template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, finish=finish)
-        yield template.launch(call.tag(), sized, schedule.longest_nbytes)
+        finish = _Finish.of(call, node, shards=node.size)
+        schedule, limits = finish.two_shot(call), two_shot_limits(call.reduction, node)
+        way, nbytes = finish.way(limits, schedule.longest_nbytes, node, fan_out=True)
+        template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, finish=finish.fused)
+        yield template.launch(call.tag(), way, nbytes)
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
@@ -155,22 +153,66 @@ class PacketTwoShot(Algorithm):
         ways = sized_ways(two_shot_limits(form.reduction, node), node, fan_out=True)
         return PacketCalls(form, node, ways, two_shot=True)
 
-    def _fused(self, call: GpuCall) -> Fused | None:
-        fused = fused_in(call)
-        return None if fused and fused.rows else fused  # several ranks may reduce parts of one row
+
+class _Finish(NamedTuple):
+    """The part that the epilogue of a call has in the reducing kernel."""
+
+    fused: Fused | None = None
+    """None if the call has no epilogue, or if a later kernel applies it."""
+    rows: RowGeometry | None = None
+    """How the kernel normalises rows; None if the epilogue has no rows."""
+
+    @classmethod
+    def of(cls, call: GpuCall, node: Node, shards: int = 1) -> _Finish:
+        """Return the part in a kernel in which ``shards`` ranks each reduce a shard."""
+        fused = fused_in(call, shards)
+        if fused is None or fused.rows is None:
+            return cls(fused)
+        if shards > 1 and fused.rows.count <= most_blocks_of(node):
+            # Each block would end one row of each shard, after the last packet. A later kernel is faster, because it
+            # has blocks for all rows at once.
+            return cls()
+        rows = row_geometry(fused.rows, most_blocks_of(node), node.size, fan_out=shards > 1)
+        return cls() if rows is None else cls(fused, rows)
+
+    def way(self, limits: ProtocolLimits, nbytes: int, node: Node, *, fan_out: bool = False) -> tuple[PacketWay, int]:
+        """Return the way of messages of at most ``nbytes``, and the most bytes to one rank."""
+        if self.rows is not None:
+            # A thread may have no unit in a step, so the bytes count all slots.
+            limits, nbytes = _OF_ROWS, self.rows.nbytes
+        way = sized_ways(limits, node, fan_out=fan_out)(nbytes)
+        assert way is not None
+        if self.rows is not None:
+            way = PacketWay.of(way.protocol, way.inboxes, self.rows.threads)
+        return way, nbytes
+
+    def two_shot(self, call: GpuCall) -> TwoShot:
+        """Return the call as two exchanges. Their shards have whole rows."""
+        if self.fused is None or self.fused.rows is None:
+            return call.two_shot
+        return two_shot_of_rows(call, self.fused.rows)
+
+    def rows_memory(self, node: Node) -> Sequence[Request]:
+        """See `Algorithm.memory`."""
+        assert self.rows is not None
+        return _memory(node, _OF_ROWS, self.rows.nbytes)
 
 
-def fused_in(call: GpuCall) -> Fused | None:
+_OF_ROWS = ProtocolLimits(0, inf)  # the sum of squares has the order of packets of 16 bytes
+
+
+def fused_in(call: GpuCall, shards: int = 1) -> Fused | None:
     """Return the epilogue of a call as a part of a reducing kernel; None if the call has no epilogue."""
     if call.epilogue is None or call.buffers.output is None:
         return None
-    return call.epilogue.epilogue.fused(call.buffers.output.pointer, call.epilogue.pointer)
+    return call.epilogue.epilogue.fused(call.buffers.output.pointer, call.epilogue.pointer, shards)
 
 
-def _rows(call: GpuCall, node: Node) -> RowGeometry | None:
-    """Return how the kernel of one hop normalises the rows of a call; None if it does not."""
-    fused = fused_in(call)
-    return row_geometry(fused.rows, most_blocks_of(node), node.size) if fused and fused.rows else None
+def two_shot_of_rows(call: GpuCall, rows: Rows) -> TwoShot:
+    """Return a call as two exchanges whose shards have whole rows."""
+    assert call.operation.two_shot is not None
+    buffers = replace(call.buffers, whole=rows.nbytes // call.buffers.dtype.itemsize)
+    return call.operation.two_shot(buffers)
 
 
 def _memory(node: Node, limits: ProtocolLimits, nbytes: int) -> Sequence[Request]:

@@ -1,5 +1,5 @@
 // The units of a worker thread, step by step. Also rows, which packets.cu normalises after it has
-// reduced them (rms_norm.cuh).
+// reduced them (norm.cuh).
 //
 // Usually, with T worker threads, thread n handles unit k*T + n in step k. Rows are the work of
 // groups of kNormThreads workers. Group g of all G groups of the grid owns rows g, g+G and so on,
@@ -9,11 +9,25 @@
 //
 // Hence a thread that has a unit in step k > 2 also has a unit in step k-2 or in step k-3. Before
 // step k it can lack a unit only in every m-th step. packets.cu needs that.
+//
+// With fan-out a shard has whole rows. A rank reduces the rows of its shard and sends them on as they
+// are. Each rank normalises the rows of all shards, because each rank has a residual of all rows.
+// So a thread has the same unit of each shard. It ends the rows of all shards together, in the turn
+// after their last stage C.
 #pragma once
 
 #include "finish.cuh"
 
 namespace mpicomm {
+
+#if defined(MPICOMM_FAN_OUT)
+constexpr bool kFanOut = true;
+#else
+constexpr bool kFanOut = false;
+#endif
+
+// The shards whose rows this rank normalises. In one hop it normalises the rows that it reduces.
+constexpr u32 kShards = kFanOut ? MPICOMM_RANKS : 1;
 
 #if defined(MPICOMM_WEIGHT)
 
@@ -22,7 +36,7 @@ constexpr bool kRows = true;
 
 // The groups of a block for which there are registers. The host's copy is in rows.py; a test
 // compares them.
-constexpr u32 kGroups = MPICOMM_RANKS > 2 ? 1 : 2;
+constexpr u32 kGroups = MPICOMM_RANKS > 2 || kFanOut ? 1 : 2;
 
 constexpr u64 kNoUnit = ~0ull;  // an offset beyond every message
 
@@ -47,7 +61,7 @@ struct Course {
   // The offset of this thread's unit in step `each` of this row.
   MPICOMM_DEVICE u64 at(u32 each) const {
     const u64 packet = packet_of(each);
-    return row < norm.rows && packet < packets() ? (row * packets() + packet) * kPacketNbytes : kNoUnit;
+    return row < norm.rows_of_shard && packet < packets() ? (row * packets() + packet) * kPacketNbytes : kNoUnit;
   }
   MPICOMM_DEVICE u64 first() const { return at(0); }
   MPICOMM_DEVICE u64 after(u64) {
@@ -57,64 +71,111 @@ struct Course {
   MPICOMM_DEVICE static void look_back(u64, u64&, u64&) {}  // this step does not determine the earlier steps
 };
 
-// One thread's part in the ends of its rows, in stage B. `course` lags the course of stage A by one
-// step.
+using RowSums = Sums<kShards>;
+
+// Whether rows end in the next turn, or else in the turn of their last step.
+constexpr bool kEndsLater = kFanOut;
+
+// One thread's part in the ends of its rows. `course` is at the step of stage B, or with fan-out at
+// the step of stage C.
 struct Rows {
   const Norm& norm;
-  Sums& sums;
+  RowSums& sums;
   Course course;
   u32 barrier;   // of the group
-  u32 turn = 0;  // the index of the sum that this row uses
-  State sum = 0;
-  Elements h{};  // of the last unit
+  u32 turn = 0;  // the index of the sums that these rows use
+  bool ends = false;  // whether the rows of the last step end in this turn
+  State sum[kShards] = {};
+  Elements h{};  // of the last unit, if there is one shard
 
-  MPICOMM_DEVICE Rows(const Finish& finish, Sums* all, u32 worker, u32 workers)
+  MPICOMM_DEVICE Rows(const Finish& finish, RowSums* all, u32 worker, u32 workers)
       : norm(finish.norm),
         sums(all[worker / kNormThreads]),
         course(finish, worker, workers),
         barrier(1 + worker / kNormThreads) {}
 
   MPICOMM_DEVICE u64 nbytes() const { return norm.rows * norm.hidden * sizeof(Element); }
-
-  MPICOMM_DEVICE Packet load_residual(u64 at) const {
-    return load_unit(norm.residual, width_of(norm.residual), at, nbytes());
+  MPICOMM_DEVICE u64 first_of(u32 shard) const { return shard * norm.rows_of_shard * norm.hidden * sizeof(Element); }
+  MPICOMM_DEVICE u64 row_of(u32 shard) const { return shard * norm.rows_of_shard + course.row; }
+  MPICOMM_DEVICE bool has_row(u32 shard) const {
+    return course.row < norm.rows_of_shard && row_of(shard) < norm.rows;
   }
 
-  // Takes the reduced unit at offset `at`, and the residual there.
-  MPICOMM_DEVICE void add(u64 at, const Packet& reduced, const Packet& residual) {
-    h = with_residual(__builtin_bit_cast(Elements, reduced), __builtin_bit_cast(Elements, residual));
-    sum = with_squares(sum, h, kElements);
-    store_unit(norm.residual, width_of(norm.residual), at, nbytes(), __builtin_bit_cast(Packet, h));
+  MPICOMM_DEVICE Packet load_residual(u32 shard, u64 at) const {
+    return load_unit(norm.residual, width_of(norm.residual), first_of(shard) + at, nbytes());
   }
 
-  // Ends a step. The last step of a row normalises the row. `ok` is whether the thread has taken
-  // all awaited packets. If not, it goes to the barrier of the row at once. The other threads of
-  // its group wait for it there, and all of them leave together. Returns false if the thread must
-  // leave.
-  MPICOMM_DEVICE bool end_step(bool ok) {
-    const u32 last = course.parts - 1;
-    if (course.part == last || !ok) {
-      State root = 0;
-      if (!meet_at_end(norm, sums, course.thread, turn, barrier, sum, ok, root)) return false;
-#pragma unroll 1
-      for (u32 part = 0; part <= last; ++part) {
-        const u64 at = course.at(part);
-        if (at == kNoUnit) break;
-        // The loads see the stores of `add`, because this thread has made them.
-        const Packet stored = part == last ? __builtin_bit_cast(Packet, h) : load_residual(at);
-        const Elements elements = __builtin_bit_cast(Elements, stored);
-        store_normal(norm, course.row, course.packet_of(part) * kElements, elements, kElements, root);
-      }
-      sum = 0, turn ^= 1;
+  // Loads the residual at offset `at` of each of `shards`, which are bits.
+  MPICOMM_DEVICE void load_residuals(Packet (&residuals)[kShards], u32 shards, u64 at) const {
+#pragma unroll
+    for (u32 shard = 0; shard < kShards; ++shard) {
+      if (shards >> shard & 1) residuals[shard] = load_residual(shard, at);
     }
+  }
+
+  // Takes the reduced unit at offset `at` of a shard, and the residual there.
+  MPICOMM_DEVICE void add(u32 shard, u64 at, const Packet& reduced, const Packet& residual) {
+    const auto value = __builtin_bit_cast(Elements, reduced), old = __builtin_bit_cast(Elements, residual);
+    h = with_residual(norm, course.packet_of(course.part) * kElements, kElements, value, old);
+    sum[shard] = with_summands(sum[shard], h, kElements);
+    const u64 to = first_of(shard) + at;
+    store_unit(norm.residual, width_of(norm.residual), to, nbytes(), __builtin_bit_cast(Packet, h));
+  }
+
+  // Ends a step. The rows end after their last step. `ok` is whether the thread has taken all
+  // awaited packets. If not, it goes to the barrier of the row at once. The other threads of its
+  // group come there at the end of the row, and all of them leave together. Returns false if the
+  // thread must leave.
+  MPICOMM_DEVICE bool end_step(bool ok) {
+    if (!ok) return meet_at_end(barrier, false);
+    ends = course.part == course.parts - 1;
+    if (!ends) course.after(0);
+    return kEndsLater || end_rows();
+  }
+
+  // Normalises the rows of the last step, if they end. Returns false if the thread must leave.
+  MPICOMM_DEVICE bool end_rows() {
+    if (!ends) return true;
+#pragma unroll
+    for (u32 shard = 0; shard < kShards; ++shard) {
+      sums.of[turn][shard][course.thread] = sum[shard];
+      sum[shard] = 0;
+    }
+    if (!meet_at_end(barrier, true)) return false;
+#pragma unroll 1
+    for (u32 shard = 0; shard < kShards && has_row(shard); ++shard) {
+      end_row(norm, sums, shard, turn, course.thread, barrier, row_of(shard), PacketsOfH{*this, shard});
+    }
+    turn ^= 1, ends = false;
     course.after(0);
     return true;
   }
+
+  struct PacketsOfH {
+    const Rows& rows;
+    u32 shard;
+
+    // Calls a function for each packet of h: see `end_row`.
+    template <class Work>
+    MPICOMM_DEVICE void operator()(const Work& work) const {
+      const u32 last = rows.course.parts - 1;
+#pragma unroll 1
+      for (u32 part = 0; part <= last; ++part) {
+        const u64 at = rows.course.at(part);
+        Elements elements = rows.h;
+        // The loads see the stores of `add`, because this thread has made them.
+        const bool kept = kShards == 1 && part == last;
+        if (!kept && at != kNoUnit) elements = __builtin_bit_cast(Elements, rows.load_residual(shard, at));
+        work(rows.course.packet_of(part) * kElements, elements, at == kNoUnit ? 0 : kElements);
+      }
+    }
+  };
 };
 
 #else
 
 constexpr bool kRows = false;
+constexpr bool kEndsLater = false;
 
 struct Course {
   u64 begin, step_nbytes;
@@ -131,12 +192,13 @@ struct Course {
   }
 };
 
-struct Sums {};
+struct RowSums {};
 struct Rows {
-  MPICOMM_DEVICE Rows(const Finish&, Sums*, u32, u32) {}
-  MPICOMM_DEVICE static Packet load_residual(u64) { return {}; }
-  MPICOMM_DEVICE static void add(u64, const Reduced&, const Packet&) {}
+  MPICOMM_DEVICE Rows(const Finish&, RowSums*, u32, u32) {}
+  MPICOMM_DEVICE static void load_residuals(Packet (&)[kShards], u32, u64) {}
+  MPICOMM_DEVICE static void add(u32, u64, const Reduced&, const Packet&) {}
   MPICOMM_DEVICE static bool end_step(bool ok) { return ok; }
+  MPICOMM_DEVICE static bool end_rows() { return true; }
 };
 
 #endif

@@ -25,20 +25,23 @@ class RowGeometry(NamedTuple):
         return self.steps * self.threads.threads * SLOT_NBYTES
 
 
-def most_groups(size: int) -> int:
+def most_groups(size: int, *, fan_out: bool) -> int:
     """Return the most groups of a block between ``size`` ranks: ``kGroups`` in rows.cuh."""
-    return 1 if size > 2 else 2
+    return 1 if size > 2 or fan_out else 2
 
 
-def row_geometry(rows: Rows, most_blocks: int, size: int) -> RowGeometry | None:
+def row_geometry(rows: Rows, most_blocks: int, size: int, *, fan_out: bool) -> RowGeometry | None:
     """Return how the reducing kernel normalises rows; None if a later kernel does. The same on all ranks.
 
-    Rows begin and end with whole packets. A row has at most 8 steps, because only one group of threads takes it. In a
-    plain reduction the threads of all multiprocessors share a long row.
+    ``rows`` are the rows of the longest shard. Rows begin and end with whole packets. Only one group of threads takes a
+    row, and in a plain reduction the threads of all multiprocessors share it. So a row has at most 8 steps, unless
+    there is a row for each block.
     """
-    if rows.count == 0 or rows.nbytes % SLOT_NBYTES != 0 or rows.nbytes > _MOST_STEPS * _STEP_NBYTES:
+    if rows.count == 0 or rows.nbytes % SLOT_NBYTES != 0:
         return None
     blocks = min(rows.count, most_blocks)
-    groups = min(most_groups(size), -(-rows.count // blocks))
+    if blocks < most_blocks and rows.nbytes > _MOST_STEPS * _STEP_NBYTES:
+        return None
+    groups = min(most_groups(size, fan_out=fan_out), -(-rows.count // blocks))
     steps = -(-rows.count // (blocks * groups)) * -(-rows.nbytes // _STEP_NBYTES)
     return RowGeometry(Geometry(blocks, groups * NORM_THREADS), steps)

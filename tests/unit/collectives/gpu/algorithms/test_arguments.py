@@ -171,16 +171,16 @@ def test_host_and_kernel_agree_on_epilogues(tmp_path: Path) -> None:
     constants = {"kMostOperands": epilogue.MOST_OPERANDS, "kEpilogueThreads": epilogue.EPILOGUE_THREADS}
     options = epilogue.epilogue_options("v", "float32")
     require_agreement("epilogue.cu", structures, constants, tmp_path, options)
-    norm = {"mpicomm::RmsNorm": epilogue.NormArguments, "mpicomm::Norm": epilogue.Norm}
+    norm = {"mpicomm::NormKernel": epilogue.NormKernelArguments, "mpicomm::Norm": epilogue.NormArguments}
     threads, norm_options = {"kNormThreads": epilogue.NORM_THREADS}, epilogue.norm_options("float32", "float32")
-    require_agreement("rms_norm.cu", norm, threads, tmp_path, norm_options)
+    require_agreement("norm.cu", norm, threads, tmp_path, norm_options)
     with_finish = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.PacketEpilogue)}
     require_agreement(
         "packet_worker.cuh", {**with_finish, "mpicomm::Finish": epilogue.PacketEpilogue}, {}, tmp_path, options
     )
-    with_norm = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.Norm)}
+    with_norm = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.NormArguments)}
     sentinel = ("-DMPICOMM_SENTINEL", *norm_options)
-    require_agreement("packet_worker.cuh", with_norm, {"kGroups": most_groups(4)}, tmp_path, sentinel)
+    require_agreement("packet_worker.cuh", with_norm, {"kGroups": most_groups(4, fan_out=False)}, tmp_path, sentinel)
 
 
 def test_host_and_kernel_agree_on_counts_on_the_device(tmp_path: Path) -> None:

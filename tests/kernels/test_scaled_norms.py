@@ -1,0 +1,164 @@
+"""Norms to codes with scales, layer norms and biases: in the kernels that reduce, and in the kernel after them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
+from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
+from mpicomm.collectives.gpu.finish_launches import finish_launches
+from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
+from mpicomm.mpi.span import Span
+from tests.helpers.references.reductions import Array, dtype_named, require_same
+from tests.kernels.build import Builds, Change
+from tests.kernels.epilogue_rig import FusedCalls, bound, finished, on_rank
+from tests.kernels.launches import kernel_of
+from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.packet_rig import PacketRig
+from tests.kernels.packet_runs import SMALL
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+
+class Case(NamedTuple):
+    """A norm of rows of ``hidden`` elements of ``dtype`` to ``result``."""
+
+    dtype: str
+    result: str
+    hidden: int
+    scales: str = ""
+    group: int = 0
+    """The elements for each scale; 0 for a row."""
+    norm: str = "rms"
+    bias: bool = False
+    linear_bias: bool = False
+    scale: Any = None
+    tiled: bool = False
+
+
+CASES = [
+    Case("float32", "float32", 1040, norm="layer", bias=True, linear_bias=True),
+    Case("bfloat16", "bfloat16", 2056, norm="layer"),
+    Case("float64", "float32", 48, linear_bias=True),
+    Case("bfloat16", "float8_e4m3fn", 264, scale=100.0),
+    Case("float16", "float8_e5m2", 2056, "float32", norm="layer", bias=True),
+    Case("float32", "float8_e4m3fn", 1152, "float32", 128, scale=np.array([0.25], np.float32)),
+    Case("bfloat16", "float8_e4m3fn", 2112, "uint8", 32, linear_bias=True),
+    Case("bfloat16", "float8_e4m3fn", 160, "uint8", 32, tiled=True),
+    Case("bfloat16", "uint8", 2064, "float8_e4m3fn", 16, scale=3.0),
+    Case("float32", "uint8", 1104, "float8_e4m3fn", 16, scale=1e4, tiled=True, norm="layer", bias=True),
+    Case("float8_e5m2", "uint8", 4112, "float8_e4m3fn", 16),
+    Case("bfloat16", "float8_e4m3fn", 264, "float32"),
+]
+
+
+def scales_for(case: Case, rows: int) -> Array | None:
+    """Return the array of scales, with a value that shows which elements a kernel has stored."""
+    if not case.scales:
+        return None
+    columns = case.hidden // (case.group or case.hidden)
+    count = -(-rows // 128) * 128 * (-(-columns // 4) * 4) if case.tiled else rows * columns
+    return np.full(count, 7, np.uint8 if case.scales == "uint8" else np.float32).astype(dtype_named(case.scales))
+
+
+def epilogue_of(case: Case, rows: int, rng: np.random.Generator) -> tuple[Epilogue, Array, Array | None]:
+    """Return the epilogue, its residual and its scales."""
+    dtype = dtype_named(case.dtype)
+
+    def row(name: str) -> Array:
+        return rng.standard_normal(case.hidden).astype(dtype_named(name))
+
+    residual = rng.standard_normal(rows * case.hidden).astype(dtype)
+    # The magnitudes of rows differ much. One row is all zeros, and one has a NaN.
+    by_row = residual.reshape(rows, case.hidden)
+    if rows > 3:
+        by_row[1] = 0
+        by_row[2, case.hidden // 2] = np.nan
+    scales = scales_for(case, rows)
+    more: dict[str, Any] = {"linear_bias": row(case.dtype)} if case.linear_bias else {}
+    if case.scale is not None:
+        more["scale"] = case.scale
+    if scales is not None:
+        more |= {"scales": scales, "scale_layout": "128x4" if case.tiled else "linear"}
+    weight = row("float32") * np.float32(10) ** rng.integers(-6, 3, case.hidden).astype(np.float32)
+    if case.norm == "rms":
+        return rms_norm(residual, weight, 1e-3, **more), residual, scales
+    return layer_norm(residual, weight, row("float32") if case.bias else None, 1e-3, **more), residual, scales
+
+
+def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
+    return rng.standard_normal(count).astype(dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_after_the_reduction(builds: Builds, case: Case) -> None:
+    machine, rng, rows = Machine(builds, 1), np.random.default_rng(case.hidden), 5
+    epilogue, residual, scales = epilogue_of(case, rows, rng)
+    count = rows * case.hidden // (2 if case.result == "uint8" else 1)
+    values = numbers(dtype_named(case.dtype), rows * case.hidden, rng)
+    moved, places = on_rank(epilogue, machine, 0)
+    source, target = machine.place(0, values), machine.place(0, np.zeros(count, dtype_named(case.result)))
+    finish = CallEpilogue(bound(moved, case.dtype, case.result, count), target.address)
+    (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
+    machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=2, threads=launch.threads)
+    machine.run()
+    expected = finished(bound(epilogue, case.dtype, case.result, count), values)  # it changes the others, too
+    require_same(target.view(expected.dtype).copy(), expected)
+    require_same(places["residual"].view(residual.dtype).copy(), residual)
+    if scales is not None:
+        require_same(places["scales"].view(scales.dtype).copy(), scales)
+
+
+def run_fused(
+    builds: Builds, case: Case, *, two_shot: bool, size: int = 3, rows: tuple[int, ...] = (1, 5, 13), changes: Any = ()
+) -> None:
+    threads = SMALL.blocks * 256 * most_groups(size, fan_out=two_shot)
+    rig = PacketRig(
+        Machine(builds, size), "sentinel", SMALL, inbox_nbytes=8 * threads * 16, changes=changes, timeout_s=2
+    )
+    rng = np.random.default_rng(size)
+    calls = FusedCalls(rig, rng)
+    for number in rows:
+        epilogue, residual, scales = epilogue_of(case, number, rng)
+        count, more = number * case.hidden, {} if scales is None else {"scales": scales}
+        calls.allreduce(
+            epilogue,
+            (case.dtype, "sum"),
+            case.result,
+            count,
+            two_shot=two_shot,
+            written={"residual": residual, **more},
+            values=numbers,
+        )
+    calls.run()
+
+
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_that_reduces(builds: Builds, case: Case, two_shot: bool) -> None:
+    run_fused(builds, case, two_shot=two_shot, size=2 if case.norm == "layer" else 3)
+
+
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+@pytest.mark.parametrize("number", [0, -1], ids=["squares", "magnitudes"])
+def test_no_race(watched_builds: Builds, number: int, two_shot: bool) -> None:
+    run_fused(watched_builds, CASES[number], two_shot=two_shot)
+
+
+BARRIERS = {
+    "before the squares are there": (0, "as in `meet_at_end`.\n    meet(barrier, kNormThreads, true);", "\n"),
+    "with squares in one place": (0, "sums.squares[place]", "sums.squares[0]"),
+    "before the magnitudes are there": (-1, "a smaller scale.\n    meet(barrier, kNormThreads, true);", "\n"),
+    "with magnitudes in one place": (-1, "sums.peaks[place]", "sums.peaks[0]"),
+}
+
+
+@pytest.mark.parametrize("name", BARRIERS)
+def test_a_row_that_ends(watched_builds: Builds, name: str) -> None:
+    number, old, new = BARRIERS[name]
+    with pytest.raises(AssertionError, match=CAUGHT):
+        run_fused(watched_builds, CASES[number], two_shot=True, rows=(40,), changes=[Change("norm.cuh", old, new)])

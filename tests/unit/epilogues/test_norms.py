@@ -1,0 +1,52 @@
+"""Norms by NumPy are close to exact norms, for all types, shapes and biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpicomm.epilogues import layer_norm, rms_norm
+from mpicomm.mpi.arguments import parse
+from tests.helpers.references.reductions import dtype_named
+
+pytest.importorskip("ml_dtypes")
+
+EPS = {"float64": 2.0**-50, "float32": 2.0**-20, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # with some room
+
+
+@given(
+    name=st.sampled_from(sorted(EPS)),
+    rows=st.integers(1, 4),
+    hidden=st.integers(1, 700),
+    biases=st.tuples(st.booleans(), st.booleans()),
+    centred=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_norms_are_close_to_exact_norms(
+    name: str, rows: int, hidden: int, biases: tuple[bool, bool], centred: bool, seed: int
+) -> None:
+    rng, dtype = np.random.default_rng(seed), dtype_named(name)
+
+    def numbers(*shape: int, of: Any = dtype) -> Any:
+        return rng.standard_normal(shape).astype(of)
+
+    values, residual, out = numbers(rows, hidden), numbers(rows, hidden), np.empty((rows, hidden), dtype)
+    weight, bias, linear = numbers(hidden, of=np.float32), numbers(hidden, of=np.float32), numbers(hidden)
+    h = values.astype(np.float64) + residual.astype(np.float64) + (linear.astype(np.float64) if biases[0] else 0)
+    more = {"linear_bias": linear} if biases[0] else {}
+    if centred:
+        epilogue = layer_norm(residual, weight, bias if biases[1] else None, 0.5, **more)
+    else:
+        epilogue = rms_norm(residual, weight, 0.5, **more)
+    epilogue.bind("Allreduce", dtype, parse(out, writable=True, name="recvbuf")).on_host(values.ravel(), out.ravel())
+    assert np.allclose(residual.astype(np.float64), h, rtol=EPS[name], atol=EPS[name])
+    rounded = residual.astype(np.float64)  # the norm is of the stored residual
+    shifted = rounded - rounded.mean(axis=1, keepdims=True) if centred else rounded
+    expected = shifted / np.sqrt((shifted**2).mean(axis=1, keepdims=True) + 0.5) * weight.astype(np.float64)
+    if centred and biases[1]:
+        expected = expected + bias.astype(np.float64)
+    assert np.allclose(out.astype(np.float64), expected, rtol=4 * EPS[name], atol=16 * EPS[name])

@@ -1,0 +1,95 @@
+"""Codes with scales stand for the values, as ml_dtypes reads them, within the error of their types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpicomm.epilogues.scaled_codes import GROUPS, LARGEST, Codes, encode, scales_of
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+FORMATS = [(codes, scales) for codes in LARGEST for scales in ("float32", "float8_e8m0fnu", "float8_e4m3fn")]
+STORED = {"float32": np.float32, "float8_e8m0fnu": np.uint8, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
+
+
+def encoded(codes: Codes, values: Any) -> tuple[Any, Any]:
+    """Return the values of the codes and of the scales of rows, as ml_dtypes reads them."""
+    rows, hidden = values.shape
+    columns = hidden // (codes.group or hidden)
+    out = np.zeros((rows, hidden // codes.in_byte), np.uint8)
+    scales = np.zeros(scales_of(rows, columns, tiled=codes.tiled), STORED[codes.scales or ""])
+    with np.errstate(all="ignore"):
+        encode(codes, values, 0, out, scales)
+    if codes.in_byte == 2:
+        out = np.stack([out & 15, out >> 4], axis=2).reshape(rows, hidden)
+    read = scales.view(ml_dtypes.float8_e8m0fnu) if codes.scales == "float8_e8m0fnu" else scales
+    return out.view(getattr(ml_dtypes, codes.type)).astype(np.float64), read.astype(np.float64)
+
+
+@pytest.mark.parametrize(("type_", "kind"), FORMATS, ids="-".join)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(1, 3),
+    group=st.sampled_from((0, *GROUPS)),
+    exponent=st.integers(-6, 6),
+)
+def test_codes_stand_for_the_values(type_: str, kind: str, seed: int, rows: int, group: int, exponent: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal((rows, 384)) * 2.0**exponent).astype(np.float32)
+    values[0, :128] = 0
+    read, scales = encoded(Codes(type_, kind, group), values)
+    groups = values.reshape(rows, -1, group or 384).astype(np.float64)
+    factors = scales.reshape(rows, -1, 1)
+    peaks = np.abs(groups).max(axis=2, keepdims=True)
+    largest, exact = float(LARGEST[type_]), peaks / float(LARGEST[type_])
+    if kind == "float32":
+        assert np.allclose(factors, np.maximum(exact, np.finfo(np.float32).tiny), rtol=1e-6)
+    elif kind == "float8_e8m0fnu":  # the least power of two with which no code saturates
+        assert (factors >= exact).all() and ((factors < 2 * exact) | (peaks == 0)).all()
+    else:
+        assert np.allclose(factors, np.minimum(exact, 448), rtol=2.0**-4, atol=2.0**-10)
+    # The step between codes is at most this part of a code, or a fixed part of the smallest ones.
+    part, least = {"float8_e4m3fn": (2**-3, 2**-9), "float8_e5m2": (2**-2, 2**-16), "float4_e2m1fn": (0.5, 0.5)}[type_]
+    reached = np.minimum(np.abs(groups), factors * largest)  # larger values saturate
+    error = np.abs(np.copysign(reached, groups) - read.reshape(groups.shape) * factors)
+    assert (error <= np.maximum(reached * part, factors * least) / 2 * 1.0001).all()
+
+
+@pytest.mark.parametrize(("type_", "kind"), FORMATS, ids="-".join)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_scale_of_a_group_that_is_not_finite_is_nan(type_: str, kind: str, value: float) -> None:
+    values = np.ones((2, 64), np.float32)
+    values[1, 40] = value
+    _, scales = encoded(Codes(type_, kind, 32), values)
+    assert np.isnan(scales).tolist() == [False, False, False, True]
+
+
+def test_four_bits_round_to_the_nearest_code_and_ties_to_even() -> None:
+    bounds = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6], np.float32)
+    values = np.concatenate([np.nextafter(bounds, np.float32(0)), bounds, np.nextafter(bounds, np.float32(9))])
+    values = np.concatenate([values, -values]).reshape(3, 16)
+    out = np.zeros((3, 8), np.uint8)
+    encode(Codes("float4_e2m1fn"), values, 0, out, None)
+    codes = np.stack([out & 15, out >> 4], axis=2).reshape(values.shape)
+    expected = np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    assert (codes == expected.view(np.uint8) & 15).all()
+
+
+def test_scales_in_tiles_lie_as_the_products_of_cublas_take_them() -> None:
+    rows, hidden = 130, 32 * 5
+    values = np.repeat(2.0 ** np.arange(1, 6), 32)[None, :] * np.ones((rows, 1))
+    values[64:] *= 2.0**8
+    values[129:] *= 2.0**8
+    codes = Codes("float8_e4m3fn", "float8_e8m0fnu", 32, tiled=True)
+    _, tiled = encoded(codes, values.astype(np.float32))
+    _, linear = encoded(codes._replace(tiled=False), values.astype(np.float32))
+    # torch and vLLM describe it so: tiles of [32, 4, 4], in which 4 rows with a distance of 32 are neighbours.
+    padded = np.full((256, 8), 2.0**-127)
+    padded[:rows, :5] = linear.reshape(rows, 5)
+    blocks = padded.reshape(2, 4, 32, 2, 4).transpose(0, 3, 2, 1, 4)
+    assert hidden // 32 == 5 and (tiled == blocks.ravel()).all()
