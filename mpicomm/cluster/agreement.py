@@ -68,6 +68,8 @@ class Group:
         self.rank = self.ranks.index(comm.rank)
         self.size = len(self.ranks)
         self.broken: CollectiveTimeoutError | PeerError | None = None
+        self.are_apart = False
+        """Whether the ranks made different calls in the last exchange, so that some rank has left the call."""
         self.absence_reason: Callable[[Sequence[int]], str] = lambda ranks: ""
         """Says why ranks that still run may not come; "" if nothing is known. An error ends with this text."""
         self.patience: Callable[[], bool] = lambda: False
@@ -156,6 +158,7 @@ class Group:
     def _judge(self, outcomes: list[_Outcome]) -> MpicommError | None:
         """Return the error that all ranks raise. It depends only on the outcomes, so all ranks compute the same one."""
         different = self._different(dict(zip(self.ranks, outcomes, strict=True)))
+        self.are_apart = bool(different)
         if different:
             return PeerError(different, ranks=self.ranks)
         failed = {

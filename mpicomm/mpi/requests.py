@@ -64,6 +64,7 @@ class DeferredWork:
         status: MPI.Status | None = None,
         cancel: Callable[[], None] | None = None,
     ) -> None:
+        replace_list_calls()
         if status is None:  # a request without callbacks takes two thirds of the time
             self.request = _start_request(None, None, None)
         else:
@@ -259,7 +260,6 @@ class Completer:
     """
 
     def __init__(self) -> None:
-        replace_list_calls()  # here, because each work has a completer, and there are many works
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._pending: deque[DeferredWork] = deque()
         self._running = False

@@ -58,6 +58,19 @@ class SharedSegments:
             self.close_peers()  # if the group is broken, `agree` has not called it
             self.close_own()
 
+    def undo(self, step: str) -> None:
+        """Give everything back as `close` does, after a failure of all ranks; raises no error.
+
+        If the ranks made different calls, they do not meet. A rank that a Ctrl-C has taken out of the call does not
+        come, and each further meeting would fail a later call of that rank.
+        """
+        if self.node.are_apart:
+            self.close_peers()
+            self.close_own()
+            return
+        with contextlib.suppress(MpicommError):  # the group is broken, so its barrier fails at once
+            self.close(step)
+
     def suspend_peers(self) -> None:
         """Give up the peers' memory, and keep its addresses on this rank; local."""
         for index in self._segments:
@@ -118,9 +131,7 @@ def share(
         try:
             exchange.open(open_peer, sealed=sealed)
         except Exception:
-            # All ranks meet here, or the group is broken and its barrier fails at once.
-            with contextlib.suppress(MpicommError):
-                shared.close(f"{what}: undo")
+            shared.undo(f"{what}: undo")
             raise
     return shared
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.devices.base import Event, Segment
-from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.array import SymmetricArray, checked_shape, require_contiguous, require_writable
@@ -162,8 +162,7 @@ def _share_on_all_nodes(
             raise InvalidUsageError(f"{what}: the ranks differ: {signatures}; a symmetric array is the same on all")
     except Exception:
         for segments in opened:
-            with contextlib.suppress(MpicommError):
-                segments.close(f"{what}: undo on all nodes")
+            segments.undo(f"{what}: undo on all nodes")
         raise
     return opened[0]
 

@@ -10,11 +10,11 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from mpicomm.torch.collectives import TensorCalls
-from mpicomm.torch.known_calls import Call
+from mpicomm.torch.known_calls import TensorCall
 from mpicomm.torch.works import Tensors, Work
 
 Given = tuple[Any, ...]
-"""The arguments of a `Call`."""
+"""The arguments of a `TensorCall`."""
 
 
 class CollectiveCalls(c10d.ProcessGroup):
@@ -23,12 +23,12 @@ class CollectiveCalls(c10d.ProcessGroup):
     collectives: TensorCalls
 
     @abstractmethod
-    def enqueue(self, call: Call, given: Given) -> None:
+    def enqueue(self, call: TensorCall, given: Given) -> None:
         """Carry out a call, or enqueue it on the current stream. The caller has the turn of the call."""
 
     @abstractmethod
     def _run(
-        self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()
+        self, name: str, opts: Any, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors = ()
     ) -> Work | None:
         """Carry out or begin a call, as ``opts`` say. It writes ``outputs`` and reads ``inputs``.
 
@@ -36,7 +36,7 @@ class CollectiveCalls(c10d.ProcessGroup):
         """
 
     def _run_each(
-        self, name: str, opts: Any, call: Call, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
+        self, name: str, opts: Any, call: TensorCall, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
     ) -> Work | None:
         """As `_run`, for several calls as one."""
 
@@ -44,7 +44,7 @@ class CollectiveCalls(c10d.ProcessGroup):
             for given in each:
                 self.enqueue(call, given)
 
-        return self._run(name, opts, Call(calls), (), outputs, inputs)
+        return self._run(name, opts, TensorCall(calls), (), outputs, inputs)
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""

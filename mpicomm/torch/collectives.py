@@ -13,7 +13,7 @@ from mpicomm.collectives.host.selection import best_mapped
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
-from mpicomm.torch.known_calls import Call, KnownCalls
+from mpicomm.torch.known_calls import KnownCalls, TensorCall
 from mpicomm.torch.reductions import reduction_of
 from mpicomm.torch.tensors import (
     ElementTypeMismatchError,
@@ -228,19 +228,19 @@ class TensorCalls:
 
     def __init__(self, comm: Communicator) -> None:
         any_call, known = TensorCollectives(comm), KnownCalls(comm)
-        self.all_reduce = Call(any_call.all_reduce, known.all_reduce)
-        self.reduce = Call(any_call.reduce, known.reduce)
-        self.broadcast = Call(any_call.broadcast, known.broadcast)
-        self.all_gather = Call(any_call.all_gather, known.all_gather)
-        self.all_gather_list = Call(any_call.all_gather_list)
-        self.gather = Call(any_call.gather)
-        self.gather_into = Call(any_call.gather_into)
-        self.scatter = Call(any_call.scatter)
-        self.reduce_scatter = Call(any_call.reduce_scatter, known.reduce_scatter)
-        self.reduce_scatter_list = Call(any_call.reduce_scatter_list)
-        self.all_to_all = Call(any_call.all_to_all, known.all_to_all)
-        self.all_to_all_list = Call(any_call.all_to_all_list)
-        self.barrier = Call(any_call.barrier)
+        self.all_reduce = TensorCall(any_call.all_reduce, known.all_reduce)
+        self.reduce = TensorCall(any_call.reduce, known.reduce)
+        self.broadcast = TensorCall(any_call.broadcast, known.broadcast)
+        self.all_gather = TensorCall(any_call.all_gather, known.all_gather)
+        self.all_gather_list = TensorCall(any_call.all_gather_list)
+        self.gather = TensorCall(any_call.gather)
+        self.gather_into = TensorCall(any_call.gather_into)
+        self.scatter = TensorCall(any_call.scatter)
+        self.reduce_scatter = TensorCall(any_call.reduce_scatter, known.reduce_scatter)
+        self.reduce_scatter_list = TensorCall(any_call.reduce_scatter_list)
+        self.all_to_all = TensorCall(any_call.all_to_all, known.all_to_all)
+        self.all_to_all_list = TensorCall(any_call.all_to_all_list)
+        self.barrier = TensorCall(any_call.barrier)
 
 
 def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.groups import group_of
-from mpicomm.torch.known_calls import Call
+from mpicomm.torch.known_calls import TensorCall
 from mpicomm.torch.process_group import ProcessGroup
 
 _CODES = {torch.float8_e4m3fn: Wire("float8_e4m3fn"), torch.int8: Wire("int8")}
@@ -52,7 +52,7 @@ class AllreduceState:
             self.group.enqueue(all_reduce, (converted, dist.ReduceOp.AVG))
             gradients.copy_(converted)
 
-        return self.group.future("average", Call(average_wire), (), gradients, [converted], beside=beside)
+        return self.group.future("average", TensorCall(average_wire), (), gradients, [converted], beside=beside)
 
     def _copy_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Return the memory in which the gradients of a bucket travel. On GPUs it is collective for a new size."""

@@ -27,7 +27,7 @@ def _unknown(stream: int, *given: Any) -> bool:
     return False
 
 
-class Call(NamedTuple):
+class TensorCall(NamedTuple):
     """A collective on tensors, or an operation on them, in two ways that take the same arguments."""
 
     carry_out: Callable[..., None]
@@ -41,8 +41,8 @@ class KnownCalls:
 
     The plan of a form refuses calls with wrong counts, and with buffers that overlap.
 
-    The methods are `Call.known` of the methods of `TensorCollectives` with the same names. These take all other calls,
-    and raise the errors of wrong calls.
+    The methods are `TensorCall.known` of the methods of `TensorCollectives` with the same names. These take all other
+    calls, and raise the errors of wrong calls.
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -21,7 +21,7 @@ from mpicomm.torch.call_queue import CallQueue
 from mpicomm.torch.collective_calls import CollectiveCalls, Given
 from mpicomm.torch.collectives import TensorCalls
 from mpicomm.torch.failures import WAITS, translated
-from mpicomm.torch.known_calls import Call
+from mpicomm.torch.known_calls import TensorCall
 from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.streams import Streams
@@ -251,7 +251,7 @@ class ProcessGroup(CollectiveCalls):
         self._queue.close(0)
         self.communicator._unfreed = False  # else Python warns that the program has not freed it
 
-    def enqueue(self, call: Call, given: Given) -> None:
+    def enqueue(self, call: TensorCall, given: Given) -> None:
         """See `CollectiveCalls.enqueue`."""
         if self._streams is None:
             call.carry_out(*given)
@@ -259,7 +259,7 @@ class ProcessGroup(CollectiveCalls):
             self._streams.enqueue(call, given)
 
     def future(
-        self, name: str, call: Call, given: Given, output: torch.Tensor, inputs: Tensors = (), *, beside: bool
+        self, name: str, call: TensorCall, given: Given, output: torch.Tensor, inputs: Tensors = (), *, beside: bool
     ) -> torch.futures.Future[Any]:
         """Begin ``call`` with the arguments ``given``. Return a future of ``output``. Collective.
 
@@ -277,7 +277,7 @@ class ProcessGroup(CollectiveCalls):
         return self._queue.call(name, streams.future, call, given, output, inputs, beside)
 
     def _run(
-        self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()
+        self, name: str, opts: Any, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors = ()
     ) -> Work | None:
         if not self._open:
             self._require_open(name)

@@ -11,7 +11,7 @@ import torch
 from mpicomm.api.communicator import Communicator
 from mpicomm.torch.collective_calls import Given
 from mpicomm.torch.current_stream import call_on, current_stream
-from mpicomm.torch.known_calls import Call
+from mpicomm.torch.known_calls import TensorCall
 from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.works import StreamWork, Tensors
 
@@ -43,13 +43,13 @@ class Streams:
         """The events of marks that no work has."""
         self.devices = [torch.device("cuda", comm.device)]
 
-    def enqueue(self, call: Call, given: Given) -> None:
+    def enqueue(self, call: TensorCall, given: Given) -> None:
         """Enqueue a call on the current stream."""
         if not call.known(current_stream(self.gpu), *given):
             call.carry_out(*given)
 
     def begin(
-        self, call: Call, given: Given, outputs: Tensors, inputs: Tensors, name: str, limit: timedelta | None
+        self, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors, name: str, limit: timedelta | None
     ) -> StreamWork:
         """Enqueue a call on the group's stream. The current stream does not wait for it."""
         current, address = current_stream(self.gpu), self._address
@@ -70,7 +70,7 @@ class Streams:
         return self._work(stream, stream.cuda_stream, outputs, name, limit)
 
     def future(
-        self, call: Call, given: Given, output: torch.Tensor, inputs: Tensors, beside: bool
+        self, call: TensorCall, given: Given, output: torch.Tensor, inputs: Tensors, beside: bool
     ) -> torch.futures.Future[torch.Tensor]:
         """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future."""
         if not beside:
@@ -109,7 +109,7 @@ class Streams:
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    def _enqueue_beside(self, call: Call, given: Given, current: int) -> None:
+    def _enqueue_beside(self, call: TensorCall, given: Given, current: int) -> None:
         """Enqueue a call on the group's stream."""
         # This orders the call after earlier work of the caller's stream. It pairs with the mark or event at the end of
         # the call, which orders later work of that stream after the call. One thread at a time uses the mark, because

@@ -118,7 +118,7 @@ def share_dynamic_window(owner: Owner, what: str) -> DynamicMemory:
     try:
         directory = Directory(owner.node, owner.placement.here.timeout_s, f"{what}: directory")
     except Exception:
-        boards.close(f"{what}: undo directory")  # all ranks fail together
+        boards.undo(f"{what}: undo directory")
         raise
     return owner.keep(DynamicMemory(owner, boards, directory))
 

@@ -163,7 +163,7 @@ def share_window(owner: Owner, what: str, parts: list[Part], provide: Provider, 
     try:
         boards = share_boards(owner, what)
     except Exception:
-        segments.close(f"{what}: undo boards")  # all ranks fail together
+        segments.undo(f"{what}: undo boards")
         raise
     return owner.keep(WindowMemory(owner, parts, segments, boards, allocated=allocated))
 

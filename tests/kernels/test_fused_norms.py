@@ -166,8 +166,8 @@ def test_race_with_sums_is_seen(watched_builds: Builds, name: str) -> None:
 # of its group go on to the end of the row.
 SILENT = Change(
     "packet_worker.cuh",
-    "if (at >= x.send_nbytes[to]) continue;",
-    "if (at >= x.send_nbytes[to] || (rank == 1 && threadIdx.x == 5 && blockIdx.x == 0 && at >= 8192)) continue;",
+    "if (at >= m.send_nbytes[to]) continue;",
+    "if (at >= m.send_nbytes[to] || (rank == 1 && threadIdx.x == 5 && blockIdx.x == 0 && at >= 8192)) continue;",
 )
 LEAVES: dict[str, tuple[int, list[Change]]] = {
     "with slots for all steps": (8, []),

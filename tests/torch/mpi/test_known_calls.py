@@ -15,7 +15,7 @@ from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.torch import known_calls
 from mpicomm.torch.collectives import TensorCalls
-from mpicomm.torch.known_calls import Call
+from mpicomm.torch.known_calls import TensorCall
 
 pytestmark = pytest.mark.host_alone
 
@@ -58,7 +58,7 @@ def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Com
     return Comm(request.param)
 
 
-def calls(comm: Any) -> dict[str, tuple[Call, tuple[Any, ...]]]:
+def calls(comm: Any) -> dict[str, tuple[TensorCall, tuple[Any, ...]]]:
     """Return a call of each collective that may be known, and its arguments."""
     every = TensorCalls(comm)
     some, twice = torch.zeros(4, 3), torch.zeros(8, 3)

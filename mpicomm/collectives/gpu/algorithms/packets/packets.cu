@@ -326,7 +326,9 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
         units[source] = source == rank ? own : b_scales.unit(entry_of(source), b[entry_of(source)]);
       }
       const Reduced reduced = reduce(units, x.sources);
-      if constexpr (kRows) own_result = reduced;
+#if defined(MPICOMM_WEIGHT)  // elsewhere a result may be no packet
+      own_result = reduced;
+#endif
       [[maybe_unused]] Unit result{};
       if constexpr (!kKeepsReduced) result = finish_of(x).sent_on(reduced, x.output + b_at);
       if constexpr (kFanOut) {
@@ -351,7 +353,8 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
         worker.place(c, c_scales, c_ranks, c_at);
       }
     }
-    if constexpr (kRows) {
+#if defined(MPICOMM_WEIGHT)
+    {
       // A worker that breaks off in a row first waits for its group, and other workers of the group
       // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
       // overseer would wait for this worker, this worker for its group, and the group for the fence.
@@ -369,6 +372,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
       if (((kFanOut ? has_c : has_b) || !took) && !rows.end_step(took)) break;
       kept = own_result;  // stage C of the next turn takes it
     }
+#endif
 
     paced = paces;
     c_at = b_at, b_at = a_at, a_at = next_at;
