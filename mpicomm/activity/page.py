@@ -252,6 +252,10 @@ class WindowRow(CommunicatorRow):
         for word in (layout.HELD, layout.LOCKS, layout.ALONE):
             words[word] &= ~ranks
 
+    def posted(self, rank: int) -> int:
+        """Return how often this rank has named ``rank`` in Post, modulo 256."""
+        return self._row.bytes[layout.POSTED][rank]
+
     def count(self, counts: slice, ranks: int) -> None:
         """Count a call that names a set of ranks; ``counts`` is `layout.POSTED` or the like."""
         numbers = self._row.bytes[counts]

@@ -181,7 +181,7 @@ class DeviceWindowCalls(HostWindowCalls):
         return True
 
     def Test(self, *, stream: Any = None) -> bool:
-        """Return whether all ranks of the group of `Post` have completed; if so, do as `Wait`. Not capturable."""
+        """Return whether all ranks of `Post` have called `Complete`; if so, do as `Wait`. Not capturable."""
         return self._window.test(stream)
 
     def Lock(self, rank: int, lock_type: int = MPI.LOCK_EXCLUSIVE, assertion: int = 0, *, stream: Any = None) -> None:

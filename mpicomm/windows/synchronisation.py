@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from mpi4py import MPI
 
 from mpicomm.activity import layout
+from mpicomm.activity.reading import calls_of
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
@@ -118,13 +119,27 @@ class Synchronisation:
         self.epochs.end_exposure()
 
     def test(self, stream: Any) -> bool:
-        """Return whether the ranks of `post` have completed; if they have, do as `wait`. It blocks for a moment."""
+        """Return whether the ranks of `post` have called `complete`; if so, do as `wait`. It blocks for a moment."""
         self._begin("Win.Test")
         origins = self.epochs.exposed_to("Win.Test")
         # The last Wait may still be in flight. It advances the counts with which this call compares.
-        if not (self._is_waited() and self.steps.arrived(COMPLETES, set_of(origins))):
+        if (self._is_waited() and self.steps.arrived(COMPLETES, set_of(origins))) or self._have_completed(origins):
+            self.wait(stream)
+            return True
+        return False
+
+    def _have_completed(self, origins: Iterable[int]) -> bool:
+        """Return whether the hosts of the ranks have called `complete`. Their GPUs may do so later.
+
+        A program may know of these calls, for example from a barrier, and may expect that they are seen here.
+        """
+        if self._gpu is None:
             return False
-        self.wait(stream)
+        places, key = self._owner.placement.places, self._row.words[layout.KEY]
+        for origin in origins:
+            calls = calls_of(places[origin].pid, key)
+            if calls is None or calls.window is None or calls.window.completed[self.rank] != self._row.posted(origin):
+                return False
         return True
 
     def lock(self, rank: int, lock_type: int, assertion: int, stream: Any) -> None:

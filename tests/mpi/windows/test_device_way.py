@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -159,6 +161,28 @@ def test_groups_wait_and_test() -> None:
                 while not win.Test():
                     pass
             assert rig.mine()[turn : turn + 2] == [turn, turn]
+        for group in (everyone, right, left):
+            group.Free()
+
+
+def test_test_sees_a_complete_whose_device_is_busy() -> None:
+    with rig_of() as rig:
+        win, everyone = rig.win, rig.win.Get_group()
+        right, left = everyone.Incl([rig.right]), everyone.Incl([rig.left])
+        for turn in range(3):
+            go_on = threading.Event()
+            win.Post(left)
+            MPI.Intracomm.Barrier(rig.comm)
+            assert not win.Test()
+            MPI.Intracomm.Barrier(rig.comm)
+            win.Start(right)
+            rig.device.enqueue(0, functools.partial(go_on.wait, 10.0))
+            win.Put(rig.of([turn]), rig.right, turn)
+            win.Complete()
+            MPI.Intracomm.Barrier(rig.comm)
+            assert win.Test(stream=1)
+            go_on.set()
+            assert rig.mine()[turn] == turn
         for group in (everyone, right, left):
             group.Free()
 
