@@ -299,11 +299,11 @@ class Trials:
         late = isinstance(error, self._mpicomm.CollectiveTimeoutError)
         if outcome.how not in ("raise", "interrupt") and not late:
             outcome.wrong.append("the victim is silent, which is no CollectiveTimeoutError")
-        # A wait for a signal names its peer, which may itself wait for the victim, or be gone because of it. A
-        # duplicate of MPI's communicator cannot name the missing rank.
+        # A wait for a signal or for the signal of a fence names its peer, which may itself wait for the victim, or be
+        # gone because of it. A duplicate of MPI's communicator cannot name the missing rank.
         names = list(Play(None, self._options.device, 0.0).steps)
-        signals = names.index("signals")
-        indirect = names.index(outcome.step) <= signals <= names.index(outcome.error_step)
+        begun, failed = names.index(outcome.step), names.index(outcome.error_step)
+        indirect = any(begun <= names.index(waits) <= failed for waits in ("signals", "window"))
         place = self._alive.index(outcome.victim)
         if self._options.hosts > 1 and outcome.how in ("raise", "interrupt"):
             # The victim comes to `Free`, and misses a rank of its host that still waits for it.
