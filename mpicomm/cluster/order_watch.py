@@ -19,7 +19,7 @@ from mpicomm.activity.reading import RankCalls, calls_of
 from mpicomm.cluster.placement import Placement
 from mpicomm.log import logger
 
-_PAUSE_S = 0.5
+_PAUSE_S = 0.25
 
 
 class OrderWatch:
@@ -92,15 +92,10 @@ def _look_at_all() -> None:
     while True:
         time.sleep(_PAUSE_S)
         with _lock:
+            _watched.difference_update([watch for watch in _watched if watch.is_over])
             watches = list(_watched)
             if not watches:
                 _threads.clear()
                 return
-        while watches:
-            watch = watches.pop()
-            if watch.is_over:
-                with _lock:
-                    _watched.discard(watch)
-            else:
-                watch.look()
-            del watch  # the next pause must not keep the communicator's row
+        while watches:  # the next pause must not keep a communicator's row
+            watches.pop().look()
