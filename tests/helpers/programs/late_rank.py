@@ -66,6 +66,7 @@ def main(folder: Path) -> None:
         windows[0].Fence(MPI.MODE_NOSUCCEED)
         if is_late:
             windows[0].Lock(0)
+        world.Barrier()  # rank 0 may not take the lock before
 
     def lock() -> None:
         if world.rank == 0:
