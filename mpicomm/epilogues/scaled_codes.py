@@ -32,7 +32,7 @@ _BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # between
 
 
 class Codes(NamedTuple):
-    """What a row becomes: codes of a type, and scales of a type for each ``group`` elements, or for a row if it is 0.
+    """The types of the codes and the scales of a row. ``group`` elements share a scale; 0 means all of a row.
 
     Without ``scales`` there are only codes. ``tiled`` is whether the scales lie in tiles.
     """

@@ -192,8 +192,8 @@ MPICOMM_DEVICE_CALL u32 blamed(const Team& team, u32 peer, u32 launch) {
   return peer;
 }
 
-// What a thread that waits for a peer looks at now and then. `leaves` is true if the kernel must leave:
-// the peer makes another call, or a rank has given up.
+// A thread that waits for a peer asks its watch now and then. `leaves` returns true if the peer makes another
+// call, or if a rank has given up. Then the kernel must leave.
 struct PeerWatch {
   const Team& team;
   u32 peer;

@@ -94,8 +94,8 @@ MPICOMM_DEVICE void take_exclusive(Lock* lock, u32 rank, Watch& watch) {
     store_relaxed(&lock->last, rank);
     add_to(&lock->turns, 1ull);
   }
-  // This rank stops waiting, also after a failed wait. If its bit stayed, the turn would stay with this
-  // rank, and no other rank would take the lock.
+  // This rank clears its bit, also after a failed wait. Otherwise the turn would stay with this rank, and
+  // the other ranks would wait for ever.
   fetch_and(&lock->waiting, ~me);
 }
 

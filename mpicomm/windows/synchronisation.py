@@ -131,7 +131,9 @@ class Synchronisation:
     def _have_completed(self, origins: Iterable[int]) -> bool:
         """Return whether the hosts of the ranks have called `complete`. Their GPUs may do so later.
 
-        A program may know of these calls, for example from a barrier, and may expect that they are seen here.
+        A program may know of these calls, for example from a barrier, and may expect that they are seen here. This
+        reads the count that `complete` has written on the peer's page. It orders no data: the wait that follows pairs
+        with the signal of the peer's GPU.
         """
         if self._gpu is None:
             return False

@@ -211,7 +211,7 @@ def _layouts(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in LAYOUTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(LAYOUTS)}")
+            raise argparse.ArgumentTypeError(f"unknown layout {name!r}: pass one of {', '.join(LAYOUTS)}")
     return names
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.experts.routes import Routes
 from mpicomm.bench.machine import Call
-from mpicomm.bench.peers.base import from_first
+from mpicomm.bench.peers.torch_group import begin_group
 
 
 class TorchNccl:
@@ -21,16 +19,7 @@ class TorchNccl:
         assert isinstance(comm.device, int)
         self._device = torch.device("cuda", comm.device)
         torch.cuda.set_device(self._device)
-        stores: list[Any] = []
-
-        def serve() -> int:
-            # The store must not wait for the other ranks, because they do not know its port yet.
-            stores.append(dist.TCPStore("127.0.0.1", 0, comm.size, True, wait_for_workers=False))
-            return int(stores[0].port)
-
-        port = from_first(comm, serve)
-        store = stores[0] if stores else dist.TCPStore("127.0.0.1", port, comm.size, False)
-        dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size, device_id=self._device)
+        begin_group(comm, device_id=self._device)
         torch.cuda.set_stream(torch.cuda.ExternalStream(stream, device=self._device))
         self.version = f"torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
         self._size = comm.size

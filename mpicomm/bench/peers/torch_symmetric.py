@@ -9,7 +9,8 @@ from typing import Any
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import Case, CaseBuffers
-from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
+from mpicomm.bench.peers.base import UnsupportedError, cuda_major, view_bytes
+from mpicomm.bench.peers.torch_group import begin_group
 
 
 def missing() -> str | None:
@@ -40,18 +41,9 @@ class TorchSymmetric:
         assert isinstance(comm.device, int)
         self._device = torch.device("cuda", comm.device)
         torch.cuda.set_device(self._device)
-        stores: list[Any] = []
-
-        def serve() -> int:
-            # The store must not wait for the other ranks, because they do not know its port yet.
-            stores.append(dist.TCPStore("127.0.0.1", 0, comm.size, True, wait_for_workers=False))
-            return int(stores[0].port)
-
-        port = from_first(comm, serve)
-        store = stores[0] if stores else dist.TCPStore("127.0.0.1", port, comm.size, False)
         # The group serves only for its store. NCCL starts with the first collective of a group, and there is no
         # collective.
-        dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
+        begin_group(comm)
         self._group = dist.group.WORLD.group_name
         torch.cuda.set_stream(torch.cuda.ExternalStream(machine.stream.ptr, device=self._device))
         self._tensors: list[Any] = []

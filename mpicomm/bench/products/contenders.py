@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, GpuMachine
-from mpicomm.bench.peers.base import from_first
+from mpicomm.bench.peers.torch_group import begin_group
 from mpicomm.bench.products.cases import Matrices
 from mpicomm.mpi.types import covered_dtype
 
@@ -124,15 +124,7 @@ class FusedTorch:
         importlib.import_module("torch.distributed._symmetric_memory")  # defines the operators
         self.version = str(torch.__version__)
         self._operators, self._dist = torch.ops.symm_mem, dist
-        stores: list[Any] = []
-
-        def serve() -> int:
-            stores.append(dist.TCPStore("127.0.0.1", 0, comm.size, True, wait_for_workers=False))
-            return int(stores[0].port)
-
-        port = from_first(comm, serve)
-        store = stores[0] if stores else dist.TCPStore("127.0.0.1", port, comm.size, False)
-        dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
+        begin_group(comm)
         self._group = dist.group.WORLD.group_name
 
     def prepare(self, matrices: Matrices) -> tuple[Call, Callable[[], Any]]:

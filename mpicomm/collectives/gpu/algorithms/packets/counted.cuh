@@ -45,8 +45,9 @@ struct Messages {
   i64 receive_displs[kMaxRanks];
   u32 steps;
   u32 paced;
-  // What each rank tells all peers, in block 0: the bytes of its message to each rank, the bytes that it has
-  // room for from each rank, and the bytes of its buffer, doubled, plus 1 if blocks follow each other.
+  // Block 0 of each rank tells its facts to all peers. The facts are the bytes of its message to each rank,
+  // its room in bytes for the message from each rank, and a word. The word is twice the bytes of its
+  // buffer, plus 1 if blocks follow each other.
   u64 facts[kMaxRanks][2 * kMaxRanks + 1];
 };
 

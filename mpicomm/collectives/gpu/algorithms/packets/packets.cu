@@ -354,24 +354,22 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
       }
     }
 #if defined(MPICOMM_WEIGHT)
-    {
-      // A worker that breaks off in a row first waits for its group, and other workers of the group
-      // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
-      // overseer would wait for this worker, this worker for its group, and the group for the fence.
-      if (kLaps && !took) fences.say(thread, fences.kLeft);
+    // A worker that breaks off in a row first waits for its group, and other workers of the group
+    // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
+    // overseer would wait for this worker, this worker for its group, and the group for the fence.
+    if (kLaps && !took) fences.say(thread, fences.kLeft);
 #pragma unroll
-      for (u32 shard = 0; shard < kShards; ++shard) {
-        if (!took || !(row_shards >> shard & 1)) continue;
-        if constexpr (kFanOut) {
-          const Packet result = shard == rank ? kept : Protocol::unit(c[entry_of(shard)].packets[0]);
-          rows.add(shard, row_at, result, residuals[shard]);
-        } else {
-          rows.add(shard, row_at, own_result, residuals[shard]);
-        }
+    for (u32 shard = 0; shard < kShards; ++shard) {
+      if (!took || !(row_shards >> shard & 1)) continue;
+      if constexpr (kFanOut) {
+        const Packet result = shard == rank ? kept : Protocol::unit(c[entry_of(shard)].packets[0]);
+        rows.add(shard, row_at, result, residuals[shard]);
+      } else {
+        rows.add(shard, row_at, own_result, residuals[shard]);
       }
-      if (((kFanOut ? has_c : has_b) || !took) && !rows.end_step(took)) break;
-      kept = own_result;  // stage C of the next turn takes it
     }
+    if (((kFanOut ? has_c : has_b) || !took) && !rows.end_step(took)) break;
+    kept = own_result;  // stage C of the next turn takes it
 #endif
 
     paced = paces;
