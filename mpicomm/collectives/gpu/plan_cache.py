@@ -155,14 +155,17 @@ class PlanCache:
         """
         if self._session.mappings.version != self._version:
             self._forget_memory()
+        sent: Any
+        received: Any
         try:
             # The same as `_plain`, inlined, because nearly every call comes here and this takes half the time.
             cupy = self._cupy
-            both = type(send) is type(receive) is cupy and counts is None
-            if both and send._c_contiguous and receive._c_contiguous:
+            if operation is REDUCE_SCATTER:
+                sent, received = _plain(operation, send, receive, counts)
+            elif type(send) is type(receive) is cupy and send._c_contiguous and receive._c_contiguous:
                 data, output = send.data, receive.data
-                sent: Any = data.ptr, send.size, (send.dtype, data.device_id)
-                received: Any = output.ptr, receive.size, (receive.dtype, output.device_id)
+                sent = data.ptr, send.size, (send.dtype, data.device_id)
+                received = output.ptr, receive.size, (receive.dtype, output.device_id)
             elif type(send) is type(receive) is ReadArray:
                 sent, received = send, receive
             else:
