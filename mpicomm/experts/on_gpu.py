@@ -110,7 +110,7 @@ class ExpertsLaunches:
         for each in (self._dispatch.x, self._dispatch.rows):
             each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
         self._combine = CombineExpertsArguments(experts=memory.arguments(team, memory.shape.sums))
-        self._combines = {result: combine_experts_kernel(shape.dtype.name, result) for result in DTYPES}
+        self._combines = combines_of(shape)
         for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
             arguments.experts.team.tags[:] = [zlib.crc32(text.encode())] * MAX_RANKS
 
@@ -165,6 +165,11 @@ class ExpertsLaunches:
 
     def _blocks_for(self, what: str, tokens: int) -> Blocks:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
+
+
+def combines_of(shape: Shape) -> dict[str, Variant]:
+    """Return the kernel of a combine for each type of the result."""
+    return {result: combine_experts_kernel(shape.dtype.name, result, by_token=shape.by_token) for result in DTYPES}
 
 
 class ExpertsArena:
@@ -250,8 +255,7 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Expe
         team.arenas[index], team.names[index] = arena.pointers[index], rank
     # Loading may wait for a device on which a kernel waits, so it comes before all launches.
     quantizes = [quantize_experts_kernel(shape.dtype.name)] if shape.scales else []
-    combines = [combine_experts_kernel(shape.dtype.name, result) for result in DTYPES]
-    for variant in (DISPATCH_KERNEL, *combines, *quantizes):
+    for variant in (DISPATCH_KERNEL, *combines_of(shape).values(), *quantizes):
         backend.load(variant)
     return ExpertsLaunches(shape, team, blocks_of_modes(most), multiprocessors)
 
