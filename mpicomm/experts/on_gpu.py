@@ -10,6 +10,7 @@ from typing import Protocol
 
 from mpicomm import environment
 from mpicomm.devices.base import GpuBackend, Segment
+from mpicomm.devices.early_launches import begins_early
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.shape import DTYPES, Shape
@@ -94,8 +95,12 @@ class Filled(Protocol):
 class ExpertsLaunches:
     """Makes the launches of one rank. It reaches the arenas through ``team``."""
 
-    def __init__(self, shape: Shape, team: Team, blocks: BlocksOfModes, multiprocessors: int = 1) -> None:
+    def __init__(
+        self, shape: Shape, team: Team, blocks: BlocksOfModes, multiprocessors: int = 1, *, early: bool = False
+    ) -> None:
         self._shape = shape
+        self.early = early
+        """Whether kernels begin early."""
         self._multiprocessors = multiprocessors
         self._quantizes = quantize_experts_kernel(shape.dtype.name)
         self.blocks = blocks
@@ -257,10 +262,11 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Expe
     quantizes = [quantize_experts_kernel(shape.dtype.name)] if shape.scales else []
     for variant in (DISPATCH_KERNEL, *combines_of(shape).values(), *quantizes):
         backend.load(variant)
-    return ExpertsLaunches(shape, team, blocks_of_modes(most), multiprocessors)
+    early = begins_early(backend.info, host_slots=session.kind == "staged", side_by_side=side_by_side)
+    return ExpertsLaunches(shape, team, blocks_of_modes(most), multiprocessors, early=early)
 
 
-def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int) -> None:
+def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int, *, early: bool) -> None:
     """Enqueue launches of `ExpertsLaunches`."""
     for each in made:
-        backend.launch(each.variant, each.arguments, stream, blocks=each.blocks, threads=each.threads)
+        backend.launch(each.variant, each.arguments, stream, blocks=each.blocks, threads=each.threads, early=early)

@@ -230,6 +230,14 @@ MPICOMM_DEVICE bool await_block(const Experts& x, u64 number, Reached reached) {
   return lasts(team, watch, spin(reached, leaves, watch));
 }
 
+// All threads call it first. The previous kernel may still write memory that this kernel reads, or read memory
+// that peers write after the announcement of this launch. All blocks of this kernel run when blocks of the next
+// kernel begin, so these keep out no block for which a peer waits.
+MPICOMM_DEVICE void begin_after_predecessor() {
+  wait_for_predecessor();
+  let_successor_start();
+}
+
 // Begins a launch on all threads of a block: announces the launch, and counts it. If the result is
 // false, all threads must leave.
 MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) {
