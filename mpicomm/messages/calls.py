@@ -18,7 +18,7 @@ from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
-from mpicomm.messages.receive_buffer import Delivery, DeviceReceive, ReceiveBuffer, receive_buffer, staging
+from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, Staging, receive_buffer
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
@@ -32,13 +32,8 @@ from mpicomm.mpi.shown import sendrecv
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
-_byte = MPI.BYTE
 _NOTHING = np.empty(0, np.uint8)
-_LEAST_SPARE_NBYTES = 64 << 10
-
-
-def _isend_host(comm: MPI.Intracomm, spec: Any, dest: int, tag: int) -> MPI.Request:
-    return host_calls.call(_isend, comm, spec, dest, tag)
+_LEAST_SPARE_NBYTES, _MOST_SPARE_NBYTES = 64 << 10, 16 << 20
 
 
 def _parse(buf: Any, writable: bool, name: str) -> Operand:
@@ -47,12 +42,6 @@ def _parse(buf: Any, writable: bool, name: str) -> Operand:
 
 def _nothing_before() -> bool:
     return True
-
-
-def _waits_beside(received: Endpoint) -> bool:
-    """Return whether a blocking receive waits for its sender on a side stream, and so blocks this thread."""
-    device, stream = received.device, received.stream
-    return device is not None and stream is not None and device.waits_beside(stream, array_of(received.spec))
 
 
 def _beside(device: GpuBackend, stream: int) -> SideStream:
@@ -78,13 +67,13 @@ class Messages:
         self._gpu = gpu
         self._near = frozenset(placement.node_ranks)
         secret = placement.secret if self.by_rendezvous else None
-        self.memory = MessageMemory(placement.rank, here.timeout_s, secret, here.most_outbox_nbytes)
+        self.memory = MessageMemory(here.timeout_s, secret, here.most_outbox_nbytes)
         self.unexpected = UnexpectedQueue(self, comm, secret)
         self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.by_rendezvous else here.handle)
         self.send = self._outgoing.send
         # The spare staging memory: as many arrays as threads receive at once. The system provides no pages for the
         # parts that no message has filled.
-        self._spare: list[list[Any]] = []
+        self._spare: list[Staging] = []
         # Collectives have another completer. A receive into host memory blocks its thread until the sender's device has
         # sent the data. The sender may wait for a collective which this rank begins only after an earlier one is
         # complete.
@@ -157,7 +146,7 @@ class Messages:
             buffer = self._receive_buffer(self._parse_receive(operation, buf, None, "buf"))
             if room is not buf:
                 ctypes.memmove(buffer.pointer, _address(room), nbytes)
-            self._deliver(buffer.arrived(status), buffer)
+            self._finish(buffer, status)
         elif room is not buf:
             if nbytes > buf.nbytes:
                 raise MPI.Exception(MPI.ERR_TRUNCATE)
@@ -168,14 +157,9 @@ class Messages:
         if received.captured:
             raise refused_capture(received)
         status = MPI.Status() if status is None else status
-        if received.is_flat:
-            staged = self._staging(received.nbytes)
-            incoming.recv_into(staged, status)
-            self._arrived(received, staged, status)
-        else:
-            buffer = self._receive_buffer(received)
-            incoming.recv_into(buffer.spec, status)
-            self._deliver(buffer.arrived(status), buffer)
+        buffer = self._receive_buffer(received, spare=self._spare)
+        incoming.recv_into(buffer.spec, status)
+        self._finish(buffer, status)
         if received.blocks:
             wait_for_copies(received)
 
@@ -227,52 +211,30 @@ class Messages:
         if sent.captured or received.captured:
             raise refused_capture(sent)
         status = MPI.Status() if status is None else status
-        if received.is_flat and sent.stream is not None and not (self.unexpected.kept or is_cut(received.nbytes)):
-            self._exchange_at_once(sent, dest, tag, received, posted, status)
-            return
-        incoming = self.posted_beside_send(*posted)
-        buffer = self._receive_buffer(received, replace=replace)
-        device, stream = buffer.device, received.stream
+        incoming = self.posted_beside_send(*posted) if self.unexpected.kept else None
+        buffer = self._receive_buffer(received, replace=replace, spare=self._spare)
         # The copies of a received message do not wait for the copies of the sent message, which lies elsewhere. The
         # copy of a message in one piece takes less time than a side stream costs.
-        aside = is_cut(buffer.capacity) and not replace
-        with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
-            outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
-            request = outgoing.hand_over(_isend_host, self._comm, dest, tag)
+        mark = self._mark(received) if is_cut(buffer.capacity) and not replace else None
+        # The copy of the sent message is enqueued before MPI's call, which returns when both messages are matched. The
+        # peer's message may depend on the message that this rank sends.
+        outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
+        if incoming is None:
+            try:
+                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.spec, *posted, status)
+            except Exception as error:
+                # MPI has refused to send the message, except if the received message was too long.
+                refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
+                if refused and outgoing.withdraw is not None:
+                    outgoing.withdraw()
+                raise
+        else:
+            request = outgoing.hand_over(_isend, self._comm, dest, tag)
             try:
                 incoming.recv_into(buffer.spec, status)
             finally:
                 request.Wait()
-            delivery = buffer.arrived(status)
-            if delivery is None or stream is None or copies is None or copies == stream:
-                self._deliver(delivery, buffer)
-            else:
-                delivery.enqueue(copies)
-                if _waits_beside(buffer.endpoint):
-                    device.synchronize(copies)
-                    device.check()
-                else:
-                    device.side_streams.wait_stream(stream, copies)
-        if sent.blocks or received.blocks:
-            wait_for_copies(sent, received)
-
-    def _exchange_at_once(
-        self, sent: Endpoint, dest: int, tag: int, received: Endpoint, posted: tuple[int, int], status: MPI.Status
-    ) -> None:
-        """As `exchange`, by one call of MPI."""
-        # The copy of the sent message is enqueued before MPI's call, which returns when both messages are matched. The
-        # peer's message may depend on the message that this rank sends.
-        buffer = self._outgoing.buffer(_isend, sent, dest, sent.stream)
-        staged = self._staging(received.nbytes)
-        try:
-            sendrecv(self._comm, buffer.spec, dest, tag, staged, *posted, status)
-        except Exception as error:
-            # MPI has refused to send the message, except if the received message was too long.
-            refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
-            if refused and buffer.withdraw is not None:
-                buffer.withdraw()
-            raise
-        self._arrived(received, staged, status)
+        self._finish(buffer, status, mark)
         if sent.blocks or received.blocks:
             wait_for_copies(sent, received)
 
@@ -333,48 +295,48 @@ class Messages:
         device.check()
         return device
 
-    def _staging(self, capacity: int) -> list[Any]:
-        """Return staging memory for a flat device array. `_arrived` takes it back."""
-        staged = self._spare.pop() if self._spare else None
-        if staged is None or staged[0].size < capacity:
-            staged = staging(max(capacity, _LEAST_SPARE_NBYTES))
-        staged[1] = max(capacity, HEADER_NBYTES)
-        return staged
-
-    def _arrived(self, received: Endpoint, staged: list[Any], status: MPI.Status) -> None:
-        """Bring a message that MPI has received into staging memory to a flat device array."""
-        assert received.device is not None and received.stream is not None
-        rendezvous = self.memory.made or self.memory.rendezvous(received.device)
-        array = received.spec if received.operand is None else array_of(received.spec)
-        waits = received.device.waits_beside(received.stream, array)
-        if not waits and status.Get_count(_byte) == HEADER_NBYTES:
-            packed = staged[0][:HEADER_NBYTES].tobytes()
-            nbytes = rendezvous.receive_packed(packed, received, status.source)
-            if nbytes:
-                status.Set_elements(_byte, nbytes)
-                self._spare.append(staged)
-                return
-        buffer = DeviceReceive(received, received.nbytes, rendezvous, staged)
-        self._deliver(buffer.arrived(status), buffer)
-
-    def _receive_buffer(self, received: Endpoint, *, replace: bool = False) -> ReceiveBuffer:
+    def _receive_buffer(
+        self, received: Endpoint, *, replace: bool = False, spare: list[Staging] | None = None
+    ) -> ReceiveBuffer:
+        """Return the buffer of a receive. A blocking receive takes ``spare`` memory, and `_finish` gives it back."""
         device = received.device or self._device(received.operation)
-        return receive_buffer(received, self.memory.rendezvous(device), replace=replace)
+        rendezvous = self.memory.made or self.memory.rendezvous(device)
+        nbytes = received.nbytes
+        if spare is None or not received.is_flat or nbytes > _MOST_SPARE_NBYTES:
+            return receive_buffer(received, rendezvous, replace=replace)
+        try:
+            staging = spare.pop()
+        except IndexError:
+            staging = Staging(_LEAST_SPARE_NBYTES)
+        if staging.capacity < nbytes:
+            staging = Staging(nbytes)
+        staging.spec[1] = nbytes if nbytes > HEADER_NBYTES else HEADER_NBYTES
+        return DeviceReceive(received, nbytes, rendezvous, staging)
 
-    def _deliver(self, delivery: Delivery | None, buffer: ReceiveBuffer) -> None:
-        """Finish a blocking receive: in stream order for a device array, before this returns for host memory."""
-        if delivery is None:
+    def _finish(self, buffer: ReceiveBuffer, status: MPI.Status, mark: Any = None) -> None:
+        """Finish a blocking receive: in stream order for a device array, before this returns for host memory.
+
+        The copies on the device follow ``mark``, if it is given.
+        """
+        if not buffer.arrived(status):
             return
-        device, stream = buffer.device, buffer.endpoint.stream
+        endpoint, device = buffer.endpoint, buffer.rendezvous.device
+        stream = endpoint.stream
         if stream is None:
             # No earlier work of the user must precede copies into host memory, so they have their own stream.
             with SideStream(device.side_streams) as copies:
-                delivery.enqueue(copies)
-        elif _waits_beside(buffer.endpoint):
-            with beside(device, stream) as copies:
-                delivery.enqueue(copies)
+                buffer.deliver(copies)
+        elif device.waits_beside(stream, array_of(endpoint.spec)):
+            with beside(device, stream, mark) as copies:
+                buffer.deliver(copies)
+        elif mark is not None:
+            with SideStream(device.side_streams, mark) as copies:
+                buffer.deliver(copies)
+                device.side_streams.wait_stream(stream, copies)
         else:
-            delivery.enqueue(stream)
+            buffer.deliver(stream)
+        if buffer.slot is not None and isinstance(buffer, DeviceReceive) and buffer.capacity <= _MOST_SPARE_NBYTES:
+            self._spare.append(buffer.staging)
 
     def _mark(self, received: Endpoint) -> Any:
         if received.device is None or received.stream is None:
@@ -389,10 +351,9 @@ class Messages:
         mark: Any,
         before: Callable[[], bool] = _nothing_before,
     ) -> DeferredRequest:
+        device = buffer.rendezvous.device
         pending = PendingReceive(buffer, request, correct, mark, before)
-        return self._request(
-            DeferredWork(pending.done, buffer.device.check, pending.status, pending.cancel), buffer.device
-        )
+        return self._request(DeferredWork(pending.done, device.check, pending.status, pending.cancel), device)
 
     def _request(self, work: DeferredWork, device: GpuBackend) -> DeferredRequest:
         return DeferredRequest(self._completer.add(work, device.prepare_thread))
