@@ -13,31 +13,25 @@ from mpi4py import MPI
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.wait_beside import SideStream, beside
+from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
+from mpicomm.messages.reader import Reader, parse_any
 from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, Staging, receive_buffer
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
-from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_view
-from mpicomm.mpi.location import parse_on_device, require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork
 from mpicomm.mpi.shown import sendrecv
 
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
-_NOTHING = np.empty(0, np.uint8)
 _LEAST_SPARE_NBYTES, _MOST_SPARE_NBYTES = 64 << 10, 16 << 20
-
-
-def _parse(buf: Any, writable: bool, name: str) -> Operand:
-    return parse(_NOTHING if buf is None else buf, writable=writable, name=name)  # None is for MPI.PROC_NULL
 
 
 def _nothing_before() -> bool:
@@ -52,7 +46,7 @@ def _beside(device: GpuBackend, stream: int) -> SideStream:
 class Messages:
     """The messages of communicator ``comm``. ``gpu`` returns its device. All methods are local.
 
-    A call reads its buffers once, with `sending` and `receiving`, and hands the endpoints to the other methods. MPI
+    A call reads its buffers once, with `read`, and hands the endpoints to the other methods. MPI
     gets host memory in place of each endpoint, matches all messages, and blocks as usual.
 
     ``by_rendezvous`` is true if the ranks open memory by IPC handles. Then long messages of device arrays have a
@@ -64,10 +58,11 @@ class Messages:
         self.on_gpu = isinstance(here.device, int)
         self.by_rendezvous = here.sends_headers
         self._comm = comm
-        self._gpu = gpu
         self._near = frozenset(placement.node_ranks)
         secret = placement.secret if self.by_rendezvous else None
         self.memory = MessageMemory(here.timeout_s, secret, here.most_outbox_nbytes)
+        self._reader = Reader(gpu, self.memory, by_rendezvous=self.by_rendezvous)
+        self.read = self._reader.read
         self.unexpected = UnexpectedQueue(self, comm, secret)
         self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.by_rendezvous else here.handle)
         self.send = self._outgoing.send
@@ -78,18 +73,6 @@ class Messages:
         # sent the data. The sender may wait for a collective which this rank begins only after an earlier one is
         # complete.
         self._completer = Completer()
-
-    def sending(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
-        """Read the buffer ``name`` of a send. Return None for host memory, which only MPI sends."""
-        operand = parse_on_device(buf, False, name)
-        return None if operand is None else self._on_device(operation, buf, operand, stream)
-
-    def receiving(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
-        """Read the buffer ``name`` of a receive. Return None for host memory that needs only MPI."""
-        if self.by_rendezvous:
-            return self._parse_receive(operation, buf, stream, name)
-        operand = parse_on_device(buf, True, name)
-        return None if operand is None else self._on_device(operation, buf, operand, stream)
 
     def posted(self, source: int, tag: int) -> Posted:
         """Return the receive of this source and tag."""
@@ -102,13 +85,6 @@ class Messages:
         """
         _iprobe(self._comm, source, tag)
         return self.posted(source, tag)
-
-    def beside(self, operation: str, buf: Any, writable: bool, name: str) -> Endpoint:
-        """Read the host buffer ``name`` of a call that also has a device array. Raises the errors of `parse`.
-
-        MPI would raise such errors only after the other half of the call has started.
-        """
-        return Endpoint(operation, host_calls.for_mpi(_parse(buf, writable, name)))
 
     def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
         """Start to send a device array as ``send`` does. The request is complete when the array may be overwritten."""
@@ -132,7 +108,7 @@ class Messages:
         status = MPI.Status() if status is None else status
         if self.by_rendezvous and buf.nbytes < HEADER_NBYTES:
             if not buf.flags.forc or not buf.flags.writeable:
-                _parse(buf, True, "buf")  # raises
+                parse_any(buf, True, "buf")  # raises
             staging = np.empty(HEADER_NBYTES, np.uint8)
             received, room = [staging, HEADER_NBYTES, MPI.PACKED], staging
         else:
@@ -143,7 +119,7 @@ class Messages:
             incoming.recv_into(host_calls.as_bytes(buf, True, "buf"), status)
         nbytes = status.Get_count(MPI.BYTE)
         if self.by_rendezvous and nbytes == HEADER_NBYTES:
-            buffer = self._receive_buffer(self._parse_receive(operation, buf, None, "buf"))
+            buffer = self._receive_buffer(self._reader.parse_receive(operation, buf, None, "buf"))
             if room is not buf:
                 ctypes.memmove(buffer.pointer, _address(room), nbytes)
             self._finish(buffer, status)
@@ -215,7 +191,8 @@ class Messages:
         buffer = self._receive_buffer(received, replace=replace, spare=self._spare)
         # The copies of a received message do not wait for the copies of the sent message, which lies elsewhere. The
         # copy of a message in one piece takes less time than a side stream costs.
-        mark = self._mark(received) if is_cut(buffer.capacity) and not replace else None
+        aside = buffer.capacity > rendezvous_header.LEAST_PIECE_NBYTES and not replace
+        mark = self._mark(received) if aside else None
         # The copy of the sent message is enqueued before MPI's call, which returns when both messages are matched. The
         # peer's message may depend on the message that this rank sends.
         outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
@@ -255,51 +232,21 @@ class Messages:
         if type(buf) is np.ndarray and (buf.base is None or is_host_view(buf)):
             self.receive_array("Message.Recv", buf, message, status)
         else:
-            received = self.receiving("Message.Recv", buf, None) or Endpoint("Message.Recv", buf)
-            self.receive(received, message, status)
+            self.receive(self._read_matched("Message.Recv", buf), message, status)
 
     def start_receive_matched(self, message: Incoming, buf: Any) -> MPI.Request:
         """Start to receive a message that a probe has matched."""
-        received = self.receiving("Message.Irecv", buf, None) or Endpoint("Message.Irecv", buf)
-        return self.defer_receive(received, message)
+        return self.defer_receive(self._read_matched("Message.Irecv", buf), message)
 
-    def _parse_receive(self, operation: str, buf: Any, stream: Any, name: str) -> Endpoint:
-        """Read the buffer of a receive that may meet a rendezvous header."""
-        operand = _parse(buf, True, name)
-        if operand.on_device:
-            return self._on_device(operation, buf, operand, stream)
-        return Endpoint(operation, host_calls.for_mpi(operand), device=self._device(operation), operand=operand)
-
-    def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
-        if not self.by_rendezvous:
-            require_host_addresses(buf, operand.name)  # because MPI would get the addresses
-        device = self._device(operation)
-        require_here(f"{operation}: {operand.name}", operand.device, device.device)
-        resolved = device.stream(stream, array_of(buf))
-        blocks = operand.by_address and stream is None
-        return Endpoint(
-            operation,
-            buf,
-            operand.pointer,
-            operand.packed_nbytes,
-            resolved,
-            device,
-            is_flat=operand.dtype is not None,
-            operand=operand,
-            captured=device.is_capturing(resolved),
-            blocks=blocks,
-        )
-
-    def _device(self, operation: str) -> GpuBackend:
-        device = self._gpu(operation)
-        device.check()
-        return device
+    def _read_matched(self, operation: str, buf: Any) -> Endpoint:
+        _, received = self.read(operation, buf, None, MPI.ANY_SOURCE, receives=True)
+        return received or Endpoint(operation, buf)
 
     def _receive_buffer(
         self, received: Endpoint, *, replace: bool = False, spare: list[Staging] | None = None
     ) -> ReceiveBuffer:
         """Return the buffer of a receive. A blocking receive takes ``spare`` memory, and `_finish` gives it back."""
-        device = received.device or self._device(received.operation)
+        device = received.device or self._reader.device(received.operation)
         rendezvous = self.memory.made or self.memory.rendezvous(device)
         nbytes = received.nbytes
         if spare is None or not received.is_flat or nbytes > _MOST_SPARE_NBYTES:
@@ -326,7 +273,7 @@ class Messages:
             # No earlier work of the user must precede copies into host memory, so they have their own stream.
             with SideStream(device.side_streams) as copies:
                 buffer.deliver(copies)
-        elif device.waits_beside(stream, array_of(endpoint.spec)):
+        elif device.waits_beside(stream, endpoint.spec if endpoint.operand is None else array_of(endpoint.spec)):
             with beside(device, stream, mark) as copies:
                 buffer.deliver(copies)
         elif mark is not None:

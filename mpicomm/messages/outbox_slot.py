@@ -8,7 +8,7 @@ from typing import Any
 from mpicomm.devices.base import MessageCopy
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import rendezvous_header
-from mpicomm.messages.rendezvous_header import Places, counts_of, put_nbytes
+from mpicomm.messages.rendezvous_header import KNOWN_NBYTES, Places, counts_of, put_nbytes
 
 LINE_NBYTES = 8 * MESSAGE_WORDS
 
@@ -49,6 +49,6 @@ class OutboxSlot:
         """Give the slot to a message of ``nbytes`` bytes."""
         # MPI has sent the header of the last message, because its receiver has released the slot, or MPI has refused
         # it.
-        put_nbytes(self.message[0], nbytes)
+        put_nbytes(self.message[0], KNOWN_NBYTES, nbytes)
         self.nbytes = nbytes
         self.counts = 1 if nbytes <= rendezvous_header.KERNEL_NBYTES else counts_of(self.places, nbytes)

@@ -14,18 +14,21 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.devices.host import array_at
 from mpicomm.errors import HandleError
+from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import PeerSlot, Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from mpicomm.messages.self_messages import unpack
+from mpicomm.messages.self_messages import Content, unpack
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.host_copies import through_host
 
 _byte = MPI.BYTE
+_BYTES = np.dtype(np.uint8)
 
 
 class Staging:
@@ -77,7 +80,7 @@ class ReceiveBuffer(abc.ABC):
         """
         nbytes = status.Get_count(_byte)
         if nbytes == HEADER_NBYTES:
-            found = self.rendezvous.arrived(self.pointer, status.source)
+            found = self.rendezvous.arrived(self._content, status.source)
             if found is not None:
                 self.slot, self.nbytes = found
                 status.Set_elements(_byte, self.nbytes)
@@ -108,6 +111,11 @@ class ReceiveBuffer(abc.ABC):
 
     def _is_stream_ordered(self) -> bool:
         return False
+
+    @property
+    def _content(self) -> Content:
+        """The first bytes that MPI has received."""
+        return array_at(self.pointer, HEADER_NBYTES, _BYTES)
 
     @abc.abstractmethod
     def _needs_device(self, nbytes: int) -> bool:
@@ -157,6 +165,10 @@ class StagedReceive(ReceiveBuffer):
         self.staging = staging or Staging(capacity)
         super().__init__(endpoint, capacity, rendezvous, self.staging.spec, self.staging.pointer)
 
+    @property
+    def _content(self) -> Content:
+        return self.staging.memory
+
     def _needs_device(self, nbytes: int) -> bool:
         return nbytes > 0
 
@@ -179,7 +191,10 @@ class DeviceReceive(StagedReceive):
         device.synchronize(stream)  # because the staging memory ends with this object
 
     def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        self.rendezvous.receive(slot, nbytes, self.endpoint.pointer, stream)
+        if nbytes <= rendezvous_header.KERNEL_NBYTES:
+            slot.copy_out(stream, self.endpoint.pointer, nbytes)
+        else:
+            self.rendezvous.pull(slot, nbytes, self.endpoint.pointer, stream)
 
 
 class StagedHostReceive(StagedReceive):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from mpicomm.messages.rendezvous_header import (
     pieces,
     require_room,
 )
+from mpicomm.messages.self_messages import Content
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
 
@@ -77,18 +77,18 @@ class Rendezvous:
         """Return whether a header can arrive that exceeds a receive buffer of ``nbytes`` bytes."""
         return self.expects_headers and nbytes < HEADER_NBYTES
 
-    def arrived(self, pointer: int, source: int) -> tuple[PeerSlot, int] | None:
-        """Return the slot and the bytes of the message whose header MPI has received at ``pointer``.
+    def arrived(self, content: Content, source: int) -> tuple[PeerSlot, int] | None:
+        """Return the slot and the bytes of the message whose header MPI has received into ``content``.
 
         Return None for data of the length of a header. Raises `HandleError` for a damaged header, or if the slot cannot
         be opened.
         """
         if self._secret is None:
             return None
-        known, nbytes = START.unpack(ctypes.string_at(pointer, START.size))
+        known, nbytes = START.unpack_from(content)
         slot = self._known.get(known)
         if slot is None:
-            header = RendezvousHeader.unpack(ctypes.string_at(pointer, HEADER_NBYTES), self._secret)
+            header = RendezvousHeader.unpack(content[:HEADER_NBYTES].tobytes(), self._secret)
             if header is None:
                 return None
             if len(self._known) == _MOST_KNOWN:
@@ -127,15 +127,8 @@ class Rendezvous:
         """Release the slot of a message that this rank does not send, but has filled in the same stream."""
         self._steps.release(stream, done=place.done, count=place.counts)
 
-    def receive(self, slot: PeerSlot, nbytes: int, pointer: int, stream: int) -> None:
-        """Enqueue the copy of a message of ``nbytes`` to device memory, and the release of its slot."""
-        if nbytes <= rendezvous_header.KERNEL_NBYTES:
-            slot.copy_out(stream, pointer, nbytes)
-        else:
-            self.pull(slot, nbytes, pointer, stream)
-
     def pull(self, slot: PeerSlot, nbytes: int, pointer: int, stream: int) -> None:
-        """As `receive`, by copy engines, which also reach host memory."""
+        """Enqueue the copies of a message of ``nbytes`` by copy engines to any memory, and the release of its slot."""
         awaits = copied = 0
         for part, piece in pieces(slot.places, nbytes):
             awaits += 1
@@ -146,7 +139,7 @@ class Rendezvous:
         self._steps.release(stream, done=slot.done, count=awaits)
 
     def unpack(self, slot: PeerSlot, nbytes: int, elements: Elements, stream: int) -> None:
-        """As `receive`, for a message in one extent that fills ``elements``. A kernel unpacks it."""
+        """As `pull`, for a message in one extent that fills ``elements``. A kernel unpacks it."""
         counts, ((place, _),) = counts_of(slot.places, nbytes), slot.places
         self._wait(slot, nbytes, counts, stream)
         self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)

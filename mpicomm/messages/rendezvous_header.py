@@ -47,7 +47,8 @@ It is a multiple of 32, the size of the largest basic element, because MPICH end
 number of basic elements of the receiver's type. Few other messages have this length, so probes rarely look into data
 for a header.
 """
-_put_nbytes = struct.Struct("<Q").pack_into
+put_nbytes = struct.Struct("<Q").pack_into
+"""Writes the bytes of a message into the packed header of its slot, after the known bytes."""
 
 Places = Sequence[tuple[int, int]]
 """The address and the bytes of each extent of a slot."""
@@ -135,11 +136,6 @@ class RendezvousHeader:
         extents = tuple(Extent(*_EXTENT.unpack_from(message, place)) for place in places)
         require_room(nbytes, sum(extent.nbytes for extent in extents))
         return cls(nbytes, words, line, extents, known[SECRET_NBYTES:])
-
-
-def put_nbytes(packed: bytearray, nbytes: int) -> None:
-    """Write the bytes of a message into the packed header of its slot."""
-    _put_nbytes(packed, KNOWN_NBYTES, nbytes)
 
 
 def require_room(nbytes: int, room: int) -> None:

@@ -30,6 +30,7 @@ class CudaMessageSteps:
         self.ordinal = context.device.ordinal
         with context.current():
             self._kernel = kernels.load(MESSAGE_KERNEL)
+        self._launch_at = self._kernel.launch_at
         self._limits = timeout_ns, faults.record, faults.failed
 
     def copy_in(self, place: int, *, ready: int) -> PlaceCopy:
@@ -64,16 +65,14 @@ class CudaMessageSteps:
 
     def enqueue(self, stream: int, launches: Iterable[Launch]) -> None:
         """Enqueue launches. For any thread."""
-        # Cheaper than a change of context, and nearly always true: a new Communicator makes its GPU current.
+        # Cheaper than a change of context, and nearly always false: a new Communicator makes its GPU current.
         if runtime.getDevice() != self.ordinal:
             with self._context.current():
-                self._enqueue(stream, launches)
-        else:
-            self._enqueue(stream, launches)
-
-    def _enqueue(self, stream: int, launches: Iterable[Launch]) -> None:
+                for blocks, threads, argument in launches:
+                    self._launch_at(stream, argument.address, blocks, threads)
+            return
         for blocks, threads, argument in launches:
-            self._kernel.launch_at(stream, argument.address, blocks, threads)
+            self._launch_at(stream, argument.address, blocks, threads)
 
     def graph(self, launches: Iterable[Launch]) -> LaunchGraph:
         """Return a graph of launches."""
@@ -131,8 +130,9 @@ class PlaceCopy:
             _FILL(copy.memory, 0, pointer, self._place, nbytes)
             if blocks > _MOST_WAITING_BLOCKS:
                 launches = (1, LANES, wait), *launches
-        self._times = self._times + 1 if copied == self._last else 1
-        self._last = copied
+        if copied != self._last:
+            self._last, self._times = copied, 0
+        self._times += 1
         if self._times == _TIMES:
             self._graph, self._graphed = steps.graph(launches), copied
         steps.enqueue(stream, launches)

@@ -10,6 +10,7 @@ from mpicomm.messages import rendezvous_header
 from mpicomm.messages.rendezvous_header import (
     HEADER_NBYTES,
     KERNEL_NBYTES,
+    KNOWN_NBYTES,
     MOST_EXTENTS,
     START,
     Extent,
@@ -72,7 +73,7 @@ def test_pieces_are_few_and_make_up_the_message(nbytes: int, spare: int) -> None
 def test_a_slot_is_known_by_the_begin_of_its_header() -> None:
     message = DESCRIBED.pack(SECRET)
     known, nbytes = START.unpack_from(message)
-    put_nbytes(message, KERNEL_NBYTES + 1)
+    put_nbytes(message, KNOWN_NBYTES, KERNEL_NBYTES + 1)
     assert RendezvousHeader.unpack(bytes(message), SECRET) == replace(DESCRIBED, nbytes=KERNEL_NBYTES + 1)
     assert (nbytes, START.unpack_from(message)) == (DESCRIBED.nbytes, (known, KERNEL_NBYTES + 1))
     other = replace(DESCRIBED, name=RendezvousHeader(1, PACKET, 32, DESCRIBED.extents).name)
