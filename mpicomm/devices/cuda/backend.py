@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 from cuda.bindings import driver
-from cupy.cuda import get_current_stream, runtime
+from cupy.cuda import runtime
 
 from mpicomm.devices.base import DifferingCalls, Launch, Link, Scratch
 from mpicomm.devices.cuda import segments
@@ -129,11 +129,6 @@ class CudaBackend(StreamsOfGpu):
         """Return the address of a ``stream=`` argument; None if it captures a graph. Raises as `check` does."""
         if self._faults is None or self._faults.error is not None or self._faults.record.state:
             self.check()
-        # Cheaper than a change of context, and nearly always true: a new Communicator makes its GPU current.
-        if stream is None and type(array) is cupy.ndarray and runtime.getDevice() == self._ordinal:
-            current: int = get_current_stream(self._ordinal).ptr
-            self._threads.note(current)
-            return None if runtime.streamIsCapturing(current) else current
         resolved = self.stream(stream, array)
         return None if self.is_capturing(resolved) else resolved
 
