@@ -76,6 +76,4 @@ class StreamsOfGpu:
     def _completion(self, stream: int) -> Callable[[], bool]:
         if runtime.streamIsCapturing(stream):
             return lambda: True
-        event = self._completions.take()
-        runtime.eventRecord(event.ptr, stream)
-        return self._completions.of(event)
+        return self._completions.after(stream)
