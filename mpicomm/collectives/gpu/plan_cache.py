@@ -11,7 +11,7 @@ from mpicomm.collectives.gpu.argument_keys import ArgumentKeys, identity_of_said
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, ReadArray, plain_array, plain_integers
+from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain_integers
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -153,8 +153,6 @@ class PlanCache:
         ``finish`` is the key of the epilogue, () without one. It is None, and no call is found, if the epilogue has
         an array that cannot be recognised.
         """
-        if self._session.mappings.version != self._version:
-            self._forget_memory()
         try:
             # The same as `_plain`, inlined, because nearly every call comes here and this takes half the time.
             cupy = self._cupy
@@ -163,17 +161,35 @@ class PlanCache:
                 data, output = send.data, receive.data
                 sent: Any = data.ptr, send.size, (send.dtype, data.device_id)
                 received: Any = output.ptr, receive.size, (receive.dtype, output.device_id)
-            elif type(send) is type(receive) is ReadArray:
-                sent, received = send, receive
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
+                if self._session.mappings.version != self._version:
+                    self._forget_memory()
                 return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, finish))
             form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
-        if form is None:
-            return None
+        return None if form is None else self._of_form(form, sent, received)
+
+    def find_plain(
+        self,
+        operation: Operation,
+        algorithm: str,
+        sent: PlainArray | PlainBlocks,
+        received: PlainArray | PlainBlocks,
+        op: MPI.Op | None,
+        root: int,
+        finish: Hashable = (),
+    ) -> KnownCall | None:
+        """As `find`, for buffers as `plain_array` reads them."""
+        form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
+        return None if form is None else self._of_form(form, sent, received)
+
+    def _of_form(self, form: _Form, sent: Any, received: Any) -> KnownCall | None:
+        """Return a call of a form that was made before, or that `_Form.fill` takes; None for all other calls."""
+        if self._session.mappings.version != self._version:
+            self._forget_memory()
         key = form, sent, received
         digest = hash(key)
         kept = self._calls.get(digest)
