@@ -296,8 +296,8 @@ class ProcessGroup(CollectiveCalls):
             queue.take_turn()
             try:
                 if begin and limit is None and sys._getframe(1).f_back is None:
-                    # Code in C++ without Python below it calls, such as DDP in the thread of autograd. It takes only the
-                    # future of a work, or waits for it. PyTorch's own work does both without Python.
+                    # Code in C++ without Python below it calls, such as DDP in the thread of autograd. It takes only
+                    # the future of a work, or waits for it. PyTorch's own work does both without Python.
                     tensors = *outputs, *inputs
                     future = streams.future(call, given, list(outputs), tensors, beside=True)
                     of_cpp: Any = c10d._create_work_from_future(future)

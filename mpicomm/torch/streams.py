@@ -144,7 +144,9 @@ class Streams:
             self._pool.used(tensors, partial(self.marks.follow, mark=self.marks.mark(self._address)))
 
     def _future(self, value: torch.Tensor | Tensors) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=self.devices)
+        # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
+        # return futures of this class, too.
+        future: Any = torch._C.Future(self.devices)
         # PyTorch records an event on the current stream, and a stream that takes the value waits for the event.
         future.set_result(value)
-        return future
+        return future  # type: ignore[no-any-return]

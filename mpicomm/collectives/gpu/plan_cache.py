@@ -167,10 +167,9 @@ class PlanCache:
                 if self._session.mappings.version != self._version:
                     self._forget_memory()
                 return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, finish))
-            form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
+            return self.find_plain(operation, algorithm, sent, received, op, root, finish)
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
-        return None if form is None else self._of_form(form, sent, received)
 
     def find_plain(
         self,
@@ -182,20 +181,16 @@ class PlanCache:
         root: int,
         finish: Hashable = (),
     ) -> KnownCall | None:
-        """As `find`, for buffers as `plain_array` reads them."""
-        form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
-        return None if form is None else self._of_form(form, sent, received)
-
-    def _of_form(self, form: _Form, sent: Any, received: Any) -> KnownCall | None:
-        """Return a call of a form that was made before, or that `_Form.fill` takes; None for all other calls."""
+        """As `find`, for buffers as `plain_array` reads them. Raises `TypeError` for a root that is a list."""
         if self._session.mappings.version != self._version:
             self._forget_memory()
-        key = form, sent, received
+        key = operation, sent, received, id(op), root, finish, algorithm
         digest = hash(key)
         kept = self._calls.get(digest)
         if kept is not None:
             return _usable(kept, key)
-        if form.fill is None:
+        form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
+        if form is None or form.fill is None:
             return None
         times = self._times.get(digest, 0)
         if times >= _TIMES:
@@ -305,7 +300,7 @@ class PlanCache:
                 if len(self._forms) >= _MOST_FORMS:
                     self._forms.clear()
                 form = self._forms[kinds] = _Form(op)
-            key = form, sent, received
+            key = operation, sent, received, id(op), root, finish, algorithm
             # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of
             # these kinds have another form.
             if form.filled is None and read is not None and (send is MPI.IN_PLACE or not read.in_place):
