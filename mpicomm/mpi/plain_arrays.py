@@ -24,16 +24,6 @@ The displacements are None if each block follows the block before.
 """
 
 
-class ReadArray(tuple[Any, ...]):
-    """The result of `plain_array` for an argument. `PlanCache.find` takes two of them in place of both arguments."""
-
-    __slots__ = ()
-
-    def in_blocks(self, counts: tuple[int, ...]) -> ReadArray:
-        """Return the result for a list of the array and ``counts``, the elements of blocks that follow each other."""
-        return ReadArray((self[0], self[1], (self[2], None, "blocks"), counts, None))
-
-
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     """Read a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None. Return None for all others. Local.
 
@@ -54,7 +44,8 @@ def _nothing(argument: Any) -> PlainArray:
     return 0, 0, type(argument).__name__
 
 
-IN_PLACE, NOTHING = ReadArray(_nothing(MPI.IN_PLACE)), ReadArray(_nothing(None))
+IN_PLACE, NOTHING = _nothing(MPI.IN_PLACE), _nothing(None)
+"""The results of `plain_array` for ``MPI.IN_PLACE`` and None."""
 
 
 def _cupy(array: Any) -> PlainArray | None:
@@ -63,7 +54,12 @@ def _cupy(array: Any) -> PlainArray | None:
     return (data.ptr, array.size, (array.dtype, data.device_id)) if array._c_contiguous else None
 
 
-def plain_tensor(tensor: Any) -> ReadArray | None:
+def in_blocks(array: PlainArray, counts: tuple[int, ...]) -> PlainBlocks:
+    """Return the result of `plain_array` for a list of an array and ``counts`` of blocks that follow each other."""
+    return array[0], array[1], (array[2], None, "blocks"), counts, None
+
+
+def plain_tensor(tensor: Any) -> PlainArray | None:
     """As `plain_array`, for a ``torch.Tensor``."""
     if not tensor.is_cuda or not tensor.is_contiguous():
         return None
@@ -74,7 +70,7 @@ def plain_tensor(tensor: Any) -> ReadArray | None:
         pointer = tensor.data_ptr()
     except RuntimeError:  # a tensor without plain memory
         return None
-    return ReadArray((pointer, tensor.numel(), (dtype, tensor.get_device())))
+    return pointer, tensor.numel(), (dtype, tensor.get_device())
 
 
 def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:

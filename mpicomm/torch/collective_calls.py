@@ -49,7 +49,10 @@ class CollectiveCalls(c10d.ProcessGroup):
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""
         opts = opts or c10d.AllreduceOptions()
-        (tensor,) = tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        # The class of lists is tested first, because PyTorch's tensors make the other test slow.
+        if type(tensors) is not list and isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        (tensor,) = tensors
         return self._run("all_reduce", opts, self.collectives.all_reduce, (tensor, opts.reduceOp), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:

@@ -18,9 +18,8 @@ from mpicomm.collectives.operations import (
     Operation,
 )
 from mpicomm.collectives.wire import Wire
-from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, ReadArray, plain_tensor
+from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, PlainArray, PlainBlocks, in_blocks, plain_tensor
 from mpicomm.torch.reductions import op_of_one_call
-from mpicomm.torch.tensors import split_counts
 
 
 def _unknown(stream: int, *given: Any) -> bool:
@@ -107,17 +106,35 @@ class KnownCalls:
         received, sent = plain_tensor(output), plain_tensor(given)
         if received is None or sent is None or received[2] != sent[2]:
             return False
-        into = out_of = tuple(split_counts(output, output_splits, self._size, "output"))
-        if input_splits or output_splits or given.shape != output.shape:
-            out_of = tuple(split_counts(given, input_splits, self._size, "input"))
-        return self._enqueue(ALLTOALLV, stream, sent.in_blocks(out_of), received.in_blocks(into))
+        into = self._counts_of(output, received[1], output_splits)
+        out_of = self._counts_of(given, sent[1], input_splits)
+        if into is None or out_of is None:
+            return False
+        return self._enqueue(ALLTOALLV, stream, in_blocks(sent, out_of), in_blocks(received, into))
+
+    def _counts_of(self, tensor: torch.Tensor, total: int, splits: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the elements for each rank of a tensor with ``total`` elements; None for wrong splits.
+
+        The plan of the form refuses negative counts.
+        """
+        if splits:
+            counts = tuple(splits)
+            if tensor.dim() != 1:
+                rows = tensor.shape[0] if tensor.dim() else 1
+                if sum(counts) != rows:
+                    return None
+                of_row = total // rows if rows else 0
+                counts = tuple([count * of_row for count in counts])
+            return counts if sum(counts) == total and len(counts) == self._size else None
+        size = self._size
+        return None if (tensor.shape[0] if tensor.dim() else 1) % size else (total // size,) * size
 
     def _enqueue(
         self,
         operation: Operation,
         stream: int,
-        sent: ReadArray,
-        received: ReadArray,
+        sent: PlainArray | PlainBlocks,
+        received: PlainArray | PlainBlocks,
         op: Any = None,
         root: int = 0,
         finish: Any = (),
@@ -126,8 +143,10 @@ class KnownCalls:
         if type(self._comm) is not Communicator:
             return False
         gpu = self._comm._collectives.engines.gpu
-        known = gpu and gpu.find(operation, "auto", sent, received, op, root, None, finish)
-        if not gpu or not known:
+        if gpu is None:
+            return False
+        known = gpu.find_plain(operation, "auto", sent, received, op, root, finish)
+        if known is None:
             return False
         gpu.enqueue_at(known, stream)
         return True

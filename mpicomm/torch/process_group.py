@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -274,7 +275,7 @@ class ProcessGroup(CollectiveCalls):
             work.value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
-        return self._queue.call(name, streams.future, call, given, output, inputs, beside)
+        return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
 
     def _run(
         self, name: str, opts: Any, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors = ()
@@ -294,6 +295,13 @@ class ProcessGroup(CollectiveCalls):
             streams = self._streams or self._gpu_streams(name, first)
             queue.take_turn()
             try:
+                if begin and limit is None and sys._getframe(1).f_back is None:
+                    # Code in C++ without Python below it calls, such as DDP in the thread of autograd. It takes only
+                    # the future of a work, or waits for it. PyTorch's own work does both without Python.
+                    tensors = *outputs, *inputs
+                    future = streams.future(call, given, list(outputs), tensors, beside=True)
+                    of_cpp: Any = c10d._create_work_from_future(future)
+                    return of_cpp  # type: ignore[no-any-return]
                 if begin:
                     work = streams.begin(call, given, outputs, inputs, name, limit)
                 else:

@@ -70,22 +70,24 @@ class Streams:
         return self._work(stream, stream.cuda_stream, outputs, name, limit)
 
     def future(
-        self, call: TensorCall, given: Given, output: torch.Tensor, inputs: Tensors, beside: bool
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future."""
+        self, call: TensorCall, given: Given, value: torch.Tensor | Tensors, tensors: Tensors, beside: bool
+    ) -> torch.futures.Future[Any]:
+        """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future.
+
+        ``tensors`` are the tensors of the call.
+        """
         if not beside:
             self.enqueue(call, given)
-            return self._future(output)
+            return self._future(value)
         # There is no work, because its creation and its mark would take the host half as long as the call.
         current, side = current_stream(self.gpu), self._side
         try:
             self._enqueue_beside(call, given, current)
-            tensors = output, *inputs
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.is_in_use:
                 self._note_use(tensors)
-            return call_on(side, self._future, output)
+            return call_on(side, self._future, value)
         except BaseException:
             self.marks.wait_stream(current, self._address)  # as above
             raise
@@ -141,8 +143,10 @@ class Streams:
             # This is no method of a work, because a work keeps the tensors.
             self._pool.used(tensors, partial(self.marks.follow, mark=self.marks.mark(self._address)))
 
-    def _future(self, output: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=self.devices)
+    def _future(self, value: torch.Tensor | Tensors) -> torch.futures.Future[Any]:
+        # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
+        # return futures of this class, too.
+        future: Any = torch._C.Future(self.devices)
         # PyTorch records an event on the current stream, and a stream that takes the value waits for the event.
-        future.set_result(output)
-        return future
+        future.set_result(value)
+        return future  # type: ignore[no-any-return]

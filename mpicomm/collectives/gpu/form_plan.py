@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
@@ -259,9 +258,17 @@ class NeighborPlan(BlocksPlan):
 def _add_blocks(buffer: Any, nbytes: int, lengths: list[int], begins: list[int]) -> bool:
     """Add the bytes and the addresses of a buffer's blocks; return whether they are in the buffer."""
     pointer, size, _, counts, displs = buffer
-    if displs is None:
-        displs = accumulate(counts, initial=0)
     # One loop, because several passes by built-in functions take longer for up to 8 ranks.
+    if displs is None:
+        begin, end = pointer, pointer + size * nbytes
+        for count in counts:
+            length = count * nbytes
+            lengths.append(length)
+            begins.append(begin if count else 0)
+            begin += length
+            if count < 0:
+                return False
+        return begin <= end
     for count, displ in zip(counts, displs, strict=False):
         if count == 0:  # it may lie anywhere
             lengths.append(0)

@@ -11,7 +11,7 @@ from mpicomm.collectives.gpu.argument_keys import ArgumentKeys, identity_of_said
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, ReadArray, plain_array, plain_integers
+from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain_integers
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -150,8 +150,6 @@ class PlanCache:
         ``finish`` is the key of the epilogue, () without one. It is None, and no call is found, if the epilogue has
         an array that cannot be recognised.
         """
-        if self._session.mappings.version != self._version:
-            self._forget_memory()
         sent: Any
         received: Any
         try:
@@ -163,23 +161,36 @@ class PlanCache:
                 data, output = send.data, receive.data
                 sent = data.ptr, send.size, (send.dtype, data.device_id)
                 received = output.ptr, receive.size, (receive.dtype, output.device_id)
-            elif type(send) is type(receive) is ReadArray:
-                sent, received = send, receive
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
+                if self._session.mappings.version != self._version:
+                    self._forget_memory()
                 return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, finish))
-            form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
+            return self.find_plain(operation, algorithm, sent, received, op, root, finish)
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
-        if form is None:
-            return None
-        key = form, sent, received
+
+    def find_plain(
+        self,
+        operation: Operation,
+        algorithm: str,
+        sent: PlainArray | PlainBlocks,
+        received: PlainArray | PlainBlocks,
+        op: MPI.Op | None,
+        root: int,
+        finish: Hashable = (),
+    ) -> KnownCall | None:
+        """As `find`, for buffers as `plain_array` reads them. Raises `TypeError` for a root that is a list."""
+        if self._session.mappings.version != self._version:
+            self._forget_memory()
+        key = operation, sent, received, id(op), root, finish, algorithm
         digest = hash(key)
         kept = self._calls.get(digest)
         if kept is not None:
             return _usable(kept, key)
-        if form.fill is None:
+        form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
+        if form is None or form.fill is None:
             return None
         times = self._times.get(digest, 0)
         if times >= _TIMES:
@@ -291,7 +302,7 @@ class PlanCache:
                 if len(self._forms) >= _MOST_FORMS:
                     self._forms.clear()
                 form = self._forms[kinds] = _Form(op)
-            key = form, sent, received
+            key = operation, sent, received, id(op), root, finish, algorithm
             # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of
             # these kinds have another form.
             if form.filled is None and read is not None and (send is MPI.IN_PLACE or not read.in_place):

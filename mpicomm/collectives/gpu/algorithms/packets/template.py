@@ -90,6 +90,8 @@ class PacketTemplate:
         self._messages = struct.Struct(f"={size}I{4 * (MAX_RANKS - size)}x{4 * (words + absent)}3Q5I")
         self._inboxes = struct.Struct(f"={words}{absent}Q")
         self._filled_inboxes: Inboxes | None = None
+        self._cut: tuple[int, PacketWay | None, int, int] = 0, None, 0, 0
+        """The last arguments of `_steps`, and its result. Calls of any length always have the same."""
 
         numbers: dict[Span | None, int] = {None: 0}
 
@@ -204,6 +206,9 @@ class PacketTemplate:
 
     def _steps(self, nbytes: int, way: PacketWay) -> tuple[int, int]:
         """Return the steps of messages of so many bytes, and after how many steps a launch uses slots again."""
+        of, cut_by, steps, laps = self._cut
+        if nbytes == of and way is cut_by:
+            return steps, laps
         units = -(-nbytes // way.unit_nbytes)
         if self._coding is not None:
             units = -(-units // LANES) * LANES
@@ -211,6 +216,7 @@ class PacketTemplate:
         laps = steps if units <= way.slots else way.laps
         if steps > laps and (laps < FEWEST_LAPS + self._rows or way.protocol == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {way.inboxes.nbytes} bytes")
+        self._cut = nbytes, way, steps, laps
         return steps, laps
 
     def _paced(self, values: list[int], inbox_nbytes: int) -> int:
