@@ -188,6 +188,8 @@ class Call:
         pair = [self.send, self.receive]
         common = {"receive": [self.send], "send": [self.receive]}.get(self._row.rooted, pair)
         deciding = [each for each in common if each is not None]
+        if self._row.counts == "same":  # an empty recvbuf of Reduce_scatter leaves the choice to sendbuf
+            deciding = [each for each in deciding if not each.is_empty] or deciding
         # One of the buffers that decide lies on the GPU, or one of them nowhere.
         sure = deciding[int(self._rng.integers(len(deciding)))]
         made: list[Any] = []
