@@ -102,15 +102,16 @@ class OnCopies:
     def _copies(self, call: Call) -> tuple[HostCopies, Arguments]:
         """Return copies of the device arrays, and the arguments with them. Local, blocking.
 
-        Raises `InvalidUsageError` in a capture, and for an array of another GPU.
+        Raises `InvalidUsageError` in a capture, and for an array of another GPU. In a call on device arrays it also
+        raises the error of earlier calls.
         """
         operation, given = call.operation.name, call.arguments
         backend = self._session.gpu(operation)
         for operand in call.operands:
             require_here(f"{operation}: {operand.name}", operand.device, backend.device)
-        self._session.require_usable(operation)
         stream = backend.stream(call.stream, call.device_array)
         if call.on_device:
+            self._session.require_usable(operation)
             require_no_graph(operation, backend, stream)
             announce(operation, "only MPI can carry it out, or algorithm= asks for it")
         else:
