@@ -82,7 +82,7 @@ class BlockingCollectives(MPI.Intracomm):
       last rank, except floats of 16 bits or fewer and ``AVG``.
     - "copy_engine": copy engines move the data, for programs that need the multiprocessors at the same time. For
       Allgather, Allreduce, Alltoall, Bcast, Gather, Reduce, Reduce_scatter_block and Scatter on GPUs.
-    - "mpi": MPI carries out the call, on pinned host copies of device arrays.
+    - "mpi": MPI carries out the call, on pinned host copies of device arrays. Some ranks may pass host arrays.
 
     Several peer domains have "auto", "one_shot" (one network step), "two_shot" (two network steps), "copy_engine" (in
     each domain) and "mpi".

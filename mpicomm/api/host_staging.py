@@ -22,7 +22,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.host_copies import HostCopies, announce
+from mpicomm.mpi.host_copies import HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.partitioned import PartitionedRequest
 from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest, holding
@@ -186,11 +186,7 @@ def _copies(operation: str, given: dict[str, Any], buffers: Sequence[str], backe
     """Copy the device arrays of a call to the host, in the order of the current stream of their library. Blocking."""
     arrays = [array_of(given[name]) for name in buffers if is_on_device(given.get(name))]
     stream = backend.stream(None, arrays[0])
-    if backend.is_capturing(stream):
-        raise InvalidUsageError(
-            f"{operation} cannot be part of a CUDA graph, because MPI carries it out on the host: call it outside the "
-            "capture"
-        )
+    require_no_graph(operation, backend, stream)
     copies = _Copies(backend, stream)
     copies.arguments = dict(given)
     for name in buffers:

@@ -30,7 +30,8 @@ class NonblockingCollectives(MPI.Intracomm):
     - On host arrays it is MPI's. If MPI lacks the type or the operation, or with ``algorithm=`` other than "auto" and
       "mpi", the call blocks and returns a complete request.
     - On device arrays the call enqueues the collective. ``Wait`` blocks until the device has finished it. The request
-      also works in ``MPI.Request.Waitall`` and the other calls on lists. Later work on the same stream needs no wait.
+      also works in ``MPI.Request.Waitall`` and the other calls on lists. Later work on the same stream needs no wait,
+      except if MPI carries out the call: then the result is there after ``Wait``.
     """
 
     _collectives: Dispatcher

@@ -13,7 +13,7 @@ from mpicomm.activity.reading import call_by_mpi
 from mpicomm.cluster.placement import Placement
 
 _ON_HOST = " on the host"
-_WAY_OUT = "pass a device array on every rank, or on no rank"
+_WAY_OUT = 'pass a device array on every rank, or on no rank, or algorithm="mpi" on every rank'
 
 
 def on_host(call: str) -> str:

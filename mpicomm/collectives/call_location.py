@@ -16,8 +16,18 @@ be the same on all ranks, or that all ranks learn:
 * A buffer without elements at address 0 belongs to no kind of memory. If no other buffer decides, this rank is
   undecided: see `witness`.
 
-If a rank breaks this rule by passing only host arrays, it waits in MPI. The other ranks read its call from its page:
-see `mpicomm.cluster.calls_on_host`.
+If MPI carries out a call wherever its arrays are, ranks with only host arrays may take part. Each rank copies its own
+device arrays, and makes the same call of MPI as the others: see `mpicomm.ways.on_host.OnCopies`. In all other calls on
+GPUs, a rank with only host arrays breaks the rule. It waits in MPI, and the other ranks raise an error. They read its
+call from its page: see `mpicomm.cluster.calls_on_host`.
+
+No better rule is both safe and free of costs:
+
+* Ranks could agree on the location at each call. Then every call, also on the host, reads words of all ranks, and waits
+  if two ranks write at once. That takes as long as a small call of MPI. Ranks of other nodes have no such words.
+* Ranks could repeat the call on the host after kernels have waited in vain. A call on GPUs returns when it is enqueued.
+  So its rank may be in a later call by MPI, and MPI would match that call with the call of the rank that waits. The
+  stream may have used the wrong result. In a graph no host takes part.
 """
 
 from __future__ import annotations

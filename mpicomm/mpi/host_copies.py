@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.devices.base import Backend
+from mpicomm.devices.base import Backend, GpuBackend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger, tell_slow_way
@@ -101,6 +101,15 @@ class HostCopies:
             if copy.written:
                 self._backend.copy(copy.memory.pointer, copy.host.ctypes.data, copy.memory.nbytes, self._stream)
         self._backend.synchronize(self._stream)
+
+
+def require_no_graph(operation: str, backend: GpuBackend, stream: int) -> None:
+    """Raise `InvalidUsageError` if ``stream`` captures a graph, because MPI cannot be part of it. Local."""
+    if backend.is_capturing(stream):
+        raise InvalidUsageError(
+            f"{operation} cannot be part of a CUDA graph, because MPI carries it out on the host: call it outside the "
+            "capture"
+        )
 
 
 def announce(operation: str, reason: str) -> None:

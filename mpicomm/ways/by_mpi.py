@@ -1,4 +1,4 @@
-"""The ways of calls that MPI carries out: on host arrays, and on pinned copies of device arrays."""
+"""The way of calls on host arrays that MPI carries out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from mpicomm.collectives.checks import is_in_place
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.host_copies import announce, out_of_place, through_host
+from mpicomm.mpi.host_copies import out_of_place
 from mpicomm.mpi.ops import AVG
 from mpicomm.mpi.requests import holding
 from mpicomm.session import Session
-from mpicomm.ways.on_gpus import ready
 from mpicomm.ways.reader import REFUSALS, Reader
 from mpicomm.ways.witness import Witness
 
@@ -103,23 +102,3 @@ class MpiWay:
             return arguments
         send, receive = out_of_place(arguments.receive, arguments.counts, self._comm.rank)
         return replace(arguments, send=send, receive=receive)
-
-
-class OnPinnedCopies:
-    """MPI, for device arrays: on copies in pinned host memory. It blocks."""
-
-    def __init__(self, session: Session, mpi: MpiWay) -> None:
-        self._session = session
-        self._mpi = mpi
-
-    def enqueue(self, call: Call, *, blocking: bool) -> None:
-        """See `Way.enqueue`."""
-        session, given = ready(self._session, call), call.arguments
-        stream = session.backend.stream(call.stream, call.device_array)
-        announce(call.operation.name, "only MPI can carry it out, or algorithm= asks for it")
-
-        def carry_out(send: Any, receive: Any) -> None:
-            self._mpi.carry_out(call.operation, replace(given, send=send, receive=receive), blocking=True)
-
-        buffers = [(given.send, False, "sendbuf", call.send), (given.receive, True, "recvbuf", call.receive)]
-        through_host(session.backend, stream, carry_out, buffers)  # host arrays beside device arrays need no copies

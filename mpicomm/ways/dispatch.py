@@ -27,7 +27,7 @@ from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest, holding
 from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes
-from mpicomm.ways.by_mpi import MpiWay, OnPinnedCopies
+from mpicomm.ways.by_mpi import MpiWay
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.on_gpus import OnGpus
 from mpicomm.ways.on_host import InMappedMemory, OnCopies, WithEpilogue
@@ -64,7 +64,6 @@ class Dispatcher:
         self._reader = reader = Reader(comm, session, witness)
         completer = Completer()
         self._mpi = MpiWay(comm, session, reader, witness)
-        self._pinned = OnPinnedCopies(session, self._mpi)
         self._gpus = OnGpus(session, engines, completer, witness)
         self._mapped = InMappedMemory(engines, witness)
         self._epilogue = WithEpilogue(reader, self._carry)
@@ -244,8 +243,8 @@ class Dispatcher:
 
     def _way_of(self, call: Call, *, blocking: bool) -> Way:
         """Return the way of a call. Local, except if two ranks first measure their crossover, which is collective."""
-        if call.on_device:
-            return self._pinned if call.dtype is None or call.algorithm == "mpi" else self._gpus
+        if call.on_device and call.dtype is not None and call.algorithm != "mpi":
+            return self._gpus
         if call.device_array is not None:
             return self._copies
         refuse_stream(call.operation.name, call.stream)

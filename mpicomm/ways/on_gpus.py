@@ -14,17 +14,6 @@ from mpicomm.ways.engines import Engines
 from mpicomm.ways.witness import Witness
 
 
-def ready(session: Session, call: Call) -> Session:
-    """Return the session of a call on device arrays, which must be on this rank's GPU. Collective the first time."""
-    operation = call.operation.name
-    session.require_gpu(operation)  # before anything looks at device memory
-    session.set_up(operation)
-    for operand in call.operands:
-        require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
-    session.require_usable(operation)
-    return session
-
-
 class OnGpus:
     """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps the plan for equal calls."""
 
@@ -36,7 +25,7 @@ class OnGpus:
 
     def enqueue(self, call: Call, *, blocking: bool) -> DeferredWork | None:
         """See `Way.enqueue`."""
-        operation, given, session = call.operation, call.given, ready(self._session, call)
+        operation, given, session = call.operation, call.given, self._ready(call)
         if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it must first know the location
             self._witness.tell(operation, on_host=False)
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
@@ -60,6 +49,16 @@ class OnGpus:
             backend.check()
             call.copies.back()
         return None
+
+    def _ready(self, call: Call) -> Session:
+        """Return the session of a call whose arrays must be on this rank's GPU. Collective the first time."""
+        session, operation = self._session, call.operation.name
+        session.require_gpu(operation)  # before anything looks at device memory
+        session.set_up(operation)
+        for operand in call.operands:
+            require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
+        session.require_usable(operation)
+        return session
 
     def until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredWork:
         """Return a call that was enqueued as work. It is over after ``done`` says so and ``copies`` are back."""

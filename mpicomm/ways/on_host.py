@@ -1,4 +1,4 @@
-"""The ways of calls on host arrays that MPI does not carry out directly."""
+"""The ways of calls on the host that MPI does not carry out directly, because of the arrays or of the call."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.collectives.beside import require_no_graph, warn_of_host_array
+from mpicomm.collectives import beside
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import Operation
 from mpicomm.devices.host import array_at
-from mpicomm.mpi.host_copies import HostCopies
+from mpicomm.mpi.host_copies import HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredWork, PersistentRequest
 from mpicomm.session import Session
@@ -60,10 +60,13 @@ class WithEpilogue:
 
 
 class OnCopies:
-    """Another way, on a copy of the root's device array in pinned memory.
+    """Another way, on copies of this rank's device arrays in pinned memory, for a call on the host.
 
-    The other ranks do not notice the copy. They pass host arrays, so the call is on the host: see
-    `mpicomm.collectives.call_location`.
+    It carries out calls that MPI carries out wherever the arrays are, and rooted calls in which only the root's second
+    buffer is a device array: see `mpicomm.collectives.call_location`. The other ranks do not notice the copies, and
+    may pass host arrays. So this rank makes MPI's call in the same form as a rank with host arrays: MPI does not match
+    a blocking collective with a nonblocking or persistent one. No rank sets anything up here, because ranks with host
+    arrays would not take part.
     """
 
     def __init__(self, session: Session, reader: Reader, completer: Completer, carry: Carry, prepare: Prepare) -> None:
@@ -97,17 +100,23 @@ class OnCopies:
         return PersistentRequest.of(begin, prepared.Free)
 
     def _copies(self, call: Call) -> tuple[HostCopies, Arguments]:
-        """Return copies of the device array, and the arguments with them. Local, blocking.
+        """Return copies of the device arrays, and the arguments with them. Local, blocking.
 
-        Raises `InvalidUsageError` in a capture, and for an array of another GPU.
+        Raises `InvalidUsageError` in a capture, and for an array of another GPU. In a call on device arrays it also
+        raises the error of earlier calls.
         """
         operation, given = call.operation.name, call.arguments
         backend = self._session.gpu(operation)
         for operand in call.operands:
             require_here(f"{operation}: {operand.name}", operand.device, backend.device)
         stream = backend.stream(call.stream, call.device_array)
-        require_no_graph(operation, backend, stream)
-        warn_of_host_array(operation)
+        if call.on_device:
+            self._session.require_usable(operation)
+            require_no_graph(operation, backend, stream)
+            announce(operation, "only MPI can carry it out, or algorithm= asks for it")
+        else:
+            beside.require_no_graph(operation, backend, stream)
+            beside.warn_of_host_array(operation)
         copies = HostCopies(backend, stream)
         send = copies.spec(given.send, writable=False, name="sendbuf", operand=call.send)
         receive = copies.spec(given.receive, writable=True, name="recvbuf", operand=call.receive)

@@ -41,6 +41,7 @@ class Buffer:
         """Elements of one block, in forms of equal blocks."""
         self.reduces = False
         """Whether the elements are reduced: then MPI takes only predefined types."""
+        self.types: Sequence[Any] = ("i", "i4", MPI.INT32_T, MPI.INT)
         self.array: Any = None
         self.datatypes: list[MPI.Datatype] = []
 
@@ -81,7 +82,7 @@ class Buffer:
     def _spec(self, rng: np.random.Generator, memory: Any, *, typed: bool) -> Any:
         if typed:
             return self._typed(rng, memory)
-        datatype: Any = ("i", "i4", MPI.INT32_T, MPI.INT)[int(rng.integers(4))]
+        datatype: Any = self.types[int(rng.integers(len(self.types)))]
         if not self.reduces and rng.integers(4) == 0:
             datatype = self._made(MPI.INT32_T.Dup())
         if not self.reduces and rng.integers(5) == 0:
@@ -127,12 +128,16 @@ class Buffer:
 
 
 class Call:
-    """One rank's part of a call that ``seed`` draws. All but the forms of the buffers is the same on all ranks."""
+    """One rank's part of a call that ``seed`` draws. All but the forms of the buffers is the same on all ranks.
 
-    def __init__(self, name: str, form: str, seed: int, rank: int, size: int, gpu: Gpu) -> None:
+    If MPI carries out the call, some ranks may pass only host arrays.
+    """
+
+    def __init__(self, name: str, form: str, seed: int, rank: int, size: int, gpu: Gpu, *, by_mpi: bool) -> None:
         self._row = OPERATIONS[name]
         self.method = method_name(form, name)
         self._plain_name = name
+        self._by_mpi = by_mpi
         self._rank, self._size, self._gpu = rank, size, gpu
         self._rng = np.random.default_rng([seed, rank])  # draws of this rank only
         shared = np.random.default_rng(seed)
@@ -147,6 +152,8 @@ class Call:
         for buffer in (self.send, self.receive):
             if buffer is not None:
                 buffer.reduces = self._row.reduces
+                if by_mpi and buffer.reduces:  # mpi4py takes only one type of MPI in both buffers of a reduction
+                    buffer.types = ("i", MPI.INT)
 
     def expected(self, comm: MPI.Intracomm) -> Array | None:
         """Return the content of this rank's receive buffer after the call of plain mpi4py. Collective."""
@@ -159,7 +166,7 @@ class Call:
     def run(self, comm: Any) -> Array | None:
         """Make the call; return the content of the receive buffer after it. Collective."""
         arguments = self._arguments(*self._drawn())
-        complete(getattr(comm, self.method)(*arguments))
+        complete(getattr(comm, self.method)(*arguments, algorithm="mpi" if self._by_mpi else "auto"))
         for buffer in (self.send, self.receive):
             for datatype in buffer.datatypes if buffer is not None else ():
                 datatype.Free()
@@ -176,11 +183,13 @@ class Call:
         ]
 
     def _drawn(self) -> list[Any]:
-        """Draw the form and the memory of each buffer, so that this rank's buffers put the call on GPUs."""
+        """Draw the form and the memory of each buffer. Without MPI, this rank's buffers put the call on GPUs."""
         typed = self._row.send == "typed"
         pair = [self.send, self.receive]
         common = {"receive": [self.send], "send": [self.receive]}.get(self._row.rooted, pair)
         deciding = [each for each in common if each is not None]
+        if self._row.counts == "same":  # an empty recvbuf of Reduce_scatter leaves the choice to sendbuf
+            deciding = [each for each in deciding if not each.is_empty] or deciding
         # One of the buffers that decide lies on the GPU, or one of them nowhere.
         sure = deciding[int(self._rng.integers(len(deciding)))]
         made: list[Any] = []
@@ -189,9 +198,8 @@ class Call:
                 made.append(None)
                 continue
             lies = ("gpu", "host", "nowhere" if buffer.is_empty else "gpu")[int(self._rng.integers(3))]
-            if buffer is sure and lies == "host":
-                lies = "gpu"
-            if self._row.counts == "same" and lies == "host" and buffer.is_empty:
+            empty_of_all = self._row.counts == "same" and buffer.is_empty
+            if lies == "host" and not self._by_mpi and (buffer is sure or empty_of_all):
                 lies = "gpu"
             if lies == "nowhere":
                 made.append(buffer.nowhere(self._rng, typed=typed))

@@ -1,7 +1,7 @@
 """Any forms of buffers on any ranks: device calls against plain mpi4py's on copies in host memory.
 
-Hypothesis chooses the calls, the same on all ranks; each rank draws the forms of its buffers. On the host the engine of
-the host stands for the engine of GPUs.
+Hypothesis chooses the calls, the same on all ranks; each rank draws the forms of its buffers. Some ranks may pass only
+host arrays to calls with ``algorithm="mpi"``. On the host the engine of the host stands for the engine of GPUs.
 """
 
 from __future__ import annotations
@@ -55,14 +55,21 @@ def gpus(device: str) -> Iterator[tuple[Any, Gpu]]:
 )
 @given(
     calls=st.lists(
-        st.tuples(st.sampled_from(NAMES), st.sampled_from(FORMS), st.integers(0, 1 << 16)), min_size=1, max_size=6
+        st.tuples(
+            st.sampled_from(NAMES),
+            st.sampled_from(FORMS),
+            st.integers(0, 1 << 16),
+            st.sampled_from((False, False, True)),
+        ),
+        min_size=1,
+        max_size=6,
     )
 )
-def test_forms_of_buffers(gpus: tuple[Any, Gpu], calls: list[tuple[str, str, int]]) -> None:
+def test_forms_of_buffers(gpus: tuple[Any, Gpu], calls: list[tuple[str, str, int, bool]]) -> None:
     comm, gpu = gpus
     comm.Bcast(gpu.make(np.zeros(1, np.int32)))  # there has been a call on GPUs
-    for name, form, seed in calls:
-        call = Call(name, form, seed, comm.rank, comm.size, gpu)
+    for name, form, seed, by_mpi in calls:
+        call = Call(name, form, seed, comm.rank, comm.size, gpu, by_mpi=by_mpi)
         expected = call.expected(MPI.COMM_WORLD)
         failure = ""
         try:
@@ -75,10 +82,10 @@ def test_forms_of_buffers(gpus: tuple[Any, Gpu], calls: list[tuple[str, str, int
             failure = f"rank {comm.rank}: {type(error).__name__}: {error}"
         # All ranks stop at the same call, and Hypothesis goes on alike on all of them.
         failures = [each for each in MPI.COMM_WORLD.allgather(failure) if each]
-        assert not failures, f"{name} {form} {seed}: " + "\n".join(failures)
+        assert not failures, f"{name} {form} {seed} {by_mpi}: " + "\n".join(failures)
         # The doctor compares the counts of calls of all ranks.
         counts = MPI.COMM_WORLD.allgather(_counts())
-        assert all(each == counts[0] for each in counts), f"{name} {form} {seed}: {counts}"
+        assert all(each == counts[0] for each in counts), f"{name} {form} {seed} {by_mpi}: {counts}"
 
 
 def _counts() -> set[tuple[int, int, int]]:

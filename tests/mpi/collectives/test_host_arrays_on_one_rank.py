@@ -1,4 +1,6 @@
-"""One rank passes arrays of the host, and the others arrays on GPUs: the errors of the others tell of that rank's call.
+"""One rank passes arrays of the host, and the others arrays on GPUs: MPI carries out such calls, and kernels cannot.
+
+The errors of the others tell of the call of the rank with host arrays.
 
 On the host the engine of the host stands for the engine of GPUs.
 """
@@ -16,13 +18,14 @@ from mpi4py import MPI
 from mpicomm import CollectiveTimeoutError, PeerError
 from mpicomm.log import logger
 from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.call_forms import FORMS, complete, method_name
 from tests.helpers.rigs.communicators import array_module, communicator, patience_s
 from tests.helpers.rigs.device_calls import on_host_engine
 from tests.helpers.rigs.message_rigs import on_threads
 
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1
-WAY_OUT = "pass a device array on every rank, or on no rank"
+WAY_OUT = 'pass a device array on every rank, or on no rank, or algorithm="mpi" on every rank'
 
 if WORLD.size == 1:
     pytest.skip("one rank has no others that pass other arrays", allow_module_level=True)
@@ -54,6 +57,45 @@ def arguments(name: str, make: Callable[[Any], Any]) -> list[Any]:
         "Gather": [block, whole if WORLD.rank == 0 else None],
         "Alltoallv": [[make(np.ones(3 * size)), [3] * size], [whole, [3] * size]],
     }[name]
+
+
+@pytest.mark.parametrize("host", [0, LAST])
+@pytest.mark.parametrize("form", FORMS)
+def test_mpi_takes_host_arrays_on_one_rank(device: str, form: str, host: int) -> None:
+    rank, size, root = WORLD.rank, WORLD.size, LAST
+    everybody = (10 * np.arange(size)[:, None] + np.arange(3)).astype(np.int32)
+    block, blocks, counts = everybody[rank], np.tile(everybody[rank], size), [3] * size
+
+    def add(a: Any, b: Any, datatype: MPI.Datatype) -> None:
+        total = np.frombuffer(b, np.int32)
+        total += np.frombuffer(a, np.int32)
+
+    own = MPI.Op.Create(add)
+    by_mpi = {"algorithm": "mpi"}
+    with on_gpus(device) as (comm, make):
+        here = np.array if rank == host else make
+        for name, sent, result, options in (
+            ("Bcast", None, everybody[root], by_mpi),  # the first call of the communicator
+            ("Allreduce", block, everybody.sum(0, np.int32), by_mpi),
+            ("Allreduce", block, everybody.sum(0, np.int32), {"op": own}),  # MPI carries it out without a name
+            ("Allgather", block, everybody, by_mpi),
+            ("Gather", block, everybody if rank == root else None, {"root": root, **by_mpi}),
+            ("Scatter", everybody if rank == root else None, block, {"root": root, **by_mpi}),
+            ("Alltoallv", blocks, everybody, by_mpi),
+            ("Reduce_scatter", np.concatenate(everybody), size * block, by_mpi),
+        ):
+            received: Any = None if result is None else here(np.full(result.size, -1, np.int32))
+            given = [None if sent is None else here(sent.copy()), received]
+            if name == "Bcast":
+                received = here(block.copy())
+                given, options = [received], {"root": root, **options}
+            elif name == "Alltoallv":
+                given = [[array, counts] for array in given]
+            complete(getattr(comm, method_name(form, name))(*given, **options), starts=2)
+            if result is not None:
+                got = received if isinstance(received, np.ndarray) else received.get()
+                assert np.array_equal(got.ravel(), result.ravel()), (name, options)
+    own.Free()
 
 
 @pytest.mark.parametrize(
