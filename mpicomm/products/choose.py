@@ -31,6 +31,7 @@ _COLLECTIVE_US = 4.0  # the time of a collective of few bytes
 _TURN_US = 6.0  # a join and a barrier between two products
 _COPY_US = 8.0  # the time from a fork to the first byte, and the rest of an engine between two copies
 _PRODUCT_US = 1.5  # each further product
+_PULL_US = 2.0  # the first loads over a link
 _SAVING = 0.98  # overlap has to pay by more than the model errs
 _MOST_PARTS = 4
 
@@ -134,16 +135,18 @@ def _end_us(facts: Facts, pieces: list[tuple[float, int]]) -> float:
 def _scatter_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     rows, size = facts.shard_rows, facts.size
     nbytes = rows * facts.row_nbytes
-    tail = _TURN_US + _PRODUCT_US + (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
-    copy = _copy_us(facts, rows)
-    landed = _TURN_US
+    reduction = (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
+    tail, copy = _TURN_US + _PRODUCT_US, _copy_us(facts, rows)
+    end, landed = _TURN_US + _product_us(facts, [rows] * size), [_TURN_US]
     for products in range(1, size):
-        landed = max(_TURN_US + _product_us(facts, [rows] * products), landed) + copy
-    found = [(max(_TURN_US + _product_us(facts, [rows] * size), landed) + tail, RowCut(rows, merged=False))]
+        landed.append(max(_TURN_US + _product_us(facts, [rows] * products), landed[-1]) + copy)
+    found = [(max(end, landed[-1]) + tail + reduction, RowCut(rows, merged=False))]
     if size > 2:
+        pulling = max(reduction, nbytes / (_LINK_NBYTES_PER_US * facts.link_speed)) + _PULL_US
+        found.append((max(end, landed[-2]) + tail + pulling, RowCut(rows, merged=False, pulled=True)))
         at = _TURN_US + _product_us(facts, [rows * (size - 1)])
         own = _product_us(facts, [rows])
-        found.append((max(at + own, at + (size - 1) * copy) + tail, RowCut(rows, merged=True)))
+        found.append((max(at + own, at + (size - 1) * copy) + tail + reduction, RowCut(rows, merged=True)))
     return found
 
 

@@ -46,8 +46,9 @@ class ProductPlan:
     def __init__(self, lanes: Lanes) -> None:
         self.plan: Plan
         self._lanes = lanes
-        self.gathered = self.partial = 0
-        """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
+        self.gathered = self.partial = self.pulled = 0
+        """The addresses of this rank's memory for the shards of all ranks, for its partial sums, and for the partial
+        sums that a peer pulls."""
         self._matrices: dict[str, Any] = {}
         self._operands: Operands | None = None
         self._stream = 0
@@ -73,7 +74,12 @@ class ProductPlan:
         memory, (rows, inner) = operands.library.memory, operands.a.shape
         if self.gathered:
             return {"gathered": memory(self.gathered, (operands.shape[0], inner), operands.a)}
-        return {"partial": memory(self.partial, (rows, operands.shape[1]), operands.out)} if self.partial else {}
+        if not self.partial:
+            return {}
+        return {
+            "partial": memory(self.partial, (rows, operands.shape[1]), operands.out),
+            "pulled": memory(self.pulled, operands.shape, operands.out),
+        }
 
     def multiply(self, action: Multiply, number: int) -> LibraryWork:
         """Return the step of a product, the ``number``-th of its call."""
@@ -171,7 +177,7 @@ class Overlapped:
                 place = Place(node.rank, node.size, facts.shard_rows)
                 actions = gathering(place, cut, facts.row_nbytes, a, shared, kept)
             elif facts.kind == "matmul_reduce_scatter":
-                call.partial = scratch
+                call.partial, call.pulled = scratch, shared[node.rank]
                 place = Place(node.rank, node.size, facts.shard_rows)
                 actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
             else:

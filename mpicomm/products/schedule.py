@@ -32,7 +32,7 @@ class Multiply:
 
     left: Literal["a", "gathered"]
     begin: int
-    into: Literal["out", "partial"]
+    into: Literal["out", "partial", "pulled"]
     at: int
     rows: int
 
@@ -66,6 +66,9 @@ class RowCut:
     """Whether the rows of all other shards are multiplied together, and not each shard at its turn."""
     parts: int = 1
     """The parts of an all-reduce. A part is reduced and sent back while the next part is multiplied."""
+    pulled: bool = False
+    """Whether a reduce-scatter between more than two ranks copies no last contribution. The reduction reads it in the
+    memory of the peer. This is faster if the product after it is shorter than a copy."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +152,11 @@ def scattering(
     """Yield the actions of a product with its reduce-scatter.
 
     ``partial`` is the address of private memory for the whole product of this rank. ``landing`` has the address of each
-    rank's memory for the contributions of the other ranks. ``out`` is the address of this rank's result.
+    rank's memory for the contributions of the other ranks. ``out`` is the address of this rank's result. A pulled
+    contribution lies in the first slot of its rank, which is the slot of the contribution that this rank pulls itself.
     """
     rank, size, rows = place.rank, place.size, place.rows
-    nbytes = rows * row_nbytes
+    nbytes, contributions = rows * row_nbytes, sources(place, landing[rank], rows * row_nbytes, out)
     own = Multiply("a", rank * rows, "out", 0, rows)
     if cut.merged:
         for begin, end in ((0, rank), (rank + 1, size)):
@@ -163,6 +167,10 @@ def scattering(
         peers = [place.to(distance) for distance in range(1, size)]
         first, *products = [*(Multiply("a", peer * rows, "partial", peer * rows, rows) for peer in peers), own]
         yield first
+        if cut.pulled:
+            # It waits for the barrier, because the peer may still read the contribution of an earlier call.
+            products[-2] = Multiply("a", peers[-1] * rows, "pulled", 0, rows)
+            contributions = tuple(landing[place.to(1)] if each == landing[rank] else each for each in contributions)
     # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
     yield Barrier()
     if cut.merged:
@@ -171,12 +179,15 @@ def scattering(
         peer = place.to(distance)
         # The next product takes the multiprocessors that the product of this copy leaves in its last wave.
         yield from products[distance - 1 : distance]
-        # They make the copy wait for its product and for the barrier.
-        yield from (JoinLanes(but_last=True), Fork())
-        yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
+        # They make the copy wait for its product and for the barrier. A contribution that a peer pulls is ready before
+        # the last barrier.
+        yield JoinLanes(but_last=True)
+        if not (cut.pulled and distance + 1 == size):
+            yield Fork()
+            yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
     # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
     yield from (Join(), Barrier(), JoinLanes())
-    yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)
+    yield Reduce(contributions, out, nbytes, most_blocks=_REDUCING_BLOCKS)
     if bias:
         yield AddBias(0, rows)
 
