@@ -34,8 +34,9 @@ class Products:
         )
         self._read = operands.read
         monkeypatch.setattr(libraries.NUMPY, "memory", self._memory, raising=False)
-        monkeypatch.setattr(libraries.NUMPY, "current", lambda stream: nullcontext())
+        monkeypatch.setattr(libraries.NUMPY, "current", self._current)
         self.made: list[int] = []
+        self.streams: list[int] = []
         self.multiplied: list[tuple[int, int]] = []
         engine = self.rig.engine
 
@@ -48,11 +49,17 @@ class Products:
         self.made.append(pointer)
         return np.empty(shape, like.dtype)
 
-    def enqueue(self, kind: Any, cut: RowCut, a: Any, out: Any, **more: Any) -> Any:
+    def _current(self, stream: int) -> Any:
+        self.streams.append(stream)
+        return nullcontext()
+
+    def enqueue(self, kind: Any, cut: RowCut, a: Any, out: Any, *, by_library: bool = False, **more: Any) -> Any:
         def product(a: Any, b: Any, out: Any) -> None:
             self.multiplied.append((a.shape[0], out.shape[0]))
 
-        operands = self._read(kind, 2, None, a, np.ones((INNER, COLUMNS)), out, None, product, **more)
+        operands = self._read(
+            kind, 2, None, a, np.ones((INNER, COLUMNS)), out, None, None if by_library else product, **more
+        )
         facts = self.overlapped.facts(operands)
         self.overlapped.enqueue(operands, ProductWay(facts, cut, 0.0, 0.0), STREAM)
         return operands
@@ -83,6 +90,15 @@ def test_plans_keep_no_arrays(products: Products) -> None:
     operands = products.enqueue("allgather_matmul", RowCut(ROWS, merged=True), a, out)
     (call,) = products.overlapped._known.values()
     assert not call._matrices and call._operands is None and operands.a is a
+
+
+def test_products_of_a_library_have_two_lanes_and_products_of_the_caller_have_one(products: Products) -> None:
+    a, out = np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
+    for by_library, lanes in ((True, 2), (False, 1)):
+        products.streams.clear()
+        for _ in range(2):
+            products.enqueue("allgather_matmul", RowCut(ROWS, merged=True), a, out, by_library=by_library)
+        assert len(products.streams) == 4 and len(set(products.streams)) == lanes
 
 
 def test_every_launch_of_a_call_has_another_tag(products: Products) -> None:
