@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier
 from mpicomm.collectives.gpu.algorithms.steps import Fork, Join
-from mpicomm.products.schedule import Action, JoinLanes, Place, RowCut, gathering, reducing, scattering
+from mpicomm.products.schedule import Action, JoinLane, Place, RowCut, gathering, reducing, scattering
 from tests.helpers.references.product_simulator import Rank, address, run
 
 Array = npt.NDArray[Any]
@@ -56,11 +56,10 @@ class Job:
                 else:
                     steps = [*reducing(place, cut, 8 * COLUMNS, landed, shared, out, bias=True)]
                 matrices = {"a": self.a[call][rank], "out": self.out[call][rank], "partial": partial[rank]}
-                matrices["pulled"] = memory[rank][: rows * COLUMNS].reshape(rows, COLUMNS)
                 matrices["gathered"] = memory[rank][: size * rows * INNER].reshape(size * rows, INNER)
                 calls.append((steps, matrices))
                 actions += steps
-            order = [at for at, each in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLanes))]
+            order = [at for at, each in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLane))]
             self.orders = len(order)
             if without is not None:
                 actions.pop(order[without])
@@ -99,7 +98,7 @@ def cut_of(kind: str, size: int, rows: int, draw: Any) -> RowCut:
         return RowCut(rows, merged=False, parts=draw(st.integers(1, 3)))
     merged = draw(st.booleans())
     own = draw(st.integers(1, rows)) if kind == "gather" and merged else rows
-    return RowCut(own, merged, pulled=kind == "scatter" and size > 2 and not merged and draw(st.booleans()))
+    return RowCut(own, merged)
 
 
 @settings(deadline=None, max_examples=60)
@@ -113,12 +112,9 @@ def test_every_order_gives_the_product(kind: str, size: int, rows: int, data: st
 
 # No call comes before the first call, so nothing has to wait for an earlier call. In an all-reduce the barrier at the
 # beginning waits only for calls of the other kinds, which share the memory.
-@pytest.mark.parametrize(
-    ("kind", "pulled", "of_earlier_calls"),
-    [("gather", False, [0, 1]), ("scatter", False, [0]), ("scatter", True, [0]), ("reduce", False, [0, 19])],
-)
-def test_every_barrier_fork_and_join_is_needed(kind: str, pulled: bool, of_earlier_calls: list[int]) -> None:
-    cut, size = RowCut(2, merged=False, parts=2, pulled=pulled), 3
+@pytest.mark.parametrize(("kind", "of_earlier_calls"), [("gather", [0, 1]), ("scatter", [0]), ("reduce", [0, 19])])
+def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list[int]) -> None:
+    cut, size = RowCut(2, merged=False, parts=2), 3
     needless = []
     for number in range(Job(kind, size, 2, cut, 0).orders):
         for seed in range(300):
