@@ -8,7 +8,8 @@ barrier after its copies is over before the product ends. If all multiprocessors
 the product is over, as it would on the stream of the product. No copy that is to run beside a product waits for a
 barrier that runs beside the same product: such a copy could begin too late.
 
-At any time all ranks copy to different peers: in turn d each rank copies to the rank at distance d.
+At any time all ranks copy to different peers: in turn d each rank copies to the rank at distance d. If the number of
+ranks is a power of two, the distance is the exclusive or of both ranks.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ Action = Barrier | Fork | Join | Copy | Reduce | Multiply | JoinLane | AddBias
 class RowCut:
     """How the rows of a product are cut into products. It is the same on all ranks."""
 
-    own_rows: int
-    """How many rows of its shard a rank multiplies before it waits for another shard."""
-    merged: bool
-    """Whether the rows of all other shards are multiplied together, and not each shard at its turn."""
+    nested: tuple[int, ...] = ()
+    """The rows that a rank has multiplied after each product of an all-gather: see `pieces_of`. () if each shard has a
+    product."""
+    merged: bool = False
+    """Whether a reduce-scatter multiplies the rows of all peers together, and not the rows of each peer at its turn."""
     parts: int = 1
     """The parts of an all-reduce. A part is reduced and sent back while the next part is multiplied."""
 
@@ -73,11 +75,22 @@ class Place:
 
     def to(self, distance: int) -> int:
         """Return the rank to which this rank copies in a turn."""
-        return (self.rank + distance) % self.size
+        return self.rank ^ distance if self._in_pairs else (self.rank + distance) % self.size
 
     def source(self, distance: int) -> int:
         """Return the rank whose data comes in a turn."""
-        return (self.rank - distance) % self.size
+        return self.rank ^ distance if self._in_pairs else (self.rank - distance) % self.size
+
+    @property
+    def _in_pairs(self) -> bool:
+        """Whether two ranks send to each other in a turn. Then shards that lie side by side come in turns that follow
+        each other."""
+        return self.size & (self.size - 1) == 0
+
+    def turn_of(self, begin: int, end: int) -> int:
+        """Return the turn that brings the last of these rows of the whole product; 0 if the rank has all of them."""
+        sources = range(begin // self.rows, -(-end // self.rows))
+        return max(turn for turn in range(self.size) if self.source(turn) in sources)
 
 
 def gathering(
@@ -90,17 +103,23 @@ def gathering(
     """
     rank, size, rows = place.rank, place.size, place.rows
     nbytes = rows * row_nbytes
-    first, last = own_piece(place, cut)
+    products: list[list[Multiply]] = [[] for _ in range(size)]  # by the turn after which they begin
+    beside: list[tuple[int, int]] = []
+    for turn, begin, end in pieces_of(place, cut):
+        if turn == 0:
+            products[0].append(Multiply("a", begin - rank * rows, "out", begin, end - begin))
+        else:
+            products[turn].append(Multiply("gathered", begin, "out", begin, end - begin))
+            beside.append((max(begin, rank * rows), min(end, (rank + 1) * rows)))
     # The barrier: before it, a product of an earlier call of a peer may still read the memory that these copies
     # overwrite. The fork: no copy overtakes the barrier, which is on another stream.
     yield from (Barrier(), Fork(), Copy(gathered[place.to(1)] + rank * nbytes, a, nbytes))
-    rest = [(begin, end) for begin, end in ((rank * rows, first), (last, (rank + 1) * rows)) if begin < end]
-    for begin, end in rest:
-        # The rest of the own shard joins the next shard in one product, so both have to lie in one array.
-        yield Copy(
-            gathered[rank] + begin * row_nbytes, a + (begin - rank * rows) * row_nbytes, (end - begin) * row_nbytes
-        )
-    yield Multiply("a", first - rank * rows, "out", first, last - first)
+    for begin, end in beside:
+        # Rows of the own shard join other shards in a product, so all of them have to lie in one array.
+        if begin < end:
+            place_nbytes = begin * row_nbytes
+            yield Copy(gathered[rank] + place_nbytes, a + place_nbytes - rank * nbytes, (end - begin) * row_nbytes)
+    yield from products[0]
     for distance in range(1, size):
         # The join pairs with the barrier. Without the join, a rank could come to the barrier before its copy is over,
         # and the peer would multiply a shard that has not come. The copy of the next turn runs beside the product.
@@ -114,28 +133,44 @@ def gathering(
             yield from (Fork(), Copy(kept + source, gathered[rank] + source, nbytes))
             if distance == 1:
                 yield Copy(kept + rank * nbytes, a, nbytes)
-        for begin, end in arriving(place, cut, distance):
-            yield Multiply("gathered", begin, "out", begin, end - begin)
+        yield from products[distance]
     yield JoinLane()
     if kept:
         yield Join()
 
 
-def own_piece(place: Place, cut: RowCut) -> tuple[int, int]:
-    """Return the rows of the whole product, from and to, that a rank multiplies first."""
-    begin, end = place.rank * place.rows, (place.rank + 1) * place.rows
-    # The rest lies beside the next rank's shard, or beside the previous rank's shard on the last rank.
-    return (begin, begin + cut.own_rows) if place.rank + 1 < place.size else (end - cut.own_rows, end)
+def pieces_of(place: Place, cut: RowCut) -> list[tuple[int, int, int]]:
+    """Return the products of a rank after an all-gather: the turn that brings the last rows, and the rows, from and to.
+
+    Rows that are multiplied together lie side by side. A nested cut has a region of rows for 1, 2, 4 and so on shards,
+    up to all rows. Each region lies at an edge of the next region, at the side of this rank, and within these shards.
+    The first product has the rows of the first region. Each further product has the other rows of the next region.
+    """
+    if not cut.nested:
+        sources = [place.source(turn) for turn in range(place.size)]
+        return [(turn, source * place.rows, (source + 1) * place.rows) for turn, source in enumerate(sources)]
+    begin, end, pieces = 0, cut.nested[-1], list[tuple[int, int]]()
+    for level in range(len(cut.nested) - 2, -1, -1):
+        rows = cut.nested[level]
+        if place.rank >> level & 1:
+            pieces.append((begin, end - rows))
+            begin = end - rows
+        else:
+            pieces.append((begin + rows, end))
+            end = begin + rows
+    pieces.append((begin, end))
+    return [(place.turn_of(*piece), *piece) for piece in reversed(pieces) if piece[0] < piece[1]]
 
 
-def arriving(place: Place, cut: RowCut, distance: int) -> list[tuple[int, int]]:
-    """Return the pieces, as rows of the whole product, that a rank multiplies after a turn."""
-    if cut.merged:
-        first, last = own_piece(place, cut)
-        pieces = [(0, first), (last, place.size * place.rows)] if distance + 1 == place.size else []
-        return [(begin, end) for begin, end in pieces if begin < end]
-    source = place.source(distance)
-    return [(source * place.rows, (source + 1) * place.rows)]
+def is_possible(cut: RowCut, size: int, rows: int) -> bool:
+    """Return whether the products of a nested cut need no rows that come later; ``rows`` are the rows of a shard."""
+    if list(cut.nested) != sorted(cut.nested):
+        return False
+    for rank in range(size):
+        regions = pieces_of(Place(rank, size, rows), cut)
+        if any(turn >= 1 << level for level, (turn, _, _) in enumerate(regions)):
+            return False
+    return True
 
 
 def scattering(

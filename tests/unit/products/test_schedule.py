@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,17 @@ from hypothesis import strategies as st
 
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier
 from mpicomm.collectives.gpu.algorithms.steps import Fork, Join
-from mpicomm.products.schedule import Action, JoinLane, Place, RowCut, gathering, reducing, scattering
+from mpicomm.products.schedule import (
+    Action,
+    JoinLane,
+    Place,
+    RowCut,
+    gathering,
+    is_possible,
+    pieces_of,
+    reducing,
+    scattering,
+)
 from tests.helpers.references.product_simulator import Rank, address, run
 
 Array = npt.NDArray[Any]
@@ -95,10 +106,13 @@ def _rank(calls: list[Any], actions: list[Action], b: Array, bias: Array) -> Ran
 
 def cut_of(kind: str, size: int, rows: int, draw: Any) -> RowCut:
     if kind == "reduce":
-        return RowCut(rows, merged=False, parts=draw(st.integers(1, 3)))
-    merged = draw(st.booleans())
-    own = draw(st.integers(1, rows)) if kind == "gather" and merged else rows
-    return RowCut(own, merged)
+        return RowCut(parts=draw(st.integers(1, 3)))
+    if kind == "scatter":
+        return RowCut(merged=draw(st.booleans()))
+    levels = {2: 1, 4: 2}.get(size, 0)
+    regions = product(*(range(1, (rows << level) + 1) for level in range(levels)))
+    nested = (RowCut((*inner, size * rows)) for inner in regions if levels)
+    return draw(st.sampled_from([RowCut(), *(cut for cut in nested if is_possible(cut, size, rows))]))
 
 
 @settings(deadline=None, max_examples=60)
@@ -114,7 +128,7 @@ def test_every_order_gives_the_product(kind: str, size: int, rows: int, data: st
 # beginning waits only for calls of the other kinds, which share the memory.
 @pytest.mark.parametrize(("kind", "of_earlier_calls"), [("gather", [0, 1]), ("scatter", [0]), ("reduce", [0, 19])])
 def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list[int]) -> None:
-    cut, size = RowCut(2, merged=False, parts=2), 3
+    cut, size = RowCut(parts=2), 3
     needless = []
     for number in range(Job(kind, size, 2, cut, 0).orders):
         for seed in range(300):
@@ -127,3 +141,15 @@ def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list
         else:
             needless.append(number)
     assert needless == of_earlier_calls
+
+
+def test_a_nested_cut_multiplies_shards_of_the_own_pair_first() -> None:
+    cut = RowCut((4, 14, 32))
+    assert is_possible(cut, 4, 8)
+    assert [[piece[1:] for piece in pieces_of(Place(rank, 4, 8), cut)] for rank in range(4)] == [
+        [(0, 4), (4, 14), (14, 32)],
+        [(10, 14), (0, 10), (14, 32)],
+        [(18, 22), (22, 32), (0, 18)],
+        [(28, 32), (18, 28), (0, 18)],
+    ]
+    assert not is_possible(RowCut((4, 10, 32)), 4, 8)  # the first product of rank 1 would have rows of rank 0
