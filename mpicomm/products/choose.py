@@ -36,6 +36,7 @@ _COLLECTIVE_US = 4.0  # the time of a collective of few bytes
 _TURN_US = 6.0  # a join and a barrier between two products
 _COPY_US = 8.0  # the time from a fork to the first byte, and the rest of an engine between two copies
 _PRODUCT_US = 1.5  # each further product
+_PULL_US = 2.0  # the first loads over a link
 _SAVING = 0.98  # overlap has to pay by more than the model errs
 _MOST_PARTS = 4
 
@@ -158,16 +159,25 @@ _STEPS_OF_SHARD = {1: 64, 2: 16, 3: 4}
 def _scatter_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     rows, size = facts.shard_rows, facts.size
     nbytes = rows * facts.row_nbytes
-    tail = _TURN_US + _PRODUCT_US + (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
-    own, copy = _product_us(facts, [rows]), _copy_us(facts, rows)
-    at = landed = _TURN_US
-    for _ in range(1, size):
-        at += own
-        landed = max(at, landed) + copy
-    found = [(max(at + own, landed) + tail, RowCut())]
+    reduction = (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
+    pulling = max(reduction, _PULL_US + nbytes / (_LINK_NBYTES_PER_US * facts.link_speed))
+    tail = _TURN_US + _PRODUCT_US
+    own, pair, copy = _product_us(facts, [rows]), _product_us(facts, [2 * rows]), _copy_us(facts, rows)
+
+    def end_us(product_us: float, products: int, copies: int) -> float:
+        """Return the end of the last product, which copies nothing, and of the copies of all other products."""
+        at = landed = _TURN_US
+        for _ in range(products - 1):
+            at += product_us
+            landed = max(at, landed) + copies * copy
+        return max(at + product_us, landed)
+
+    found = [(end_us(own, size, 1) + tail + reduction, RowCut())]
+    if size > 2 and size & (size - 1) == 0:
+        found.append((end_us(pair, size // 2, 2) + tail + pulling, RowCut(pairs=True)))
     if size > 2:
         at = _TURN_US + _product_us(facts, [rows * (size - 1)])
-        found.append((max(at + own, at + (size - 1) * copy) + tail, RowCut(merged=True)))
+        found.append((max(at + own, at + (size - 1) * copy) + tail + reduction, RowCut(merged=True)))
     return found
 
 

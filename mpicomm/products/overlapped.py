@@ -28,6 +28,7 @@ from mpicomm.products.schedule import (
     gathering,
     reducing,
     scattering,
+    scattering_pairs,
 )
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ class ProductPlan:
     def __init__(self, lane: ForkedStream) -> None:
         self.plan: Plan
         self._lane = lane
-        self.gathered = self.partial = 0
-        """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
+        self.gathered = self.partial = self.pulled = 0
+        """The addresses of this rank's memory for the shards of all ranks, for its partial sums, and for the partial
+        sums that a peer pulls."""
         self._matrices: dict[str, Any] = {}
         self._operands: Operands | None = None
         self._stream = 0
@@ -72,7 +74,12 @@ class ProductPlan:
         memory, (rows, inner) = operands.library.memory, operands.a.shape
         if self.gathered:
             return {"gathered": memory(self.gathered, (operands.shape[0], inner), operands.a)}
-        return {"partial": memory(self.partial, (rows, operands.shape[1]), operands.out)} if self.partial else {}
+        made = {"partial": (self.partial, rows), "pulled": (self.pulled, 2 * operands.shape[0])}
+        return {
+            name: memory(pointer, (height, operands.shape[1]), operands.out)
+            for name, (pointer, height) in made.items()
+            if pointer
+        }
 
     def multiply(self, action: Multiply) -> LibraryWork:
         """Return the step of a product."""
@@ -168,7 +175,11 @@ class Overlapped:
             elif facts.kind == "matmul_reduce_scatter":
                 call.partial = scratch
                 place = Place(node.rank, node.size, facts.shard_rows)
-                actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
+                if cut.pairs:
+                    call.pulled = shared[node.rank] + (node.size - 1) * facts.shard_rows * facts.row_nbytes
+                    actions = scattering_pairs(place, facts.row_nbytes, scratch, shared, out, bias=bias)
+                else:
+                    actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
             else:
                 place = Place(node.rank, node.size, facts.rows)
                 landing = [pointer + _results_nbytes(facts) for pointer in shared]
@@ -211,6 +222,6 @@ def _shared_nbytes(facts: Facts, cut: RowCut) -> int:
     if facts.kind == "allgather_matmul":
         return facts.rows * facts.row_nbytes
     if facts.kind == "matmul_reduce_scatter":
-        return (facts.size - 1) * facts.shard_rows * facts.row_nbytes
+        return (facts.size - 1 + 2 * cut.pairs) * facts.shard_rows * facts.row_nbytes
     most_rows = -(-facts.rows // (cut.parts * facts.size))
     return _results_nbytes(facts) + cut.parts * (facts.size - 1) * most_rows * facts.row_nbytes

@@ -31,7 +31,7 @@ class Multiply:
 
     left: Literal["a", "gathered"]
     begin: int
-    into: Literal["out", "partial"]
+    into: Literal["out", "partial", "pulled"]
     at: int
     rows: int
 
@@ -61,6 +61,8 @@ class RowCut:
     product."""
     merged: bool = False
     """Whether a reduce-scatter multiplies the rows of all peers together, and not the rows of each peer at its turn."""
+    pairs: bool = False
+    """Whether a reduce-scatter multiplies the rows of two ranks at once, the own pair last: see `scattering_pairs`."""
     parts: int = 1
     """The parts of an all-reduce. A part is reduced and sent back while the next part is multiplied."""
 
@@ -201,6 +203,38 @@ def scattering(
     # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
     yield from (Join(), Barrier(), JoinLane())
     yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)
+    if bias:
+        yield AddBias(0, rows)
+
+
+def scattering_pairs(
+    place: Place, row_nbytes: int, partial: int, landing: Sequence[int], out: int, *, bias: bool
+) -> Iterator[Action]:
+    """Yield the actions of a product with its reduce-scatter, if the number of ranks is a power of two.
+
+    A product of few rows leaves multiprocessors free, so two ranks' rows take as long as one rank's rows. ``landing``
+    also has memory for the product of a pair, behind the contributions. The reduction of the other rank of the pair
+    reads its contribution there. It needs no copy, which would begin when no product runs any more.
+    """
+    rank, size, rows = place.rank, place.size, place.rows
+    nbytes, pulled = rows * row_nbytes, (size - 1) * rows * row_nbytes
+    for distance in range(2, size, 2):
+        first = place.to(distance) & ~1
+        yield Multiply("a", first * rows, "partial", first * rows, 2 * rows)
+        if distance == 2:
+            # Before it, a reduction of an earlier call of a peer may still read the memory that the copies and the last
+            # product overwrite.
+            yield Barrier()
+        yield from (JoinLane(), Fork())
+        for turn in (distance, distance + 1):
+            peer = place.to(turn)
+            yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
+    yield Multiply("a", (rank & ~1) * rows, "pulled", 0, 2 * rows)
+    # The joins pair with the barrier. After it all copies have landed, and both products of the pair are over.
+    yield from (Join(), JoinLane(), Barrier())
+    contributions = list(sources(place, landing[rank], nbytes, landing[rank] + pulled + (rank & 1) * nbytes))
+    contributions[rank ^ 1] = landing[rank ^ 1] + pulled + (rank & 1) * nbytes
+    yield Reduce(tuple(contributions), out, nbytes, most_blocks=_REDUCING_BLOCKS)
     if bias:
         yield AddBias(0, rows)
 

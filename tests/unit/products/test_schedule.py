@@ -24,6 +24,7 @@ from mpicomm.products.schedule import (
     pieces_of,
     reducing,
     scattering,
+    scattering_pairs,
 )
 from tests.helpers.references.product_simulator import Rank, address, run
 
@@ -63,10 +64,15 @@ class Job:
                     kept = address(self.kept[call][rank])
                     steps = [*gathering(place, cut, 8 * INNER, a, shared, kept)]
                 elif kind == "scatter":
-                    steps = [*scattering(place, cut, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
+                    if cut.pairs:
+                        steps = [*scattering_pairs(place, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
+                    else:
+                        steps = [*scattering(place, cut, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
                 else:
                     steps = [*reducing(place, cut, 8 * COLUMNS, landed, shared, out, bias=True)]
                 matrices = {"a": self.a[call][rank], "out": self.out[call][rank], "partial": partial[rank]}
+                shard = rows * COLUMNS
+                matrices["pulled"] = memory[rank][(size - 1) * shard : (size + 1) * shard].reshape(2 * rows, COLUMNS)
                 matrices["gathered"] = memory[rank][: size * rows * INNER].reshape(size * rows, INNER)
                 calls.append((steps, matrices))
                 actions += steps
@@ -104,11 +110,11 @@ def _rank(calls: list[Any], actions: list[Action], b: Array, bias: Array) -> Ran
     return rank
 
 
-def cut_of(kind: str, size: int, rows: int, draw: Any) -> RowCut:
+def cut_of(kind: str, size: int, rows: int, draw: Any) -> Any:
     if kind == "reduce":
         return RowCut(parts=draw(st.integers(1, 3)))
     if kind == "scatter":
-        return RowCut(merged=draw(st.booleans()))
+        return draw(st.sampled_from([RowCut(), RowCut(merged=True), *([RowCut(pairs=True)] if size == 4 else [])]))
     levels = {2: 1, 4: 2}.get(size, 0)
     regions = product(*(range(1, (rows << level) + 1) for level in range(levels)))
     nested = (RowCut((*inner, size * rows)) for inner in regions if levels)
@@ -126,9 +132,12 @@ def test_every_order_gives_the_product(kind: str, size: int, rows: int, data: st
 
 # No call comes before the first call, so nothing has to wait for an earlier call. In an all-reduce the barrier at the
 # beginning waits only for calls of the other kinds, which share the memory.
-@pytest.mark.parametrize(("kind", "of_earlier_calls"), [("gather", [0, 1]), ("scatter", [0]), ("reduce", [0, 19])])
-def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list[int]) -> None:
-    cut, size = RowCut(parts=2), 3
+@pytest.mark.parametrize(
+    ("kind", "pairs", "of_earlier_calls"),
+    [("gather", False, [0, 1]), ("scatter", False, [0]), ("scatter", True, [0]), ("reduce", False, [0, 19])],
+)
+def test_every_barrier_fork_and_join_is_needed(kind: str, pairs: bool, of_earlier_calls: list[int]) -> None:
+    cut, size = RowCut(pairs=pairs, parts=2), 4 if pairs else 3
     needless = []
     for number in range(Job(kind, size, 2, cut, 0).orders):
         for seed in range(300):
