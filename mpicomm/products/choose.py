@@ -2,17 +2,22 @@
 
 The times come from a model with figures that were measured on H100s. A library computes a product tile by tile, and
 each multiprocessor takes one tile at a time. So a product takes as many *waves* as each multiprocessor has tiles. The
-products of a gathered matrix, or of its partial sums, run on two lanes (schedule.py), so they share their last waves.
+library takes narrower tiles if they fit better. A cut that adds a wave costs more than the overlap saves, so cuts lie
+at the rows that add none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
-from mpicomm.products.schedule import RowCut
+from mpicomm.products.schedule import RowCut, is_possible
 
-_TILE_ROWS, _TILE_COLUMNS = 128, 256
+_TILE_ROWS = 128
+_TILE_COLUMNS = {256: 1.0, 192: 1.05, 160: 1.05, 128: 1.1}
+"""The columns of tiles, and the time for each column beside the time in the widest tile."""
 _FLOPS_PER_US = {
     "float8_e4m3fn": 12.0e6,
     "float8_e5m2": 12.0e6,
@@ -31,6 +36,7 @@ _COLLECTIVE_US = 4.0  # the time of a collective of few bytes
 _TURN_US = 6.0  # a join and a barrier between two products
 _COPY_US = 8.0  # the time from a fork to the first byte, and the rest of an engine between two copies
 _PRODUCT_US = 1.5  # each further product
+_PULL_US = 2.0  # the first loads over a link
 _SAVING = 0.98  # overlap has to pay by more than the model errs
 _MOST_PARTS = 4
 
@@ -111,39 +117,67 @@ def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, .
 
 
 def _gather_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
-    rows, size = facts.shard_rows, facts.size
-    wholes = [rows]
-    if size == 2:  # only between two ranks the rest of a shard certainly lies beside the next shard
-        wholes += [own for own in range(rows // _TILE_ROWS * _TILE_ROWS, rows // 2, -_TILE_ROWS) if own < rows]
-    arrival = [_TURN_US, *(2 * _TURN_US + turn * _copy_us(facts, rows) for turn in range(1, size))]
-    found = [
-        (_end_us(facts, [(arrival[0], own), (arrival[-1], rows * size - own)]), RowCut(own, merged=True))
-        for own in wholes
-    ]
-    if size > 2:
-        found.append((_end_us(facts, [(each, rows) for each in arrival]), RowCut(rows, merged=False)))
+    size, times = facts.size, dict[int, float]()
+
+    def product_us(rows: int) -> float:
+        if rows not in times:
+            times[rows] = _product_us(facts, [rows])
+        return times[rows]
+
+    def end_us(products: Iterable[tuple[int, int]]) -> float:
+        at = 0.0
+        for turn, rows in products:
+            landed = (_TURN_US if turn else 0) + turn * _copy_us(facts, facts.shard_rows)
+            at = max(at, landed) + _TURN_US + product_us(rows)
+        return at
+
+    found = [(end_us((turn, facts.shard_rows) for turn in range(size)), RowCut())]
+    for nested in sorted(_nested(facts), reverse=True):  # of equal cuts the first products are the longest
+        rows = (after - before for before, after in zip((0, *nested), nested, strict=False))
+        end = end_us(((1 << level) - 1, each) for level, each in enumerate(rows))
+        found.append((round(end, 3), RowCut(nested)))
     return found
 
 
-def _end_us(facts: Facts, pieces: list[tuple[float, int]]) -> float:
-    """Return the end of products on two lanes. ``pieces`` have the times at which each can begin, and its rows."""
-    ends = (begin + _product_us(facts, [rows for _, rows in pieces[at:]]) for at, (begin, _) in enumerate(pieces))
-    return max(ends)
+def _nested(facts: Facts) -> Iterator[tuple[int, ...]]:
+    """Yield the possible nested cuts, if the number of ranks is a power of two."""
+    rows, size = facts.shard_rows, facts.size
+    if size & (size - 1):
+        return
+    levels = size.bit_length() - 1
+    step = max(1, -(-rows // (_TILE_ROWS * _STEPS_OF_SHARD[levels]))) * _TILE_ROWS
+    for inner in product(*([*range(step, rows << level, step), rows << level] for level in range(levels))):
+        nested = (*inner, rows * size)
+        if is_possible(RowCut(nested), size, rows):
+            yield nested
+
+
+_STEPS_OF_SHARD = {1: 64, 2: 16, 3: 4}
+"""The most places of a cut in a shard, by the regions within all rows. Their product bounds the time of the search."""
 
 
 def _scatter_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     rows, size = facts.shard_rows, facts.size
     nbytes = rows * facts.row_nbytes
-    tail = _TURN_US + _PRODUCT_US + (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
-    copy = _copy_us(facts, rows)
-    landed = _TURN_US
-    for products in range(1, size):
-        landed = max(_TURN_US + _product_us(facts, [rows] * products), landed) + copy
-    found = [(max(_TURN_US + _product_us(facts, [rows] * size), landed) + tail, RowCut(rows, merged=False))]
+    reduction = (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
+    pulling = max(reduction, _PULL_US + nbytes / (_LINK_NBYTES_PER_US * facts.link_speed))
+    tail = _TURN_US + _PRODUCT_US
+    own, pair, copy = _product_us(facts, [rows]), _product_us(facts, [2 * rows]), _copy_us(facts, rows)
+
+    def end_us(product_us: float, products: int, copies: int) -> float:
+        """Return the end of the last product, which copies nothing, and of the copies of all other products."""
+        at = landed = _TURN_US
+        for _ in range(products - 1):
+            at += product_us
+            landed = max(at, landed) + copies * copy
+        return max(at + product_us, landed)
+
+    found = [(end_us(own, size, 1) + tail + reduction, RowCut())]
+    if size > 2 and size & (size - 1) == 0:
+        found.append((end_us(pair, size // 2, 2) + tail + pulling, RowCut(pairs=True)))
     if size > 2:
         at = _TURN_US + _product_us(facts, [rows * (size - 1)])
-        own = _product_us(facts, [rows])
-        found.append((max(at + own, at + (size - 1) * copy) + tail, RowCut(rows, merged=True)))
+        found.append((max(at + own, at + (size - 1) * copy) + tail + reduction, RowCut(merged=True)))
     return found
 
 
@@ -163,16 +197,22 @@ def _reduce_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
             at = max(at + product, landed) + _TURN_US + reduction
             landed = at + (facts.size - 1) * copy
             at += unloading
-        found.append((max(at, landed + unloading) + _TURN_US, RowCut(rows, merged=False, parts=parts)))
+        found.append((max(at, landed + unloading) + _TURN_US, RowCut(parts=parts)))
     return found
 
 
 def _product_us(facts: Facts, pieces: list[int]) -> float:
-    """Return the time of products that share their last waves."""
     flops = _FLOPS_PER_US.get(facts.dtype, _OTHER_FLOPS_PER_US)
-    wave_us = 2.0 * _TILE_ROWS * _TILE_COLUMNS * facts.inner / flops
-    tiles = sum(-(-rows // _TILE_ROWS) * -(-facts.columns // _TILE_COLUMNS) for rows in pieces)
-    return -(-tiles // facts.multiprocessors) * wave_us + len(pieces) * _PRODUCT_US
+    column_us = 2.0 * _TILE_ROWS * facts.inner / flops
+    return sum(
+        min(
+            -(-(-(-rows // _TILE_ROWS) * -(-facts.columns // columns)) // facts.multiprocessors) * columns * slower
+            for columns, slower in _TILE_COLUMNS.items()
+        )
+        * column_us
+        + _PRODUCT_US
+        for rows in pieces
+    )
 
 
 def _copy_us(facts: Facts, rows: int) -> float:

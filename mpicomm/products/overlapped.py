@@ -6,7 +6,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm.collectives.gpu.algorithms.base import Node, launch_tag
@@ -16,19 +15,20 @@ from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
+from mpicomm.devices.cuda.forked_stream import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
-from mpicomm.products.lanes import LANES, Lanes
 from mpicomm.products.operands import Operands
 from mpicomm.products.schedule import (
     Action,
     AddBias,
-    JoinLanes,
+    JoinLane,
     Multiply,
     Place,
     RowCut,
     gathering,
     reducing,
     scattering,
+    scattering_pairs,
 )
 
 if TYPE_CHECKING:
@@ -43,11 +43,12 @@ _ALIGNED_NBYTES = 256
 class ProductPlan:
     """A planned call. Each enqueue binds matrices to it, because a plan must not keep the memory of the caller."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lane: ForkedStream) -> None:
         self.plan: Plan
-        self._lanes = lanes
-        self.gathered = self.partial = 0
-        """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
+        self._lane = lane
+        self.gathered = self.partial = self.pulled = 0
+        """The addresses of this rank's memory for the shards of all ranks, for its partial sums, and for the partial
+        sums that a peer pulls."""
         self._matrices: dict[str, Any] = {}
         self._operands: Operands | None = None
         self._stream = 0
@@ -73,10 +74,15 @@ class ProductPlan:
         memory, (rows, inner) = operands.library.memory, operands.a.shape
         if self.gathered:
             return {"gathered": memory(self.gathered, (operands.shape[0], inner), operands.a)}
-        return {"partial": memory(self.partial, (rows, operands.shape[1]), operands.out)} if self.partial else {}
+        made = {"partial": (self.partial, rows), "pulled": (self.pulled, 2 * operands.shape[0])}
+        return {
+            name: memory(pointer, (height, operands.shape[1]), operands.out)
+            for name, (pointer, height) in made.items()
+            if pointer
+        }
 
-    def multiply(self, action: Multiply, number: int) -> LibraryWork:
-        """Return the step of a product, the ``number``-th of its call."""
+    def multiply(self, action: Multiply) -> LibraryWork:
+        """Return the step of a product."""
         begin, at, rows = action.begin, action.at, action.rows
 
         def work(operands: Operands) -> None:
@@ -84,26 +90,22 @@ class ProductPlan:
             first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
             operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
 
-        def enqueue(stream: int) -> None:
-            assert self._operands is not None
-            # Products of the caller's function keep their order, because they may share memory of the caller.
-            lane = 0 if self._operands.product is not None else number % LANES
-            self._lanes.run(number, lane, stream, lambda beside: self._work(work, beside))
-
-        return LibraryWork(enqueue)
+        return self._step(work, in_lane=True)
 
     def add_bias(self, action: AddBias) -> LibraryWork:
         """Return the step that adds the bias."""
         rows = slice(action.begin, action.begin + action.rows)
-        return LibraryWork(
-            lambda stream: self._work(lambda operands: operands.library.add(operands.out[rows], operands.bias), stream)
-        )
+        return self._step(lambda operands: operands.library.add(operands.out[rows], operands.bias))
 
-    def _work(self, work: Callable[[Operands], None], stream: int) -> None:
-        operands = self._operands
-        assert operands is not None
-        with nullcontext() if stream == self._stream else operands.library.current(stream):
-            work(operands)
+    def _step(self, work: Callable[[Operands], None], *, in_lane: bool = False) -> LibraryWork:
+        def enqueue(stream: int) -> None:
+            operands = self._operands
+            assert operands is not None
+            stream = self._lane.fork(stream) if in_lane else stream
+            with nullcontext() if stream == self._stream else operands.library.current(stream):
+                work(operands)
+
+        return LibraryWork(enqueue)
 
 
 class Overlapped:
@@ -113,7 +115,7 @@ class Overlapped:
         self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
         self._carry_out = calls.carry_out
         self._known: OrderedDict[Any, ProductPlan] = OrderedDict()
-        self._lanes = Lanes()
+        self._lane = ForkedStream()
 
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
@@ -160,7 +162,7 @@ class Overlapped:
     def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
         from mpicomm.collectives.gpu.engine import OwnCall
 
-        call, facts, cut = ProductPlan(self._lanes), way.facts, way.cut
+        call, facts, cut = ProductPlan(self._lane), way.facts, way.cut
         assert cut is not None
 
         def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
@@ -173,7 +175,11 @@ class Overlapped:
             elif facts.kind == "matmul_reduce_scatter":
                 call.partial = scratch
                 place = Place(node.rank, node.size, facts.shard_rows)
-                actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
+                if cut.pairs:
+                    call.pulled = shared[node.rank] + (node.size - 1) * facts.shard_rows * facts.row_nbytes
+                    actions = scattering_pairs(place, facts.row_nbytes, scratch, shared, out, bias=bias)
+                else:
+                    actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
             else:
                 place = Place(node.rank, node.size, facts.rows)
                 landing = [pointer + _results_nbytes(facts) for pointer in shared]
@@ -191,7 +197,6 @@ class Overlapped:
 
     def _steps(self, actions: Iterable[Action], call: ProductPlan, operands: Operands, node: Node) -> Iterator[Step]:
         template, tag, barriers = DirectTemplate.of(node), zlib.crc32(operands.text.encode()), 0
-        products, running = 0, list[int]()
         for action in actions:
             if isinstance(action, Barrier):
                 yield template.barrier(launch_tag(tag, barriers), after_copies=True)
@@ -199,13 +204,9 @@ class Overlapped:
             elif isinstance(action, Reduce):
                 yield local_reduction(action, (operands.result_dtype, "sum"))
             elif isinstance(action, Multiply):
-                yield call.multiply(action, products)
-                running = [*running, products][-LANES:]  # an earlier product is over before the next one on its lane
-                products += 1
-            elif isinstance(action, JoinLanes):
-                joined = running[:-1] if action.but_last else running
-                running = running[len(joined) :]
-                yield LibraryWork(partial(self._lanes.join, joined))
+                yield call.multiply(action)
+            elif isinstance(action, JoinLane):
+                yield LibraryWork(self._lane.join)
             elif isinstance(action, AddBias):
                 yield call.add_bias(action)
             else:
@@ -221,6 +222,6 @@ def _shared_nbytes(facts: Facts, cut: RowCut) -> int:
     if facts.kind == "allgather_matmul":
         return facts.rows * facts.row_nbytes
     if facts.kind == "matmul_reduce_scatter":
-        return (facts.size - 1) * facts.shard_rows * facts.row_nbytes
+        return (facts.size - 1 + 2 * cut.pairs) * facts.shard_rows * facts.row_nbytes
     most_rows = -(-facts.rows // (cut.parts * facts.size))
     return _results_nbytes(facts) + cut.parts * (facts.size - 1) * most_rows * facts.row_nbytes

@@ -3,13 +3,13 @@
 Copy engines carry the data on a stream beside the products. A barrier says that all copies before it have landed, and
 detects a rank that does not come or calls something else.
 
-Products run on two *lanes* in turns, streams beside the barriers. A product leaves multiprocessors free in its last
-wave. The next product takes them, so a cut adds no wave. The barrier after its copies takes them, too, so it is over
-before the product ends. If all multiprocessors are at work, the barrier waits until the product is over, as it would on
-the stream of the product. No copy that is to run beside a product waits for a barrier that runs beside the same
-product: such a copy could begin too late.
+Products run on a *lane*, a stream beside the barriers. A product leaves multiprocessors free in its last wave, so the
+barrier after its copies is over before the product ends. If all multiprocessors are at work, the barrier waits until
+the product is over, as it would on the stream of the product. No copy that is to run beside a product waits for a
+barrier that runs beside the same product: such a copy could begin too late.
 
-At any time all ranks copy to different peers: in turn d each rank copies to the rank at distance d.
+At any time all ranks copy to different peers: in turn d each rank copies to the rank at distance d. If the number of
+ranks is a power of two, the distance is the exclusive or of both ranks.
 """
 
 from __future__ import annotations
@@ -26,23 +26,19 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 class Multiply:
     """The product of ``rows`` rows: rows of ``left`` from ``begin`` on give rows of ``into`` from ``at`` on.
 
-    It waits for all steps before it, except copies and the product before it. Steps after it do not wait for it before
-    `JoinLanes`.
+    It waits for all steps before it, except copies. Steps after it do not wait for it before `JoinLane`.
     """
 
     left: Literal["a", "gathered"]
     begin: int
-    into: Literal["out", "partial"]
+    into: Literal["out", "partial", "pulled"]
     at: int
     rows: int
 
 
 @dataclass(frozen=True)
-class JoinLanes:
+class JoinLane:
     """All steps after it wait for all products before it. So do copies after the next fork."""
-
-    but_last: bool = False
-    """Whether they do not wait for the last product before it."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +49,20 @@ class AddBias:
     rows: int
 
 
-Action = Barrier | Fork | Join | Copy | Reduce | Multiply | JoinLanes | AddBias
+Action = Barrier | Fork | Join | Copy | Reduce | Multiply | JoinLane | AddBias
 
 
 @dataclass(frozen=True)
 class RowCut:
     """How the rows of a product are cut into products. It is the same on all ranks."""
 
-    own_rows: int
-    """How many rows of its shard a rank multiplies before it waits for another shard."""
-    merged: bool
-    """Whether the rows of all other shards are multiplied together, and not each shard at its turn."""
+    nested: tuple[int, ...] = ()
+    """The rows that a rank has multiplied after each product of an all-gather: see `pieces_of`. () if each shard has a
+    product."""
+    merged: bool = False
+    """Whether a reduce-scatter multiplies the rows of all peers together, and not the rows of each peer at its turn."""
+    pairs: bool = False
+    """Whether a reduce-scatter multiplies the rows of two ranks at once, the own pair last: see `scattering_pairs`."""
     parts: int = 1
     """The parts of an all-reduce. A part is reduced and sent back while the next part is multiplied."""
 
@@ -78,11 +77,22 @@ class Place:
 
     def to(self, distance: int) -> int:
         """Return the rank to which this rank copies in a turn."""
-        return (self.rank + distance) % self.size
+        return self.rank ^ distance if self._in_pairs else (self.rank + distance) % self.size
 
     def source(self, distance: int) -> int:
         """Return the rank whose data comes in a turn."""
-        return (self.rank - distance) % self.size
+        return self.rank ^ distance if self._in_pairs else (self.rank - distance) % self.size
+
+    @property
+    def _in_pairs(self) -> bool:
+        """Whether two ranks send to each other in a turn. Then shards that lie side by side come in turns that follow
+        each other."""
+        return self.size & (self.size - 1) == 0
+
+    def turn_of(self, begin: int, end: int) -> int:
+        """Return the turn that brings the last of these rows of the whole product; 0 if the rank has all of them."""
+        sources = range(begin // self.rows, -(-end // self.rows))
+        return max(turn for turn in range(self.size) if self.source(turn) in sources)
 
 
 def gathering(
@@ -95,17 +105,23 @@ def gathering(
     """
     rank, size, rows = place.rank, place.size, place.rows
     nbytes = rows * row_nbytes
-    first, last = own_piece(place, cut)
+    products: list[list[Multiply]] = [[] for _ in range(size)]  # by the turn after which they begin
+    beside: list[tuple[int, int]] = []
+    for turn, begin, end in pieces_of(place, cut):
+        if turn == 0:
+            products[0].append(Multiply("a", begin - rank * rows, "out", begin, end - begin))
+        else:
+            products[turn].append(Multiply("gathered", begin, "out", begin, end - begin))
+            beside.append((max(begin, rank * rows), min(end, (rank + 1) * rows)))
     # The barrier: before it, a product of an earlier call of a peer may still read the memory that these copies
     # overwrite. The fork: no copy overtakes the barrier, which is on another stream.
     yield from (Barrier(), Fork(), Copy(gathered[place.to(1)] + rank * nbytes, a, nbytes))
-    rest = [(begin, end) for begin, end in ((rank * rows, first), (last, (rank + 1) * rows)) if begin < end]
-    for begin, end in rest:
-        # The rest of the own shard joins the next shard in one product, so both have to lie in one array.
-        yield Copy(
-            gathered[rank] + begin * row_nbytes, a + (begin - rank * rows) * row_nbytes, (end - begin) * row_nbytes
-        )
-    yield Multiply("a", first - rank * rows, "out", first, last - first)
+    for begin, end in beside:
+        # Rows of the own shard join other shards in a product, so all of them have to lie in one array.
+        if begin < end:
+            place_nbytes = begin * row_nbytes
+            yield Copy(gathered[rank] + place_nbytes, a + place_nbytes - rank * nbytes, (end - begin) * row_nbytes)
+    yield from products[0]
     for distance in range(1, size):
         # The join pairs with the barrier. Without the join, a rank could come to the barrier before its copy is over,
         # and the peer would multiply a shard that has not come. The copy of the next turn runs beside the product.
@@ -119,28 +135,44 @@ def gathering(
             yield from (Fork(), Copy(kept + source, gathered[rank] + source, nbytes))
             if distance == 1:
                 yield Copy(kept + rank * nbytes, a, nbytes)
-        for begin, end in arriving(place, cut, distance):
-            yield Multiply("gathered", begin, "out", begin, end - begin)
-    yield JoinLanes()
+        yield from products[distance]
+    yield JoinLane()
     if kept:
         yield Join()
 
 
-def own_piece(place: Place, cut: RowCut) -> tuple[int, int]:
-    """Return the rows of the whole product, from and to, that a rank multiplies first."""
-    begin, end = place.rank * place.rows, (place.rank + 1) * place.rows
-    # The rest lies beside the next rank's shard, or beside the previous rank's shard on the last rank.
-    return (begin, begin + cut.own_rows) if place.rank + 1 < place.size else (end - cut.own_rows, end)
+def pieces_of(place: Place, cut: RowCut) -> list[tuple[int, int, int]]:
+    """Return the products of a rank after an all-gather: the turn that brings the last rows, and the rows, from and to.
+
+    Rows that are multiplied together lie side by side. A nested cut has a region of rows for 1, 2, 4 and so on shards,
+    up to all rows. Each region lies at an edge of the next region, at the side of this rank, and within these shards.
+    The first product has the rows of the first region. Each further product has the other rows of the next region.
+    """
+    if not cut.nested:
+        sources = [place.source(turn) for turn in range(place.size)]
+        return [(turn, source * place.rows, (source + 1) * place.rows) for turn, source in enumerate(sources)]
+    begin, end, pieces = 0, cut.nested[-1], list[tuple[int, int]]()
+    for level in range(len(cut.nested) - 2, -1, -1):
+        rows = cut.nested[level]
+        if place.rank >> level & 1:
+            pieces.append((begin, end - rows))
+            begin = end - rows
+        else:
+            pieces.append((begin + rows, end))
+            end = begin + rows
+    pieces.append((begin, end))
+    return [(place.turn_of(*piece), *piece) for piece in reversed(pieces) if piece[0] < piece[1]]
 
 
-def arriving(place: Place, cut: RowCut, distance: int) -> list[tuple[int, int]]:
-    """Return the pieces, as rows of the whole product, that a rank multiplies after a turn."""
-    if cut.merged:
-        first, last = own_piece(place, cut)
-        pieces = [(0, first), (last, place.size * place.rows)] if distance + 1 == place.size else []
-        return [(begin, end) for begin, end in pieces if begin < end]
-    source = place.source(distance)
-    return [(source * place.rows, (source + 1) * place.rows)]
+def is_possible(cut: RowCut, size: int, rows: int) -> bool:
+    """Return whether the products of a nested cut need no rows that come later; ``rows`` are the rows of a shard."""
+    if list(cut.nested) != sorted(cut.nested):
+        return False
+    for rank in range(size):
+        regions = pieces_of(Place(rank, size, rows), cut)
+        if any(turn >= 1 << level for level, (turn, _, _) in enumerate(regions)):
+            return False
+    return True
 
 
 def scattering(
@@ -153,30 +185,56 @@ def scattering(
     """
     rank, size, rows = place.rank, place.size, place.rows
     nbytes = rows * row_nbytes
-    own = Multiply("a", rank * rows, "out", 0, rows)
     if cut.merged:
         for begin, end in ((0, rank), (rank + 1, size)):
             if begin < end:
                 yield Multiply("a", begin * rows, "partial", begin * rows, (end - begin) * rows)
-        products = [own]
-    else:
-        peers = [place.to(distance) for distance in range(1, size)]
-        first, *products = [*(Multiply("a", peer * rows, "partial", peer * rows, rows) for peer in peers), own]
-        yield first
-    # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
-    yield Barrier()
-    if cut.merged:
-        yield JoinLanes()
     for distance in range(1, size):
         peer = place.to(distance)
-        # The next product takes the multiprocessors that the product of this copy leaves in its last wave.
-        yield from products[distance - 1 : distance]
+        if not cut.merged:
+            yield Multiply("a", peer * rows, "partial", peer * rows, rows)
+        if distance == 1:
+            # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
+            yield Barrier()
         # They make the copy wait for its product and for the barrier.
-        yield from (JoinLanes(but_last=True), Fork())
+        yield from (JoinLane(), Fork())
         yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
+    yield Multiply("a", rank * rows, "out", 0, rows)
     # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
-    yield from (Join(), Barrier(), JoinLanes())
+    yield from (Join(), Barrier(), JoinLane())
     yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)
+    if bias:
+        yield AddBias(0, rows)
+
+
+def scattering_pairs(
+    place: Place, row_nbytes: int, partial: int, landing: Sequence[int], out: int, *, bias: bool
+) -> Iterator[Action]:
+    """Yield the actions of a product with its reduce-scatter, if the number of ranks is a power of two.
+
+    A product of few rows leaves multiprocessors free, so two ranks' rows take as long as one rank's rows. ``landing``
+    also has memory for the product of a pair, behind the contributions. The reduction of the other rank of the pair
+    reads its contribution there. It needs no copy, which would begin when no product runs any more.
+    """
+    rank, size, rows = place.rank, place.size, place.rows
+    nbytes, pulled = rows * row_nbytes, (size - 1) * rows * row_nbytes
+    for distance in range(2, size, 2):
+        first = place.to(distance) & ~1
+        yield Multiply("a", first * rows, "partial", first * rows, 2 * rows)
+        if distance == 2:
+            # Before it, a reduction of an earlier call of a peer may still read the memory that the copies and the last
+            # product overwrite.
+            yield Barrier()
+        yield from (JoinLane(), Fork())
+        for turn in (distance, distance + 1):
+            peer = place.to(turn)
+            yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
+    yield Multiply("a", (rank & ~1) * rows, "pulled", 0, 2 * rows)
+    # The joins pair with the barrier. After it all copies have landed, and both products of the pair are over.
+    yield from (Join(), JoinLane(), Barrier())
+    contributions = list(sources(place, landing[rank], nbytes, landing[rank] + pulled + (rank & 1) * nbytes))
+    contributions[rank ^ 1] = landing[rank ^ 1] + pulled + (rank & 1) * nbytes
+    yield Reduce(tuple(contributions), out, nbytes, most_blocks=_REDUCING_BLOCKS)
     if bias:
         yield AddBias(0, rows)
 
@@ -235,7 +293,7 @@ def reducing(
                 yield Multiply("a", begin, "out", begin, end - begin)
             if part == 0 and distance == 1:
                 yield Barrier()  # as in `scattering`; an earlier call of another kind may still use the memory
-            yield from (JoinLanes(), Fork())
+            yield from (JoinLane(), Fork())
             if begin < end:
                 target = landing[peer] + part * room + slot(rank, peer, size) * stride
                 yield Copy(target, out + begin * row_nbytes, (end - begin) * row_nbytes)
@@ -244,7 +302,7 @@ def reducing(
         if nbytes:
             yield Multiply("a", begin, "out", begin, end - begin)
         # After the barrier the contributions to this part have come, and the results of the previous part.
-        yield from (Join(), Barrier(), JoinLanes())
+        yield from (Join(), Barrier(), JoinLane())
         if nbytes:
             contributions = sources(place, landing[rank] + part * room, stride, out + at)
             yield Reduce(contributions, out + at, nbytes, most_blocks=_REDUCING_BLOCKS)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.products.choose import Facts, ProductWay, choose, describe
-from mpicomm.products.schedule import RowCut
+from mpicomm.products.schedule import RowCut, is_possible
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.rigs.fake_engines import STREAM, Rig
 
@@ -65,7 +65,7 @@ def products(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Products:
 
 def test_an_equal_call_has_its_plan_and_other_calls_share_its_memory(products: Products) -> None:
     a, out = np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
-    cut = RowCut(ROWS - 64, merged=True)
+    cut = RowCut((ROWS - 64, 2 * ROWS))
     for call in range(3):
         products.enqueue("allgather_matmul", cut, a, out)
         assert products.multiplied[2 * call :] == [(ROWS - 64,) * 2, (ROWS + 64,) * 2]
@@ -73,22 +73,20 @@ def test_an_equal_call_has_its_plan_and_other_calls_share_its_memory(products: P
     assert len(plans) == 1
     products.enqueue("allgather_matmul", cut, a.copy(), out)
     assert len(plans) == 2
-    products.enqueue("matmul_reduce_scatter", RowCut(ROWS // 2, merged=False), a, np.empty((ROWS // 2, COLUMNS)))
+    products.enqueue("matmul_reduce_scatter", RowCut(), a, np.empty((ROWS // 2, COLUMNS)))
     used = {use.purpose: use.device_nbytes for use in products.rig.engine.memory_use()}
     assert used["products"] == 2 * ROWS * INNER * 8 and used["scratch"] == ROWS * COLUMNS * 8
 
 
 def test_plans_keep_no_arrays(products: Products) -> None:
     a, out = np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
-    operands = products.enqueue("allgather_matmul", RowCut(ROWS, merged=True), a, out)
+    operands = products.enqueue("allgather_matmul", RowCut(), a, out)
     (call,) = products.overlapped._known.values()
     assert not call._matrices and call._operands is None and operands.a is a
 
 
 def test_every_launch_of_a_call_has_another_tag(products: Products) -> None:
-    products.enqueue(
-        "matmul_allreduce", RowCut(0, merged=False, parts=2), np.ones((ROWS, INNER)), np.ones((ROWS, COLUMNS))
-    )
+    products.enqueue("matmul_allreduce", RowCut(parts=2), np.ones((ROWS, INNER)), np.ones((ROWS, COLUMNS)))
     tags = [x.team.tags[0] for x in products.rig.launched if hasattr(x, "team")]
     assert len(tags) == 4 and len(set(tags)) == 4
 
@@ -98,14 +96,12 @@ def test_memory_beyond_the_bound_is_refused(cuda: FakeCuda, monkeypatch: pytest.
     error = importlib.import_module("mpicomm.collectives.gpu.arena").NoMemoryError
     for _ in range(2):
         with pytest.raises(error, match=r'MPICOMM_MEMORY leaves 2097152 bytes .* "products" takes 4194304'):
-            products.enqueue(
-                "allgather_matmul", RowCut(ROWS, True), np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS))
-            )
+            products.enqueue("allgather_matmul", RowCut(), np.ones((ROWS, INNER)), np.empty((2 * ROWS, COLUMNS)))
 
 
 def test_large_shards_and_memory_of_the_host_do_not_fit(products: Products) -> None:
     large = replace(facts("allgather_matmul", 1 << 17), inner=8192)
-    cut, fits = RowCut(1 << 16, merged=True), products.overlapped.fits
+    cut, fits = RowCut(), products.overlapped.fits
     assert not fits(large, cut) and fits(replace(large, rows=1 << 14), cut)
     node = products.rig.engine._node
     products.rig.engine._node = replace(node, host_slots=True)
@@ -132,12 +128,13 @@ def test_the_smallest_products_that_overlap_are_described() -> None:
         assert choose(facts(call, rows // 2, **shape)).cut is None
 
 
-def test_products_share_their_last_waves() -> None:
-    # A half of 4096 rows takes 4 waves on 132 multiprocessors, and both halves take 7, as the whole does.
-    way = choose(facts("allgather_matmul", 4096))
-    assert way.cut == RowCut(2048, merged=True)
-    wave_us = 2 * 128 * 256 * 8192 / 6.3e6
-    assert 7 * wave_us < way.overlapped_us < 8 * wave_us
+def test_a_cut_adds_no_wave_of_tiles() -> None:
+    # Halves of 4096 rows would take 4 waves each on 132 multiprocessors, and the whole takes 7.
+    assert choose(facts("allgather_matmul", 4096)).cut == RowCut((1792, 4096))
+    # Four shards would take 8 waves.
+    way = choose(facts("allgather_matmul", 4096, size=4))
+    assert way.cut is not None and len(way.cut.nested) == 3
+    assert way.overlapped_us < 8 * 2 * 128 * 256 * 8192 / 6.3e6
 
 
 @given(
@@ -154,5 +151,4 @@ def test_every_choice_is_a_cut_that_the_model_prefers(
     assert way.overlapped_us > 0 and way.serial_us > 0
     if way.cut is not None:
         assert way.overlapped_us < way.serial_us
-        assert 1 <= way.cut.own_rows <= shard and way.cut.parts >= 1
-        assert size == 2 or way.cut.own_rows == shard or kind == "matmul_allreduce"
+        assert way.cut.parts >= 1 and (not way.cut.nested or is_possible(way.cut, size, shard))

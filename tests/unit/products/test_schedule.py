@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,18 @@ from hypothesis import strategies as st
 
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier
 from mpicomm.collectives.gpu.algorithms.steps import Fork, Join
-from mpicomm.products.schedule import Action, JoinLanes, Place, RowCut, gathering, reducing, scattering
+from mpicomm.products.schedule import (
+    Action,
+    JoinLane,
+    Place,
+    RowCut,
+    gathering,
+    is_possible,
+    pieces_of,
+    reducing,
+    scattering,
+    scattering_pairs,
+)
 from tests.helpers.references.product_simulator import Rank, address, run
 
 Array = npt.NDArray[Any]
@@ -52,14 +64,19 @@ class Job:
                     kept = address(self.kept[call][rank])
                     steps = [*gathering(place, cut, 8 * INNER, a, shared, kept)]
                 elif kind == "scatter":
-                    steps = [*scattering(place, cut, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
+                    if cut.pairs:
+                        steps = [*scattering_pairs(place, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
+                    else:
+                        steps = [*scattering(place, cut, 8 * COLUMNS, address(partial[rank]), shared, out, bias=True)]
                 else:
                     steps = [*reducing(place, cut, 8 * COLUMNS, landed, shared, out, bias=True)]
                 matrices = {"a": self.a[call][rank], "out": self.out[call][rank], "partial": partial[rank]}
+                shard = rows * COLUMNS
+                matrices["pulled"] = memory[rank][(size - 1) * shard : (size + 1) * shard].reshape(2 * rows, COLUMNS)
                 matrices["gathered"] = memory[rank][: size * rows * INNER].reshape(size * rows, INNER)
                 calls.append((steps, matrices))
                 actions += steps
-            order = [at for at, each in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLanes))]
+            order = [at for at, each in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLane))]
             self.orders = len(order)
             if without is not None:
                 actions.pop(order[without])
@@ -93,12 +110,15 @@ def _rank(calls: list[Any], actions: list[Action], b: Array, bias: Array) -> Ran
     return rank
 
 
-def cut_of(kind: str, size: int, rows: int, draw: Any) -> RowCut:
+def cut_of(kind: str, size: int, rows: int, draw: Any) -> Any:
     if kind == "reduce":
-        return RowCut(rows, merged=False, parts=draw(st.integers(1, 3)))
-    merged = draw(st.booleans())
-    own = draw(st.integers(1, rows)) if kind == "gather" and merged else rows
-    return RowCut(own, merged)
+        return RowCut(parts=draw(st.integers(1, 3)))
+    if kind == "scatter":
+        return draw(st.sampled_from([RowCut(), RowCut(merged=True), *([RowCut(pairs=True)] if size == 4 else [])]))
+    levels = {2: 1, 4: 2}.get(size, 0)
+    regions = product(*(range(1, (rows << level) + 1) for level in range(levels)))
+    nested = (RowCut((*inner, size * rows)) for inner in regions if levels)
+    return draw(st.sampled_from([RowCut(), *(cut for cut in nested if is_possible(cut, size, rows))]))
 
 
 @settings(deadline=None, max_examples=60)
@@ -112,9 +132,12 @@ def test_every_order_gives_the_product(kind: str, size: int, rows: int, data: st
 
 # No call comes before the first call, so nothing has to wait for an earlier call. In an all-reduce the barrier at the
 # beginning waits only for calls of the other kinds, which share the memory.
-@pytest.mark.parametrize(("kind", "of_earlier_calls"), [("gather", [0, 1]), ("scatter", [0]), ("reduce", [0, 19])])
-def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list[int]) -> None:
-    cut, size = RowCut(2, merged=False, parts=2), 3
+@pytest.mark.parametrize(
+    ("kind", "pairs", "of_earlier_calls"),
+    [("gather", False, [0, 1]), ("scatter", False, [0]), ("scatter", True, [0]), ("reduce", False, [0, 19])],
+)
+def test_every_barrier_fork_and_join_is_needed(kind: str, pairs: bool, of_earlier_calls: list[int]) -> None:
+    cut, size = RowCut(pairs=pairs, parts=2), 4 if pairs else 3
     needless = []
     for number in range(Job(kind, size, 2, cut, 0).orders):
         for seed in range(300):
@@ -127,3 +150,15 @@ def test_every_barrier_fork_and_join_is_needed(kind: str, of_earlier_calls: list
         else:
             needless.append(number)
     assert needless == of_earlier_calls
+
+
+def test_a_nested_cut_multiplies_shards_of_the_own_pair_first() -> None:
+    cut = RowCut((4, 14, 32))
+    assert is_possible(cut, 4, 8)
+    assert [[piece[1:] for piece in pieces_of(Place(rank, 4, 8), cut)] for rank in range(4)] == [
+        [(0, 4), (4, 14), (14, 32)],
+        [(10, 14), (0, 10), (14, 32)],
+        [(18, 22), (22, 32), (0, 18)],
+        [(28, 32), (18, 28), (0, 18)],
+    ]
+    assert not is_possible(RowCut((4, 10, 32)), 4, 8)  # the first product of rank 1 would have rows of rank 0
