@@ -184,9 +184,10 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared
   const u64 units = static_cast<u64>(most) * experts.parts * peers;
   const auto prepare = [&](u64 unit) {
     PeerSum own;
-    own.source = (team.rank + 1 + static_cast<u32>(unit % peers)) % team.size;
-    own.part = static_cast<u32>(unit / peers % experts.parts);
-    own.token = static_cast<u32>(unit / peers / experts.parts);
+    const u64 of_peers = quotient(unit, peers);
+    own.source = (team.rank + 1 + static_cast<u32>(unit - of_peers * peers)) % team.size;
+    own.token = static_cast<u32>(quotient(of_peers, experts.parts));
+    own.part = static_cast<u32>(of_peers - static_cast<u64>(own.token) * experts.parts);
     own.is_here = false;
     if (own.token >= x.tokens[own.source]) return own;
     const Placed placed(x, own.source, own.token, lane);
@@ -218,8 +219,8 @@ struct OwnPart {
 
   MPICOMM_DEVICE OwnPart(const Combine& x, u64 unit, u32 lane, Shared& shared) {
     const Experts& experts = x.experts;
-    token = static_cast<u32>(unit / experts.parts);
-    part = static_cast<u32>(unit % experts.parts);
+    token = static_cast<u32>(quotient(unit, experts.parts));
+    part = static_cast<u32>(unit - static_cast<u64>(token) * experts.parts);
     targets = x.targets[token];
     const Placed placed(x, experts.team.rank, token, lane);
     value = placed.value;
@@ -285,19 +286,8 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, Shared& shared
   const u32 warp = (blockIdx.x - experts.senders) * of_block + threadIdx.x / kLanes;
   const u32 warps = (gridDim.x - experts.senders) * of_block;
   const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
-  if (warp >= units) return;
-  OwnPart own(x, warp, lane, shared);
   for (u64 unit = warp; unit < units; unit += warps) {
-    // Without shared memory, the loads of the next part are in flight while the warp waits for peers.
-    const u64 next = unit + warps < units ? unit + warps : unit;
-    if (kByToken) {
-      const OwnPart following(x, next, lane, shared);
-      if (!finish_part(x, turn, own, lane, shared)) return;
-      own = following;
-    } else {
-      if (!finish_part(x, turn, own, lane, shared)) return;
-      own = OwnPart(x, next, lane, shared);
-    }
+    if (!finish_part(x, turn, OwnPart(x, unit, lane, shared), lane, shared)) return;
   }
 }
 

@@ -24,7 +24,7 @@ struct Route {
 struct Layout {
   u32 histograms[kWarps][kMostColumns];  // the pairs of a warp, later its next place
   u32 before[kMostColumns];  // the pairs of earlier blocks
-  u32 totals[kMostColumns];
+  u32 totals[kMostColumns];  // the pairs of later blocks, then of all
   u32 offsets[kMostExperts + 1];  // of all experts of all ranks, one after the other
   u32 tokens[kMaxRanks];          // of each source
 };
@@ -69,7 +69,7 @@ struct Counts {
   // The first token of a warp of a block.
   MPICOMM_DEVICE u32 first_token(u32 of_warp) const {
     const u64 number = static_cast<u64>(block) * kWarps + of_warp;
-    return static_cast<u32>(number * all_tokens() / (static_cast<u64>(blocks) * kWarps));
+    return static_cast<u32>(quotient(number * all_tokens(), blocks * kWarps));
   }
   MPICOMM_DEVICE Route token_of(u32 number) const { return {number % size(), number / size(), 0}; }
   MPICOMM_DEVICE bool exists(const Route& route) const { return route.token < layout.tokens[route.source]; }
@@ -164,15 +164,20 @@ struct Counts {
     return __ballot_sync(kWarp, pair.is_new && pair.owner == of);
   }
 
+  // The packet of this lane in the first step of its warp, which has perhaps come.
+  MPICOMM_DEVICE Pair first_packet_now() const { return packet_now(pair_at(first_token(warp), first_token(warp + 1))); }
+
   // Calls `act` for each step of the warp, on all lanes: with the pair of the lane, and the lanes whose
   // pairs have the same expert. Returns false if a packet does not come, or has an id that is no expert.
+  // `packet` is a result of `first_packet_now`.
   template <class Act>
-  MPICOMM_DEVICE bool each_step(Act act) const {
+  MPICOMM_DEVICE bool each_step(Pair packet, Act act) const {
     const u32 end = first_token(warp + 1);
     for (u32 first = first_token(warp); first < end; first += tokens_of_a_step()) {
       Taken pair = pair_at(first, end);
-      const bool ok = take(pair, packet_now(pair));
+      const bool ok = take(pair, packet);
       if (!__all_sync(kWarp, ok)) return false;
+      packet = packet_now(pair_at(first + tokens_of_a_step(), end));
       act(pair, __match_any_sync(kWarp, pair.expert));
     }
     return true;
@@ -183,19 +188,18 @@ struct Counts {
     return static_cast<u64>(all_tokens()) * x.experts.top_k <= kFewPairs;
   }
 
-  // Clears all counts, on all threads of the block.
+  // Clears all counts. A barrier follows.
   MPICOMM_DEVICE void clear_counts() const {
     for (u32 column = thread; column < columns(); column += blockDim.x) {
       layout.before[column] = layout.totals[column] = 0;
       for (u32 each = 0; each < kWarps; ++each) layout.histograms[each][column] = 0;
     }
-    __syncthreads();
   }
 
   // Counts the pairs of each warp of this block.
   MPICOMM_DEVICE bool count_pairs() const {
     u32* const mine = layout.histograms[warp];
-    const bool ok = each_step([&](const Taken& pair, u32 alike) {
+    const bool ok = each_step(first_packet_now(), [&](const Taken& pair, u32 alike) {
       // The first lane of an expert counts for all lanes of the expert.
       if (pair.expert != kNoExpert && (alike & lower_lanes()) == 0) mine[pair.expert] += __popc(alike);
       for (u32 of = 0; by_token() && of < size(); ++of) {
@@ -221,7 +225,7 @@ struct Counts {
     if (thread == 0) store_release_on_device(counted(block), turn.number);
   }
 
-  // Counts the pairs of earlier blocks and of all blocks, which have published them.
+  // Counts the pairs of earlier and of later blocks, which have published them.
   MPICOMM_DEVICE bool add_counts() const {
     bool ok = true;
     for (u32 other = thread; other < blocks && ok; other += blockDim.x) {
@@ -236,7 +240,7 @@ struct Counts {
     const u32 groups = blockDim.x > all ? blockDim.x / all : 1, group = thread / all % groups;
     if (thread >= groups * all && groups > 1) return true;
     for (u32 column = groups > 1 ? thread % all : thread; column < columns(); column += groups > 1 ? all : blockDim.x) {
-      u32 before = 0, total = 0;
+      u32 before = 0, after = 0;
       for (u32 first = group; first < blocks; first += kAtOnce * groups) {
         u32 counts[kAtOnce];
 #pragma unroll
@@ -247,26 +251,23 @@ struct Counts {
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
           before += first + i * groups < block ? counts[i] : 0;
-          total += counts[i];
+          after += first + i * groups > block ? counts[i] : 0;
         }
       }
       atomicAdd(&layout.before[column], before);
-      atomicAdd(&layout.totals[column], total);
+      atomicAdd(&layout.totals[column], after);
     }
     return true;
   }
 
-  // Counts a pair in a column: in an earlier block, in this block, or in a later block. Packets before `first`
-  // are of earlier blocks, and packets before `end` of this block.
-  MPICOMM_DEVICE void count(u32 column, u32 packet, u32 first, u32 end, u32 source) const {
-    atomicAdd(&layout.totals[column], 1);
-    if (packet < first) {
-      atomicAdd(&layout.before[column], 1);
-    } else if (packet < end) {
-      // The warp of this block with the token: the inverse of `first_token`.
-      const u32 token = packet / x.experts.top_k * size() + source, all = blocks * kWarps;
-      atomicAdd(&layout.histograms[((token + 1) * all - 1) / all_tokens() % kWarps][column], 1);
-    }
+  // The counts for packet number `packet` of a source: of earlier blocks, of a warp of this block, or of later blocks.
+  // Packets before `first` are of earlier blocks, and packets before `end` of this block.
+  MPICOMM_DEVICE u32* counts_for(u32 packet, u32 first, u32 end, u32 source) const {
+    if (packet < first) return layout.before;
+    if (packet >= end) return layout.totals;
+    // The warp of this block with the token: the inverse of `first_token`.
+    const u32 token = packet / x.experts.top_k * size() + source, all = blocks * kWarps;
+    return layout.histograms[((token + 1) * all - 1) / all_tokens() % kWarps];
   }
 
   // The first packet of `source` that is not of a token before number `token`.
@@ -274,7 +275,7 @@ struct Counts {
     return (token + size() - 1 - source) / size() * x.experts.top_k;
   }
 
-  // Counts the pairs of earlier blocks, of all blocks, and of each warp of this block.
+  // Counts the pairs of earlier blocks, of later blocks, and of each warp of this block.
   MPICOMM_DEVICE bool count_all_pairs() const {
     constexpr u32 kAtOnce = 4;
     for (u32 distance = 0; distance < size(); ++distance) {
@@ -295,13 +296,14 @@ struct Counts {
         for (u32 i = 0; i < kAtOnce; ++i) {
           const u32 at = begin + i * blockDim.x;
           if (at >= packets) continue;
-          Taken pair;
-          pair.exists = true;
-          pair.route = {source, at / x.experts.top_k, at % x.experts.top_k};
-          if (!take(pair, loaded[i])) return false;
-          if (pair.expert == kNoExpert) continue;
-          count(pair.expert, at, first, end, source);
-          if (pair.is_new) count(num_experts(x.experts) + pair.owner, at, first, end, source);
+          Packet unit = FlagProtocol::unit(loaded[i]);
+          if (!FlagProtocol::has_come(loaded[i], epoch()) && !await_packet(source, start + at, unit)) return false;
+          const u32 expert = unit.words[0] & ~kNewRank;
+          if (unit.words[0] == kNoExpert) continue;
+          if (unit.words[0] == kWrongExpert) return give_up(kRoutes, at / x.experts.top_k, source);
+          u32* const counts = counts_for(at, first, end, source);
+          atomicAdd(&counts[expert], 1);
+          if (unit.words[0] != expert) atomicAdd(&counts[num_experts(x.experts) + rank_of(x.experts, expert)], 1);
         }
       }
     }
@@ -332,9 +334,9 @@ struct Counts {
     return layout.offsets[x.experts.firsts[of + 1]] - layout.offsets[x.experts.firsts[of]];
   }
 
-  // Counts pairs, and finds the place of each expert on each rank, and the first places of each warp.
-  MPICOMM_DEVICE bool place_experts() const {
-    clear_counts();
+  // Counts pairs, and finds the place of each expert on each rank, and the first places of each warp. `packet`
+  // becomes a result of `first_packet_now`.
+  MPICOMM_DEVICE bool place_experts(Pair& packet) const {
     bool ok;
     if (counts_alone()) {
       ok = count_all_pairs();
@@ -343,15 +345,21 @@ struct Counts {
       publish_counts();
       ok = add_counts();
     }
+    packet = first_packet_now();
     if (!__syncthreads_and(ok)) return false;
     for (u32 column = thread; column < columns(); column += blockDim.x) {
-      u32 before = layout.before[column];
+      u32 counts[kWarps];
+#pragma unroll
+      for (u32 each = 0; each < kWarps; ++each) counts[each] = layout.histograms[each][column];
+      u32 next = layout.before[column];
+#pragma unroll
       for (u32 each = 0; each < kWarps; ++each) {
-        const u32 count = layout.histograms[each][column];
-        layout.histograms[each][column] = before;
-        before += count;
+        layout.histograms[each][column] = next;
+        next += counts[each];
       }
+      layout.totals[column] += next;
     }
+    __syncthreads();
     if (warp == 0) scan_offsets();
     __syncthreads();
     if (thread < size()) {

@@ -13,9 +13,9 @@ struct Receiver : Counts {
   MPICOMM_DEVICE u32 offset_of(u32 expert) const { return layout.offsets[expert] - layout.offsets[first_expert()]; }
 
   // Gives each pair of this block a place, and describes the places.
-  MPICOMM_DEVICE bool place_pairs() const {
+  MPICOMM_DEVICE bool place_pairs(const Pair& packet) const {
     u32* const next = layout.histograms[warp];
-    return each_step([&](const Taken& pair, u32 alike) {
+    return each_step(packet, [&](const Taken& pair, u32 alike) {
       const bool here = pair.owner == rank();
       const u32 lower = __popc(alike & lower_lanes());
       i32 place = -1;
@@ -100,11 +100,12 @@ struct Receiver : Counts {
     // Neighbouring parts come together, so different warps copy them.
     for (u64 base = warp; base < units; base += kLanes * kWarps) {
       const u64 unit = base + lane * kWarps;
-      const u32 part = static_cast<u32>(unit % parts);
+      const u32 of_block = static_cast<u32>(quotient(unit, parts));
+      const u32 part = static_cast<u32>(unit - static_cast<u64>(of_block) * parts);
       Route route{};
       bool pending = false;
       if (unit < units) {
-        route = token_of(first + static_cast<u32>(unit / parts));
+        route = token_of(first + of_block);
         pending = exists(route) && is_here(route);
       }
       const auto has_come = [&] {
@@ -158,10 +159,12 @@ struct Receiver : Counts {
   }
 
   MPICOMM_DEVICE void run() const {
-    if (!count_tokens() || !place_experts()) return;
+    clear_counts();
+    Pair packet;
+    if (!count_tokens() || !place_experts(packet)) return;
     // All threads of the block go on or leave together. The barrier also orders the places of all
     // warps before the loads in `lay_out`.
-    if (!__syncthreads_and(place_pairs())) return;
+    if (!__syncthreads_and(place_pairs(packet))) return;
     fill_gaps();
     lay_out();
   }
