@@ -145,7 +145,7 @@ MPICOMM_DEVICE u64* renewals_of(const Experts& x) {
   return reinterpret_cast<u64*>(x.team.arenas[x.team.rank] + x.counted) + kMaxBlocks;
 }
 
-// The numbers of runs that sender warps have taken in odd and in even launches.
+// The numbers of runs that sender warps have taken after their first runs, in even and in odd launches.
 MPICOMM_DEVICE u32* runs_taken(const Experts& x) { return reinterpret_cast<u32*>(renewals_of(x) + 1); }
 
 MPICOMM_DEVICE u32 num_experts(const Experts& x) { return x.firsts[x.team.size]; }
@@ -354,10 +354,11 @@ struct Runs {
     const u64 nth = apart ? number / warps : number;
     return (apart ? number % warps * section : 0) + nth * run;
   }
-  MPICOMM_DEVICE u64 end(u32 number) const {
+  // The number of parts of a run that begins with part `first`. It may be 0.
+  MPICOMM_DEVICE u32 length(u32 number, u64 first) const {
     const u64 of_section = apart ? (number % warps + 1) * section : parts;
-    const u64 end = first(number) + run, bound = of_section < parts ? of_section : parts;
-    return end < bound ? end : bound;
+    const u64 end = of_section < parts ? of_section : parts;
+    return first >= end ? 0 : first + run < end ? run : static_cast<u32>(end - first);
   }
 };
 
@@ -365,40 +366,45 @@ struct Runs {
 // because some multiprocessors reach the links sooner than others.
 template <bool apart>
 struct RunsOfWarp {
+  const Experts& x;
+  const Turn& turn;
   const Runs<apart> runs;
-  u32* const taken;  // the number of runs that warps have taken after their first runs
-  u32 number;
-  u32 ticket = 0;  // on lane 0
+  u32 number;      // of the next run; on lane 0, while a run lasts, without the first runs
+  u32 length = 0;  // of this run
   u64 first = 0;
-  u64 end = 0;
 
   // The first warps of all blocks come first, so few parts go to all multiprocessors.
   MPICOMM_DEVICE RunsOfWarp(const Experts& x, const Turn& turn, u64 parts)
-      : runs(x.team, parts, x.senders * (blockDim.x / kLanes)),
-        taken(runs_taken(x) + turn.parity()),
+      : x(x),
+        turn(turn),
+        runs(x.team, parts, x.senders * (blockDim.x / kLanes)),
         number(threadIdx.x / kLanes * x.senders + blockIdx.x) {}
 
-  // Begins run `number`, or the next one if it has no parts. Returns false if there is none. All lanes of the warp
-  // call it.
+  // Begins the next run that has parts. Returns false if there is none. All lanes of the warp call it.
   MPICOMM_DEVICE bool begin() {
     const u32 count = runs.count();
-    const bool shared = count > runs.warps;
     while (number < count) {
-      // The ticket comes while the warp moves this run.
-      if (shared && threadIdx.x % kLanes == 0) ticket = atomicAdd(taken, 1);
       first = runs.first(number);
-      end = runs.end(number);
-      if (first < end) return true;
-      if (!take_ticket()) break;
+      length = runs.length(number, first);
+      if (count <= runs.warps) {
+        number = count;
+      } else if (threadIdx.x % kLanes == 0) {
+        // The result comes while the warp moves this run.
+        number = atomicAdd(runs_taken(x) + turn.parity(), 1);
+      }
+      if (length != 0) return true;
+      find_next();
     }
     return false;
   }
-  MPICOMM_DEVICE bool begin_next() { return take_ticket() && begin(); }
+  MPICOMM_DEVICE bool begin_next() {
+    find_next();
+    return begin();
+  }
 
  private:
-  MPICOMM_DEVICE bool take_ticket() {
-    number = runs.warps + __shfl_sync(kWarp, ticket, 0);
-    return runs.count() > runs.warps;
+  MPICOMM_DEVICE void find_next() {
+    if (runs.count() > runs.warps) number = runs.warps + __shfl_sync(kWarp, number, 0);
   }
 };
 
@@ -416,17 +422,17 @@ MPICOMM_DEVICE void each_run(
   if (goes_on) prepared = prepare(mine.first);
   if (!ready()) return;
   Unpublished unpublished;
-  u64 at = mine.first;
+  u32 i = 0;
 #pragma unroll 1
   while (goes_on) {
-    store(prepared, static_cast<u32>(at - mine.first), unpublished);
-    const bool ends = ++at == mine.end;
+    store(prepared, i, unpublished);
+    const bool ends = ++i == mine.length;
     if (ends) {
       goes_on = mine.begin_next();
-      at = mine.first;
+      i = 0;
     }
     if (ends && !only_loads) unpublished.publish(turn);
-    if (goes_on) prepared = prepare(at);
+    if (goes_on) prepared = prepare(mine.first + i);
     if (ends && only_loads) unpublished.publish(turn);
   }
 }
