@@ -13,7 +13,7 @@
 //     sums         of each peer: its sums for the tokens of this rank
 //     values       a number for each slot of each token of this rank, from the rank of its expert
 //     counted      of each receiver block: a flag for its histogram; then the count of renewals, and the
-//                  runs that sender warps have taken, for odd and even launches
+//                  tickets of even and of odd launches
 //     histograms   of each receiver block: its pairs of each expert, and its rows on each rank
 //
 // The last two are private to the rank.
@@ -100,9 +100,10 @@ MPICOMM_DEVICE Turn turn_of(const Team& team, Kind kind) {
   return {number, (last & 1) == kind};
 }
 
-// A division of 64 bits takes long, and most numbers have 32.
+// Most numbers have 32 bits. A division of 64 bits takes long, and much code, so it is out of line.
+MPICOMM_DEVICE_CALL u64 long_quotient(u64 number, u32 divisor) { return number / divisor; }
 MPICOMM_DEVICE u64 quotient(u64 number, u32 divisor) {
-  return number >> 32 == 0 ? static_cast<u32>(number) / divisor : number / divisor;
+  return number >> 32 == 0 ? static_cast<u32>(number) / divisor : long_quotient(number, divisor);
 }
 
 // The seat of a token of a rank with `tokens` tokens.
@@ -145,8 +146,12 @@ MPICOMM_DEVICE u64* renewals_of(const Experts& x) {
   return reinterpret_cast<u64*>(x.team.arenas[x.team.rank] + x.counted) + kMaxBlocks;
 }
 
-// The numbers of runs that sender warps have taken after their first runs, in even and in odd launches.
-MPICOMM_DEVICE u32* runs_taken(const Experts& x) { return reinterpret_cast<u32*>(renewals_of(x) + 1); }
+// The tickets of a launch: the numbers of runs that sender warps have taken after their first runs, and of parts
+// that receiver warps have taken so. Odd and even launches have their own.
+enum Ticket : u32 { kOfSenders = 0, kOfReceivers = 1 };
+MPICOMM_DEVICE u32* tickets(const Experts& x, u32 parity, Ticket of) {
+  return reinterpret_cast<u32*>(renewals_of(x) + 1) + 2 * parity + of;
+}
 
 MPICOMM_DEVICE u32 num_experts(const Experts& x) { return x.firsts[x.team.size]; }
 
@@ -271,7 +276,7 @@ MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn, 
   }
   count_launch(team, turn.number << 1 | kind, thread, blockDim.x);
   // The launch before this one, which counted there, is over on this rank.
-  if (blockIdx.x == 0 && thread == 0) runs_taken(x)[1 - turn.parity()] = 0;
+  if (blockIdx.x == 0 && thread < 2) *tickets(x, 1 - turn.parity(), static_cast<Ticket>(thread)) = 0;
   return true;
 }
 
@@ -308,12 +313,8 @@ MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn&
 struct Unpublished {
   u64* flag = nullptr;
 
-  // The number of parts between two publications, for a warp with `parts` parts.
-  MPICOMM_DEVICE static u32 run_of(const Team& team, u64 parts) {
-    const u32 lanes = kLanes / team.size, bound = lanes < kMost ? lanes : kMost;
-    const u64 runs = (parts + bound - 1) / bound;
-    return runs == 0 ? 1 : static_cast<u32>((parts + runs - 1) / runs);
-  }
+  // The most parts between two publications.
+  MPICOMM_DEVICE static u32 most(const Team& team) { return kLanes / team.size < kMost ? kLanes / team.size : kMost; }
   // Notes part number `i` since the last publication, for the ranks in the set `targets`.
   MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 seat, u32 part, u32 lane) {
     const u32 rank = lane % x.team.size;
@@ -336,28 +337,40 @@ struct Unpublished {
 };
 
 // The parts of one kind of data, in runs of neighbouring parts. If `apart`, the runs that follow each other are of
-// distant sections: a section for each warp. Otherwise all runs follow each other.
+// distant sections: a section for each warp. Otherwise all runs follow each other. The first runs are long, because
+// each publication takes time. The last runs are short. Otherwise some warps would end late, and much data would wait
+// for the last flags.
 template <bool apart>
 struct Runs {
   u64 parts;
-  u64 section;  // the parts of a section
+  u32 section;  // the parts of a section
   u32 warps;
-  u32 run;
+  u32 length;   // of a long run
+  u32 longs;    // the long runs of a section
 
   MPICOMM_DEVICE Runs(const Team& team, u64 parts, u32 warps)
-      : parts(parts), section((parts + warps - 1) / warps), warps(warps), run(Unpublished::run_of(team, section)) {}
+      : parts(parts), section(static_cast<u32>((parts + warps - 1) / warps)), warps(warps) {
+    const u32 most = Unpublished::most(team);
+    length = section <= most ? section : most;
+    longs = section <= most ? 1 : section / 4 * 3 / most;
+  }
 
+  MPICOMM_DEVICE u32 shorter() const { return (length + 3) / 4; }
   MPICOMM_DEVICE u32 count() const {
-    return static_cast<u32>(apart ? (section + run - 1) / run * warps : (parts + run - 1) / run);
+    return section == 0 ? 0 : (longs + (section - longs * length + shorter() - 1) / shorter()) * warps;
   }
   MPICOMM_DEVICE u64 first(u32 number) const {
-    const u64 nth = apart ? number / warps : number;
-    return (apart ? number % warps * section : 0) + nth * run;
+    const u32 nth = number / warps;
+    const bool is_long = nth < longs;
+    const u32 before = is_long ? nth * length : longs * length + (nth - longs) * shorter();
+    const u64 in_turn = number - nth * warps;
+    return apart ? in_turn * section + before : static_cast<u64>(before) * warps + in_turn * (is_long ? length : shorter());
   }
   // The number of parts of a run that begins with part `first`. It may be 0.
-  MPICOMM_DEVICE u32 length(u32 number, u64 first) const {
-    const u64 of_section = apart ? (number % warps + 1) * section : parts;
+  MPICOMM_DEVICE u32 length_of(u32 number, u64 first) const {
+    const u64 of_section = apart ? (number % warps + 1) * static_cast<u64>(section) : parts;
     const u64 end = of_section < parts ? of_section : parts;
+    const u32 run = number < longs * warps ? length : shorter();
     return first >= end ? 0 : first + run < end ? run : static_cast<u32>(end - first);
   }
 };
@@ -385,12 +398,12 @@ struct RunsOfWarp {
     const u32 count = runs.count();
     while (number < count) {
       first = runs.first(number);
-      length = runs.length(number, first);
+      length = runs.length_of(number, first);
       if (count <= runs.warps) {
         number = count;
       } else if (threadIdx.x % kLanes == 0) {
         // The result comes while the warp moves this run.
-        number = atomicAdd(runs_taken(x) + turn.parity(), 1);
+        number = atomicAdd(tickets(x, turn.parity(), kOfSenders), 1);
       }
       if (length != 0) return true;
       find_next();

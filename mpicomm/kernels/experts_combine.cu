@@ -286,8 +286,13 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, Shared& shared
   const u32 warp = (blockIdx.x - experts.senders) * of_block + threadIdx.x / kLanes;
   const u32 warps = (gridDim.x - experts.senders) * of_block;
   const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
-  for (u64 unit = warp; unit < units; unit += warps) {
+  // A warp begins with one part, and then takes the next part that no warp has, as in RunsOfWarp.
+  for (u64 unit = warp; unit < units;) {
+    u32 ticket = 0;
+    if (lane == 0 && units > warps) ticket = atomicAdd(tickets(experts, turn.parity(), kOfReceivers), 1);
     if (!finish_part(x, turn, OwnPart(x, unit, lane, shared), lane, shared)) return;
+    unit = static_cast<u64>(warps) + __shfl_sync(kWarp, ticket, 0);
+    if (units <= warps) return;
   }
 }
 

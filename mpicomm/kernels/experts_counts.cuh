@@ -97,7 +97,7 @@ struct Counts {
   }
 
   // Waits for a packet of a source. Packets need no order: see packet_protocols.cuh.
-  MPICOMM_DEVICE bool await_packet(u32 source, const Pair* place, Packet& unit) const {
+  MPICOMM_DEVICE_CALL bool await_packet(u32 source, const Pair* place, Packet& unit) const {
     Pair packet{};
     const auto reached = [&] {
       packet = load_volatile(place);
@@ -260,51 +260,76 @@ struct Counts {
     return true;
   }
 
-  // The counts for packet number `packet` of a source: of earlier blocks, of a warp of this block, or of later blocks.
-  // Packets before `first` are of earlier blocks, and packets before `end` of this block.
-  MPICOMM_DEVICE u32* counts_for(u32 packet, u32 first, u32 end, u32 source) const {
-    if (packet < first) return layout.before;
-    if (packet >= end) return layout.totals;
-    // The warp of this block with the token: the inverse of `first_token`.
-    const u32 token = packet / x.experts.top_k * size() + source, all = blocks * kWarps;
-    return layout.histograms[((token + 1) * all - 1) / all_tokens() % kWarps];
+  // The packets of all sources have numbers: first the packets of this rank, which come first.
+  struct NumberedPacket {
+    u32 source;
+    u32 packet;
+  };
+  MPICOMM_DEVICE NumberedPacket packet_of_number(u32 number) const {
+    u32 source = rank();
+#pragma unroll 1
+    while (number >= layout.tokens[source] * x.experts.top_k) {
+      number -= layout.tokens[source] * x.experts.top_k;
+      source = source + 1 < size() ? source + 1 : 0;
+    }
+    return {source, number};
   }
 
-  // The first packet of `source` that is not of a token before number `token`.
-  MPICOMM_DEVICE u32 first_packet(u32 token, u32 source) const {
-    return (token + size() - 1 - source) / size() * x.experts.top_k;
+  // The counts for a token: of earlier blocks, of a warp of this block, or of later blocks. The tokens from `first` to
+  // `end` are of this block.
+  MPICOMM_DEVICE u32* counts_for(u32 token, u32 first, u32 end) const {
+    if (token < first) return layout.before;
+    if (token >= end) return layout.totals;
+    // The inverse of `first_token`.
+    return layout.histograms[((token + 1) * (blocks * kWarps) - 1) / all_tokens() % kWarps];
   }
 
   // Counts the pairs of earlier blocks, of later blocks, and of each warp of this block.
   MPICOMM_DEVICE bool count_all_pairs() const {
-    constexpr u32 kAtOnce = 4;
-    for (u32 distance = 0; distance < size(); ++distance) {
-      // This rank comes first, while the packets of the others are on their way.
-      const u32 source = (rank() + distance) % size();
-      const u32 packets = layout.tokens[source] * x.experts.top_k;
-      const u32 first = first_packet(first_token(0), source), end = first_packet(first_token(kWarps), source);
-      const Pair* const start = packet_of({source, 0, 0});
-      for (u32 begin = thread; begin < packets; begin += kAtOnce * blockDim.x) {
-        // The first loads of some packets are in flight together. Most packets have come.
-        Pair loaded[kAtOnce];
+    constexpr u32 kAtOnce = 6;
+    const u32 top_k = x.experts.top_k, first = first_token(0), end = first_token(kWarps);
+    u32 packets = 0;
+    for (u32 source = 0; source < size(); ++source) packets += layout.tokens[source] * top_k;
+#pragma unroll 1
+    for (u32 begin = thread; begin < packets; begin += kAtOnce * blockDim.x) {
+      const auto number = [&](u32 i) { return begin + i * blockDim.x; };
+      const Pair* places[kAtOnce];
+      Pair loaded[kAtOnce];
+      u32 missing = 0;
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        if (number(i) >= packets) continue;
+        const NumberedPacket each = packet_of_number(number(i));
+        places[i] = packet_of({each.source, 0, 0}) + each.packet;
+        missing |= 1u << i;
+      }
+      Spell spell;
+#pragma unroll 1
+      for (u32 poll = 0; missing != 0; ++poll) {
+        // The loads of all missing packets are in flight together.
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
-          const u32 at = begin + i * blockDim.x;
-          loaded[i] = at < packets ? load_volatile(start + at) : Pair{0, 0};
+          if ((missing >> i & 1) != 0) loaded[i] = load_volatile(places[i]);
         }
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
-          const u32 at = begin + i * blockDim.x;
-          if (at >= packets) continue;
-          Packet unit = FlagProtocol::unit(loaded[i]);
-          if (!FlagProtocol::has_come(loaded[i], epoch()) && !await_packet(source, start + at, unit)) return false;
-          const u32 expert = unit.words[0] & ~kNewRank;
-          if (unit.words[0] == kNoExpert) continue;
-          if (unit.words[0] == kWrongExpert) return give_up(kRoutes, at / x.experts.top_k, source);
-          u32* const counts = counts_for(at, first, end, source);
-          atomicAdd(&counts[expert], 1);
-          if (unit.words[0] != expert) atomicAdd(&counts[num_experts(x.experts) + rank_of(x.experts, expert)], 1);
+          if ((missing >> i & 1) != 0 && FlagProtocol::has_come(loaded[i], epoch())) missing &= ~(1u << i);
         }
+        if (missing == 0 || poll < kPollsBeforeClock) continue;
+        PeerWatch mine(x.experts, kDispatch, turn.number, packet_of_number(number(__ffs(missing) - 1)).source);
+        const SpinEnd spun = spell.end([&] { return mine.leaves(); }, mine.watch);
+        if (!lasts(x.experts.team, mine.watch, spun)) return false;
+      }
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        if (number(i) >= packets) continue;
+        const u32 word = FlagProtocol::unit(loaded[i]).words[0], expert = word & ~kNewRank;
+        if (word == kNoExpert) continue;
+        const NumberedPacket each = packet_of_number(number(i));
+        if (word == kWrongExpert) return give_up(kRoutes, each.packet / top_k, each.source);
+        u32* const counts = counts_for(each.packet / top_k * size() + each.source, first, end);
+        atomicAdd(&counts[expert], 1);
+        if (word != expert) atomicAdd(&counts[num_experts(x.experts) + rank_of(x.experts, expert)], 1);
       }
     }
     return true;
