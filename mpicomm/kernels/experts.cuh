@@ -158,6 +158,7 @@ MPICOMM_DEVICE u32 num_experts(const Experts& x) { return x.firsts[x.team.size];
 // The rank of an expert. Ranks without experts have the same first expert as the next rank.
 MPICOMM_DEVICE u32 rank_of(const Experts& x, u32 expert) {
   u32 rank = 0;
+#pragma unroll 1
   for (u32 next = 1; next < x.team.size; ++next) rank += expert >= x.firsts[next];
   return rank;
 }
@@ -349,7 +350,7 @@ struct Runs {
   u32 longs;    // the long runs of a section
 
   MPICOMM_DEVICE Runs(const Team& team, u64 parts, u32 warps)
-      : parts(parts), section(static_cast<u32>((parts + warps - 1) / warps)), warps(warps) {
+      : parts(parts), section(static_cast<u32>(quotient(parts + warps - 1, warps))), warps(warps) {
     const u32 most = Unpublished::most(team);
     length = section <= most ? section : most;
     longs = section <= most ? 1 : section / 4 * 3 / most;

@@ -40,7 +40,7 @@ struct Receiver : Counts {
   MPICOMM_DEVICE void place_token(const Taken& pair, i32 place, u32& next) const {
     const u32 top_k = x.experts.top_k;
     const u32 rows = row_lanes(pair, rank());
-    const u32 first = lane / top_k * top_k, lanes = rows >> first & ((1ull << top_k) - 1);
+    const u32 lanes = rows >> (lane - slot) & ((1ull << top_k) - 1);
     i32 row = -1;
     if (pair.exists && lanes != 0) row = static_cast<i32>(next + __popc(rows & earlier_tokens()));
     __syncwarp();
@@ -48,9 +48,9 @@ struct Receiver : Counts {
     __syncwarp();
     if (pair.exists && pair.route.slot == 0) x.token_rows[token_at(pair.route)] = row;
     if (row < 0) return;
-    const u64 slot = static_cast<u64>(row) * top_k + pair.route.slot;
-    x.slot_ids[slot] = place >= 0 ? static_cast<i32>(pair.expert - first_expert()) : -1;
-    x.slot_weights[slot] = place >= 0 ? float_of(pair.weight) : 0;
+    const u64 of_row = static_cast<u64>(row) * top_k + slot;
+    x.slot_ids[of_row] = place >= 0 ? static_cast<i32>(pair.expert - first_expert()) : -1;
+    x.slot_weights[of_row] = place >= 0 ? float_of(pair.weight) : 0;
     if (place >= 0) x.place_rows[place] = row;
   }
 
@@ -95,8 +95,8 @@ struct Receiver : Counts {
   // parts in the order in which they come. First come the tokens of this rank.
   MPICOMM_DEVICE void lay_out() const {
     const Experts& experts = x.experts;
-    const u32 parts = experts.parts, first = first_token(0);
-    const u64 units = static_cast<u64>(first_token(kWarps) - first) * parts;
+    const u32 parts = experts.parts, first = shares.block_begin;
+    const u64 units = static_cast<u64>(shares.block_end - first) * parts;
     // Neighbouring parts come together, so different warps copy them.
     for (u64 base = warp; base < units; base += kLanes * kWarps) {
       const u64 unit = base + lane * kWarps;
@@ -158,7 +158,7 @@ struct Receiver : Counts {
     }
   }
 
-  MPICOMM_DEVICE void run() const {
+  MPICOMM_DEVICE void run() {
     clear_counts();
     Pair packet;
     if (!count_tokens() || !place_experts(packet)) return;
