@@ -12,7 +12,8 @@
 //     sum flags    of each peer: a word for each part of each token of this rank
 //     sums         of each peer: its sums for the tokens of this rank
 //     values       a number for each slot of each token of this rank, from the rank of its expert
-//     counted      of each receiver block: a flag for its histogram; then the count of renewals
+//     counted      of each receiver block: a flag for its histogram; then the count of renewals, and the
+//                  tickets of even and of odd launches
 //     histograms   of each receiver block: its pairs of each expert, and its rows on each rank
 //
 // The last two are private to the rank.
@@ -99,6 +100,12 @@ MPICOMM_DEVICE Turn turn_of(const Team& team, Kind kind) {
   return {number, (last & 1) == kind};
 }
 
+// Most numbers have 32 bits. A division of 64 bits takes long, and much code, so it is out of line.
+MPICOMM_DEVICE_CALL u64 long_quotient(u64 number, u32 divisor) { return number / divisor; }
+MPICOMM_DEVICE u64 quotient(u64 number, u32 divisor) {
+  return number >> 32 == 0 ? static_cast<u32>(number) / divisor : long_quotient(number, divisor);
+}
+
 // The seat of a token of a rank with `tokens` tokens.
 MPICOMM_DEVICE u32 seat_of(const Experts& x, const Turn& turn, u32 tokens, u32 token) {
   return token + x.few_tokens * (tokens <= x.few_tokens ? turn.parity() : 2);
@@ -113,7 +120,7 @@ MPICOMM_DEVICE u64 awaited(const Experts& x, const Turn& turn, u32 tokens) {
 // The number of the part of `peer` in the arena of `owner`. The owner itself comes last, because
 // only `routes` has a part for it.
 MPICOMM_DEVICE u32 index_in(const Team& team, u32 owner, u32 peer) {
-  return (peer + 2 * team.size - owner - 1) % team.size;
+  return peer > owner ? peer - owner - 1 : peer + team.size - owner - 1;
 }
 
 constexpr u32 kHeads = 2;  // the packets with numbers of tokens
@@ -139,11 +146,19 @@ MPICOMM_DEVICE u64* renewals_of(const Experts& x) {
   return reinterpret_cast<u64*>(x.team.arenas[x.team.rank] + x.counted) + kMaxBlocks;
 }
 
+// The tickets of a launch: the numbers of runs that sender warps have taken after their first runs, and of parts
+// that receiver warps have taken so. Odd and even launches have their own.
+enum Ticket : u32 { kOfSenders = 0, kOfReceivers = 1 };
+MPICOMM_DEVICE u32* tickets(const Experts& x, u32 parity, Ticket of) {
+  return reinterpret_cast<u32*>(renewals_of(x) + 1) + 2 * parity + of;
+}
+
 MPICOMM_DEVICE u32 num_experts(const Experts& x) { return x.firsts[x.team.size]; }
 
 // The rank of an expert. Ranks without experts have the same first expert as the next rank.
 MPICOMM_DEVICE u32 rank_of(const Experts& x, u32 expert) {
   u32 rank = 0;
+#pragma unroll 1
   for (u32 next = 1; next < x.team.size; ++next) rank += expert >= x.firsts[next];
   return rank;
 }
@@ -238,14 +253,22 @@ MPICOMM_DEVICE void begin_after_predecessor() {
   let_successor_start();
 }
 
-// Begins a launch on all threads of a block: announces the launch, and counts it. If the result is
-// false, all threads must leave.
-MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) {
+// Begins a launch on all threads of a block: announces the launch, and counts it. Meanwhile a thread for each
+// peer calls `wait` with the peer. If the result is false, all threads must leave.
+template <class Wait>
+MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn, Wait wait) {
   const Team& team = x.team;
   const u32 thread = threadIdx.x;
-  const bool healthy = thread != 0 || is_healthy(team, blockIdx.x, load_health(team));
-  // Orders the loads of the count by all threads before `count_launch`.
-  if (!__syncthreads_and(healthy)) return false;
+  bool ok = true;
+  // Threads of different warps, because each waits for a load.
+  if (thread == blockDim.x - 1) {
+    ok = is_healthy(team, blockIdx.x, load_health(team));
+  } else if (thread < team.size && thread != team.rank) {
+    ok = wait(thread);
+  }
+  // Orders the loads of the count by all threads before `count_launch`, and the stores of all threads after the
+  // acquires of the waits.
+  if (!__syncthreads_and(ok)) return false;
   // A release, because the peer may next overwrite memory that earlier launches of this rank read.
   // Pairs with the acquire in `peers_are_ready`.
   // A receiver announces, because a release takes long, and a sender has routes to send.
@@ -253,6 +276,8 @@ MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) 
     announce_all_before(team, thread, static_cast<u32>(turn.number));
   }
   count_launch(team, turn.number << 1 | kind, thread, blockDim.x);
+  // The launch before this one, which counted there, is over on this rank.
+  if (blockIdx.x == 0 && thread < 2) *tickets(x, 1 - turn.parity(), static_cast<Ticket>(thread)) = 0;
   return true;
 }
 
@@ -266,6 +291,10 @@ MPICOMM_DEVICE bool await_begun(const Experts& x, u32 operation, const Turn& tur
     return static_cast<i32>(last - static_cast<u32>(begun)) >= 0;
   };
   return await_peer(x, operation, turn.number, peer, reached);
+}
+
+MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) {
+  return begin_launch(x, kind, turn, [](u32) { return true; });
 }
 
 // Waits on all threads of a sender block until all peers let this launch store into their memory: into
@@ -285,13 +314,8 @@ MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn&
 struct Unpublished {
   u64* flag = nullptr;
 
-  // The number of parts until the next publication, for a warp with so many parts left. Runs become shorter
-  // towards the end. Otherwise much data would wait for the last flags, and receivers would take it only then.
-  MPICOMM_DEVICE static u32 run_of(const Team& team, u64 left) {
-    const u32 lanes = kLanes / team.size, bound = lanes < kMost ? lanes : kMost;
-    const u64 run = (left + kOfTheRest - 1) / kOfTheRest;
-    return run < bound ? static_cast<u32>(run) : bound;
-  }
+  // The most parts between two publications.
+  MPICOMM_DEVICE static u32 most(const Team& team) { return kLanes / team.size < kMost ? kLanes / team.size : kMost; }
   // Notes part number `i` since the last publication, for the ranks in the set `targets`.
   MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 seat, u32 part, u32 lane) {
     const u32 rank = lane % x.team.size;
@@ -311,12 +335,94 @@ struct Unpublished {
 
  private:
   static constexpr u32 kMost = 8;
-  static constexpr u32 kOfTheRest = 4;
 };
 
-// The parts of one kind of data that the warps of the sender blocks share out. Each warp takes runs of
-// neighbouring parts, and publishes each run. All parts of a warp follow each other if `apart`: then
-// the warps begin in distant places. Otherwise all warps together go through the parts in order.
+// The parts of one kind of data, in runs of neighbouring parts. If `apart`, the runs that follow each other are of
+// distant sections: a section for each warp. Otherwise all runs follow each other. The first runs are long, because
+// each publication takes time. The last runs are short. Otherwise some warps would end late, and much data would wait
+// for the last flags.
+template <bool apart>
+struct Runs {
+  u64 parts;
+  u32 section;  // the parts of a section
+  u32 warps;
+  u32 length;   // of a long run
+  u32 longs;    // the long runs of a section
+
+  MPICOMM_DEVICE Runs(const Team& team, u64 parts, u32 warps)
+      : parts(parts), section(static_cast<u32>(quotient(parts + warps - 1, warps))), warps(warps) {
+    const u32 most = Unpublished::most(team);
+    length = section <= most ? section : most;
+    longs = section <= most ? 1 : section / 4 * 3 / most;
+  }
+
+  MPICOMM_DEVICE u32 shorter() const { return (length + 3) / 4; }
+  MPICOMM_DEVICE u32 count() const {
+    return section == 0 ? 0 : (longs + (section - longs * length + shorter() - 1) / shorter()) * warps;
+  }
+  MPICOMM_DEVICE u64 first(u32 number) const {
+    const u32 nth = number / warps;
+    const bool is_long = nth < longs;
+    const u32 before = is_long ? nth * length : longs * length + (nth - longs) * shorter();
+    const u64 in_turn = number - nth * warps;
+    return apart ? in_turn * section + before : static_cast<u64>(before) * warps + in_turn * (is_long ? length : shorter());
+  }
+  // The number of parts of a run that begins with part `first`. It may be 0.
+  MPICOMM_DEVICE u32 length_of(u32 number, u64 first) const {
+    const u64 of_section = apart ? (number % warps + 1) * static_cast<u64>(section) : parts;
+    const u64 end = of_section < parts ? of_section : parts;
+    const u32 run = number < longs * warps ? length : shorter();
+    return first >= end ? 0 : first + run < end ? run : static_cast<u32>(end - first);
+  }
+};
+
+// The runs of a warp of a sender block. A warp begins with one run, and then takes the next run that no warp has,
+// because some multiprocessors reach the links sooner than others.
+template <bool apart>
+struct RunsOfWarp {
+  const Experts& x;
+  const Turn& turn;
+  const Runs<apart> runs;
+  u32 number;      // of the next run; on lane 0, while a run lasts, without the first runs
+  u32 length = 0;  // of this run
+  u64 first = 0;
+
+  // The first warps of all blocks come first, so few parts go to all multiprocessors.
+  MPICOMM_DEVICE RunsOfWarp(const Experts& x, const Turn& turn, u64 parts)
+      : x(x),
+        turn(turn),
+        runs(x.team, parts, x.senders * (blockDim.x / kLanes)),
+        number(threadIdx.x / kLanes * x.senders + blockIdx.x) {}
+
+  // Begins the next run that has parts. Returns false if there is none. All lanes of the warp call it.
+  MPICOMM_DEVICE bool begin() {
+    const u32 count = runs.count();
+    while (number < count) {
+      first = runs.first(number);
+      length = runs.length_of(number, first);
+      if (count <= runs.warps) {
+        number = count;
+      } else if (threadIdx.x % kLanes == 0) {
+        // The result comes while the warp moves this run.
+        number = atomicAdd(tickets(x, turn.parity(), kOfSenders), 1);
+      }
+      if (length != 0) return true;
+      find_next();
+    }
+    return false;
+  }
+  MPICOMM_DEVICE bool begin_next() {
+    find_next();
+    return begin();
+  }
+
+ private:
+  MPICOMM_DEVICE void find_next() {
+    if (runs.count() > runs.warps) number = runs.warps + __shfl_sync(kWarp, number, 0);
+  }
+};
+
+// Sends the parts of one kind of data by the warps of the sender blocks. Each warp publishes each of its runs.
 //
 // `prepare` loads a part, `ready` waits for the peers on all threads of the block, and `store` stores the
 // part. The loads of the first part are in flight while the warp waits for the peers. If `prepare` only
@@ -324,37 +430,23 @@ struct Unpublished {
 template <bool apart, class Prepare, class Ready, class Store>
 MPICOMM_DEVICE void each_run(
     const Experts& x, const Turn& turn, u64 parts, bool only_loads, Prepare prepare, Ready ready, Store store) {
-  const u32 of_block = blockDim.x / kLanes, warps = x.senders * of_block;
-  const u32 warp = blockIdx.x * of_block + threadIdx.x / kLanes;
-  const u64 each = (parts + warps - 1) / warps;
-  // `together` warps share out the parts from `base` to `end`, and each takes a run of them in turn.
-  const u32 together = apart ? 1 : warps, of_them = apart ? 0 : warp;
-  const u64 end = apart && (warp + 1) * each < parts ? (warp + 1) * each : parts;
-  u64 base = apart ? warp * each : 0, first = 0, after = 0;
-  const auto begin_run = [&] {
-    const u64 left = base < end ? (end - base + together - 1) / together : 0;
-    const u32 run = Unpublished::run_of(x.team, left);
-    first = base + static_cast<u64>(of_them) * run;
-    after = first + run < end ? first + run : end;
-    base += static_cast<u64>(together) * run;
-    return first < after;
-  };
-  bool goes_on = begin_run();
-  u32 i = 0;
-  decltype(prepare(first)) prepared;
-  if (goes_on) prepared = prepare(first);
+  RunsOfWarp<apart> mine(x, turn, parts);
+  bool goes_on = mine.begin();
+  decltype(prepare(mine.first)) prepared;
+  if (goes_on) prepared = prepare(mine.first);
   if (!ready()) return;
   Unpublished unpublished;
+  u32 i = 0;
 #pragma unroll 1
   while (goes_on) {
     store(prepared, i, unpublished);
-    const bool ends = first + ++i == after;
+    const bool ends = ++i == mine.length;
     if (ends) {
-      goes_on = begin_run();
+      goes_on = mine.begin_next();
       i = 0;
     }
     if (ends && !only_loads) unpublished.publish(turn);
-    if (goes_on) prepared = prepare(first + i);
+    if (goes_on) prepared = prepare(mine.first + i);
     if (ends && only_loads) unpublished.publish(turn);
   }
 }

@@ -208,7 +208,7 @@ class ExpertsMemory:
         self.row_flags = _up(self.routes + packets * PACKET_NBYTES, LINE_NBYTES)
         self.sum_flags = _up(self.row_flags + seats * shape.row.parts * _WORD_NBYTES, LINE_NBYTES)
         self.counted = _up(self.sum_flags + seats * shape.sums.parts * _WORD_NBYTES, LINE_NBYTES)
-        self.histograms = _up(self.counted + (MAX_BLOCKS + 1) * _WORD_NBYTES, LINE_NBYTES)
+        self.histograms = _up(self.counted + (MAX_BLOCKS + 3) * _WORD_NBYTES, LINE_NBYTES)
         self.values = _up(self.histograms + MAX_BLOCKS * (shape.firsts[-1] + size) * 4, LINE_NBYTES)
         self.rows = _up(self.values + shape.seats * shape.top_k * 4, LINE_NBYTES)
         self.sums = _up(self.rows + seats * shape.row.nbytes, LINE_NBYTES)

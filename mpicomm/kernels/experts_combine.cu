@@ -48,7 +48,7 @@ struct alignas(kElements * sizeof(Result) < 16 ? kElements * sizeof(Result) : 16
 struct Placed {
   const u8* row = nullptr;
   float weight = 1;
-  const float* value = nullptr;  // of the pair of this lane
+  i32 value = -1;  // the number of the value of this lane's pair in `values`, or -1
   u32 lanes;  // the set of lanes that have a row
 
   MPICOMM_DEVICE Placed(const Combine& x, u32 source, u32 token, u32 lane) {
@@ -60,10 +60,10 @@ struct Placed {
     if (kByToken) {
       const i64 of_token = x.token_rows[number];
       if (lane == 0) at = of_token;
-      if (place >= 0) value = x.values + of_token * top_k + lane;
+      if (place >= 0) value = static_cast<i32>(of_token * top_k + lane);
     } else {
       at = place;
-      if (place >= 0 && x.values != nullptr) value = x.values + place;
+      if (x.values != nullptr) value = place;
       if (place >= 0 && x.row_weights != nullptr) weight = x.row_weights[place];
     }
     if (at >= 0) row = x.rows + at * x.experts.row_nbytes;
@@ -167,7 +167,7 @@ struct PeerSum {
   u32 token;
   u32 part;
   bool is_here;
-  const float* value;  // of the pair of this lane
+  i32 value;  // as in Placed
   OwnSum sum;
 };
 
@@ -184,9 +184,10 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared
   const u64 units = static_cast<u64>(most) * experts.parts * peers;
   const auto prepare = [&](u64 unit) {
     PeerSum own;
-    own.source = (team.rank + 1 + static_cast<u32>(unit % peers)) % team.size;
-    own.part = static_cast<u32>(unit / peers % experts.parts);
-    own.token = static_cast<u32>(unit / peers / experts.parts);
+    const u64 of_peers = quotient(unit, peers);
+    own.source = (team.rank + 1 + static_cast<u32>(unit - of_peers * peers)) % team.size;
+    own.token = static_cast<u32>(quotient(of_peers, experts.parts));
+    own.part = static_cast<u32>(of_peers - static_cast<u64>(own.token) * experts.parts);
     own.is_here = false;
     if (own.token >= x.tokens[own.source]) return own;
     const Placed placed(x, own.source, own.token, lane);
@@ -201,7 +202,7 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared
     u8* const target = row_in(experts, experts.sums, own.source, team.rank, seat);
     own.sum.packets(shared).store([&](u64 at) { return target + at; }, Part(experts, own.part, lane));
     // The flag of the first part publishes the values, too.
-    if (own.part == 0 && own.value != nullptr) values_in(experts, own.source, seat)[lane] = *own.value;
+    if (own.part == 0 && own.value >= 0) values_in(experts, own.source, seat)[lane] = x.values[own.value];
     unpublished.note(experts, experts.sum_flags, number, 1u << own.source, seat, own.part, lane);
   };
   const auto ready = [&] { return peers_are_ready(experts, kCombine, turn, [&](u32 peer) { return x.tokens[peer]; }); };
@@ -213,17 +214,17 @@ struct OwnPart {
   u32 token;
   u32 part;
   Targets targets;
-  const float* value;  // of the pair of this lane
+  i32 value;  // as in Placed
   OwnSum sum;
 
   MPICOMM_DEVICE OwnPart(const Combine& x, u64 unit, u32 lane, Shared& shared) {
     const Experts& experts = x.experts;
-    token = static_cast<u32>(unit / experts.parts);
-    part = static_cast<u32>(unit % experts.parts);
-    targets = x.targets[token];
+    token = static_cast<u32>(quotient(unit, experts.parts));
+    part = static_cast<u32>(unit - static_cast<u64>(token) * experts.parts);
     const Placed placed(x, experts.team.rank, token, lane);
     value = placed.value;
     sum.take(placed, Part(experts, part, lane), shared);
+    targets = x.targets[token];
   }
 };
 
@@ -243,7 +244,7 @@ MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPar
   if (!__all_sync(kWarp, ok)) return false;
   if (part == 0 && x.values != nullptr && lane < experts.top_k) {
     float value = 0;
-    if (own.value != nullptr) value = *own.value;
+    if (own.value >= 0) value = x.values[own.value];
     else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, seat)[lane];
     x.slot_values[static_cast<u64>(token) * experts.top_k + lane] = value;
   }
@@ -285,19 +286,13 @@ MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, Shared& shared
   const u32 warp = (blockIdx.x - experts.senders) * of_block + threadIdx.x / kLanes;
   const u32 warps = (gridDim.x - experts.senders) * of_block;
   const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
-  if (warp >= units) return;
-  OwnPart own(x, warp, lane, shared);
-  for (u64 unit = warp; unit < units; unit += warps) {
-    // Without shared memory, the loads of the next part are in flight while the warp waits for peers.
-    const u64 next = unit + warps < units ? unit + warps : unit;
-    if (kByToken) {
-      const OwnPart following(x, next, lane, shared);
-      if (!finish_part(x, turn, own, lane, shared)) return;
-      own = following;
-    } else {
-      if (!finish_part(x, turn, own, lane, shared)) return;
-      own = OwnPart(x, next, lane, shared);
-    }
+  // A warp begins with one part, and then takes the next part that no warp has, as in RunsOfWarp.
+  for (u64 unit = warp; unit < units;) {
+    u32 ticket = 0;
+    if (lane == 0 && units > warps) ticket = atomicAdd(tickets(experts, turn.parity(), kOfReceivers), 1);
+    if (!finish_part(x, turn, OwnPart(x, unit, lane, shared), lane, shared)) return;
+    unit = static_cast<u64>(warps) + __shfl_sync(kWarp, ticket, 0);
+    if (units <= warps) return;
   }
 }
 

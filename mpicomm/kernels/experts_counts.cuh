@@ -24,7 +24,7 @@ struct Route {
 struct Layout {
   u32 histograms[kWarps][kMostColumns];  // the pairs of a warp, later its next place
   u32 before[kMostColumns];  // the pairs of earlier blocks
-  u32 totals[kMostColumns];
+  u32 totals[kMostColumns];  // the pairs of later blocks, then of all
   u32 offsets[kMostExperts + 1];  // of all experts of all ranks, one after the other
   u32 tokens[kMaxRanks];          // of each source
 };
@@ -39,6 +39,15 @@ struct Taken {
   bool is_new = false;    // the first slot of its token with an expert of that rank
 };
 
+// The tokens that receivers share out, by number. A division takes long, so no thread computes them while others wait.
+struct Shares {
+  u32 all;  // Tokens have numbers in their order. Numbers that sources with fewer tokens leave out stand for none.
+  u32 begin;  // of this warp
+  u32 end;
+  u32 block_begin;  // of this block
+  u32 block_end;
+};
+
 struct Counts {
   const Dispatch& x;
   const Turn& turn;
@@ -48,6 +57,11 @@ struct Counts {
   u32 warp = threadIdx.x / kLanes;
   u32 block = blockIdx.x - x.experts.senders;
   u32 blocks = gridDim.x - x.experts.senders;
+  // A step of a warp is the pairs of so many tokens, one on each lane.
+  u32 of_step = kLanes / x.experts.top_k;
+  u32 in_step = lane / x.experts.top_k;  // the number of this lane's token in a step
+  u32 slot = lane - in_step * x.experts.top_k;
+  Shares shares{};
 
   MPICOMM_DEVICE u32 rank() const { return x.experts.team.rank; }
   MPICOMM_DEVICE u32 size() const { return x.experts.team.size; }
@@ -60,16 +74,20 @@ struct Counts {
   MPICOMM_DEVICE u64* counted(u32 of) const {
     return reinterpret_cast<u64*>(x.experts.team.arenas[rank()] + x.experts.counted) + of;
   }
-  // Tokens have numbers in their order. Numbers that sources with fewer tokens leave out stand for none.
-  MPICOMM_DEVICE u32 all_tokens() const {
-    u32 most = 0;
-    for (u32 source = 0; source < size(); ++source) most = layout.tokens[source] > most ? layout.tokens[source] : most;
-    return most * size();
-  }
-  // The first token of a warp of a block.
+  // The first token of a warp of this block.
   MPICOMM_DEVICE u32 first_token(u32 of_warp) const {
     const u64 number = static_cast<u64>(block) * kWarps + of_warp;
-    return static_cast<u32>(number * all_tokens() / (static_cast<u64>(blocks) * kWarps));
+    return static_cast<u32>(quotient(number * shares.all, blocks * kWarps));
+  }
+  MPICOMM_DEVICE void share_tokens() {
+    u32 most = 0;
+#pragma unroll 1
+    for (u32 source = 0; source < size(); ++source) most = layout.tokens[source] > most ? layout.tokens[source] : most;
+    shares.all = most * size();
+    shares.begin = first_token(warp);
+    shares.end = first_token(warp + 1);
+    shares.block_begin = first_token(0);
+    shares.block_end = first_token(kWarps);
   }
   MPICOMM_DEVICE Route token_of(u32 number) const { return {number % size(), number / size(), 0}; }
   MPICOMM_DEVICE bool exists(const Route& route) const { return route.token < layout.tokens[route.source]; }
@@ -97,7 +115,7 @@ struct Counts {
   }
 
   // Waits for a packet of a source. Packets need no order: see packet_protocols.cuh.
-  MPICOMM_DEVICE bool await_packet(u32 source, const Pair* place, Packet& unit) const {
+  MPICOMM_DEVICE_CALL bool await_packet(u32 source, const Pair* place, Packet& unit) const {
     Pair packet{};
     const auto reached = [&] {
       packet = load_volatile(place);
@@ -109,7 +127,7 @@ struct Counts {
   }
 
   // Learns the number of tokens of each source, on all threads of the block.
-  MPICOMM_DEVICE bool count_tokens() const {
+  MPICOMM_DEVICE bool count_tokens() {
     bool ok = true;
     if (thread < size()) {
       Packet unit{};
@@ -117,19 +135,18 @@ struct Counts {
       layout.tokens[thread] = unit.words[0];
       if (ok && block == 0) x.tokens[thread] = unit.words[0];
     }
-    return __syncthreads_and(ok);
+    if (!__syncthreads_and(ok)) return false;
+    share_tokens();
+    return true;
   }
 
-  // A step of a warp is the pairs of so many tokens, one on each lane.
-  MPICOMM_DEVICE u32 tokens_of_a_step() const { return kLanes / x.experts.top_k; }
-
   // The pair of this lane in a step that begins at token `first`.
-  MPICOMM_DEVICE Taken pair_at(u32 first, u32 end) const {
-    const u32 top_k = x.experts.top_k, number = first + lane / top_k;
+  MPICOMM_DEVICE Taken pair_at(u32 first) const {
+    const u32 number = first + in_step;
     Taken pair;
-    if (lane / top_k >= tokens_of_a_step() || number >= end) return pair;
+    if (in_step >= of_step || number >= shares.end) return pair;
     pair.route = token_of(number);
-    pair.route.slot = lane % top_k;
+    pair.route.slot = slot;
     pair.exists = exists(pair.route);
     return pair;
   }
@@ -156,7 +173,7 @@ struct Counts {
 
   // The lanes before this lane, and before the first lane of its token.
   MPICOMM_DEVICE u32 lower_lanes() const { return (1u << lane) - 1; }
-  MPICOMM_DEVICE u32 earlier_tokens() const { return (1u << lane / x.experts.top_k * x.experts.top_k) - 1; }
+  MPICOMM_DEVICE u32 earlier_tokens() const { return (1u << (lane - slot)) - 1; }
 
   // The set of lanes with the first pair of a token on `of`. All lanes of the warp call it. Each of these
   // lanes stands for a row.
@@ -164,15 +181,20 @@ struct Counts {
     return __ballot_sync(kWarp, pair.is_new && pair.owner == of);
   }
 
+  // The packet of this lane in the first step of its warp, which has perhaps come.
+  MPICOMM_DEVICE Pair first_packet_now() const { return packet_now(pair_at(shares.begin)); }
+
   // Calls `act` for each step of the warp, on all lanes: with the pair of the lane, and the lanes whose
   // pairs have the same expert. Returns false if a packet does not come, or has an id that is no expert.
+  // `packet` is a result of `first_packet_now`.
   template <class Act>
-  MPICOMM_DEVICE bool each_step(Act act) const {
-    const u32 end = first_token(warp + 1);
-    for (u32 first = first_token(warp); first < end; first += tokens_of_a_step()) {
-      Taken pair = pair_at(first, end);
-      const bool ok = take(pair, packet_now(pair));
+  MPICOMM_DEVICE bool each_step(Pair packet, Act act) const {
+#pragma unroll 1
+    for (u32 first = shares.begin; first < shares.end; first += of_step) {
+      Taken pair = pair_at(first);
+      const bool ok = take(pair, packet);
       if (!__all_sync(kWarp, ok)) return false;
+      packet = packet_now(pair_at(first + of_step));
       act(pair, __match_any_sync(kWarp, pair.expert));
     }
     return true;
@@ -180,22 +202,21 @@ struct Counts {
 
   // Whether there are so few pairs that this block counts all of them.
   MPICOMM_DEVICE bool counts_alone() const {
-    return static_cast<u64>(all_tokens()) * x.experts.top_k <= kFewPairs;
+    return static_cast<u64>(shares.all) * x.experts.top_k <= kFewPairs;
   }
 
-  // Clears all counts, on all threads of the block.
+  // Clears all counts. A barrier follows.
   MPICOMM_DEVICE void clear_counts() const {
     for (u32 column = thread; column < columns(); column += blockDim.x) {
       layout.before[column] = layout.totals[column] = 0;
       for (u32 each = 0; each < kWarps; ++each) layout.histograms[each][column] = 0;
     }
-    __syncthreads();
   }
 
   // Counts the pairs of each warp of this block.
   MPICOMM_DEVICE bool count_pairs() const {
     u32* const mine = layout.histograms[warp];
-    const bool ok = each_step([&](const Taken& pair, u32 alike) {
+    const bool ok = each_step(first_packet_now(), [&](const Taken& pair, u32 alike) {
       // The first lane of an expert counts for all lanes of the expert.
       if (pair.expert != kNoExpert && (alike & lower_lanes()) == 0) mine[pair.expert] += __popc(alike);
       for (u32 of = 0; by_token() && of < size(); ++of) {
@@ -221,7 +242,7 @@ struct Counts {
     if (thread == 0) store_release_on_device(counted(block), turn.number);
   }
 
-  // Counts the pairs of earlier blocks and of all blocks, which have published them.
+  // Counts the pairs of earlier and of later blocks, which have published them.
   MPICOMM_DEVICE bool add_counts() const {
     bool ok = true;
     for (u32 other = thread; other < blocks && ok; other += blockDim.x) {
@@ -236,7 +257,7 @@ struct Counts {
     const u32 groups = blockDim.x > all ? blockDim.x / all : 1, group = thread / all % groups;
     if (thread >= groups * all && groups > 1) return true;
     for (u32 column = groups > 1 ? thread % all : thread; column < columns(); column += groups > 1 ? all : blockDim.x) {
-      u32 before = 0, total = 0;
+      u32 before = 0, after = 0;
       for (u32 first = group; first < blocks; first += kAtOnce * groups) {
         u32 counts[kAtOnce];
 #pragma unroll
@@ -247,62 +268,101 @@ struct Counts {
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
           before += first + i * groups < block ? counts[i] : 0;
-          total += counts[i];
+          after += first + i * groups > block ? counts[i] : 0;
         }
       }
       atomicAdd(&layout.before[column], before);
-      atomicAdd(&layout.totals[column], total);
+      atomicAdd(&layout.totals[column], after);
     }
     return true;
   }
 
-  // Counts a pair in a column: in an earlier block, in this block, or in a later block. Packets before `first`
-  // are of earlier blocks, and packets before `end` of this block.
-  MPICOMM_DEVICE void count(u32 column, u32 packet, u32 first, u32 end, u32 source) const {
-    atomicAdd(&layout.totals[column], 1);
-    if (packet < first) {
-      atomicAdd(&layout.before[column], 1);
-    } else if (packet < end) {
-      // The warp of this block with the token: the inverse of `first_token`.
-      const u32 token = packet / x.experts.top_k * size() + source, all = blocks * kWarps;
-      atomicAdd(&layout.histograms[((token + 1) * all - 1) / all_tokens() % kWarps][column], 1);
-    }
+  // A packet of a thread. All threads of a block share out the packets of each source. This rank's packets come first.
+  struct PacketOfThread {
+    u32 distance;  // of the source from this rank; the number of ranks behind the last packet
+    u32 token;
+    u32 slot;
+  };
+  MPICOMM_DEVICE u32 source_of(const PacketOfThread& at) const {
+    const u32 source = rank() + at.distance;
+    return source < size() ? source : source - size();
+  }
+  // The packet, or the first packet of a later source if this source has no such packet.
+  MPICOMM_DEVICE PacketOfThread existing(PacketOfThread at, u32 token, u32 slot) const {
+#pragma unroll 1
+    while (at.distance < size() && at.token >= layout.tokens[source_of(at)]) at = {at.distance + 1, token, slot};
+    return at;
   }
 
-  // The first packet of `source` that is not of a token before number `token`.
-  MPICOMM_DEVICE u32 first_packet(u32 token, u32 source) const {
-    return (token + size() - 1 - source) / size() * x.experts.top_k;
+  // The warp of this block with a token: the inverse of `first_token`.
+  MPICOMM_DEVICE_CALL u32 warp_of(u32 token) const { return ((token + 1) * (blocks * kWarps) - 1) / shares.all % kWarps; }
+
+  // The counts for a token: of earlier blocks, of a warp of this block, or of later blocks.
+  MPICOMM_DEVICE u32* counts_for(u32 token) const {
+    if (token < shares.block_begin) return layout.before;
+    return token < shares.block_end ? layout.histograms[warp_of(token)] : layout.totals;
   }
 
-  // Counts the pairs of earlier blocks, of all blocks, and of each warp of this block.
+  // Counts the pairs of earlier blocks, of later blocks, and of each warp of this block.
   MPICOMM_DEVICE bool count_all_pairs() const {
-    constexpr u32 kAtOnce = 4;
-    for (u32 distance = 0; distance < size(); ++distance) {
-      // This rank comes first, while the packets of the others are on their way.
-      const u32 source = (rank() + distance) % size();
-      const u32 packets = layout.tokens[source] * x.experts.top_k;
-      const u32 first = first_packet(first_token(0), source), end = first_packet(first_token(kWarps), source);
-      const Pair* const start = packet_of({source, 0, 0});
-      for (u32 begin = thread; begin < packets; begin += kAtOnce * blockDim.x) {
-        // The first loads of some packets are in flight together. Most packets have come.
+    constexpr u32 kAtOnce = 3;
+    const Pair* const routes = reinterpret_cast<const Pair*>(x.experts.team.arenas[rank()] + x.experts.routes);
+    const u32 top_k = x.experts.top_k;
+    const u32 first_token = thread / top_k, first_slot = thread - first_token * top_k;
+    const u32 tokens = blockDim.x / top_k, slots = blockDim.x - tokens * top_k;  // from a packet to the next
+    const auto next = [&](PacketOfThread at) {
+      at.token += tokens;
+      at.slot += slots;
+      if (at.slot >= top_k) at.slot -= top_k, ++at.token;
+      return existing(at, first_token, first_slot);
+    };
+    PacketOfThread begin = existing({0, first_token, first_slot}, first_token, first_slot);
+#pragma unroll 1
+    while (begin.distance < size()) {
+      u32 places[kAtOnce];  // the number of packets from `routes`
+      u32 words[kAtOnce];  // the experts
+      u32 missing = 0;
+      PacketOfThread at = begin;
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        if (at.distance >= size()) continue;
+        places[i] = static_cast<u32>(packet_of({source_of(at), at.token, at.slot}) - routes);
+        missing |= 1u << i;
+        at = next(at);
+      }
+      Spell spell;
+#pragma unroll 1
+      for (u32 poll = 0; missing != 0; ++poll) {
+        // The loads of all missing packets are in flight together.
         Pair loaded[kAtOnce];
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
-          const u32 at = begin + i * blockDim.x;
-          loaded[i] = at < packets ? load_volatile(start + at) : Pair{0, 0};
+          if ((missing >> i & 1) != 0) loaded[i] = load_volatile(routes + places[i]);
         }
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
-          const u32 at = begin + i * blockDim.x;
-          if (at >= packets) continue;
-          Taken pair;
-          pair.exists = true;
-          pair.route = {source, at / x.experts.top_k, at % x.experts.top_k};
-          if (!take(pair, loaded[i])) return false;
-          if (pair.expert == kNoExpert) continue;
-          count(pair.expert, at, first, end, source);
-          if (pair.is_new) count(num_experts(x.experts) + pair.owner, at, first, end, source);
+          if ((missing >> i & 1) == 0 || !FlagProtocol::has_come(loaded[i], epoch())) continue;
+          words[i] = FlagProtocol::unit(loaded[i]).words[0];
+          missing &= ~(1u << i);
         }
+        if (missing == 0 || poll < kPollsBeforeClock) continue;
+        PacketOfThread first = begin;
+        for (u32 i = 0; (missing >> i & 1) == 0; ++i) first = next(first);
+        PeerWatch mine(x.experts, kDispatch, turn.number, source_of(first));
+        const SpinEnd spun = spell.end([&] { return mine.leaves(); }, mine.watch);
+        if (!lasts(x.experts.team, mine.watch, spun)) return false;
+      }
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        if (begin.distance >= size()) continue;
+        if (words[i] == kWrongExpert) return give_up(kRoutes, begin.token, source_of(begin));
+        if (words[i] != kNoExpert) {
+          const u32 expert = words[i] & ~kNewRank;
+          u32* const counts = counts_for(begin.token * size() + source_of(begin));
+          atomicAdd(&counts[expert], 1);
+          if (words[i] != expert) atomicAdd(&counts[num_experts(x.experts) + rank_of(x.experts, expert)], 1);
+        }
+        begin = next(begin);
       }
     }
     return true;
@@ -332,9 +392,9 @@ struct Counts {
     return layout.offsets[x.experts.firsts[of + 1]] - layout.offsets[x.experts.firsts[of]];
   }
 
-  // Counts pairs, and finds the place of each expert on each rank, and the first places of each warp.
-  MPICOMM_DEVICE bool place_experts() const {
-    clear_counts();
+  // Counts pairs, and finds the place of each expert on each rank, and the first places of each warp. `packet`
+  // becomes a result of `first_packet_now`.
+  MPICOMM_DEVICE bool place_experts(Pair& packet) const {
     bool ok;
     if (counts_alone()) {
       ok = count_all_pairs();
@@ -343,15 +403,21 @@ struct Counts {
       publish_counts();
       ok = add_counts();
     }
+    packet = first_packet_now();
     if (!__syncthreads_and(ok)) return false;
     for (u32 column = thread; column < columns(); column += blockDim.x) {
-      u32 before = layout.before[column];
+      u32 counts[kWarps];
+#pragma unroll
+      for (u32 each = 0; each < kWarps; ++each) counts[each] = layout.histograms[each][column];
+      u32 next = layout.before[column];
+#pragma unroll
       for (u32 each = 0; each < kWarps; ++each) {
-        const u32 count = layout.histograms[each][column];
-        layout.histograms[each][column] = before;
-        before += count;
+        layout.histograms[each][column] = next;
+        next += counts[each];
       }
+      layout.totals[column] += next;
     }
+    __syncthreads();
     if (warp == 0) scan_offsets();
     __syncthreads();
     if (thread < size()) {

@@ -42,41 +42,53 @@ MPICOMM_DEVICE void send_packet(const Experts& x, u32 epoch, u64 slot, u32 first
   const Pair packet = FlagProtocol::packet({{first, second, 0, 0}}, epoch);
   // The next rank comes first: see team.cuh. This rank is the last one.
   for (u32 i = 1; i <= x.team.size; ++i) {
-    store_volatile(routes_of(x, (x.team.rank + i) % x.team.size, x.team.rank) + slot, packet);
+    const u32 next = x.team.rank + i, to = next < x.team.size ? next : next - x.team.size;
+    store_volatile(routes_of(x, to, x.team.rank) + slot, packet);
   }
 }
 
-// Senders of routes share out the pairs. Each block sends as many, and each thread loads its first route
-// before the wait for the peers.
+// Senders of routes share out the pairs. A step of a warp is the pairs of some tokens, one on each lane. The loads of
+// the first steps are in flight while the warp waits for the peers.
 struct Routes {
   const Dispatch& x;
-  u64 pairs;
-  u64 first;
-  u64 end;
-  i64 id = -1;
-  float weight = 1;
+  u32 lane = threadIdx.x % kLanes;
+  u32 tokens;  // of a step
+  u32 steps;
+  u32 first;   // the steps of a block lie apart, so each block sends as many
+  i64 ids[2];
+  float weights[2];
 
-  MPICOMM_DEVICE explicit Routes(const Dispatch& x) : x(x) {
-    pairs = static_cast<u64>(x.num_tokens) * x.experts.top_k;
-    const u64 each = (pairs + x.experts.senders - 1) / x.experts.senders, last = (blockIdx.x + 1) * each;
-    first = blockIdx.x * each + threadIdx.x;
-    end = last < pairs ? last : pairs;
+  MPICOMM_DEVICE explicit Routes(const Dispatch& x)
+      : x(x),
+        tokens(kLanes / x.experts.top_k),
+        steps((x.num_tokens + tokens - 1) / tokens),
+        first(threadIdx.x / kLanes * x.experts.senders + blockIdx.x) {
     load(first);
   }
-  MPICOMM_DEVICE void load(u64 pair) {
-    if (pair >= end) return;
-    id = id_of(x, pair);
-    if (x.weights != nullptr) weight = x.weights[pair];
+  MPICOMM_DEVICE u32 warps() const { return x.experts.senders * kWarps; }
+  MPICOMM_DEVICE u64 pairs() const { return static_cast<u64>(x.num_tokens) * x.experts.top_k; }
+  MPICOMM_DEVICE u64 pair_of(u32 step) const { return static_cast<u64>(step) * tokens * x.experts.top_k + lane; }
+  MPICOMM_DEVICE bool has(u32 step) const {
+    return step < steps && lane < tokens * x.experts.top_k && pair_of(step) < pairs();
   }
-  // The expert in a packet. Only the layout by token needs to know new ranks.
-  MPICOMM_DEVICE u32 expert_in_packet(u64 pair) const {
-    const u32 expert = expert_of(x, id), owner = owner_of(x, expert);
-    if (x.token_rows == nullptr || owner == kMaxRanks) return expert;
-    bool is_new = true;
-    for (u64 other = pair / x.experts.top_k * x.experts.top_k; other < pair; ++other) {
-      is_new &= owner_of(x, expert_of(x, id_of(x, other))) != owner;
+  MPICOMM_DEVICE void load(u32 step) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i, step += warps()) {
+      if (!has(step)) continue;
+      ids[i] = id_of(x, pair_of(step));
+      weights[i] = x.weights == nullptr ? 1 : x.weights[pair_of(step)];
     }
-    return is_new ? expert | kNewRank : expert;
+  }
+  // Sends the routes of a step. All lanes of the warp call it.
+  MPICOMM_DEVICE void send_step(const Turn& turn, u32 step, i64 id, float weight) const {
+    const bool exists = has(step);
+    const u32 expert = exists ? expert_of(x, id) : kNoExpert, owner = owner_of(x, expert);
+    // Lanes of one token with experts of one rank are alike. The first of them has a new rank. Only the layout by
+    // token needs to know.
+    const u32 key = owner == kMaxRanks ? ~0u : lane / x.experts.top_k * kMaxRanks + owner;
+    const bool is_new = (__match_any_sync(kWarp, key) & ((1u << lane) - 1)) == 0;
+    const u32 in_packet = x.token_rows != nullptr && owner != kMaxRanks && is_new ? expert | kNewRank : expert;
+    if (exists) send_packet(x.experts, static_cast<u32>(turn.number), start(turn) + pair_of(step), in_packet, bits_of(weight));
   }
   // The number of the first packet.
   MPICOMM_DEVICE u64 start(const Turn& turn) const {
@@ -85,9 +97,10 @@ struct Routes {
   MPICOMM_DEVICE void send(const Turn& turn) {
     const u32 epoch = static_cast<u32>(turn.number);
     if (blockIdx.x == 0 && threadIdx.x == 0) send_packet(x.experts, epoch, turn.parity(), x.num_tokens, 0);
-    for (u64 pair = first; pair < end; pair += blockDim.x) {
-      send_packet(x.experts, epoch, start(turn) + pair, expert_in_packet(pair), bits_of(weight));
-      load(pair + blockDim.x);
+    for (u32 step = first; step < steps; step += 2 * warps()) {
+      if (step != first) load(step);
+      send_step(turn, step, ids[0], weights[0]);
+      if (step + warps() < steps) send_step(turn, step + warps(), ids[1], weights[1]);
     }
   }
   // Epochs have 32 bits, so an epoch comes again after 2^32 launches. Each dispatch renews one packet
@@ -100,7 +113,7 @@ struct Routes {
     }
     u64* const renewals = renewals_of(experts);
     const u64 renewed = (*renewals)++ % (static_cast<u64>(experts.seats) * experts.top_k) + kHeads;
-    if (renewed >= start(turn) && renewed < start(turn) + pairs) return;
+    if (renewed >= start(turn) && renewed < start(turn) + pairs()) return;
     send_packet(experts, static_cast<u32>(turn.number), renewed, kNoExpert, 0);
   }
 };
@@ -117,8 +130,8 @@ struct LoadedPart {
 MPICOMM_DEVICE LoadedPart load_part(const Dispatch& x, u64 unit, u32 lane) {
   const Experts& experts = x.experts;
   LoadedPart loaded;
-  loaded.token = static_cast<u32>(unit / experts.parts);
-  loaded.part = static_cast<u32>(unit % experts.parts);
+  loaded.token = static_cast<u32>(quotient(unit, experts.parts));
+  loaded.part = static_cast<u32>(unit - static_cast<u64>(loaded.token) * experts.parts);
   const u32 token = loaded.token;
   loaded.packets.load([&](u64 at) { return x.x.at(token, at); }, Part(experts, loaded.part, lane));
   loaded.id = lane < experts.top_k ? id_of(x, static_cast<u64>(token) * experts.top_k + lane) : -1;
@@ -143,7 +156,9 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
   Routes routes(x);
   const auto prepare = [&](u64 unit) { return load_part(x, unit, lane); };
   const auto ready = [&] {
-    if (!peers_are_ready(experts, kDispatch, turn, [&](u32) { return x.num_tokens; })) return false;
+    const u64 begun = awaited(experts, turn, x.num_tokens);
+    const auto wait = [&](u32 peer) { return await_begun(experts, kDispatch, turn, peer, begun); };
+    if (!begin_launch(experts, kDispatches, turn, wait)) return false;
     routes.send(turn);
     // Rows of this block leave after its routes. Otherwise the routes would wait in the links behind rows,
     // and receivers lay out nothing before they know all routes.
@@ -155,7 +170,7 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
     const u32 peers = peers_of(x, loaded, lane);
     const u32 seat = seat_of(experts, turn, x.num_tokens, loaded.token);
     for (u32 distance = 1; distance < team.size; ++distance) {
-      const u32 to = (team.rank + distance) % team.size;
+      const u32 next = team.rank + distance, to = next < team.size ? next : next - team.size;
       if ((peers >> to & 1) == 0) continue;
       u8* const row = row_in(experts, experts.rows, to, team.rank, seat);
       loaded.packets.store([&](u64 at) { return row + at; }, range);
@@ -179,10 +194,9 @@ MPICOMM_KERNEL void mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Di
   __shared__ mpicomm::Layout layout;
   mpicomm::begin_after_predecessor();
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kDispatches);
-  if (!mpicomm::begin_launch(x.experts, mpicomm::kDispatches, turn)) return;
   if (blockIdx.x < x.experts.senders) {
     mpicomm::send(x, turn);
-  } else {
+  } else if (mpicomm::begin_launch(x.experts, mpicomm::kDispatches, turn)) {
     mpicomm::Receiver{{x, turn, layout}}.run();
   }
 }

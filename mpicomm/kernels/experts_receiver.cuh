@@ -13,9 +13,9 @@ struct Receiver : Counts {
   MPICOMM_DEVICE u32 offset_of(u32 expert) const { return layout.offsets[expert] - layout.offsets[first_expert()]; }
 
   // Gives each pair of this block a place, and describes the places.
-  MPICOMM_DEVICE bool place_pairs() const {
+  MPICOMM_DEVICE bool place_pairs(const Pair& packet) const {
     u32* const next = layout.histograms[warp];
-    return each_step([&](const Taken& pair, u32 alike) {
+    return each_step(packet, [&](const Taken& pair, u32 alike) {
       const bool here = pair.owner == rank();
       const u32 lower = __popc(alike & lower_lanes());
       i32 place = -1;
@@ -40,7 +40,7 @@ struct Receiver : Counts {
   MPICOMM_DEVICE void place_token(const Taken& pair, i32 place, u32& next) const {
     const u32 top_k = x.experts.top_k;
     const u32 rows = row_lanes(pair, rank());
-    const u32 first = lane / top_k * top_k, lanes = rows >> first & ((1ull << top_k) - 1);
+    const u32 lanes = rows >> (lane - slot) & ((1ull << top_k) - 1);
     i32 row = -1;
     if (pair.exists && lanes != 0) row = static_cast<i32>(next + __popc(rows & earlier_tokens()));
     __syncwarp();
@@ -48,9 +48,9 @@ struct Receiver : Counts {
     __syncwarp();
     if (pair.exists && pair.route.slot == 0) x.token_rows[token_at(pair.route)] = row;
     if (row < 0) return;
-    const u64 slot = static_cast<u64>(row) * top_k + pair.route.slot;
-    x.slot_ids[slot] = place >= 0 ? static_cast<i32>(pair.expert - first_expert()) : -1;
-    x.slot_weights[slot] = place >= 0 ? float_of(pair.weight) : 0;
+    const u64 of_row = static_cast<u64>(row) * top_k + slot;
+    x.slot_ids[of_row] = place >= 0 ? static_cast<i32>(pair.expert - first_expert()) : -1;
+    x.slot_weights[of_row] = place >= 0 ? float_of(pair.weight) : 0;
     if (place >= 0) x.place_rows[place] = row;
   }
 
@@ -95,16 +95,17 @@ struct Receiver : Counts {
   // parts in the order in which they come. First come the tokens of this rank.
   MPICOMM_DEVICE void lay_out() const {
     const Experts& experts = x.experts;
-    const u32 parts = experts.parts, first = first_token(0);
-    const u64 units = static_cast<u64>(first_token(kWarps) - first) * parts;
+    const u32 parts = experts.parts, first = shares.block_begin;
+    const u64 units = static_cast<u64>(shares.block_end - first) * parts;
     // Neighbouring parts come together, so different warps copy them.
     for (u64 base = warp; base < units; base += kLanes * kWarps) {
       const u64 unit = base + lane * kWarps;
-      const u32 part = static_cast<u32>(unit % parts);
+      const u32 of_block = static_cast<u32>(quotient(unit, parts));
+      const u32 part = static_cast<u32>(unit - static_cast<u64>(of_block) * parts);
       Route route{};
       bool pending = false;
       if (unit < units) {
-        route = token_of(first + static_cast<u32>(unit / parts));
+        route = token_of(first + of_block);
         pending = exists(route) && is_here(route);
       }
       const auto has_come = [&] {
@@ -116,10 +117,23 @@ struct Receiver : Counts {
         // Orders the loads of all lanes after the acquires.
         __syncwarp();
         if ((come >> lane & 1) != 0) pending = false;
-        for (u32 left = come; left != 0; left &= left - 1) {
+        u32 left = come;
+        const auto load_next = [&] {
           const u32 of = __ffs(left) - 1;
+          left &= left - 1;
           const Route taken{__shfl_sync(kWarp, route.source, of), __shfl_sync(kWarp, route.token, of), 0};
-          copy_part(taken, __shfl_sync(kWarp, part, of));
+          return CopiedPart(*this, taken, __shfl_sync(kWarp, part, of));
+        };
+        // The loads of two parts are in flight together.
+        while (left != 0) {
+          const CopiedPart one = load_next();
+          if (left == 0) {
+            one.store(*this);
+          } else {
+            const CopiedPart other = load_next();
+            one.store(*this);
+            other.store(*this);
+          }
         }
       }
     }
@@ -140,28 +154,39 @@ struct Receiver : Counts {
     return lane < x.experts.top_k ? x.places[pair_of(route) + lane] : -1;
   }
 
-  MPICOMM_DEVICE void copy_part(const Route& route, u32 part) const {
-    const Experts& experts = x.experts;
-    const Part range(experts, part, lane);
+  // A part of a row, on its way to its places.
+  struct CopiedPart {
+    u32 part;
+    i32 row;  // as `row_on_lane`
     Packets packets;
-    if (route.source == rank()) {
-      packets.load([&](u64 at) { return x.x.at(route.token, at); }, range);
-    } else {
-      const u8* const from = row_in(experts, experts.rows, rank(), route.source, seat(route));
-      packets.load([&](u64 at) { return from + at; }, range);
-    }
-    const i32 row = row_on_lane(route);
-    for (u32 left = __ballot_sync(kWarp, row >= 0); left != 0; left &= left - 1) {
-      const u64 to = static_cast<u64>(__shfl_sync(kWarp, row, __ffs(left) - 1));
-      packets.store([&](u64 at) { return x.rows.at(to, at); }, range);
-    }
-  }
 
-  MPICOMM_DEVICE void run() const {
-    if (!count_tokens() || !place_experts()) return;
+    MPICOMM_DEVICE CopiedPart(const Receiver& to, const Route& route, u32 part) : part(part) {
+      const Experts& experts = to.x.experts;
+      const Part range(experts, part, to.lane);
+      if (route.source == to.rank()) {
+        packets.load([&](u64 at) { return to.x.x.at(route.token, at); }, range);
+      } else {
+        const u8* const from = row_in(experts, experts.rows, to.rank(), route.source, to.seat(route));
+        packets.load([&](u64 at) { return from + at; }, range);
+      }
+      row = to.row_on_lane(route);
+    }
+    MPICOMM_DEVICE void store(const Receiver& to) const {
+      const Part range(to.x.experts, part, to.lane);
+      for (u32 left = __ballot_sync(kWarp, row >= 0); left != 0; left &= left - 1) {
+        const u64 target = static_cast<u64>(__shfl_sync(kWarp, row, __ffs(left) - 1));
+        packets.store([&](u64 at) { return to.x.rows.at(target, at); }, range);
+      }
+    }
+  };
+
+  MPICOMM_DEVICE void run() {
+    clear_counts();
+    Pair packet;
+    if (!count_tokens() || !place_experts(packet)) return;
     // All threads of the block go on or leave together. The barrier also orders the places of all
     // warps before the loads in `lay_out`.
-    if (!__syncthreads_and(place_pairs())) return;
+    if (!__syncthreads_and(place_pairs(packet))) return;
     fill_gaps();
     lay_out();
   }

@@ -290,6 +290,11 @@ RACES = {
     "stores before the announcement of a peer": Change(
         "experts.cuh", "  return __syncthreads_and(ok);", "  return ok;"
     ),
+    "routes before the announcement of a peer": Change(
+        "experts.cuh",
+        "  if (!__syncthreads_and(ok)) return false;\n  // A release",
+        "  if (!ok) return false;\n  // A release",
+    ),
     "no wait for peers": Change("experts.cuh", "turn.again && tokens > x.few_tokens ?", "false ?"),
     "one group of seats for few tokens": Change(
         "experts.cuh", "(tokens <= x.few_tokens ? turn.parity() : 2)", "(tokens <= x.few_tokens ? 0 : 2)"
@@ -302,7 +307,9 @@ RACES = {
         "    if (thread == 0) store_release_on_device",
     ),
     "places read before they are written": Change(
-        "experts_receiver.cuh", "if (!__syncthreads_and(place_pairs())) return;", "if (!place_pairs()) return;"
+        "experts_receiver.cuh",
+        "if (!__syncthreads_and(place_pairs(packet))) return;",
+        "if (!place_pairs(packet)) return;",
     ),
 }
 FAILURES = {
@@ -327,13 +334,16 @@ FAILURES = {
         "static_cast<i32>(last - static_cast<u32>(begun)) >= 0",
         "last >= static_cast<u32>(begun)",
     ),
+    "runs taken in an earlier launch": Change(
+        "experts.cuh", "*tickets(x, 1 - turn.parity(), static_cast<Ticket>(thread)) = 0", "(void)x"
+    ),
     "two pairs in one place": Change("experts_receiver.cuh", "next[pair.expert] + lower", "next[pair.expert]"),
 }
 
 
 FAILURES_BY_TOKEN = {
     "two tokens in one row": Change("experts_receiver.cuh", "__popc(rows & earlier_tokens())", "0"),
-    "a row for each pair": Change("experts_dispatch.cu", "is_new ? expert | kNewRank : expert", "expert | kNewRank"),
+    "a row for each pair": Change("experts_dispatch.cu", " && is_new ?", " ?"),
     "rows of earlier steps forgotten": Change("experts_receiver.cuh", "if (lane == 0) next += __popc(rows);", ""),
     "rows not counted": Change("experts_counts.cuh", "if (lane == 0) mine[num_experts", "if (false) mine[num_experts"),
 }
