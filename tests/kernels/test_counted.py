@@ -166,11 +166,19 @@ MISTAKES = {
     "one set of lengths instead of two": Change("counted.cuh", "launch % 2 * inboxes.nbytes", "0 * inboxes.nbytes"),
     "lengths of other lanes read before they are written": Change(
         "counted.cuh",
-        """    ok = __all_sync(kWarp, ok);
-    // Orders the numbers of all lanes before the loads below.
+        """    const bool ok = __all_sync(kWarp, hear_length());
+    // Orders the numbers of all lanes before the loads of the caller.
     __syncwarp(kWarp);
 """,
-        "",
+        "    const bool ok = hear_length();\n",
+    ),
+    "facts of other lanes read before they are written": Change(
+        "counted.cuh",
+        """    const bool all = __all_sync(kWarp, ok);
+    // Orders the facts of all lanes before the loads below.
+    __syncwarp(kWarp);
+""",
+        "    const bool all = ok;\n",
     ),
     "no peer is paced": Change("counted.cuh", "messages.paced = paced;", "messages.paced = 0;"),
 }

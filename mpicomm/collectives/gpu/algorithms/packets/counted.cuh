@@ -42,25 +42,60 @@ struct Messages {
   u8* receives[kMaxRanks];
   u64 send_nbytes[kMaxRanks];
   u64 receive_nbytes[kMaxRanks];
-  i64 receive_displs[kMaxRanks];
+  u64 sent[kMaxRanks];      // in elements
+  u64 received[kMaxRanks];  // in elements
+  i64 displs[kMaxRanks];    // of the received blocks, as the caller gives them
   u32 steps;
   u32 paced;
-  // Block 0 of each rank tells its facts to all peers. The facts are the bytes of its message to each rank,
-  // its room in bytes for the message from each rank, and a word. The word is twice the bytes of its
-  // buffer, plus 1 if blocks follow each other.
+  // Block 0 of each rank tells its facts to all peers. The facts are the elements of its message to each
+  // rank, its room for the message from each rank, and a word. The word is twice the room of its buffer, plus 1 if
+  // blocks follow each other.
   u64 facts[kMaxRanks][2 * kMaxRanks + 1];
 };
 
 constexpr u32 kOfReceive = 1u << 31;  // in a kCounts record: the displacement of a received block
 constexpr u64 kMostReported = ~0u;    // an abort word has room for 32 bits
 
-MPICOMM_DEVICE i64 load_index(const void* indices, u32 wide, u32 rank) {
-  return wide != 0 ? static_cast<const i64*>(indices)[rank] : static_cast<const i32*>(indices)[rank];
+// A choice between registers instead of an index, because an index would put the values into memory. For the same reason
+// the choice is between values, and not between places of values.
+template <class T, u32 number>
+MPICOMM_DEVICE T chosen(const T (&values)[number], u32 index) {
+  T value = values[0];
+#pragma unroll
+  for (u32 each = 1; each < number; ++each) {
+    const T other = values[each];
+    value = each == index ? other : value;
+  }
+  return value;
 }
 
-MPICOMM_DEVICE i64 given_displ(const CountedSide& side, u32 rank) {
-  return side.displs != nullptr ? load_index(side.displs, side.wide_displs, rank) : side.known[rank];
-}
+// An integer of an array on the device, as the words that have come. An array of 32 bits has one word, which is loaded
+// twice. Without branches and conversions, the loads of all integers are in flight at once.
+struct Index {
+  u32 low, high;
+
+  MPICOMM_DEVICE void load(const void* indices, u32 wide, u32 rank) {
+    const u32* const words = static_cast<const u32*>(indices) + (rank << wide);
+    low = words[0], high = words[wide];
+  }
+  MPICOMM_DEVICE i64 value(u32 wide) const {
+    if (wide == 0) return static_cast<i32>(low);
+    return static_cast<i64>(static_cast<u64>(high) << 32 | low);
+  }
+};
+
+// A displacement of a side. If the host knows it, the load finds other memory, and its result is not used.
+struct Displacement {
+  Index index;
+
+  MPICOMM_DEVICE void load(const CountedSide& side, const void* other, u32 rank) {
+    const bool on_device = side.displs != nullptr;
+    index.load(on_device ? side.displs : other, on_device ? side.wide_displs : 0, rank);
+  }
+  MPICOMM_DEVICE i64 value(const CountedSide& side, u32 rank) const {
+    return side.displs != nullptr ? index.value(side.wide_displs) : side.known[rank];
+  }
+};
 
 MPICOMM_DEVICE_CALL bool refuse_counts(const Team& team, u32 operation, u64 number, u32 of) {
   const Watch watch{team.faults, 0, operation, number, blockIdx.x, team.names[of]};
@@ -69,66 +104,54 @@ MPICOMM_DEVICE_CALL bool refuse_counts(const Team& team, u32 operation, u64 numb
   return false;
 }
 
-// The messages that this rank sends, in registers of every thread. The counts of all messages are in one line, so
-// that a warp loads them at once.
+// The messages that this rank sends, in registers. Every thread loads the counts of all messages, and then its first
+// data. So the data is on its way before a barrier of the block.
 template <u32 ranks>
 struct SentCounts {
   i64 counts[ranks];
   i64 displs[ranks];
+  u64 room;
 
-  // Loads counts and displacements. No load waits for another load.
-  MPICOMM_DEVICE void load(const Counted& x) {
+  // Loads counts and displacements.
+  MPICOMM_DEVICE void load(const CountedSide& side) {
+    Index given_counts[ranks];
+    Displacement given_displs[ranks];
 #pragma unroll
     for (u32 rank = 0; rank < ranks; ++rank) {
-      counts[rank] = load_index(x.send.counts, x.send.wide_counts, rank);
-      displs[rank] = given_displ(x.send, rank);
+      given_counts[rank].load(side.counts, side.wide_counts, rank);
+      given_displs[rank].load(side, side.counts, rank);
     }
-    if (x.send.follows == 0) return;
-    displs[0] = 0;
+    room = side.room;
+    i64 end = 0;
 #pragma unroll
-    for (u32 rank = 1; rank < ranks; ++rank) displs[rank] = displs[rank - 1] + counts[rank - 1];
+    for (u32 rank = 0; rank < ranks; ++rank) {
+      counts[rank] = given_counts[rank].value(side.wide_counts);
+      displs[rank] = side.follows != 0 ? end : given_displs[rank].value(side, rank);
+      end += counts[rank];
+    }
   }
 
-  // Whether the message to `rank` lies in the buffer.
-  MPICOMM_DEVICE bool fits(const Counted& x, u32 rank) const {
-    const i64 count = counts[rank], displ = displs[rank];
-    const u64 room = x.send.room;
+  MPICOMM_DEVICE i64 count_of(u32 rank) const { return chosen(counts, rank); }
+  MPICOMM_DEVICE i64 displ_of(u32 rank) const { return chosen(displs, rank); }
+
+  // Whether a message lies in the buffer.
+  MPICOMM_DEVICE bool fits(i64 count, i64 displ) const {
     if (count <= 0) return count == 0;
     return displ >= 0 && static_cast<u64>(displ) <= room && static_cast<u64>(count) <= room - displ;
   }
-
-  // Stores the message to this lane's rank for the block, which a barrier publishes. Returns false for a count or
-  // a displacement that does not fit the buffer.
-  MPICOMM_DEVICE bool place(const Team& team, const Counted& x, Messages& messages, u32 lane, i64 receive_displ) const {
-    bool ok = true;
-#pragma unroll
-    for (u32 rank = 0; rank < ranks; ++rank) {
-      if (rank != lane) continue;
-      if (!fits(x, rank)) ok = refuse_counts(team, kCounts, team.names[rank], team.rank);
-      messages.sends[rank] = x.send.buffer + (counts[rank] > 0 ? displs[rank] * x.itemsize : 0);
-      messages.send_nbytes[rank] = counts[rank] * x.itemsize;
-    }
-    if (lane >= ranks) return true;
-    if (ok && receive_displ < 0) ok = refuse_counts(team, kCounts, kOfReceive | team.names[lane], team.rank);
-    messages.receive_displs[lane] = receive_displ;
-    return ok;
-  }
 };
 
-// The work of the overseers of a block with the lengths of messages. Lane `rank` has the messages to and
-// from that rank. All lanes of the warp call each function.
+// The numbers that blocks tell each other, as packets in the inboxes of LL. Numbers are in elements, because all ranks
+// have elements of one size.
 template <u32 ranks>
-struct Lengths {
+struct Numbers {
   const Team& team;
   const FlaggedInboxes& inboxes;
-  const Counted& x;
-  Messages& messages;
   u32 launch;
-  u32 rank;
 
   static constexpr u32 kRoomFact = 2 * ranks, kFacts = 2 * ranks + 1;
 
-  // Packets of LL in the arena of `owner`: first of lengths, then of facts.
+  // Packets in the arena of `owner`: first of lengths, then of facts.
   MPICOMM_DEVICE Pair* slots(u32 owner) const {
     const u64 set = inboxes.sets - team.arenas[team.rank] + launch % 2 * inboxes.nbytes;
     return reinterpret_cast<Pair*>(team.arenas[owner] + set);
@@ -145,59 +168,102 @@ struct Lengths {
     store_volatile(slot, FlagProtocol::packet(unit, FlagProtocol::flag(launch)));
   }
 
+  MPICOMM_DEVICE bool has_come(const Pair& packet) const {
+    return FlagProtocol::has_come(packet, FlagProtocol::flag(launch));
+  }
+  MPICOMM_DEVICE static u64 number_in(const Pair& packet) {
+    const Packet unit = FlagProtocol::unit(packet);
+    return static_cast<u64>(unit.words[1]) << 32 | unit.words[0];
+  }
+
   // Waits for a number of `peer`. Pairs with the store in `tell`. A packet needs no order, because it holds
   // all of its data.
   MPICOMM_DEVICE bool hear(const Pair* slot, u32 peer, u64& number) const {
     Pair packet{};
     const auto absent = [&] {
       packet = load_volatile(slot);
-      return FlagProtocol::has_come(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;
+      return has_come(packet) ? 0u : 1u << peer;
     };
     if (!await_ranks(team, launch, absent)) return false;
-    const Packet unit = FlagProtocol::unit(packet);
-    number = static_cast<u64>(unit.words[1]) << 32 | unit.words[0];
+    number = number_in(packet);
     return true;
   }
+};
 
-  // Tells the peer of this lane the length of the message to it.
-  MPICOMM_DEVICE void tell_length() const {
-    if (rank < ranks && rank != team.rank) tell(slot_of_length(rank, team.rank), messages.send_nbytes[rank]);
-  }
+// The work of the overseers of a block with the lengths of messages. Lane `rank` has the messages to and
+// from that rank. All lanes of the warp call each function.
+template <u32 ranks>
+struct Lengths {
+  const Numbers<ranks> numbers;
+  const Counted& x;
+  Messages& messages;
+  u32 rank;
 
-  // Learns the length of the message from this lane's rank. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool hear_length() const {
+  static constexpr u32 kRoomFact = Numbers<ranks>::kRoomFact, kFacts = Numbers<ranks>::kFacts;
+
+  // Tells the peer of this lane the length of the message to it, unless a lane is not `ok`. Returns whether all lanes
+  // are. A lane is only ok after its peer has begun the last launch, so the slots are free, and after it has seen that
+  // no rank has given up. A count or a displacement that does not fit the buffer is not ok. A barrier publishes the
+  // messages that this lane stores for the block.
+  MPICOMM_DEVICE bool tell(const SentCounts<ranks>& sent, const Displacement& given, bool ok) const {
+    const Team& team = numbers.team;
+    const i64 count = sent.count_of(rank), displ = sent.displ_of(rank);
+    i64 receive_displ = 0;
+    if (rank < ranks) {
+      receive_displ = given.value(x.receive, rank);
+      if (!sent.fits(count, displ)) ok = refuse_counts(team, kCounts, team.names[rank], team.rank);
+      else if (receive_displ < 0) ok = refuse_counts(team, kCounts, kOfReceive | team.names[rank], team.rank);
+    }
+    if (!__all_sync(kWarp, ok)) return false;
     if (rank >= ranks) return true;
-    u64 nbytes = messages.send_nbytes[rank];
-    if (rank != team.rank && !hear(slot_of_length(team.rank, rank), rank, nbytes)) return false;
-    messages.receive_nbytes[rank] = nbytes;
+    if (rank != team.rank) numbers.tell(numbers.slot_of_length(rank, team.rank), count);
+    messages.sent[rank] = count;
+    messages.displs[rank] = receive_displ;
+    messages.sends[rank] = x.send.buffer + (count > 0 ? displ * x.itemsize : 0);
+    messages.send_nbytes[rank] = count * x.itemsize;
     return true;
   }
 
-  // The bytes of the buffer, and the bytes that it has from a displacement on.
-  MPICOMM_DEVICE u64 room_nbytes() const { return x.receive.room * x.itemsize; }
+  // Learns the lengths of all messages, on all lanes. Returns false if the kernel must leave.
+  MPICOMM_DEVICE bool hear() const {
+    bool ok = true;
+    if (rank < ranks) {
+      const u32 own = numbers.team.rank;
+      u64 count = messages.sent[rank];
+      if (rank != own) ok = numbers.hear(numbers.slot_of_length(own, rank), rank, count);
+      messages.received[rank] = count;
+    }
+    ok = __all_sync(kWarp, ok);
+    // Orders the numbers of all lanes before the loads of the caller.
+    __syncwarp(kWarp);
+    return ok;
+  }
+
+  // The elements that the buffer has from the displacement of this lane's block on.
   MPICOMM_DEVICE u64 limit() const {
-    const u64 displ = static_cast<u64>(messages.receive_displs[rank]);
-    return displ < x.receive.room ? (x.receive.room - displ) * x.itemsize : 0;
+    const u64 displ = messages.displs[rank];
+    return displ < x.receive.room ? x.receive.room - displ : 0;
   }
 
   // Finds the place of the message from this lane's rank, after all lanes have learnt their lengths. Returns
   // false if the buffer has no room for it.
   MPICOMM_DEVICE bool place_received() const {
     if (rank >= ranks) return true;
-    const u64 nbytes = messages.receive_nbytes[rank];
-    u64 begin = static_cast<u64>(messages.receive_displs[rank]) * x.itemsize, total = 0;
+    const u64 count = messages.received[rank];
+    u64 begin = messages.displs[rank], total = 0;
 #pragma unroll
     for (u32 each = 0; each < ranks; ++each) {
-      if (x.receive.follows != 0 && each < rank) begin += messages.receive_nbytes[each];
-      total += messages.receive_nbytes[each];
+      if (x.receive.follows != 0 && each < rank) begin += messages.received[each];
+      total += messages.received[each];
     }
-    if (x.receive.follows != 0 ? total > room_nbytes() : nbytes > limit()) return false;
-    messages.receives[rank] = x.receive.buffer + (nbytes > 0 ? begin : 0);
+    if (x.receive.follows != 0 ? total > x.receive.room : count > limit()) return false;
+    messages.receives[rank] = x.receive.buffer + (count > 0 ? begin * x.itemsize : 0);
+    messages.receive_nbytes[rank] = count * x.itemsize;
     return true;
   }
 
   MPICOMM_DEVICE void store_count() const {
-    const u64 count = messages.receive_nbytes[rank] / x.itemsize;
+    const u64 count = messages.received[rank];
     if (x.receive.wide_counts != 0) static_cast<i64*>(x.receive.counts)[rank] = static_cast<i64>(count);
     else static_cast<i32*>(x.receive.counts)[rank] = static_cast<i32>(count);
   }
@@ -206,82 +272,77 @@ struct Lengths {
   template <class Act>
   MPICOMM_DEVICE bool each_fact(Act act) const {
     for (u32 i = rank; i < (ranks - 1) * kFacts; i += kLanes) {
-      if (!act((team.rank + 1 + i / kFacts) % ranks, i % kFacts)) return false;
+      if (!act((numbers.team.rank + 1 + i / kFacts) % ranks, i % kFacts)) return false;
     }
     return true;
   }
 
   // Tells all peers the facts of this rank.
   MPICOMM_DEVICE void tell_facts() const {
-    u64* const mine = messages.facts[team.rank];
-    if (rank < ranks) mine[rank] = messages.send_nbytes[rank], mine[ranks + rank] = limit();
-    if (rank == 0) mine[kRoomFact] = room_nbytes() << 1 | (x.receive.follows != 0 ? 1 : 0);
+    const u32 own = numbers.team.rank;
+    u64* const mine = messages.facts[own];
+    if (rank < ranks) mine[rank] = messages.sent[rank], mine[ranks + rank] = limit();
+    if (rank == 0) mine[kRoomFact] = x.receive.room << 1 | (x.receive.follows != 0 ? 1 : 0);
     // Orders the facts of all lanes before the loads below.
     __syncwarp(kWarp);
     each_fact([&](u32 peer, u32 fact) {
-      tell(slot_of_fact(peer, team.rank, fact), mine[fact]);
+      numbers.tell(numbers.slot_of_fact(peer, own, fact), mine[fact]);
       return true;
     });
   }
 
-  // Hears the facts of all peers. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool hear_facts() const {
-    return each_fact([&](u32 peer, u32 fact) {
-      return hear(slot_of_fact(team.rank, peer, fact), peer, messages.facts[peer][fact]);
-    });
-  }
-
-  // Gives up if a rank has no room for its messages. Otherwise stores the counts that have come. The lanes of
-  // block 0 call it after a barrier.
+  // Gives up if a rank has no room for its messages. Otherwise stores the counts that have come. All lanes of the
+  // overseers of block 0 call it.
   MPICOMM_DEVICE void compare_rooms() const {
-    if (rank >= ranks) return;
+    const Team& team = numbers.team;
+    const bool ok = each_fact([&](u32 peer, u32 fact) {
+      return numbers.hear(numbers.slot_of_fact(team.rank, peer, fact), peer, messages.facts[peer][fact]);
+    });
+    const bool all = __all_sync(kWarp, ok);
+    // Orders the facts of all lanes before the loads below.
+    __syncwarp(kWarp);
+    if (!all || rank >= ranks) return;
     const u64* const theirs = messages.facts[rank];
     const u64 room = theirs[kRoomFact] >> 1;
     u64 total = 0, needed = 0;
 #pragma unroll
     for (u32 source = 0; source < ranks; ++source) {
-      const u64 nbytes = messages.facts[source][rank], limit = theirs[ranks + source];
-      total += nbytes;
-      if (nbytes > limit && room - limit + nbytes > needed) needed = room - limit + nbytes;
+      const u64 count = messages.facts[source][rank], limit = theirs[ranks + source];
+      total += count;
+      if (count > limit && room - limit + count > needed) needed = room - limit + count;
     }
     if ((theirs[kRoomFact] & 1) != 0) needed = total > room ? total : 0;
     if (needed == 0) return store_count();
-    const u64 elements = needed / x.itemsize;
-    refuse_counts(team, kCountedRoom, elements < kMostReported ? elements : kMostReported, rank);
+    refuse_counts(team, kCountedRoom, needed < kMostReported ? needed : kMostReported, rank);
   }
 
   // Computes the steps, and the peers to pace, as the host does for lengths that it knows. `step_nbytes` are
   // the bytes of a message in a step, and `laps` are the steps that an inbox holds.
   MPICOMM_DEVICE void count_steps(u64 step_nbytes, u32 laps) const {
-    if (rank != 0) return;
     u64 longest = 1;
     u32 paced = 0;
+#pragma unroll
     for (u32 each = 0; each < ranks; ++each) {
-      const u64 sent = messages.send_nbytes[each], received = messages.receive_nbytes[each];
+      const u64 sent = messages.sent[each] * x.itemsize, received = messages.received[each] * x.itemsize;
       const u64 most = sent > received ? sent : received;
       longest = most > longest ? most : longest;
-      if (each != team.rank && sent != received && most > step_nbytes * laps) paced |= 1u << each;
+      if (each != numbers.team.rank && sent != received && most > step_nbytes * laps) paced |= 1u << each;
     }
-    messages.steps = longest <= step_nbytes ? 1 : static_cast<u32>((longest + step_nbytes - 1) / step_nbytes);
-    messages.paced = paced;
-  }
-
-  // Tells all peers, unless a lane is not `ok`. Returns whether all lanes are. A lane is only ok after its peer has
-  // begun the last launch, so the slots are free, and after it has seen that no rank has given up.
-  MPICOMM_DEVICE bool tell(bool ok) const {
-    if (!__all_sync(kWarp, ok)) return false;
-    tell_length();
-    if (blockIdx.x == 0) tell_facts();
-    return true;
-  }
-
-  // Learns the lengths of all messages, on all lanes of the warp. Returns false if the kernel must leave.
-  MPICOMM_DEVICE bool hear_all() const {
-    const bool ok = __all_sync(kWarp, hear_length());
-    // Orders the numbers of all lanes before the loads of the caller.
+    if (rank == 0) {
+      messages.steps = longest <= step_nbytes ? 1 : static_cast<u32>((longest + step_nbytes - 1) / step_nbytes);
+      messages.paced = paced;
+    }
+    // Orders the steps before the loads of the other lanes.
     __syncwarp(kWarp);
-    return ok;
   }
 };
+
+// `Lengths::compare_rooms` out of line, because the kernel calls it in two places.
+template <u32 ranks>
+MPICOMM_DEVICE_CALL void compare_rooms(
+    const Team& team, const FlaggedInboxes& inboxes, const Counted& x, Messages& messages, u32 launch, u32 rank) {
+  const Numbers<ranks> numbers{team, inboxes, launch};
+  Lengths<ranks>{numbers, x, messages, rank}.compare_rooms();
+}
 
 }  // namespace mpicomm

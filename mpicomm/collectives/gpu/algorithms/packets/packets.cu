@@ -91,6 +91,9 @@
 // launch to run at once: see team.cuh.
 
 #include "packet_worker.cuh"
+#if defined(MPICOMM_COUNTED)
+#include "counted_step.cuh"
+#endif
 
 namespace mpicomm {
 
@@ -149,7 +152,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   const bool has_peer = overseer < kRanks && overseer != rank;
   Announcements ours{}, theirs{};
   if (has_peer) {
-    ours = load_said(team, overseer);
+    if (!kCounted) ours = load_said(team, overseer);
     theirs = load_announcements(team, overseer);
   }
   // This load comes before the first use of a load above, because the whole warp waits there.
@@ -160,25 +163,13 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   Outgoing out;
   if (!kCounted && thread < workers) out.load(m, rank, a_at);
 #if defined(MPICOMM_COUNTED)
-  SentCounts<kRanks> sent_counts;
-  sent_counts.load(x.counted);
-  i64 receive_displ = 0;
-  if (overseer < kRanks) receive_displ = given_displ(x.counted.receive, overseer);
+  SentCounts<kRanks> sent;
+  sent.load(x.counted.send);
+  Displacement given_displ;
+  if (overseer < kRanks) given_displ.load(x.counted.receive, x.counted.send.counts, overseer);
   const u64 first_at = a_at;
   Outgoing first;
-  if (thread < workers) {
-#pragma unroll
-    for (u32 distance = 0; distance < kRanks; ++distance) {
-      const u32 to = (rank + distance) % kRanks;
-#pragma unroll
-      for (u32 each = 0; each < kRanks; ++each) {
-        const u64 nbytes = sent_counts.fits(x.counted, each) ? sent_counts.counts[each] * x.counted.itemsize : 0;
-        if (each == to && first_at < nbytes) {
-          first.units[distance] = load_at(x.counted.send.buffer + sent_counts.displs[each] * x.counted.itemsize, first_at, nbytes);
-        }
-      }
-    }
-  }
+  if (thread < workers) first.load(x.counted, sent, rank, first_at);
 #endif
 
   begin_round_of_flags(x.flagged, launch);
@@ -200,8 +191,9 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   // awaited packet.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
 #if defined(MPICOMM_COUNTED)
-  const Lengths<kRanks> lengths{team, x.flagged, x.counted, m, launch, overseer};
-  if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.counted, m, overseer, receive_displ) && ok);
+  const Numbers<kRanks> numbers{team, x.flagged, launch};
+  const Lengths<kRanks> lengths{numbers, x.counted, m, overseer};
+  if (thread >= workers) ok = lengths.tell(sent, given_displ, ok);
 #endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
@@ -211,38 +203,37 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   if (!__syncthreads_and(ok)) return;
   const Worker worker{x, m, count, launch};
 #if defined(MPICOMM_COUNTED)
-  // Turn 0. Its packets leave while the overseers exchange lengths. Until then no thread knows the place
-  // of a message in the output.
-  bool heard = false;
+  // Turn 0. Its packets leave while the blocks exchange lengths. Until then no thread knows the place of a message in
+  // the output.
+  const u64 step_nbytes = threads * kCarriedNbytes;
+  bool is_only;
   if (thread < workers) {
     worker.push(first, first_at, number);
-    a_at = course.after(first_at);
-    out.load(m, rank, a_at);
     let_successor_start();
     count_launch(team, count, thread, workers);
+    a_at = course.after(first_at);
+    is_only = true;
+    ok = do_first_step(worker, x.counted, sent, numbers, first_at, number, step_nbytes, is_only);
+    if (!is_only) out.load(m, rank, a_at);
   } else {
-    heard = lengths.hear_all();
-    if (heard) lengths.count_steps(threads * kCarriedNbytes, x.laps);
+    if (blockIdx.x == 0) lengths.tell_facts();
+    const bool heard = lengths.hear();
+    if (heard) lengths.count_steps(step_nbytes, x.laps);
     ok = heard && lengths.place_received();
+    is_only = !heard || m.steps == 1;
+    if (blockIdx.x == 0 && heard && is_only) compare_rooms<kRanks>(team, x.flagged, x.counted, m, launch, overseer);
   }
-  // Orders the lengths before their loads by all threads. If there is no room, all threads leave before
+  // Orders the messages before their loads by all threads. If there is no room, all threads leave before
   // any of them stores into the output.
   ok = __syncthreads_and(ok);
   if (thread >= workers) {
-    if (blockIdx.x == 0 && heard && __all_sync(kWarp, lengths.hear_facts())) {
-      __syncwarp(kWarp);
-      lengths.compare_rooms();
-    }
+    if (blockIdx.x == 0 && !is_only) compare_rooms<kRanks>(team, x.flagged, x.counted, m, launch, overseer);
+  } else if (is_only) {
+    fences.say(thread, fences.kLeft);
+    return;
   } else if (ok) {
+    first.load_own(m, rank, first_at);
     worker.keep(first, first_at);
-    // One step needs no loop: fetching the code of the loop would take a large part of a short launch.
-    if (m.steps == 1) {
-      const u32 senders = worker.senders_at(first_at);
-      Held units[kOthers];
-      worker.look(units, 0, senders, number);
-      if (senders != 0 && worker.take(units, 0, senders, number)) worker.place(units, Scales{}, senders, first_at);
-      return;
-    }
   }
   if (!ok) return;
 #endif
@@ -250,6 +241,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   // Whether this launch uses slots again. The host has chosen a kernel without laps if it knows the answer.
   const bool reuses = kLaps && (!kCounted || steps > x.laps);
   if (thread >= workers) {
+    if (kCounted && blockIdx.x == 0 && has_peer) ours = load_said(team, overseer);
     if (blockIdx.x == 0 && has_peer) oversee(x, m, launch, overseer, ours, theirs);
     if (reuses) fences.serve(overseer, workers, period_of(x), turns - 1 - slack_of(x));
     return;
