@@ -87,7 +87,12 @@ class CountedSideArguments(ctypes.Structure):
 class CountedArguments(ctypes.Structure):
     """The host's copy of ``Counted`` in counted.cuh."""
 
-    _fields_ = [("send", CountedSideArguments), ("receive", CountedSideArguments), ("itemsize", ctypes.c_uint64)]
+    _fields_ = [
+        ("send", CountedSideArguments),
+        ("receive", CountedSideArguments),
+        ("itemsize", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
 
 
 class CountedPacketArguments(PacketArguments):

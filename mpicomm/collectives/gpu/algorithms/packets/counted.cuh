@@ -33,7 +33,8 @@ struct CountedSide {
 struct Counted {
   CountedSide send;
   CountedSide receive;
-  u64 itemsize;
+  u32 itemsize;
+  u32 unused;
 };
 
 // The messages of a launch, in shared memory: the fields of Packets with these names.
@@ -42,9 +43,8 @@ struct Messages {
   u8* receives[kMaxRanks];
   u64 send_nbytes[kMaxRanks];
   u64 receive_nbytes[kMaxRanks];
-  u64 sent[kMaxRanks];      // in elements
-  u64 received[kMaxRanks];  // in elements
-  i64 displs[kMaxRanks];    // of the received blocks, as the caller gives them
+  i64 counts[kMaxRanks];  // of the messages to each rank, in elements
+  i64 displs[kMaxRanks];  // of the received blocks, as the caller gives them
   u32 steps;
   u32 paced;
   // Block 0 of each rank tells its facts to all peers. The facts are the elements of its message to each
@@ -84,18 +84,13 @@ struct Index {
   }
 };
 
-// A displacement of a side. If the host knows it, the load finds other memory, and its result is not used.
-struct Displacement {
-  Index index;
-
-  MPICOMM_DEVICE void load(const CountedSide& side, const void* other, u32 rank) {
-    const bool on_device = side.displs != nullptr;
-    index.load(on_device ? side.displs : other, on_device ? side.wide_displs : 0, rank);
-  }
-  MPICOMM_DEVICE i64 value(const CountedSide& side, u32 rank) const {
-    return side.displs != nullptr ? index.value(side.wide_displs) : side.known[rank];
-  }
-};
+// The displacement that the caller gives for the block of a rank.
+MPICOMM_DEVICE i64 given_displ(const CountedSide& side, u32 rank) {
+  if (side.displs == nullptr) return side.known[rank];
+  Index displ;
+  displ.load(side.displs, side.wide_displs, rank);
+  return displ.value(side.wide_displs);
+}
 
 MPICOMM_DEVICE_CALL bool refuse_counts(const Team& team, u32 operation, u64 number, u32 of) {
   const Watch watch{team.faults, 0, operation, number, blockIdx.x, team.names[of]};
@@ -112,21 +107,16 @@ struct SentCounts {
   i64 displs[ranks];
   u64 room;
 
-  // Loads counts and displacements.
   MPICOMM_DEVICE void load(const CountedSide& side) {
-    Index given_counts[ranks];
-    Displacement given_displs[ranks];
+    Index given[ranks];
 #pragma unroll
-    for (u32 rank = 0; rank < ranks; ++rank) {
-      given_counts[rank].load(side.counts, side.wide_counts, rank);
-      given_displs[rank].load(side, side.counts, rank);
-    }
+    for (u32 rank = 0; rank < ranks; ++rank) given[rank].load(side.counts, side.wide_counts, rank);
     room = side.room;
     i64 end = 0;
 #pragma unroll
     for (u32 rank = 0; rank < ranks; ++rank) {
-      counts[rank] = given_counts[rank].value(side.wide_counts);
-      displs[rank] = side.follows != 0 ? end : given_displs[rank].value(side, rank);
+      counts[rank] = given[rank].value(side.wide_counts);
+      displs[rank] = side.follows != 0 ? end : given_displ(side, rank);
       end += counts[rank];
     }
   }
@@ -134,15 +124,13 @@ struct SentCounts {
   MPICOMM_DEVICE i64 count_of(u32 rank) const { return chosen(counts, rank); }
   MPICOMM_DEVICE i64 displ_of(u32 rank) const { return chosen(displs, rank); }
 
-  // Whether a message lies in the buffer.
+  // Whether a message lies in the buffer. A negative number is too large without its sign.
   MPICOMM_DEVICE bool fits(i64 count, i64 displ) const {
-    if (count <= 0) return count == 0;
-    return displ >= 0 && static_cast<u64>(displ) <= room && static_cast<u64>(count) <= room - displ;
+    return static_cast<u64>(displ) <= room && static_cast<u64>(count) <= room - displ;
   }
 };
 
-// The numbers that blocks tell each other, as packets in the inboxes of LL. Numbers are in elements, because all ranks
-// have elements of one size.
+// The numbers that blocks tell each other, as packets in the inboxes of LL.
 template <u32 ranks>
 struct Numbers {
   const Team& team;
@@ -205,22 +193,21 @@ struct Lengths {
   // are. A lane is only ok after its peer has begun the last launch, so the slots are free, and after it has seen that
   // no rank has given up. A count or a displacement that does not fit the buffer is not ok. A barrier publishes the
   // messages that this lane stores for the block.
-  MPICOMM_DEVICE bool tell(const SentCounts<ranks>& sent, const Displacement& given, bool ok) const {
+  MPICOMM_DEVICE bool tell(const SentCounts<ranks>& sent, i64 receive_displ, bool ok) const {
     const Team& team = numbers.team;
     const i64 count = sent.count_of(rank), displ = sent.displ_of(rank);
-    i64 receive_displ = 0;
+    const u64 nbytes = count * x.itemsize;
     if (rank < ranks) {
-      receive_displ = given.value(x.receive, rank);
-      if (!sent.fits(count, displ)) ok = refuse_counts(team, kCounts, team.names[rank], team.rank);
+      if (count != 0 && !sent.fits(count, displ)) ok = refuse_counts(team, kCounts, team.names[rank], team.rank);
       else if (receive_displ < 0) ok = refuse_counts(team, kCounts, kOfReceive | team.names[rank], team.rank);
     }
     if (!__all_sync(kWarp, ok)) return false;
     if (rank >= ranks) return true;
-    if (rank != team.rank) numbers.tell(numbers.slot_of_length(rank, team.rank), count);
-    messages.sent[rank] = count;
+    if (rank != team.rank) numbers.tell(numbers.slot_of_length(rank, team.rank), nbytes);
+    messages.counts[rank] = count;
     messages.displs[rank] = receive_displ;
     messages.sends[rank] = x.send.buffer + (count > 0 ? displ * x.itemsize : 0);
-    messages.send_nbytes[rank] = count * x.itemsize;
+    messages.send_nbytes[rank] = nbytes;
     return true;
   }
 
@@ -229,9 +216,9 @@ struct Lengths {
     bool ok = true;
     if (rank < ranks) {
       const u32 own = numbers.team.rank;
-      u64 count = messages.sent[rank];
-      if (rank != own) ok = numbers.hear(numbers.slot_of_length(own, rank), rank, count);
-      messages.received[rank] = count;
+      u64 nbytes = messages.send_nbytes[rank];
+      if (rank != own) ok = numbers.hear(numbers.slot_of_length(own, rank), rank, nbytes);
+      messages.receive_nbytes[rank] = nbytes;
     }
     ok = __all_sync(kWarp, ok);
     // Orders the numbers of all lanes before the loads of the caller.
@@ -249,21 +236,20 @@ struct Lengths {
   // false if the buffer has no room for it.
   MPICOMM_DEVICE bool place_received() const {
     if (rank >= ranks) return true;
-    const u64 count = messages.received[rank];
-    u64 begin = messages.displs[rank], total = 0;
+    const u64 nbytes = messages.receive_nbytes[rank];
+    u64 begin = messages.displs[rank] * x.itemsize, total = 0;
 #pragma unroll
     for (u32 each = 0; each < ranks; ++each) {
-      if (x.receive.follows != 0 && each < rank) begin += messages.received[each];
-      total += messages.received[each];
+      if (x.receive.follows != 0 && each < rank) begin += messages.receive_nbytes[each];
+      total += messages.receive_nbytes[each];
     }
-    if (x.receive.follows != 0 ? total > x.receive.room : count > limit()) return false;
-    messages.receives[rank] = x.receive.buffer + (count > 0 ? begin * x.itemsize : 0);
-    messages.receive_nbytes[rank] = count * x.itemsize;
+    if (x.receive.follows != 0 ? total > x.receive.room * x.itemsize : nbytes > limit() * x.itemsize) return false;
+    messages.receives[rank] = x.receive.buffer + (nbytes > 0 ? begin : 0);
     return true;
   }
 
   MPICOMM_DEVICE void store_count() const {
-    const u64 count = messages.received[rank];
+    const u64 count = messages.facts[rank][numbers.team.rank];
     if (x.receive.wide_counts != 0) static_cast<i64*>(x.receive.counts)[rank] = static_cast<i64>(count);
     else static_cast<i32*>(x.receive.counts)[rank] = static_cast<i32>(count);
   }
@@ -281,7 +267,7 @@ struct Lengths {
   MPICOMM_DEVICE void tell_facts() const {
     const u32 own = numbers.team.rank;
     u64* const mine = messages.facts[own];
-    if (rank < ranks) mine[rank] = messages.sent[rank], mine[ranks + rank] = limit();
+    if (rank < ranks) mine[rank] = messages.counts[rank], mine[ranks + rank] = limit();
     if (rank == 0) mine[kRoomFact] = x.receive.room << 1 | (x.receive.follows != 0 ? 1 : 0);
     // Orders the facts of all lanes before the loads below.
     __syncwarp(kWarp);
@@ -323,7 +309,7 @@ struct Lengths {
     u32 paced = 0;
 #pragma unroll
     for (u32 each = 0; each < ranks; ++each) {
-      const u64 sent = messages.sent[each] * x.itemsize, received = messages.received[each] * x.itemsize;
+      const u64 sent = messages.send_nbytes[each], received = messages.receive_nbytes[each];
       const u64 most = sent > received ? sent : received;
       longest = most > longest ? most : longest;
       if (each != numbers.team.rank && sent != received && most > step_nbytes * laps) paced |= 1u << each;

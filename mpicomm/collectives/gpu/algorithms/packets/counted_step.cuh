@@ -19,12 +19,19 @@ MPICOMM_DEVICE bool do_first_step(
     u64 place,
     u64 step_nbytes,
     bool& is_only) {
-  const u32 own = worker.x.team.rank;
-  Displacement displs[kRanks];
-  if (x.receive.follows == 0) {
+  const u32 own = worker.x.team.rank, peers = ((1u << kRanks) - 1) & ~(1u << own);
+  // All numbers of bytes that this rank knows itself are made before the wait.
+  const u64 room = x.receive.room * x.itemsize;
+  u64 longest = 0, nbytes[kRanks], begins[kRanks];
 #pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) displs[rank].load(x.receive, x.send.counts, rank);
+  for (u32 rank = 0; rank < kRanks; ++rank) {
+    nbytes[rank] = sent.counts[rank] * x.itemsize;
+    longest = longest > nbytes[rank] ? longest : nbytes[rank];
   }
+  const u64 kept_nbytes = chosen(nbytes, own);
+  Loaded kept{};
+  if (at < kept_nbytes) kept = load_at(x.send.buffer + sent.displ_of(own) * x.itemsize, at, kept_nbytes);
+
   // Pairs with the stores in `Numbers::tell`.
   Pair packets[kOthers]{};
   const auto absent = [&] {
@@ -40,48 +47,41 @@ MPICOMM_DEVICE bool do_first_step(
   };
   if (kRanks > 1 && !await_ranks(worker.x.team, worker.launch, absent)) return false;
 
-  u64 counts[kRanks], begins[kRanks], end = 0, longest = 0;
+  // The loads of the slots are in flight while the thread finds the places of the messages.
+  Held units[kOthers];
+  worker.look(units, 0, peers, place);
+  u64 end = 0;
   u32 senders = 0;
-  bool fits = true;
 #pragma unroll
   for (u32 rank = 0; rank < kRanks; ++rank) {
-    const u64 given = sent.counts[rank];
-    const u64 count = rank == own ? given : numbers.number_in(packets[entry_of(rank)]);
-    longest = longest > given ? longest : given;
-    longest = longest > count ? longest : count;
-    counts[rank] = count;
+    nbytes[rank] = rank == own ? kept_nbytes : numbers.number_in(packets[entry_of(rank)]);
+    longest = longest > nbytes[rank] ? longest : nbytes[rank];
     begins[rank] = end;
-    end += count;
-    if (rank != own && at < count * x.itemsize) senders |= 1u << rank;
+    end += nbytes[rank];
+    if (rank != own && at < nbytes[rank]) senders |= 1u << rank;
   }
-  is_only = longest * x.itemsize <= step_nbytes;
+  is_only = longest <= step_nbytes;
   if (!is_only) return true;
-  if (x.receive.follows != 0) {
-    fits = end <= x.receive.room;
-  } else {
+  bool fits = end <= room;
+  if (x.receive.follows == 0) {
+    fits = true;
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      const u64 begin = displs[rank].value(x.receive, rank);
-      fits &= counts[rank] == 0 || (begin <= x.receive.room && counts[rank] <= x.receive.room - begin);
-      begins[rank] = begin;
+      const u64 displ = given_displ(x.receive, rank);
+      begins[rank] = displ * x.itemsize;
+      fits &= nbytes[rank] == 0 || (displ <= x.receive.room && nbytes[rank] <= room - begins[rank]);
     }
   }
   if (!fits) return false;
-  Held units[kOthers];
-  worker.look(units, 0, senders, place);
-  // The unit to this rank itself comes while the units of the peers are on their way.
-  const u64 nbytes = chosen(counts, own) * x.itemsize;
-  Loaded kept{};
-  if (at < nbytes) kept = load_at(x.send.buffer + sent.displ_of(own) * x.itemsize, at, nbytes);
   if (senders != 0 && !worker.take(units, 0, senders, place)) return false;
 #pragma unroll
   for (u32 entry = 0; entry < kOthers; ++entry) {
     if (!is_among(senders, entry)) continue;
     const u32 rank = worker.rank_of(entry);
-    u8* const to = x.receive.buffer + chosen(begins, rank) * x.itemsize;
-    store_at(to, at, chosen(counts, rank) * x.itemsize, Protocol::unit(units[entry].packets[0]));
+    u8* const to = x.receive.buffer + chosen(begins, rank);
+    store_at(to, at, chosen(nbytes, rank), Protocol::unit(units[entry].packets[0]));
   }
-  if (at < nbytes) store_at(x.receive.buffer + chosen(begins, own) * x.itemsize, at, nbytes, kept);
+  if (at < kept_nbytes) store_at(x.receive.buffer + chosen(begins, own), at, kept_nbytes, kept);
   return true;
 }
 

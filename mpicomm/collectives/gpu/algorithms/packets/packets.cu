@@ -165,8 +165,8 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
 #if defined(MPICOMM_COUNTED)
   SentCounts<kRanks> sent;
   sent.load(x.counted.send);
-  Displacement given_displ;
-  if (overseer < kRanks) given_displ.load(x.counted.receive, x.counted.send.counts, overseer);
+  i64 receive_displ = 0;
+  if (overseer < kRanks) receive_displ = given_displ(x.counted.receive, overseer);
   const u64 first_at = a_at;
   Outgoing first;
   if (thread < workers) first.load(x.counted, sent, rank, first_at);
@@ -193,7 +193,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
 #if defined(MPICOMM_COUNTED)
   const Numbers<kRanks> numbers{team, x.flagged, launch};
   const Lengths<kRanks> lengths{numbers, x.counted, m, overseer};
-  if (thread >= workers) ok = lengths.tell(sent, given_displ, ok);
+  if (thread >= workers) ok = lengths.tell(sent, receive_displ, ok);
 #endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
