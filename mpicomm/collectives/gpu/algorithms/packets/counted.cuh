@@ -269,7 +269,7 @@ struct Lengths {
     u64* const mine = messages.facts[own];
     if (rank < ranks) mine[rank] = messages.counts[rank], mine[ranks + rank] = limit();
     if (rank == 0) mine[kRoomFact] = x.receive.room << 1 | (x.receive.follows != 0 ? 1 : 0);
-    // Orders the facts of all lanes before the loads below.
+    // Orders the facts of all lanes before they are told.
     __syncwarp(kWarp);
     each_fact([&](u32 peer, u32 fact) {
       numbers.tell(numbers.slot_of_fact(peer, own, fact), mine[fact]);
