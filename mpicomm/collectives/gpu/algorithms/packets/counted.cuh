@@ -43,7 +43,8 @@ struct Messages {
   u8* receives[kMaxRanks];
   u64 send_nbytes[kMaxRanks];
   u64 receive_nbytes[kMaxRanks];
-  i64 counts[kMaxRanks];  // of the messages to each rank, in elements
+  u64 received[kMaxRanks];  // the bytes of the message from each rank; `receive_nbytes` only has bytes of later steps
+  i64 counts[kMaxRanks];    // of the messages to each rank, in elements
   i64 displs[kMaxRanks];  // of the received blocks, as the caller gives them
   u32 steps;
   u32 paced;
@@ -130,6 +131,25 @@ struct SentCounts {
   }
 };
 
+// The bytes of a message, and how it travels in the first step. Usually unit u has the bytes from 16*u on of the message.
+// If the message ends within the first `step_nbytes` of the send buffer, unit u has the bytes from 16*u on of the buffer,
+// in which the message begins at `begin`. A thread loads these units before it knows the counts.
+struct Length {
+  static constexpr u64 kInBuffer = 1ull << 63;
+  static constexpr u32 kBits = 31;  // of the bytes in one step
+  u64 number;
+
+  MPICOMM_DEVICE static Length of(u64 begin, u64 nbytes, u64 step_nbytes) {
+    const bool in_buffer = begin <= step_nbytes && nbytes <= step_nbytes - begin;
+    return {in_buffer ? kInBuffer | begin << kBits | nbytes : nbytes};
+  }
+  MPICOMM_DEVICE bool is_in_buffer() const { return (number & kInBuffer) != 0; }
+  MPICOMM_DEVICE u64 nbytes() const { return is_in_buffer() ? number & ((1u << kBits) - 1) : number; }
+  MPICOMM_DEVICE u64 begin() const { return is_in_buffer() ? (number & ~kInBuffer) >> kBits : 0; }
+  // Whether the unit at offset `at` has bytes of the message.
+  MPICOMM_DEVICE bool has(u64 at) const { return at < begin() + nbytes() && at + kPacketNbytes > begin() && nbytes() > 0; }
+};
+
 // The numbers that blocks tell each other, as packets in the inboxes of LL.
 template <u32 ranks>
 struct Numbers {
@@ -193,20 +213,21 @@ struct Lengths {
   // are. A lane is only ok after its peer has begun the last launch, so the slots are free, and after it has seen that
   // no rank has given up. A count or a displacement that does not fit the buffer is not ok. A barrier publishes the
   // messages that this lane stores for the block.
-  MPICOMM_DEVICE bool tell(const SentCounts<ranks>& sent, i64 receive_displ, bool ok) const {
+  MPICOMM_DEVICE bool tell(const SentCounts<ranks>& sent, i64 receive_displ, u64 step_nbytes, bool ok) const {
     const Team& team = numbers.team;
     const i64 count = sent.count_of(rank), displ = sent.displ_of(rank);
-    const u64 nbytes = count * x.itemsize;
+    const u64 begin = displ * x.itemsize, nbytes = count * x.itemsize;
     if (rank < ranks) {
       if (count != 0 && !sent.fits(count, displ)) ok = refuse_counts(team, kCounts, team.names[rank], team.rank);
       else if (receive_displ < 0) ok = refuse_counts(team, kCounts, kOfReceive | team.names[rank], team.rank);
     }
     if (!__all_sync(kWarp, ok)) return false;
     if (rank >= ranks) return true;
-    if (rank != team.rank) numbers.tell(numbers.slot_of_length(rank, team.rank), nbytes);
+    const Length length = Length::of(begin, nbytes, step_nbytes);
+    if (rank != team.rank) numbers.tell(numbers.slot_of_length(rank, team.rank), length.number);
     messages.counts[rank] = count;
     messages.displs[rank] = receive_displ;
-    messages.sends[rank] = x.send.buffer + (count > 0 ? displ * x.itemsize : 0);
+    messages.sends[rank] = x.send.buffer + (count > 0 ? begin : 0);
     messages.send_nbytes[rank] = nbytes;
     return true;
   }
@@ -216,9 +237,11 @@ struct Lengths {
     bool ok = true;
     if (rank < ranks) {
       const u32 own = numbers.team.rank;
-      u64 nbytes = messages.send_nbytes[rank];
-      if (rank != own) ok = numbers.hear(numbers.slot_of_length(own, rank), rank, nbytes);
-      messages.receive_nbytes[rank] = nbytes;
+      Length length{messages.send_nbytes[rank]};
+      if (rank != own) ok = numbers.hear(numbers.slot_of_length(own, rank), rank, length.number);
+      messages.received[rank] = length.nbytes();
+      // Workers place the units of the buffer in the first step.
+      messages.receive_nbytes[rank] = length.is_in_buffer() ? 0 : length.nbytes();
     }
     ok = __all_sync(kWarp, ok);
     // Orders the numbers of all lanes before the loads of the caller.
@@ -236,12 +259,12 @@ struct Lengths {
   // false if the buffer has no room for it.
   MPICOMM_DEVICE bool place_received() const {
     if (rank >= ranks) return true;
-    const u64 nbytes = messages.receive_nbytes[rank];
+    const u64 nbytes = messages.received[rank];
     u64 begin = messages.displs[rank] * x.itemsize, total = 0;
 #pragma unroll
     for (u32 each = 0; each < ranks; ++each) {
-      if (x.receive.follows != 0 && each < rank) begin += messages.receive_nbytes[each];
-      total += messages.receive_nbytes[each];
+      if (x.receive.follows != 0 && each < rank) begin += messages.received[each];
+      total += messages.received[each];
     }
     if (x.receive.follows != 0 ? total > x.receive.room * x.itemsize : nbytes > limit() * x.itemsize) return false;
     messages.receives[rank] = x.receive.buffer + (nbytes > 0 ? begin : 0);
@@ -309,7 +332,7 @@ struct Lengths {
     u32 paced = 0;
 #pragma unroll
     for (u32 each = 0; each < ranks; ++each) {
-      const u64 sent = messages.send_nbytes[each], received = messages.receive_nbytes[each];
+      const u64 sent = messages.send_nbytes[each], received = messages.received[each];
       const u64 most = sent > received ? sent : received;
       longest = most > longest ? most : longest;
       if (each != numbers.team.rank && sent != received && most > step_nbytes * laps) paced |= 1u << each;

@@ -6,31 +6,87 @@
 
 namespace mpicomm {
 
+// The units that a thread sends in the first step, by the distance from this rank. The unit to this rank itself is the
+// first.
+struct FirstUnits {
+  Loaded units[kRanks];
+  u32 sent = 0;  // the distances, as bits, at which there is a unit
+
+  // `in_buffer` is the unit of the send buffer at offset `at`. A message that does not fit the buffer has no units.
+  MPICOMM_DEVICE void load(
+      const Counted& x, const SentCounts<kRanks>& counts, u32 rank, u64 at, u64 step_nbytes, const Loaded& in_buffer) {
+#pragma unroll
+    for (u32 distance = 0; distance < kRanks; ++distance) {
+      const u32 to = (rank + distance) % kRanks;
+      const i64 count = counts.count_of(to), displ = counts.displ_of(to);
+      if (!counts.fits(count, displ)) continue;
+      const u64 begin = displ * x.itemsize, nbytes = count * x.itemsize;
+      const Length length = Length::of(begin, nbytes, step_nbytes);
+      if (!length.has(at)) continue;
+      sent |= 1u << distance;
+      units[distance] = in_buffer;
+      if (!length.is_in_buffer()) units[distance] = load_at(x.send.buffer + begin, at, nbytes);
+    }
+  }
+
+  MPICOMM_DEVICE void push(const Worker& worker, u64 place) const {
+#pragma unroll
+    for (u32 distance = 1; distance < kRanks; ++distance) {
+      const u32 to = (worker.x.team.rank + distance) % kRanks;
+      if ((sent >> distance & 1) != 0) worker.send(to, 0, place, unit_of(units[distance]), Protocol::flag(worker.count));
+    }
+  }
+};
+
+// Stores the bytes of a message that a unit has from `first` to `end`. `to` is the place of the unit.
+MPICOMM_DEVICE_CALL void store_part(u8* to, Packet packet, u32 first, u32 end) {
+  const bool has_words = width_of(to) >= 4 && first % 4 == 0 && end % 4 == 0;
+#pragma unroll
+  for (u32 word = 0; word < 4; ++word) {
+    if (has_words) {
+      if (word * 4 >= first && word * 4 < end) reinterpret_cast<u32*>(to)[word] = packet.words[word];
+      continue;
+    }
+#pragma unroll
+    for (u32 byte = word * 4; byte < word * 4 + 4; ++byte) {
+      if (byte >= first && byte < end) to[byte] = static_cast<u8>(packet.words[word] >> (byte % 4 * 8));
+    }
+  }
+}
+
+// Stores the unit at offset `at` of a message at its place. `output` is the place of the message.
+MPICOMM_DEVICE void store_first(u8* output, const Length& length, u64 at, const Packet& unit) {
+  const u64 begin = length.begin(), end = begin + length.nbytes();
+  u8* const to = output + (at - begin);
+  if (at >= begin && at + kPacketNbytes <= end && width_of(to) == kPacketNbytes) return store_aligned(to, unit);
+  store_part(to, unit, at >= begin ? 0 : static_cast<u32>(begin - at), end - at < kPacketNbytes ? static_cast<u32>(end - at) : kPacketNbytes);
+}
+
 // The work of this thread in the first step, after its packets have left. Each thread hears the lengths of all messages,
-// so no thread waits for another thread of its block. Then it takes its units and stores them at their places, if no
-// message needs another step (`is_only`). Returns false without a store if there is too little room, and if the kernel
-// must leave. `at` is the offset of this thread's unit, and `place` is the place of its slots.
+// so no thread waits for another thread of its block. Then it takes its units and stores them at their places. If a
+// message needs another step (not `is_only`), it leaves usual units to the turns that follow. Returns false without a
+// store if there is too little room, and if the kernel must leave. `at` is the offset of this thread's unit, and `place`
+// is the place of its slots.
 MPICOMM_DEVICE bool do_first_step(
     const Worker& worker,
     const Counted& x,
     const SentCounts<kRanks>& sent,
+    const FirstUnits& first,
     const Numbers<kRanks>& numbers,
     u64 at,
     u64 place,
     u64 step_nbytes,
     bool& is_only) {
   const u32 own = worker.x.team.rank, peers = ((1u << kRanks) - 1) & ~(1u << own);
-  // All numbers of bytes that this rank knows itself are made before the wait.
+  // The thread makes all numbers that this rank knows before it waits.
   const u64 room = x.receive.room * x.itemsize;
-  u64 longest = 0, nbytes[kRanks], begins[kRanks];
+  u64 longest = 0;
 #pragma unroll
   for (u32 rank = 0; rank < kRanks; ++rank) {
-    nbytes[rank] = sent.counts[rank] * x.itemsize;
-    longest = longest > nbytes[rank] ? longest : nbytes[rank];
+    const u64 nbytes = sent.counts[rank] * x.itemsize;
+    longest = longest > nbytes ? longest : nbytes;
   }
-  const u64 kept_nbytes = chosen(nbytes, own);
-  Loaded kept{};
-  if (at < kept_nbytes) kept = load_at(x.send.buffer + sent.displ_of(own) * x.itemsize, at, kept_nbytes);
+  const Length kept = Length::of(sent.displ_of(own) * x.itemsize, sent.count_of(own) * x.itemsize, step_nbytes);
 
   // Pairs with the stores in `Numbers::tell`.
   Pair packets[kOthers]{};
@@ -50,26 +106,29 @@ MPICOMM_DEVICE bool do_first_step(
   // The loads of the slots are in flight while the thread finds the places of the messages.
   Held units[kOthers];
   worker.look(units, 0, peers, place);
-  u64 end = 0;
-  u32 senders = 0;
+  u64 lengths[kRanks], begins[kRanks], end = 0;
+  u32 senders = 0, in_buffer = 0;
 #pragma unroll
   for (u32 rank = 0; rank < kRanks; ++rank) {
-    nbytes[rank] = rank == own ? kept_nbytes : numbers.number_in(packets[entry_of(rank)]);
-    longest = longest > nbytes[rank] ? longest : nbytes[rank];
+    const Length length{rank == own ? kept.number : numbers.number_in(packets[entry_of(rank)])};
+    const u64 nbytes = length.nbytes();
+    lengths[rank] = length.number;
+    longest = longest > nbytes ? longest : nbytes;
     begins[rank] = end;
-    end += nbytes[rank];
-    if (rank != own && at < nbytes[rank]) senders |= 1u << rank;
+    end += nbytes;
+    if (rank != own && length.has(at)) senders |= 1u << rank;
+    if (length.is_in_buffer()) in_buffer |= 1u << rank;
   }
   is_only = longest <= step_nbytes;
-  if (!is_only) return true;
+  if (!is_only) senders &= in_buffer;
   bool fits = end <= room;
   if (x.receive.follows == 0) {
     fits = true;
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      const u64 displ = given_displ(x.receive, rank);
+      const u64 displ = given_displ(x.receive, rank), nbytes = Length{lengths[rank]}.nbytes();
       begins[rank] = displ * x.itemsize;
-      fits &= nbytes[rank] == 0 || (displ <= x.receive.room && nbytes[rank] <= room - begins[rank]);
+      fits &= nbytes == 0 || (displ <= x.receive.room && nbytes <= room - begins[rank]);
     }
   }
   if (!fits) return false;
@@ -78,10 +137,10 @@ MPICOMM_DEVICE bool do_first_step(
   for (u32 entry = 0; entry < kOthers; ++entry) {
     if (!is_among(senders, entry)) continue;
     const u32 rank = worker.rank_of(entry);
-    u8* const to = x.receive.buffer + chosen(begins, rank);
-    store_at(to, at, chosen(nbytes, rank), Protocol::unit(units[entry].packets[0]));
+    const Packet unit = Protocol::unit(units[entry].packets[0]);
+    store_first(x.receive.buffer + chosen(begins, rank), Length{chosen(lengths, rank)}, at, unit);
   }
-  if (at < kept_nbytes) store_at(x.receive.buffer + chosen(begins, own), at, kept_nbytes, kept);
+  if ((first.sent & 1) != 0) store_first(x.receive.buffer + chosen(begins, own), kept, at, unit_of(first.units[0]));
   return true;
 }
 

@@ -120,24 +120,6 @@ struct Outgoing {
       if (at < m.send_nbytes[to]) units[distance] = load_at(m.sends[to], at, m.send_nbytes[to]);
     }
   }
-
-#if defined(MPICOMM_COUNTED)
-  // The units to other ranks, before the block knows its messages.
-  MPICOMM_DEVICE void load(const Counted& x, const SentCounts<kRanks>& sent, u32 rank, u64 at) {
-#pragma unroll
-    for (u32 distance = 1; distance < kRanks; ++distance) {
-      const u32 to = (rank + distance) % kRanks;
-      const i64 count = sent.count_of(to), displ = sent.displ_of(to);
-      const u64 nbytes = sent.fits(count, displ) ? count * x.itemsize : 0;
-      if (at < nbytes) units[distance] = load_at(x.send.buffer + displ * x.itemsize, at, nbytes);
-    }
-  }
-
-  // The unit to this rank, after the block knows its messages.
-  MPICOMM_DEVICE void load_own(const AllMessages& m, u32 rank, u64 at) {
-    if (at < m.send_nbytes[rank]) units[0] = load_at(m.sends[rank], at, m.send_nbytes[rank]);
-  }
-#endif
 };
 
 // Waits for the escape of a packet of `rank` and takes it. Returns 0 if the kernel must leave.

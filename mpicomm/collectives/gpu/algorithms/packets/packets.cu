@@ -167,9 +167,12 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   sent.load(x.counted.send);
   i64 receive_displ = 0;
   if (overseer < kRanks) receive_displ = given_displ(x.counted.receive, overseer);
-  const u64 first_at = a_at;
-  Outgoing first;
-  if (thread < workers) first.load(x.counted, sent, rank, first_at);
+  const u64 first_at = a_at, step_nbytes = threads * kCarriedNbytes;
+  const u64 whole = x.counted.send.room * x.counted.itemsize;
+  Loaded in_buffer{};
+  if (thread < workers && first_at < whole) in_buffer = load_at(x.counted.send.buffer, first_at, whole);
+  FirstUnits first;
+  if (thread < workers) first.load(x.counted, sent, rank, first_at, step_nbytes, in_buffer);
 #endif
 
   begin_round_of_flags(x.flagged, launch);
@@ -193,7 +196,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
 #if defined(MPICOMM_COUNTED)
   const Numbers<kRanks> numbers{team, x.flagged, launch};
   const Lengths<kRanks> lengths{numbers, x.counted, m, overseer};
-  if (thread >= workers) ok = lengths.tell(sent, receive_displ, ok);
+  if (thread >= workers) ok = lengths.tell(sent, receive_displ, step_nbytes, ok);
 #endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
@@ -205,15 +208,14 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
 #if defined(MPICOMM_COUNTED)
   // Turn 0. Its packets leave while the blocks exchange lengths. Until then no thread knows the place of a message in
   // the output.
-  const u64 step_nbytes = threads * kCarriedNbytes;
   bool is_only;
   if (thread < workers) {
-    worker.push(first, first_at, number);
+    first.push(worker, number);
     let_successor_start();
     count_launch(team, count, thread, workers);
     a_at = course.after(first_at);
     is_only = true;
-    ok = do_first_step(worker, x.counted, sent, numbers, first_at, number, step_nbytes, is_only);
+    ok = do_first_step(worker, x.counted, sent, first, numbers, first_at, number, step_nbytes, is_only);
     if (!is_only) out.load(m, rank, a_at);
   } else {
     if (blockIdx.x == 0) lengths.tell_facts();
@@ -231,9 +233,6 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   } else if (is_only) {
     fences.say(thread, fences.kLeft);
     return;
-  } else if (ok) {
-    first.load_own(m, rank, first_at);
-    worker.keep(first, first_at);
   }
   if (!ok) return;
 #endif
