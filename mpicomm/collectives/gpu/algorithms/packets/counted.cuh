@@ -140,8 +140,7 @@ struct Length {
   u64 number;
 
   MPICOMM_DEVICE static Length of(u64 begin, u64 nbytes, u64 step_nbytes) {
-    const bool in_buffer = begin <= step_nbytes && nbytes <= step_nbytes - begin;
-    return {in_buffer ? kInBuffer | begin << kBits | nbytes : nbytes};
+    return {begin + nbytes <= step_nbytes ? kInBuffer | begin << kBits | nbytes : nbytes};
   }
   MPICOMM_DEVICE bool is_in_buffer() const { return (number & kInBuffer) != 0; }
   MPICOMM_DEVICE u64 nbytes() const { return is_in_buffer() ? number & ((1u << kBits) - 1) : number; }

@@ -6,26 +6,38 @@
 
 namespace mpicomm {
 
-// The units that a thread sends in the first step, by the distance from this rank. The unit to this rank itself is the
-// first.
+// Out of line, because a thread usually has its unit in the buffer.
+MPICOMM_DEVICE_CALL Packet load_out_of_line(const u8* message, u64 at, u64 nbytes) { return load_at(message, at, nbytes); }
+
+// The unit at offset `at` of a message of the send buffer that begins at `begin`: `unit`, if there is one. `in_buffer` is
+// the unit of the buffer at that offset.
+MPICOMM_DEVICE bool first_unit(
+    const Counted& x, u64 begin, u64 nbytes, u64 at, u64 step_nbytes, const Loaded& in_buffer, Loaded& unit) {
+  const u64 end = begin + nbytes;
+  if (end <= step_nbytes) {
+    unit = in_buffer;
+    return at < end && at + kPacketNbytes > begin && nbytes != 0;
+  }
+  if (at >= nbytes) return false;
+  unit = load_out_of_line(x.send.buffer + begin, at, nbytes);
+  return true;
+}
+
+// The units that a thread sends to other ranks in the first step, by the distance from this rank.
 struct FirstUnits {
   Loaded units[kRanks];
   u32 sent = 0;  // the distances, as bits, at which there is a unit
 
-  // `in_buffer` is the unit of the send buffer at offset `at`. A message that does not fit the buffer has no units.
+  // A message that does not fit the buffer has no units.
   MPICOMM_DEVICE void load(
       const Counted& x, const SentCounts<kRanks>& counts, u32 rank, u64 at, u64 step_nbytes, const Loaded& in_buffer) {
 #pragma unroll
-    for (u32 distance = 0; distance < kRanks; ++distance) {
+    for (u32 distance = 1; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
       const i64 count = counts.count_of(to), displ = counts.displ_of(to);
       if (!counts.fits(count, displ)) continue;
-      const u64 begin = displ * x.itemsize, nbytes = count * x.itemsize;
-      const Length length = Length::of(begin, nbytes, step_nbytes);
-      if (!length.has(at)) continue;
-      sent |= 1u << distance;
-      units[distance] = in_buffer;
-      if (!length.is_in_buffer()) units[distance] = load_at(x.send.buffer + begin, at, nbytes);
+      const bool has = first_unit(x, displ * x.itemsize, count * x.itemsize, at, step_nbytes, in_buffer, units[distance]);
+      sent |= static_cast<u32>(has) << distance;
     }
   }
 
@@ -71,7 +83,7 @@ MPICOMM_DEVICE bool do_first_step(
     const Worker& worker,
     const Counted& x,
     const SentCounts<kRanks>& sent,
-    const FirstUnits& first,
+    const Loaded& in_buffer,
     const Numbers<kRanks>& numbers,
     u64 at,
     u64 place,
@@ -86,7 +98,10 @@ MPICOMM_DEVICE bool do_first_step(
     const u64 nbytes = sent.counts[rank] * x.itemsize;
     longest = longest > nbytes ? longest : nbytes;
   }
-  const Length kept = Length::of(sent.displ_of(own) * x.itemsize, sent.count_of(own) * x.itemsize, step_nbytes);
+  const u64 kept_begin = sent.displ_of(own) * x.itemsize, kept_nbytes = sent.count_of(own) * x.itemsize;
+  const Length kept = Length::of(kept_begin, kept_nbytes, step_nbytes);
+  Loaded kept_unit{};
+  const bool keeps = first_unit(x, kept_begin, kept_nbytes, at, step_nbytes, in_buffer, kept_unit);
 
   // Pairs with the stores in `Numbers::tell`.
   Pair packets[kOthers]{};
@@ -107,7 +122,7 @@ MPICOMM_DEVICE bool do_first_step(
   Held units[kOthers];
   worker.look(units, 0, peers, place);
   u64 lengths[kRanks], begins[kRanks], end = 0;
-  u32 senders = 0, in_buffer = 0;
+  u32 senders = 0, as_they_lie = 0;
 #pragma unroll
   for (u32 rank = 0; rank < kRanks; ++rank) {
     const Length length{rank == own ? kept.number : numbers.number_in(packets[entry_of(rank)])};
@@ -117,10 +132,10 @@ MPICOMM_DEVICE bool do_first_step(
     begins[rank] = end;
     end += nbytes;
     if (rank != own && length.has(at)) senders |= 1u << rank;
-    if (length.is_in_buffer()) in_buffer |= 1u << rank;
+    if (length.is_in_buffer()) as_they_lie |= 1u << rank;
   }
   is_only = longest <= step_nbytes;
-  if (!is_only) senders &= in_buffer;
+  if (!is_only) senders &= as_they_lie;
   bool fits = end <= room;
   if (x.receive.follows == 0) {
     fits = true;
@@ -140,7 +155,7 @@ MPICOMM_DEVICE bool do_first_step(
     const Packet unit = Protocol::unit(units[entry].packets[0]);
     store_first(x.receive.buffer + chosen(begins, rank), Length{chosen(lengths, rank)}, at, unit);
   }
-  if ((first.sent & 1) != 0) store_first(x.receive.buffer + chosen(begins, own), kept, at, unit_of(first.units[0]));
+  if (keeps) store_first(x.receive.buffer + chosen(begins, own), kept, at, unit_of(kept_unit));
   return true;
 }
 

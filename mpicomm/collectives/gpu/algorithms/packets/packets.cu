@@ -143,6 +143,12 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   // The previous kernel may still write memory that this kernel reads.
   wait_for_predecessor();
 
+#if defined(MPICOMM_COUNTED)
+  const u64 first_at = number * kCarriedNbytes, step_nbytes = threads * kCarriedNbytes;
+  const u64 whole = x.counted.send.room * x.counted.itemsize;
+  Loaded in_buffer{};
+  if (thread < workers && first_at < whole) in_buffer = load_at(x.counted.send.buffer, first_at, whole);
+#endif
   // The first loads of a launch. No load waits for another load. They load the number of the launch
   // and the first data. In the overseer warp they load how far the peers are, and whether a rank
   // has given up.
@@ -167,10 +173,6 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   sent.load(x.counted.send);
   i64 receive_displ = 0;
   if (overseer < kRanks) receive_displ = given_displ(x.counted.receive, overseer);
-  const u64 first_at = a_at, step_nbytes = threads * kCarriedNbytes;
-  const u64 whole = x.counted.send.room * x.counted.itemsize;
-  Loaded in_buffer{};
-  if (thread < workers && first_at < whole) in_buffer = load_at(x.counted.send.buffer, first_at, whole);
   FirstUnits first;
   if (thread < workers) first.load(x.counted, sent, rank, first_at, step_nbytes, in_buffer);
 #endif
@@ -215,7 +217,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
     count_launch(team, count, thread, workers);
     a_at = course.after(first_at);
     is_only = true;
-    ok = do_first_step(worker, x.counted, sent, first, numbers, first_at, number, step_nbytes, is_only);
+    ok = do_first_step(worker, x.counted, sent, in_buffer, numbers, first_at, number, step_nbytes, is_only);
     if (!is_only) out.load(m, rank, a_at);
   } else {
     if (blockIdx.x == 0) lengths.tell_facts();
