@@ -44,13 +44,12 @@ struct Messages {
   u64 send_nbytes[kMaxRanks];
   u64 receive_nbytes[kMaxRanks];
   u64 received[kMaxRanks];  // the bytes of the message from each rank; `receive_nbytes` only has bytes of later steps
-  i64 counts[kMaxRanks];    // of the messages to each rank, in elements
   i64 displs[kMaxRanks];  // of the received blocks, as the caller gives them
   u32 steps;
   u32 paced;
   // Block 0 of each rank tells its facts to all peers. The facts are the elements of its message to each
-  // rank, its room for the message from each rank, and a word. The word is twice the room of its buffer, plus 1 if
-  // blocks follow each other.
+  // rank, and a word: twice the room of its buffer, plus 1 if blocks follow each other. If they do not, its limits are
+  // facts too: its room for the message from each rank.
   u64 facts[kMaxRanks][2 * kMaxRanks + 1];
 };
 
@@ -125,6 +124,16 @@ struct SentCounts {
   MPICOMM_DEVICE i64 count_of(u32 rank) const { return chosen(counts, rank); }
   MPICOMM_DEVICE i64 displ_of(u32 rank) const { return chosen(displs, rank); }
 
+  MPICOMM_DEVICE u64 longest() const {
+    u64 most = 0;
+#pragma unroll
+    for (u32 rank = 0; rank < ranks; ++rank) {
+      const u64 count = counts[rank];
+      most = count > most ? count : most;
+    }
+    return most;
+  }
+
   // Whether a message lies in the buffer. A negative number is too large without its sign.
   MPICOMM_DEVICE bool fits(i64 count, i64 displ) const {
     return static_cast<u64>(displ) <= room && static_cast<u64>(count) <= room - displ;
@@ -156,7 +165,7 @@ struct Numbers {
   const FlaggedInboxes& inboxes;
   u32 launch;
 
-  static constexpr u32 kRoomFact = 2 * ranks, kFacts = 2 * ranks + 1;
+  static constexpr u32 kFacts = 2 * ranks + 1;
 
   // Packets in the arena of `owner`: first of lengths, then of facts.
   MPICOMM_DEVICE Pair* slots(u32 owner) const {
@@ -206,29 +215,16 @@ struct Lengths {
   Messages& messages;
   u32 rank;
 
-  static constexpr u32 kRoomFact = Numbers<ranks>::kRoomFact, kFacts = Numbers<ranks>::kFacts;
+  // The facts of a rank: its counts, the word of its room, and its limits.
+  static constexpr u32 kRoomFact = ranks, kLimits = ranks + 1, kFacts = Numbers<ranks>::kFacts;
 
-  // Tells the peer of this lane the length of the message to it, unless a lane is not `ok`. Returns whether all lanes
-  // are. A lane is only ok after its peer has begun the last launch, so the slots are free, and after it has seen that
-  // no rank has given up. A count or a displacement that does not fit the buffer is not ok. A barrier publishes the
-  // messages that this lane stores for the block.
-  MPICOMM_DEVICE bool tell(const SentCounts<ranks>& sent, i64 receive_displ, u64 step_nbytes, bool ok) const {
-    const Team& team = numbers.team;
-    const i64 count = sent.count_of(rank), displ = sent.displ_of(rank);
-    const u64 begin = displ * x.itemsize, nbytes = count * x.itemsize;
-    if (rank < ranks) {
-      if (count != 0 && !sent.fits(count, displ)) ok = refuse_counts(team, kCounts, team.names[rank], team.rank);
-      else if (receive_displ < 0) ok = refuse_counts(team, kCounts, kOfReceive | team.names[rank], team.rank);
-    }
-    if (!__all_sync(kWarp, ok)) return false;
-    if (rank >= ranks) return true;
-    const Length length = Length::of(begin, nbytes, step_nbytes);
-    if (rank != team.rank) numbers.tell(numbers.slot_of_length(rank, team.rank), length.number);
-    messages.counts[rank] = count;
+  // Stores the message to this lane's rank for the block. A barrier publishes it.
+  MPICOMM_DEVICE void place_sent(const SentCounts<ranks>& sent, i64 receive_displ) const {
+    if (rank >= ranks) return;
+    const i64 count = sent.count_of(rank);
     messages.displs[rank] = receive_displ;
-    messages.sends[rank] = x.send.buffer + (count > 0 ? begin : 0);
-    messages.send_nbytes[rank] = nbytes;
-    return true;
+    messages.sends[rank] = x.send.buffer + (count > 0 ? sent.displ_of(rank) * x.itemsize : 0);
+    messages.send_nbytes[rank] = count * x.itemsize;
   }
 
   // Learns the lengths of all messages, on all lanes. Returns false if the kernel must leave.
@@ -248,11 +244,8 @@ struct Lengths {
     return ok;
   }
 
-  // The elements that the buffer has from the displacement of this lane's block on.
-  MPICOMM_DEVICE u64 limit() const {
-    const u64 displ = messages.displs[rank];
-    return displ < x.receive.room ? x.receive.room - displ : 0;
-  }
+  // The elements that the buffer has from a displacement on.
+  MPICOMM_DEVICE u64 limit(u64 displ) const { return displ < x.receive.room ? x.receive.room - displ : 0; }
 
   // Finds the place of the message from this lane's rank, after all lanes have learnt their lengths. Returns
   // false if the buffer has no room for it.
@@ -265,7 +258,7 @@ struct Lengths {
       if (x.receive.follows != 0 && each < rank) begin += messages.received[each];
       total += messages.received[each];
     }
-    if (x.receive.follows != 0 ? total > x.receive.room * x.itemsize : nbytes > limit() * x.itemsize) return false;
+    if (x.receive.follows != 0 ? total > x.receive.room * x.itemsize : nbytes > limit(messages.displs[rank]) * x.itemsize) return false;
     messages.receives[rank] = x.receive.buffer + (nbytes > 0 ? begin : 0);
     return true;
   }
@@ -276,52 +269,59 @@ struct Lengths {
     else static_cast<i32*>(x.receive.counts)[rank] = static_cast<i32>(count);
   }
 
-  // Calls `act` for the facts of this lane of each peer, until it returns false.
-  template <class Act>
-  MPICOMM_DEVICE bool each_fact(Act act) const {
-    for (u32 i = rank; i < (ranks - 1) * kFacts; i += kLanes) {
-      if (!act((numbers.team.rank + 1 + i / kFacts) % ranks, i % kFacts)) return false;
+  // Tells all peers the facts of this rank.
+  MPICOMM_DEVICE void tell_facts(const SentCounts<ranks>& sent) const {
+    const u32 own = numbers.team.rank, facts = x.receive.follows != 0 ? kLimits : kFacts;
+    for (u32 i = rank; i < ranks * facts; i += kLanes) {
+      const u32 peer = i / facts, fact = i % facts;
+      u64 number = x.receive.room << 1 | (x.receive.follows != 0 ? 1 : 0);
+      if (fact < ranks) number = sent.count_of(fact);
+      if (fact >= kLimits) number = limit(given_displ(x.receive, fact - kLimits));
+      if (peer == own) messages.facts[own][fact] = number;
+      else numbers.tell(numbers.slot_of_fact(peer, own, fact), number);
     }
-    return true;
   }
 
-  // Tells all peers the facts of this rank.
-  MPICOMM_DEVICE void tell_facts() const {
-    const u32 own = numbers.team.rank;
-    u64* const mine = messages.facts[own];
-    if (rank < ranks) mine[rank] = messages.counts[rank], mine[ranks + rank] = limit();
-    if (rank == 0) mine[kRoomFact] = x.receive.room << 1 | (x.receive.follows != 0 ? 1 : 0);
-    // Orders the facts of all lanes before they are told.
+  // Hears the facts from number `first` to number `end` of the peers `of`, on all lanes. Returns false if the kernel must
+  // leave.
+  MPICOMM_DEVICE bool hear_facts(u32 first, u32 end, u32 of) const {
+    const u32 own = numbers.team.rank, facts = end - first;
+    bool ok = true;
+    for (u32 i = rank; i < ranks * facts; i += kLanes) {
+      const u32 peer = i / facts, fact = first + i % facts;
+      if (peer == own || !(of >> peer & 1)) continue;
+      ok = ok && numbers.hear(numbers.slot_of_fact(own, peer, fact), peer, messages.facts[peer][fact]);
+    }
+    ok = __all_sync(kWarp, ok);
+    // Orders the facts of all lanes before the loads of the caller.
     __syncwarp(kWarp);
-    each_fact([&](u32 peer, u32 fact) {
-      numbers.tell(numbers.slot_of_fact(peer, own, fact), mine[fact]);
-      return true;
-    });
+    return ok;
   }
 
   // Gives up if a rank has no room for its messages. Otherwise stores the counts that have come. All lanes of the
   // overseers of block 0 call it.
   MPICOMM_DEVICE void compare_rooms() const {
-    const Team& team = numbers.team;
-    const bool ok = each_fact([&](u32 peer, u32 fact) {
-      return numbers.hear(numbers.slot_of_fact(team.rank, peer, fact), peer, messages.facts[peer][fact]);
-    });
-    const bool all = __all_sync(kWarp, ok);
-    // Orders the facts of all lanes before the loads below.
-    __syncwarp(kWarp);
-    if (!all || rank >= ranks) return;
+    if (!hear_facts(0, kLimits, ~0u)) return;
+    u32 limited = 0;  // the ranks with limits
+#pragma unroll
+    for (u32 each = 0; each < ranks; ++each) limited |= (messages.facts[each][kRoomFact] & 1) != 0 ? 0 : 1u << each;
+    if (limited != 0 && !hear_facts(kLimits, kFacts, limited)) return;
+    if (rank >= ranks) return;
     const u64* const theirs = messages.facts[rank];
     const u64 room = theirs[kRoomFact] >> 1;
     u64 total = 0, needed = 0;
 #pragma unroll
-    for (u32 source = 0; source < ranks; ++source) {
-      const u64 count = messages.facts[source][rank], limit = theirs[ranks + source];
-      total += count;
-      if (count > limit && room - limit + count > needed) needed = room - limit + count;
+    for (u32 source = 0; source < ranks; ++source) total += messages.facts[source][rank];
+    if (!(limited >> rank & 1)) {
+      needed = total > room ? total : 0;
+    } else {
+      for (u32 source = 0; source < ranks; ++source) {
+        const u64 count = messages.facts[source][rank], limit = theirs[kLimits + source];
+        if (count > limit && room - limit + count > needed) needed = room - limit + count;
+      }
     }
-    if ((theirs[kRoomFact] & 1) != 0) needed = total > room ? total : 0;
     if (needed == 0) return store_count();
-    refuse_counts(team, kCountedRoom, needed < kMostReported ? needed : kMostReported, rank);
+    refuse_counts(numbers.team, kCountedRoom, needed < kMostReported ? needed : kMostReported, rank);
   }
 
   // Computes the steps, and the peers to pace, as the host does for lengths that it knows. `step_nbytes` are
@@ -344,13 +344,5 @@ struct Lengths {
     __syncwarp(kWarp);
   }
 };
-
-// `Lengths::compare_rooms` out of line, because the kernel calls it in two places.
-template <u32 ranks>
-MPICOMM_DEVICE_CALL void compare_rooms(
-    const Team& team, const FlaggedInboxes& inboxes, const Counted& x, Messages& messages, u32 launch, u32 rank) {
-  const Numbers<ranks> numbers{team, inboxes, launch};
-  Lengths<ranks>{numbers, x, messages, rank}.compare_rooms();
-}
 
 }  // namespace mpicomm

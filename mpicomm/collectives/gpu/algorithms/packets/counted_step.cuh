@@ -23,29 +23,48 @@ MPICOMM_DEVICE bool first_unit(
   return true;
 }
 
-// The units that a thread sends to other ranks in the first step, by the distance from this rank.
-struct FirstUnits {
+// What a thread sends in the first step: its units to other ranks, by the distance from this rank. Thread d of each block
+// also tells the rank at distance d the length of the message to it.
+struct FirstPackets {
   Loaded units[kRanks];
-  u32 sent = 0;  // the distances, as bits, at which there is a unit
+  u32 sent = 0;      // the distances, as bits, at which there is a unit
+  u32 misfits = 0;   // the distances at which the message does not lie in the buffer
+  Length length{};   // that this thread tells
 
-  // A message that does not fit the buffer has no units.
   MPICOMM_DEVICE void load(
       const Counted& x, const SentCounts<kRanks>& counts, u32 rank, u64 at, u64 step_nbytes, const Loaded& in_buffer) {
 #pragma unroll
-    for (u32 distance = 1; distance < kRanks; ++distance) {
+    for (u32 distance = 0; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
       const i64 count = counts.count_of(to), displ = counts.displ_of(to);
-      if (!counts.fits(count, displ)) continue;
-      const bool has = first_unit(x, displ * x.itemsize, count * x.itemsize, at, step_nbytes, in_buffer, units[distance]);
+      if (!counts.fits(count, displ)) {
+        if (count != 0) misfits |= 1u << distance;
+        continue;
+      }
+      if (distance == 0) continue;
+      const u64 begin = displ * x.itemsize, nbytes = count * x.itemsize;
+      if (threadIdx.x == distance) length = Length::of(begin, nbytes, step_nbytes);
+      const bool has = first_unit(x, begin, nbytes, at, step_nbytes, in_buffer, units[distance]);
       sent |= static_cast<u32>(has) << distance;
     }
   }
 
-  MPICOMM_DEVICE void push(const Worker& worker, u64 place) const {
+  // Gives up if a message does not lie in the buffer. Returns false.
+  MPICOMM_DEVICE bool refuse(const Team& team) const {
+    const u32 to = (team.rank + threadIdx.x) % kRanks;
+    if (threadIdx.x < kRanks && (misfits >> threadIdx.x & 1) != 0) refuse_counts(team, kCounts, team.names[to], team.rank);
+    return false;
+  }
+
+  // A thread calls it after a barrier: the peers have begun the last launch, so the slots are free, and no rank has given
+  // up.
+  MPICOMM_DEVICE void push(const Worker& worker, const Numbers<kRanks>& numbers, u64 place) const {
+    const u32 rank = worker.x.team.rank, distance = threadIdx.x;
+    if (distance != 0 && distance < kRanks) numbers.tell(numbers.slot_of_length((rank + distance) % kRanks, rank), length.number);
 #pragma unroll
     for (u32 distance = 1; distance < kRanks; ++distance) {
-      const u32 to = (worker.x.team.rank + distance) % kRanks;
-      if ((sent >> distance & 1) != 0) worker.send(to, 0, place, unit_of(units[distance]), Protocol::flag(worker.count));
+      if ((sent >> distance & 1) == 0) continue;
+      worker.send((rank + distance) % kRanks, 0, place, unit_of(units[distance]), Protocol::flag(worker.count));
     }
   }
 };
@@ -92,12 +111,7 @@ MPICOMM_DEVICE bool do_first_step(
   const u32 own = worker.x.team.rank, peers = ((1u << kRanks) - 1) & ~(1u << own);
   // The thread makes all numbers that this rank knows before it waits.
   const u64 room = x.receive.room * x.itemsize;
-  u64 longest = 0;
-#pragma unroll
-  for (u32 rank = 0; rank < kRanks; ++rank) {
-    const u64 nbytes = sent.counts[rank] * x.itemsize;
-    longest = longest > nbytes ? longest : nbytes;
-  }
+  u64 longest = sent.longest() * x.itemsize;
   const u64 kept_begin = sent.displ_of(own) * x.itemsize, kept_nbytes = sent.count_of(own) * x.itemsize;
   const Length kept = Length::of(kept_begin, kept_nbytes, step_nbytes);
   Loaded kept_unit{};

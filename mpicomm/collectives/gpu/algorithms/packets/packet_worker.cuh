@@ -120,6 +120,18 @@ struct Outgoing {
       if (at < m.send_nbytes[to]) units[distance] = load_at(m.sends[to], at, m.send_nbytes[to]);
     }
   }
+
+#if defined(MPICOMM_COUNTED)
+  // The same before the overseers have stored the messages for the block.
+  MPICOMM_DEVICE void load(const Counted& x, const SentCounts<kRanks>& sent, u32 rank, u64 at) {
+#pragma unroll
+    for (u32 distance = 0; distance < kRanks; ++distance) {
+      const u32 to = (rank + distance) % kRanks;
+      const u64 nbytes = sent.count_of(to) * x.itemsize;
+      if (at < nbytes) units[distance] = load_at(x.send.buffer + sent.displ_of(to) * x.itemsize, at, nbytes);
+    }
+  }
+#endif
 };
 
 // Waits for the escape of a packet of `rank` and takes it. Returns 0 if the kernel must leave.

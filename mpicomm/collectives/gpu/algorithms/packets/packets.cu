@@ -173,7 +173,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   sent.load(x.counted.send);
   i64 receive_displ = 0;
   if (overseer < kRanks) receive_displ = given_displ(x.counted.receive, overseer);
-  FirstUnits first;
+  FirstPackets first;
   if (thread < workers) first.load(x.counted, sent, rank, first_at, step_nbytes, in_buffer);
 #endif
 
@@ -198,7 +198,8 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
 #if defined(MPICOMM_COUNTED)
   const Numbers<kRanks> numbers{team, x.flagged, launch};
   const Lengths<kRanks> lengths{numbers, x.counted, m, overseer};
-  if (thread >= workers) ok = lengths.tell(sent, receive_displ, step_nbytes, ok);
+  if (thread < workers && first.misfits != 0) ok = first.refuse(team);
+  if (receive_displ < 0) ok = refuse_counts(team, kCounts, kOfReceive | team.names[overseer], rank);
 #endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
@@ -212,26 +213,30 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   // the output.
   bool is_only;
   if (thread < workers) {
-    first.push(worker, number);
+    first.push(worker, numbers, number);
     let_successor_start();
     count_launch(team, count, thread, workers);
     a_at = course.after(first_at);
     is_only = true;
+    if (sent.longest() * x.counted.itemsize > step_nbytes) out.load(x.counted, sent, rank, a_at);
     ok = do_first_step(worker, x.counted, sent, in_buffer, numbers, first_at, number, step_nbytes, is_only);
-    if (!is_only) out.load(m, rank, a_at);
   } else {
-    if (blockIdx.x == 0) lengths.tell_facts();
+    if (blockIdx.x == 0) {
+      lengths.tell_facts(sent);
+      if (has_peer) oversee(x, m, launch, overseer, load_said(team, overseer), theirs);
+    }
+    lengths.place_sent(sent, receive_displ);
     const bool heard = lengths.hear();
     if (heard) lengths.count_steps(step_nbytes, x.laps);
     ok = heard && lengths.place_received();
     is_only = !heard || m.steps == 1;
-    if (blockIdx.x == 0 && heard && is_only) compare_rooms<kRanks>(team, x.flagged, x.counted, m, launch, overseer);
+    if (blockIdx.x == 0 && heard && is_only) lengths.compare_rooms();
   }
   // Orders the messages before their loads by all threads. If there is no room, all threads leave before
   // any of them stores into the output.
   ok = __syncthreads_and(ok);
   if (thread >= workers) {
-    if (blockIdx.x == 0 && !is_only) compare_rooms<kRanks>(team, x.flagged, x.counted, m, launch, overseer);
+    if (blockIdx.x == 0 && !is_only) lengths.compare_rooms();
   } else if (is_only) {
     fences.say(thread, fences.kLeft);
     return;
@@ -242,8 +247,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   // Whether this launch uses slots again. The host has chosen a kernel without laps if it knows the answer.
   const bool reuses = kLaps && (!kCounted || steps > x.laps);
   if (thread >= workers) {
-    if (kCounted && blockIdx.x == 0 && has_peer) ours = load_said(team, overseer);
-    if (blockIdx.x == 0 && has_peer) oversee(x, m, launch, overseer, ours, theirs);
+    if (!kCounted && blockIdx.x == 0 && has_peer) oversee(x, m, launch, overseer, ours, theirs);
     if (reuses) fences.serve(overseer, workers, period_of(x), turns - 1 - slack_of(x));
     return;
   }
