@@ -88,7 +88,7 @@ constexpr bool kPaced = false;
 // The most threads of a block for which there are registers. The workers are the threads that move
 // data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
-constexpr u32 kMostOfUnits = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
+constexpr u32 kMostOfUnits = kRanks > 4 ? 256 : kFanOut || (kCounted && kRanks > 2) ? 512 : kRanks > 2 ? 640 : 768;
 constexpr u32 kMostOfCodes = kRanks > 4 ? 256 : kRanks > 2 || kFanOut ? 384 : 512;
 constexpr u32 kMostOfMore = kWire ? kMostOfCodes : kMostOfUnits;
 #if defined(MPICOMM_WEIGHT)
