@@ -159,7 +159,9 @@ def test_a_missing_rank_is_named(builds: Builds) -> None:
 MISTAKES = {
     "places read before they are written": Change("packets.cu", "  ok = __syncthreads_and(ok);\n", ""),
     "lengths taken by workers before they have come": Change(
-        "counted_step.cuh", "if (!numbers.has_come(packets[entry])) missing |= 1u << rank;", ""
+        "counted_step.cuh",
+        "if (!numbers.has_come(packets[entry])) missing |= 1u << worker.rank_of(entry);",
+        "",
     ),
     "lengths taken by overseers before they have come": Change(
         "counted.cuh", "return has_come(packet) ? 0u : 1u << peer;", "return 0u;"

@@ -124,14 +124,12 @@ struct SentCounts {
   MPICOMM_DEVICE i64 count_of(u32 rank) const { return chosen(counts, rank); }
   MPICOMM_DEVICE i64 displ_of(u32 rank) const { return chosen(displs, rank); }
 
-  MPICOMM_DEVICE u64 longest() const {
-    u64 most = 0;
+  // Whether a message has more than `step_nbytes`.
+  MPICOMM_DEVICE bool needs_steps(u64 step_nbytes, u32 itemsize) const {
+    bool needs = false;
 #pragma unroll
-    for (u32 rank = 0; rank < ranks; ++rank) {
-      const u64 count = counts[rank];
-      most = count > most ? count : most;
-    }
-    return most;
+    for (u32 rank = 0; rank < ranks; ++rank) needs |= static_cast<u64>(counts[rank]) * itemsize > step_nbytes;
+    return needs;
   }
 
   // Whether a message lies in the buffer. A negative number is too large without its sign.
@@ -140,22 +138,34 @@ struct SentCounts {
   }
 };
 
-// The bytes of a message, and how it travels in the first step. Usually unit u has the bytes from 16*u on of the message.
-// If the message ends within the first `step_nbytes` of the send buffer, unit u has the bytes from 16*u on of the buffer,
-// in which the message begins at `begin`. A thread loads these units before it knows the counts.
+// A message in the units of the first step: its bytes from `begin` to `end`. Usually unit u has the bytes from 16*u on of
+// the message. If the message ends within the first step of the send buffer, unit u has the bytes from 16*u on of the
+// buffer. A thread loads these units before it knows the counts. Bytes of later steps do not count.
+struct InUnits {
+  u32 begin, end;
+
+  // Whether the unit at offset `at` has bytes of the message.
+  MPICOMM_DEVICE bool has(u32 at) const { return at < end && at + kPacketNbytes > begin && begin < end; }
+};
+
+// The bytes of a message, and its bytes in units, as blocks tell them. A step has less than 2^31 bytes.
 struct Length {
   static constexpr u64 kInBuffer = 1ull << 63;
-  static constexpr u32 kBits = 31;  // of the bytes in one step
+  static constexpr u32 kBits = 31, kMask = (1u << kBits) - 1;
   u64 number;
 
+  // The message begins at `begin` of the send buffer.
   MPICOMM_DEVICE static Length of(u64 begin, u64 nbytes, u64 step_nbytes) {
     return {begin + nbytes <= step_nbytes ? kInBuffer | begin << kBits | nbytes : nbytes};
   }
   MPICOMM_DEVICE bool is_in_buffer() const { return (number & kInBuffer) != 0; }
-  MPICOMM_DEVICE u64 nbytes() const { return is_in_buffer() ? number & ((1u << kBits) - 1) : number; }
-  MPICOMM_DEVICE u64 begin() const { return is_in_buffer() ? (number & ~kInBuffer) >> kBits : 0; }
-  // Whether the unit at offset `at` has bytes of the message.
-  MPICOMM_DEVICE bool has(u64 at) const { return at < begin() + nbytes() && at + kPacketNbytes > begin() && nbytes() > 0; }
+  MPICOMM_DEVICE u64 nbytes() const { return is_in_buffer() ? number & kMask : number; }
+  MPICOMM_DEVICE bool needs_steps(u64 step_nbytes) const { return !is_in_buffer() && number > step_nbytes; }
+  MPICOMM_DEVICE InUnits in_units(u64 step_nbytes) const {
+    const u32 low = static_cast<u32>(number) & kMask, begin = static_cast<u32>(number >> kBits) & kMask;
+    if (is_in_buffer()) return {begin, begin + low};
+    return {0, static_cast<u32>(number < step_nbytes ? number : step_nbytes)};
+  }
 };
 
 // The numbers that blocks tell each other, as packets in the inboxes of LL.

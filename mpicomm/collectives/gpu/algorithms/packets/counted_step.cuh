@@ -9,17 +9,13 @@ namespace mpicomm {
 // Out of line, because a thread usually has its unit in the buffer.
 MPICOMM_DEVICE_CALL Packet load_out_of_line(const u8* message, u64 at, u64 nbytes) { return load_at(message, at, nbytes); }
 
-// The unit at offset `at` of a message of the send buffer that begins at `begin`: `unit`, if there is one. `in_buffer` is
-// the unit of the buffer at that offset.
+// Takes the unit at offset `at` of a message of the send buffer that begins at `begin`. Returns whether there is one.
+// `in_buffer` is the unit of the buffer at that offset.
 MPICOMM_DEVICE bool first_unit(
-    const Counted& x, u64 begin, u64 nbytes, u64 at, u64 step_nbytes, const Loaded& in_buffer, Loaded& unit) {
-  const u64 end = begin + nbytes;
-  if (end <= step_nbytes) {
-    unit = in_buffer;
-    return at < end && at + kPacketNbytes > begin && nbytes != 0;
-  }
-  if (at >= nbytes) return false;
-  unit = load_out_of_line(x.send.buffer + begin, at, nbytes);
+    const Counted& x, u64 begin, const Length& length, u32 at, u64 step_nbytes, const Loaded& in_buffer, Loaded& unit) {
+  unit = in_buffer;
+  if (!length.in_units(step_nbytes).has(at)) return false;
+  if (!length.is_in_buffer()) unit = load_out_of_line(x.send.buffer + begin, at, length.number);
   return true;
 }
 
@@ -32,7 +28,7 @@ struct FirstPackets {
   Length length{};   // that this thread tells
 
   MPICOMM_DEVICE void load(
-      const Counted& x, const SentCounts<kRanks>& counts, u32 rank, u64 at, u64 step_nbytes, const Loaded& in_buffer) {
+      const Counted& x, const SentCounts<kRanks>& counts, u32 rank, u32 at, u64 step_nbytes, const Loaded& in_buffer) {
 #pragma unroll
     for (u32 distance = 0; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
@@ -42,9 +38,10 @@ struct FirstPackets {
         continue;
       }
       if (distance == 0) continue;
-      const u64 begin = displ * x.itemsize, nbytes = count * x.itemsize;
-      if (threadIdx.x == distance) length = Length::of(begin, nbytes, step_nbytes);
-      const bool has = first_unit(x, begin, nbytes, at, step_nbytes, in_buffer, units[distance]);
+      const u64 begin = displ * x.itemsize;
+      const Length given = Length::of(begin, count * x.itemsize, step_nbytes);
+      if (threadIdx.x == distance) length = given;
+      const bool has = first_unit(x, begin, given, at, step_nbytes, in_buffer, units[distance]);
       sent |= static_cast<u32>(has) << distance;
     }
   }
@@ -86,11 +83,12 @@ MPICOMM_DEVICE_CALL void store_part(u8* to, Packet packet, u32 first, u32 end) {
 }
 
 // Stores the unit at offset `at` of a message at its place. `output` is the place of the message.
-MPICOMM_DEVICE void store_first(u8* output, const Length& length, u64 at, const Packet& unit) {
-  const u64 begin = length.begin(), end = begin + length.nbytes();
-  u8* const to = output + (at - begin);
-  if (at >= begin && at + kPacketNbytes <= end && width_of(to) == kPacketNbytes) return store_aligned(to, unit);
-  store_part(to, unit, at >= begin ? 0 : static_cast<u32>(begin - at), end - at < kPacketNbytes ? static_cast<u32>(end - at) : kPacketNbytes);
+MPICOMM_DEVICE void store_first(u8* output, const InUnits& message, u32 at, const Packet& unit) {
+  u8* const to = output + static_cast<i64>(at) - message.begin;
+  const bool is_whole = at >= message.begin && at + kPacketNbytes <= message.end;
+  if (is_whole && width_of(to) == kPacketNbytes) return store_aligned(to, unit);
+  const u32 rest = message.end - at;
+  store_part(to, unit, at < message.begin ? message.begin - at : 0, rest < kPacketNbytes ? rest : kPacketNbytes);
 }
 
 // The work of this thread in the first step, after its packets have left. Each thread hears the lengths of all messages,
@@ -104,18 +102,25 @@ MPICOMM_DEVICE bool do_first_step(
     const SentCounts<kRanks>& sent,
     const Loaded& in_buffer,
     const Numbers<kRanks>& numbers,
-    u64 at,
+    u32 at,
     u64 place,
     u64 step_nbytes,
     bool& is_only) {
-  const u32 own = worker.x.team.rank, peers = ((1u << kRanks) - 1) & ~(1u << own);
+  const u32 own = worker.x.team.rank;
   // The thread makes all numbers that this rank knows before it waits.
-  const u64 room = x.receive.room * x.itemsize;
-  u64 longest = sent.longest() * x.itemsize;
-  const u64 kept_begin = sent.displ_of(own) * x.itemsize, kept_nbytes = sent.count_of(own) * x.itemsize;
-  const Length kept = Length::of(kept_begin, kept_nbytes, step_nbytes);
+  const u64 room = x.receive.room * x.itemsize, kept_begin = sent.displ_of(own) * x.itemsize;
+  const Length kept = Length::of(kept_begin, sent.count_of(own) * x.itemsize, step_nbytes);
   Loaded kept_unit{};
-  const bool keeps = first_unit(x, kept_begin, kept_nbytes, at, step_nbytes, in_buffer, kept_unit);
+  const bool keeps = first_unit(x, kept_begin, kept, at, step_nbytes, in_buffer, kept_unit);
+  const Pair* slots[kOthers]{};
+  u32 peers = 0;
+#pragma unroll
+  for (u32 entry = 0; entry < kOthers; ++entry) {
+    const u32 rank = worker.rank_of(entry);
+    if (kRanks == 1 || rank == own) continue;
+    slots[entry] = numbers.slot_of_length(own, rank);
+    peers |= 1u << rank;
+  }
 
   // Pairs with the stores in `Numbers::tell`.
   Pair packets[kOthers]{};
@@ -123,10 +128,9 @@ MPICOMM_DEVICE bool do_first_step(
     u32 missing = 0;
 #pragma unroll
     for (u32 entry = 0; entry < kOthers; ++entry) {
-      const u32 rank = worker.rank_of(entry);
-      if (rank == own) continue;
-      packets[entry] = load_volatile(numbers.slot_of_length(own, rank));
-      if (!numbers.has_come(packets[entry])) missing |= 1u << rank;
+      if (!is_among(peers, entry)) continue;
+      packets[entry] = load_volatile(slots[entry]);
+      if (!numbers.has_come(packets[entry])) missing |= 1u << worker.rank_of(entry);
     }
     return missing;
   };
@@ -135,27 +139,28 @@ MPICOMM_DEVICE bool do_first_step(
   // The loads of the slots are in flight while the thread finds the places of the messages.
   Held units[kOthers];
   worker.look(units, 0, peers, place);
-  u64 lengths[kRanks], begins[kRanks], end = 0;
-  u32 senders = 0, as_they_lie = 0;
+  Length lengths[kRanks];
+  InUnits messages[kRanks];
+  u64 begins[kRanks], end = 0;
+  u32 senders = 0, in_steps = 0;
 #pragma unroll
   for (u32 rank = 0; rank < kRanks; ++rank) {
     const Length length{rank == own ? kept.number : numbers.number_in(packets[entry_of(rank)])};
-    const u64 nbytes = length.nbytes();
-    lengths[rank] = length.number;
-    longest = longest > nbytes ? longest : nbytes;
+    lengths[rank] = length;
+    messages[rank] = length.in_units(step_nbytes);
     begins[rank] = end;
-    end += nbytes;
-    if (rank != own && length.has(at)) senders |= 1u << rank;
-    if (length.is_in_buffer()) as_they_lie |= 1u << rank;
+    end += length.nbytes();
+    if (rank != own && messages[rank].has(at)) senders |= 1u << rank;
+    if (length.needs_steps(step_nbytes)) is_only = false;
+    if (!length.is_in_buffer()) in_steps |= 1u << rank;
   }
-  is_only = longest <= step_nbytes;
-  if (!is_only) senders &= as_they_lie;
+  if (!is_only) senders &= ~in_steps;
   bool fits = end <= room;
   if (x.receive.follows == 0) {
     fits = true;
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      const u64 displ = given_displ(x.receive, rank), nbytes = Length{lengths[rank]}.nbytes();
+      const u64 displ = given_displ(x.receive, rank), nbytes = lengths[rank].nbytes();
       begins[rank] = displ * x.itemsize;
       fits &= nbytes == 0 || (displ <= x.receive.room && nbytes <= room - begins[rank]);
     }
@@ -167,9 +172,9 @@ MPICOMM_DEVICE bool do_first_step(
     if (!is_among(senders, entry)) continue;
     const u32 rank = worker.rank_of(entry);
     const Packet unit = Protocol::unit(units[entry].packets[0]);
-    store_first(x.receive.buffer + chosen(begins, rank), Length{chosen(lengths, rank)}, at, unit);
+    store_first(x.receive.buffer + chosen(begins, rank), chosen(messages, rank), at, unit);
   }
-  if (keeps) store_first(x.receive.buffer + chosen(begins, own), kept, at, unit_of(kept_unit));
+  if (keeps) store_first(x.receive.buffer + chosen(begins, own), kept.in_units(step_nbytes), at, unit_of(kept_unit));
   return true;
 }
 

@@ -217,8 +217,8 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
     let_successor_start();
     count_launch(team, count, thread, workers);
     a_at = course.after(first_at);
-    is_only = true;
-    if (sent.longest() * x.counted.itemsize > step_nbytes) out.load(x.counted, sent, rank, a_at);
+    is_only = !sent.needs_steps(step_nbytes, x.counted.itemsize);
+    if (!is_only) out.load(x.counted, sent, rank, a_at);
     ok = do_first_step(worker, x.counted, sent, in_buffer, numbers, first_at, number, step_nbytes, is_only);
   } else {
     if (blockIdx.x == 0) {
