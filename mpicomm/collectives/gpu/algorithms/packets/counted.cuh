@@ -9,6 +9,11 @@
 // Both travel as packets of the LL protocol in the inboxes for LL packets. A launch of this kernel uses
 // these inboxes for nothing else. They have two sets, by the parity of the launch, and every kernel wipes
 // old flags. So a slot is free when the inboxes of packets.cu are: see the top of packets.cu.
+//
+// The first step (counted_step.cuh) takes about as long as a step of messages that the host knows. Its data is in flight
+// together with its lengths. A message near the begin of its buffer travels in units of the buffer, and a worker loads
+// its unit of the buffer together with the counts. Every worker hears the lengths itself. So between the lengths and
+// the data no thread waits for another thread of its block.
 #pragma once
 
 #include "flag_protocol.cuh"
