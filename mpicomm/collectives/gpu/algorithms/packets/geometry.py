@@ -51,15 +51,18 @@ def geometries_of(
 
 
 @cache
-def geometry_within(inbox_nbytes: int, most_blocks: int, size: int, *, coded: bool = False) -> Geometry:
+def geometry_within(
+    inbox_nbytes: int, most_blocks: int, size: int, *, coded: bool = False, counted: bool = False
+) -> Geometry:
     """Return the geometry for messages of any length in inboxes of that size; the same on all ranks.
 
     It has the most threads for which an inbox still holds `FEWEST_LAPS` steps, because a launch reuses slots. ``coded``
-    is as in `most_workers`.
+    and ``counted`` are as in `most_workers`.
     """
     slots = inbox_nbytes // SLOT_NBYTES // (parts_of(size, one_step=False) if coded else 1)
     room = slots // (FEWEST_LAPS * most_blocks) // LANES * LANES
-    return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False, coded=coded)))
+    most = most_workers(size, fan_out=False, one_step=False, coded=coded, counted=counted)
+    return Geometry(most_blocks, min(room, most))
 
 
 def most_blocks_of(node: Node) -> int:
