@@ -121,7 +121,7 @@ class Messages:
         if self.by_rendezvous and nbytes == HEADER_NBYTES:
             buffer = self._receive_buffer(self._reader.parse_receive(operation, buf, None, "buf"))
             if room is not buf:
-                ctypes.memmove(buffer.pointer, _address(room), nbytes)
+                ctypes.memmove(buffer.memory.pointer, _address(room), nbytes)
             self._finish(buffer, status)
         elif room is not buf:
             if nbytes > buf.nbytes:
@@ -134,7 +134,7 @@ class Messages:
             raise refused_capture(received)
         status = MPI.Status() if status is None else status
         buffer = self._receive_buffer(received, spare=self._spare)
-        incoming.recv_into(buffer.spec, status)
+        incoming.recv_into(buffer.memory.spec, status)
         self._finish(buffer, status)
         if received.blocks:
             wait_for_copies(received)
@@ -145,7 +145,7 @@ class Messages:
             raise refused_capture(received)
         buffer = self._receive_buffer(received)
         mark = self._mark(received)
-        request, correct = incoming.irecv_into(buffer.spec)
+        request, correct = incoming.irecv_into(buffer.memory.spec)
         if buffer.goes_to_mpi and correct is None:
             return request
         return self._pending_receive(buffer, request, correct, mark)
@@ -167,7 +167,7 @@ class Messages:
             raise refused_capture(received)
         buffer = self._receive_buffer(received, replace=replace)
         mark = self._mark(received)
-        return self._pending_receive(buffer, *incoming.irecv_into(buffer.spec), mark, before)
+        return self._pending_receive(buffer, *incoming.irecv_into(buffer.memory.spec), mark, before)
 
     def exchange(
         self,
@@ -198,7 +198,7 @@ class Messages:
         outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
         if incoming is None:
             try:
-                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.spec, *posted, status)
+                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.memory.spec, *posted, status)
             except Exception as error:
                 # MPI has refused to send the message, except if the received message was too long.
                 refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
@@ -208,7 +208,7 @@ class Messages:
         else:
             request = outgoing.hand_over(_isend, self._comm, dest, tag)
             try:
-                incoming.recv_into(buffer.spec, status)
+                incoming.recv_into(buffer.memory.spec, status)
             finally:
                 request.Wait()
         self._finish(buffer, status, mark)
@@ -283,7 +283,7 @@ class Messages:
         else:
             buffer.deliver(stream)
         if buffer.slot is not None and isinstance(buffer, DeviceReceive) and buffer.capacity <= _MOST_SPARE_NBYTES:
-            self._spare.append(buffer.staging)
+            self._spare.append(buffer.memory)
 
     def _mark(self, received: Endpoint) -> Any:
         if received.device is None or received.stream is None:
