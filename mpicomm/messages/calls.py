@@ -46,8 +46,8 @@ def _beside(device: GpuBackend, stream: int) -> SideStream:
 class Messages:
     """The messages of communicator ``comm``. ``gpu`` returns its device. All methods are local.
 
-    A call reads its buffers once, with `read`, and hands the endpoints to the other methods. MPI
-    gets host memory in place of each endpoint, matches all messages, and blocks as usual.
+    A call reads its buffers once, with `read`, and hands the endpoints to the other methods. MPI gets host memory in
+    place of each endpoint, matches all messages, and blocks as usual.
 
     ``by_rendezvous`` is true if the ranks open memory by IPC handles. Then long messages of device arrays have a
     rendezvous header, and receives into host arrays must also look for headers.
