@@ -85,7 +85,7 @@ class Rendezvous:
         """
         if self._secret is None:
             return None
-        known, nbytes = START.unpack_from(content)
+        known, nbytes = START.unpack_from(content.data)
         slot = self._known.get(known)
         if slot is None:
             header = RendezvousHeader.unpack(content[:HEADER_NBYTES].tobytes(), self._secret)
