@@ -15,7 +15,7 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.wait_beside import SideStream, beside
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
-from mpicomm.messages.incoming import Correct, Incoming
+from mpicomm.messages.incoming import Incoming
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
@@ -58,13 +58,13 @@ class Messages:
         self.on_gpu = isinstance(here.device, int)
         self.by_rendezvous = here.sends_headers
         self._comm = comm
-        self._near = frozenset(placement.node_ranks)
         secret = placement.secret if self.by_rendezvous else None
         self.memory = MessageMemory(here.timeout_s, secret, here.most_outbox_nbytes)
         self._reader = Reader(gpu, self.memory, by_rendezvous=self.by_rendezvous)
         self.read = self._reader.read
         self.unexpected = UnexpectedQueue(self, comm, secret)
-        self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.by_rendezvous else here.handle)
+        near = frozenset(placement.node_ranks)
+        self._outgoing = Outgoing(comm, near, self.memory, "" if self.by_rendezvous else here.handle)
         self.send = self._outgoing.send
         # The spare staging memory: as many arrays as threads receive at once. The system provides no pages for the
         # parts that no message has filled.
@@ -139,18 +139,7 @@ class Messages:
         if received.blocks:
             wait_for_copies(received)
 
-    def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
-        """Start to receive. The request, which may be MPI's own, is complete when the message is in the buffer."""
-        if received.captured:
-            raise refused_capture(received)
-        buffer = self._receive_buffer(received)
-        mark = self._mark(received)
-        request, correct = incoming.irecv_into(buffer.memory.spec)
-        if buffer.goes_to_mpi and correct is None:
-            return request
-        return self._pending_receive(buffer, request, correct, mark)
-
-    def defer_receive(
+    def start_receive(
         self,
         received: Endpoint,
         incoming: Incoming,
@@ -158,7 +147,7 @@ class Messages:
         replace: bool = False,
         before: Callable[[], bool] = _nothing_before,
     ) -> DeferredRequest:
-        """Start to receive, as `start_receive` does. The request is never MPI's own.
+        """Start to receive. The request is complete when the message is in the buffer.
 
         The request is complete only after ``before`` has returned true, which means that the rest of the call is done.
         With ``replace`` the rest of the call sends the content of the buffer.
@@ -166,8 +155,10 @@ class Messages:
         if received.captured:
             raise refused_capture(received)
         buffer = self._receive_buffer(received, replace=replace)
-        mark = self._mark(received)
-        return self._pending_receive(buffer, *incoming.irecv_into(buffer.memory.spec), mark, before)
+        device, mark = buffer.rendezvous.device, self._mark(received)
+        request, correct = incoming.irecv_into(buffer.memory.spec)
+        pending = PendingReceive(buffer, request, correct, mark, before)
+        return self._request(DeferredWork(pending.done, device.check, pending.status, pending.cancel), device)
 
     def exchange(
         self,
@@ -225,7 +216,7 @@ class Messages:
             sending: MPI.Request = self.start_send(_isend, sent, dest, tag)
         else:
             sending = host_calls.call(_isend, self._comm, sent.spec, dest, tag)
-        return self.defer_receive(received, incoming, replace=replace, before=sending.Test)
+        return self.start_receive(received, incoming, replace=replace, before=sending.Test)
 
     def receive_matched(self, message: Incoming, buf: Any, status: MPI.Status | None) -> None:
         """Receive a message that a probe has matched."""
@@ -236,7 +227,7 @@ class Messages:
 
     def start_receive_matched(self, message: Incoming, buf: Any) -> MPI.Request:
         """Start to receive a message that a probe has matched."""
-        return self.defer_receive(self._read_matched("Message.Irecv", buf), message)
+        return self.start_receive(self._read_matched("Message.Irecv", buf), message)
 
     def _read_matched(self, operation: str, buf: Any) -> Endpoint:
         _, received = self.read(operation, buf, None, MPI.ANY_SOURCE, receives=True)
@@ -289,18 +280,6 @@ class Messages:
         if received.device is None or received.stream is None:
             return None
         return received.device.side_streams.mark(received.stream)
-
-    def _pending_receive(
-        self,
-        buffer: ReceiveBuffer,
-        request: MPI.Request,
-        correct: Correct | None,
-        mark: Any,
-        before: Callable[[], bool] = _nothing_before,
-    ) -> DeferredRequest:
-        device = buffer.rendezvous.device
-        pending = PendingReceive(buffer, request, correct, mark, before)
-        return self._request(DeferredWork(pending.done, device.check, pending.status, pending.cancel), device)
 
     def _request(self, work: DeferredWork, device: GpuBackend) -> DeferredRequest:
         return DeferredRequest(self._completer.add(work, device.prepare_thread))

@@ -78,18 +78,13 @@ class ReceiveBuffer(abc.ABC):
         self.slot: PeerSlot | None = None
         """The slot of the message; None if MPI has received the data itself."""
 
-    @property
-    def goes_to_mpi(self) -> bool:
-        """Whether MPI completes the receive without this package, because no header can arrive."""
-        return self.in_place and not self.rendezvous.expects_headers
-
     def arrived(self, status: MPI.Status) -> bool:
         """Read the message that MPI has received, and correct its status. Return whether it needs `deliver`.
 
         If the call sends the content of the buffer, it has done so before.
         """
         nbytes = status.Get_count(_byte)
-        if nbytes == HEADER_NBYTES:
+        if nbytes == HEADER_NBYTES and self.rendezvous.expects_headers:
             found = self.rendezvous.arrived(self.memory.content, status.source)
             if found is not None:
                 self.slot, self.nbytes = found

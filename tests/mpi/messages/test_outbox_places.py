@@ -13,6 +13,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.log import logger
 from mpicomm.messages.in_flight import DONE
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.rigs.message_rigs import LARGE, Rig, content, on_threads, same, small_messages
 
@@ -102,19 +103,22 @@ def test_without_memory_messages_go_through_the_host(
 
 @pytest.mark.parametrize("method", ["Sendrecv", "Isendrecv"])
 @pytest.mark.parametrize("to_host", [False, True])
-def test_without_headers_one_end_is_in_host_memory(parent: mpicomm.Communicator, method: str, to_host: bool) -> None:
+@pytest.mark.parametrize("count", [HEADER_NBYTES // 4, LARGE])
+def test_without_headers_one_end_is_in_host_memory(
+    parent: mpicomm.Communicator, method: str, to_host: bool, count: int
+) -> None:
     comm, device = on_threads(parent, "fd")
     rig = Rig(comm, device)
-    host, array = np.zeros(LARGE + 1, np.int32), rig.empty(LARGE + 1)
-    sent, received = (rig.of(rig.rank, LARGE), host) if to_host else (content(rig.rank, LARGE), array)
-    for room in (LARGE, LARGE + 1):
+    host, array = np.zeros(count + 1, np.int32), rig.empty(count + 1)
+    sent, received = (rig.of(rig.rank, count), host) if to_host else (content(rig.rank, count), array)
+    for room in (count, count + 1):
         request = getattr(comm, method)(sent, rig.right, 0, [received, room, MPI.INT32_T], rig.left, 0)
         if request is not None:
             request.Wait()
         found = host if to_host else array.get()
-        assert (found == [*content(rig.left, LARGE), 0]).all()
+        assert (found == [*content(rig.left, count), 0]).all()
     with pytest.raises(MPI.Exception, match=r"(?i)truncate"):
-        request = getattr(comm, method)(sent, rig.right, 0, [received, LARGE - 1, MPI.INT32_T], rig.left, 0)
+        request = getattr(comm, method)(sent, rig.right, 0, [received, count - 1, MPI.INT32_T], rig.left, 0)
         request.Wait()
     comm.Free()
 
