@@ -19,8 +19,8 @@ from mpicomm.messages.incoming import Incoming
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
-from mpicomm.messages.reader import Reader, parse_any
-from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, Staging, receive_buffer
+from mpicomm.messages.reader import EndpointReader, parse_any
+from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, StagingMemory, receive_buffer
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
@@ -60,7 +60,7 @@ class Messages:
         self._comm = comm
         secret = placement.secret if self.by_rendezvous else None
         self.memory = MessageMemory(here.timeout_s, secret, here.most_outbox_nbytes)
-        self._reader = Reader(gpu, self.memory, by_rendezvous=self.by_rendezvous)
+        self._reader = EndpointReader(gpu, self.memory, by_rendezvous=self.by_rendezvous)
         self.read = self._reader.read
         self.unexpected = UnexpectedQueue(self, comm, secret)
         near = frozenset(placement.node_ranks)
@@ -68,7 +68,7 @@ class Messages:
         self.send = self._outgoing.send
         # The spare staging memory: as many arrays as threads receive at once. The system provides no pages for the
         # parts that no message has filled.
-        self._spare: list[Staging] = []
+        self._spare: list[StagingMemory] = []
         # Collectives have another completer. A receive into host memory blocks its thread until the sender's device has
         # sent the data. The sender may wait for a collective which this rank begins only after an earlier one is
         # complete.
@@ -234,7 +234,7 @@ class Messages:
         return received or Endpoint(operation, buf)
 
     def _receive_buffer(
-        self, received: Endpoint, *, replace: bool = False, spare: list[Staging] | None = None
+        self, received: Endpoint, *, replace: bool = False, spare: list[StagingMemory] | None = None
     ) -> ReceiveBuffer:
         """Return the buffer of a receive. A blocking receive takes ``spare`` memory, and `_finish` gives it back."""
         device = received.device or self._reader.device(received.operation)
@@ -245,9 +245,9 @@ class Messages:
         try:
             staging = spare.pop()
         except IndexError:
-            staging = Staging(_LEAST_SPARE_NBYTES)
+            staging = StagingMemory(_LEAST_SPARE_NBYTES)
         if staging.capacity < nbytes:
-            staging = Staging(nbytes)
+            staging = StagingMemory(nbytes)
         staging.spec[1] = nbytes if nbytes > HEADER_NBYTES else HEADER_NBYTES
         return DeviceReceive(received, nbytes, rendezvous, staging)
 

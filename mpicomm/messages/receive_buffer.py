@@ -31,7 +31,7 @@ _byte = MPI.BYTE
 _BYTES = np.dtype(np.uint8)
 
 
-class Staging:
+class StagingMemory:
     """Staging memory for a header, or for ``capacity`` bytes of data."""
 
     __slots__ = ("capacity", "content", "pointer", "spec")
@@ -68,7 +68,9 @@ class ReceiveBuffer(abc.ABC):
     """Whether MPI writes into the user's memory."""
 
     # Callers pass the arguments by position, because each call on device arrays makes a buffer.
-    def __init__(self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, memory: Staging | UserMemory) -> None:
+    def __init__(
+        self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, memory: StagingMemory | UserMemory
+    ) -> None:
         self.endpoint = endpoint
         self.capacity = capacity
         self.rendezvous = rendezvous
@@ -155,7 +157,7 @@ class HostReceive(ReceiveBuffer):
 class StagedReceive(ReceiveBuffer):
     """A receive for which MPI gets staging memory, which may be memory of an earlier receive."""
 
-    memory: Staging
+    memory: StagingMemory
 
     def _needs_device(self, nbytes: int) -> bool:
         return nbytes > 0
@@ -223,7 +225,7 @@ class DerivedDeviceReceive(DerivedReceive):
 
     def __init__(self, endpoint: Endpoint, elements: Elements, rendezvous: Rendezvous) -> None:
         nbytes = elements.layout.nbytes
-        super().__init__(endpoint, nbytes, rendezvous, Staging(nbytes))
+        super().__init__(endpoint, nbytes, rendezvous, StagingMemory(nbytes))
         self._elements = elements
 
     def _is_stream_ordered(self) -> bool:
@@ -259,7 +261,7 @@ def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool 
     """Return the receive buffer of an endpoint. With ``replace`` the same call sends the content of the buffer."""
     operand = endpoint.operand
     if endpoint.is_flat:
-        return DeviceReceive(endpoint, endpoint.nbytes, rendezvous, Staging(endpoint.nbytes))
+        return DeviceReceive(endpoint, endpoint.nbytes, rendezvous, StagingMemory(endpoint.nbytes))
     if operand is None:
         return HostReceive(endpoint, 0, rendezvous, UserMemory(endpoint.spec, 0))
     if operand.dtype is not None:
@@ -268,9 +270,9 @@ def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool 
         return DerivedDeviceReceive(endpoint, operand.derived[0], rendezvous)
     elif operand.mpi_type is not None and operand.mpi_type != MPI.BYTE:
         capacity = operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF)
-        return DerivedReceive(endpoint, capacity, rendezvous, Staging(capacity))
+        return DerivedReceive(endpoint, capacity, rendezvous, StagingMemory(capacity))
     else:  # NumPy lacks the element type of a host array, and MPI may know it; MPI.BYTE stands for it in the endpoint
         capacity = read(operand.owner, True, operand.name).nbytes
     if replace or rendezvous.exceeds(capacity):
-        return StagedHostReceive(endpoint, capacity, rendezvous, Staging(capacity))
+        return StagedHostReceive(endpoint, capacity, rendezvous, StagingMemory(capacity))
     return HostReceive(endpoint, capacity, rendezvous, UserMemory(endpoint.spec, operand.pointer))
