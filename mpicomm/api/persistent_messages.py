@@ -67,7 +67,7 @@ class PersistentMessages(MPI.Intracomm):
             # The stream may capture a graph at this Start, so each Start reads the buffer again.
             _, end = messages.read("Recv_init", buf, stream, source, receives=True)
             assert end is not None
-            return messages.defer_receive(end, messages.posted(source, tag)).work
+            return messages.start_receive(end, messages.posted(source, tag)).work
 
         return PersistentRequest.of(begin)
 

@@ -15,12 +15,12 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.wait_beside import SideStream, beside
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
-from mpicomm.messages.incoming import Correct, Incoming
+from mpicomm.messages.incoming import Incoming
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
-from mpicomm.messages.reader import Reader, parse_any
-from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, Staging, receive_buffer
+from mpicomm.messages.reader import EndpointReader, parse_any
+from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, StagingMemory, receive_buffer
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
@@ -46,8 +46,8 @@ def _beside(device: GpuBackend, stream: int) -> SideStream:
 class Messages:
     """The messages of communicator ``comm``. ``gpu`` returns its device. All methods are local.
 
-    A call reads its buffers once, with `read`, and hands the endpoints to the other methods. MPI
-    gets host memory in place of each endpoint, matches all messages, and blocks as usual.
+    A call reads its buffers once, with `read`, and hands the endpoints to the other methods. MPI gets host memory in
+    place of each endpoint, matches all messages, and blocks as usual.
 
     ``by_rendezvous`` is true if the ranks open memory by IPC handles. Then long messages of device arrays have a
     rendezvous header, and receives into host arrays must also look for headers.
@@ -58,17 +58,17 @@ class Messages:
         self.on_gpu = isinstance(here.device, int)
         self.by_rendezvous = here.sends_headers
         self._comm = comm
-        self._near = frozenset(placement.node_ranks)
         secret = placement.secret if self.by_rendezvous else None
         self.memory = MessageMemory(here.timeout_s, secret, here.most_outbox_nbytes)
-        self._reader = Reader(gpu, self.memory, by_rendezvous=self.by_rendezvous)
+        self._reader = EndpointReader(gpu, self.memory, by_rendezvous=self.by_rendezvous)
         self.read = self._reader.read
         self.unexpected = UnexpectedQueue(self, comm, secret)
-        self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.by_rendezvous else here.handle)
+        near = frozenset(placement.node_ranks)
+        self._outgoing = Outgoing(comm, near, self.memory, "" if self.by_rendezvous else here.handle)
         self.send = self._outgoing.send
         # The spare staging memory: as many arrays as threads receive at once. The system provides no pages for the
         # parts that no message has filled.
-        self._spare: list[Staging] = []
+        self._spare: list[StagingMemory] = []
         # Collectives have another completer. A receive into host memory blocks its thread until the sender's device has
         # sent the data. The sender may wait for a collective which this rank begins only after an earlier one is
         # complete.
@@ -121,7 +121,7 @@ class Messages:
         if self.by_rendezvous and nbytes == HEADER_NBYTES:
             buffer = self._receive_buffer(self._reader.parse_receive(operation, buf, None, "buf"))
             if room is not buf:
-                ctypes.memmove(buffer.pointer, _address(room), nbytes)
+                ctypes.memmove(buffer.memory.pointer, _address(room), nbytes)
             self._finish(buffer, status)
         elif room is not buf:
             if nbytes > buf.nbytes:
@@ -134,23 +134,12 @@ class Messages:
             raise refused_capture(received)
         status = MPI.Status() if status is None else status
         buffer = self._receive_buffer(received, spare=self._spare)
-        incoming.recv_into(buffer.spec, status)
+        incoming.recv_into(buffer.memory.spec, status)
         self._finish(buffer, status)
         if received.blocks:
             wait_for_copies(received)
 
-    def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
-        """Start to receive. The request, which may be MPI's own, is complete when the message is in the buffer."""
-        if received.captured:
-            raise refused_capture(received)
-        buffer = self._receive_buffer(received)
-        mark = self._mark(received)
-        request, correct = incoming.irecv_into(buffer.spec)
-        if buffer.goes_to_mpi and correct is None:
-            return request
-        return self._pending_receive(buffer, request, correct, mark)
-
-    def defer_receive(
+    def start_receive(
         self,
         received: Endpoint,
         incoming: Incoming,
@@ -158,7 +147,7 @@ class Messages:
         replace: bool = False,
         before: Callable[[], bool] = _nothing_before,
     ) -> DeferredRequest:
-        """Start to receive, as `start_receive` does. The request is never MPI's own.
+        """Start to receive. The request is complete when the message is in the buffer.
 
         The request is complete only after ``before`` has returned true, which means that the rest of the call is done.
         With ``replace`` the rest of the call sends the content of the buffer.
@@ -166,8 +155,10 @@ class Messages:
         if received.captured:
             raise refused_capture(received)
         buffer = self._receive_buffer(received, replace=replace)
-        mark = self._mark(received)
-        return self._pending_receive(buffer, *incoming.irecv_into(buffer.spec), mark, before)
+        device, mark = buffer.rendezvous.device, self._mark(received)
+        request, correct = incoming.irecv_into(buffer.memory.spec)
+        pending = PendingReceive(buffer, request, correct, mark, before)
+        return self._request(DeferredWork(pending.done, device.check, pending.status, pending.cancel), device)
 
     def exchange(
         self,
@@ -198,7 +189,7 @@ class Messages:
         outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
         if incoming is None:
             try:
-                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.spec, *posted, status)
+                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.memory.spec, *posted, status)
             except Exception as error:
                 # MPI has refused to send the message, except if the received message was too long.
                 refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
@@ -208,7 +199,7 @@ class Messages:
         else:
             request = outgoing.hand_over(_isend, self._comm, dest, tag)
             try:
-                incoming.recv_into(buffer.spec, status)
+                incoming.recv_into(buffer.memory.spec, status)
             finally:
                 request.Wait()
         self._finish(buffer, status, mark)
@@ -225,7 +216,7 @@ class Messages:
             sending: MPI.Request = self.start_send(_isend, sent, dest, tag)
         else:
             sending = host_calls.call(_isend, self._comm, sent.spec, dest, tag)
-        return self.defer_receive(received, incoming, replace=replace, before=sending.Test)
+        return self.start_receive(received, incoming, replace=replace, before=sending.Test)
 
     def receive_matched(self, message: Incoming, buf: Any, status: MPI.Status | None) -> None:
         """Receive a message that a probe has matched."""
@@ -236,14 +227,14 @@ class Messages:
 
     def start_receive_matched(self, message: Incoming, buf: Any) -> MPI.Request:
         """Start to receive a message that a probe has matched."""
-        return self.defer_receive(self._read_matched("Message.Irecv", buf), message)
+        return self.start_receive(self._read_matched("Message.Irecv", buf), message)
 
     def _read_matched(self, operation: str, buf: Any) -> Endpoint:
         _, received = self.read(operation, buf, None, MPI.ANY_SOURCE, receives=True)
         return received or Endpoint(operation, buf)
 
     def _receive_buffer(
-        self, received: Endpoint, *, replace: bool = False, spare: list[Staging] | None = None
+        self, received: Endpoint, *, replace: bool = False, spare: list[StagingMemory] | None = None
     ) -> ReceiveBuffer:
         """Return the buffer of a receive. A blocking receive takes ``spare`` memory, and `_finish` gives it back."""
         device = received.device or self._reader.device(received.operation)
@@ -254,9 +245,9 @@ class Messages:
         try:
             staging = spare.pop()
         except IndexError:
-            staging = Staging(_LEAST_SPARE_NBYTES)
+            staging = StagingMemory(_LEAST_SPARE_NBYTES)
         if staging.capacity < nbytes:
-            staging = Staging(nbytes)
+            staging = StagingMemory(nbytes)
         staging.spec[1] = nbytes if nbytes > HEADER_NBYTES else HEADER_NBYTES
         return DeviceReceive(received, nbytes, rendezvous, staging)
 
@@ -283,24 +274,12 @@ class Messages:
         else:
             buffer.deliver(stream)
         if buffer.slot is not None and isinstance(buffer, DeviceReceive) and buffer.capacity <= _MOST_SPARE_NBYTES:
-            self._spare.append(buffer.staging)
+            self._spare.append(buffer.memory)
 
     def _mark(self, received: Endpoint) -> Any:
         if received.device is None or received.stream is None:
             return None
         return received.device.side_streams.mark(received.stream)
-
-    def _pending_receive(
-        self,
-        buffer: ReceiveBuffer,
-        request: MPI.Request,
-        correct: Correct | None,
-        mark: Any,
-        before: Callable[[], bool] = _nothing_before,
-    ) -> DeferredRequest:
-        device = buffer.rendezvous.device
-        pending = PendingReceive(buffer, request, correct, mark, before)
-        return self._request(DeferredWork(pending.done, device.check, pending.status, pending.cancel), device)
 
     def _request(self, work: DeferredWork, device: GpuBackend) -> DeferredRequest:
         return DeferredRequest(self._completer.add(work, device.prepare_thread))

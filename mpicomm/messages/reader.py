@@ -25,7 +25,7 @@ _NOTHING = np.empty(0, np.uint8)
 _SPECIFICATIONS = frozenset((list, tuple))
 
 
-class Reader:
+class EndpointReader:
     """The reader of one communicator's buffers. ``gpu`` returns its device. Local.
 
     With ``by_rendezvous`` a receive into host memory may meet a rendezvous header.

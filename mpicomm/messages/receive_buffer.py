@@ -31,47 +31,54 @@ _byte = MPI.BYTE
 _BYTES = np.dtype(np.uint8)
 
 
-class Staging:
-    """Memory for a header, or for ``capacity`` bytes of data. ``spec`` is the memory as MPI takes it."""
+class StagingMemory:
+    """Staging memory for a header, or for ``capacity`` bytes of data."""
 
-    __slots__ = ("capacity", "memory", "pointer", "spec")
+    __slots__ = ("capacity", "content", "pointer", "spec")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = nbytes = max(capacity, HEADER_NBYTES)
-        self.memory = np.empty(nbytes, np.uint8)
-        self.pointer = MPI.Get_address(self.memory)  # NumPy's `ctypes` takes ten times as long
+        self.content = np.empty(nbytes, np.uint8)
+        self.pointer = MPI.Get_address(self.content)  # NumPy's `ctypes` takes ten times as long
         # MPI.PACKED matches every type of the sender.
-        self.spec: list[Any] = [self.memory, nbytes, MPI.PACKED]
+        self.spec: list[Any] = [self.content, nbytes, MPI.PACKED]
+        """The memory as MPI takes it."""
+
+
+class UserMemory:
+    """The memory of the user's host array at ``pointer``. MPI takes ``spec``."""
+
+    def __init__(self, spec: Any, pointer: int) -> None:
+        self.spec = spec
+        self.pointer = pointer
+
+    @property
+    def content(self) -> Content:
+        """The first bytes."""
+        return array_at(self.pointer, HEADER_NBYTES, _BYTES)
 
 
 class ReceiveBuffer(abc.ABC):
     """The buffer of one receive, which it keeps alive. ``capacity`` is the longest message, in bytes, that fits.
 
-    MPI receives into ``spec``, memory at ``pointer``. After that `arrived` reads the message. `deliver` brings it into
-    the user's memory.
+    MPI receives into ``memory``. After that `arrived` reads the message, and `deliver` brings it to its array.
     """
 
     in_place = False
     """Whether MPI writes into the user's memory."""
 
     # Callers pass the arguments by position, because each call on device arrays makes a buffer.
-    def __init__(self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, spec: Any, pointer: int) -> None:
+    def __init__(
+        self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, memory: StagingMemory | UserMemory
+    ) -> None:
         self.endpoint = endpoint
         self.capacity = capacity
         self.rendezvous = rendezvous
-        self.spec = spec
-        """The buffer argument of MPI's receive."""
-        self.pointer = pointer
-        """The address of the memory of ``spec``."""
+        self.memory = memory
         self.nbytes = 0
         """The bytes of the message that has arrived."""
         self.slot: PeerSlot | None = None
         """The slot of the message; None if MPI has received the data itself."""
-
-    @property
-    def goes_to_mpi(self) -> bool:
-        """Whether MPI completes the receive without this package, because no header can arrive."""
-        return self.in_place and not self.rendezvous.expects_headers
 
     def arrived(self, status: MPI.Status) -> bool:
         """Read the message that MPI has received, and correct its status. Return whether it needs `deliver`.
@@ -79,8 +86,8 @@ class ReceiveBuffer(abc.ABC):
         If the call sends the content of the buffer, it has done so before.
         """
         nbytes = status.Get_count(_byte)
-        if nbytes == HEADER_NBYTES:
-            found = self.rendezvous.arrived(self._content, status.source)
+        if nbytes == HEADER_NBYTES and self.rendezvous.expects_headers:
+            found = self.rendezvous.arrived(self.memory.content, status.source)
             if found is not None:
                 self.slot, self.nbytes = found
                 status.Set_elements(_byte, self.nbytes)
@@ -112,11 +119,6 @@ class ReceiveBuffer(abc.ABC):
     def _is_stream_ordered(self) -> bool:
         return False
 
-    @property
-    def _content(self) -> Content:
-        """The first bytes that MPI has received."""
-        return array_at(self.pointer, HEADER_NBYTES, _BYTES)
-
     @abc.abstractmethod
     def _needs_device(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` bytes of data that MPI has received are yet to be copied to the device.
@@ -145,29 +147,17 @@ class HostReceive(ReceiveBuffer):
 
     in_place = True
 
-    def __init__(self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous) -> None:
-        pointer = 0 if endpoint.operand is None else endpoint.operand.pointer
-        super().__init__(endpoint, capacity, rendezvous, endpoint.spec, pointer)
-
     def _needs_device(self, nbytes: int) -> bool:
         return False
 
     def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        self._pull(slot, nbytes, self.pointer, stream)
+        self._pull(slot, nbytes, self.memory.pointer, stream)
 
 
 class StagedReceive(ReceiveBuffer):
     """A receive for which MPI gets staging memory, which may be memory of an earlier receive."""
 
-    def __init__(
-        self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, staging: Staging | None = None
-    ) -> None:
-        self.staging = staging or Staging(capacity)
-        super().__init__(endpoint, capacity, rendezvous, self.staging.spec, self.staging.pointer)
-
-    @property
-    def _content(self) -> Content:
-        return self.staging.memory
+    memory: StagingMemory
 
     def _needs_device(self, nbytes: int) -> bool:
         return nbytes > 0
@@ -187,7 +177,7 @@ class DeviceReceive(StagedReceive):
 
     def _copy(self, nbytes: int, stream: int) -> None:
         device = self.rendezvous.device
-        device.copy(self.endpoint.pointer, self.pointer, nbytes, stream)
+        device.copy(self.endpoint.pointer, self.memory.pointer, nbytes, stream)
         device.synchronize(stream)  # because the staging memory ends with this object
 
     def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
@@ -201,7 +191,7 @@ class StagedHostReceive(StagedReceive):
     """A receive into a host array that is shorter than a header, or that the same call still sends."""
 
     def _needs_device(self, nbytes: int) -> bool:
-        ctypes.memmove(self._operand.pointer, self.pointer, nbytes)
+        ctypes.memmove(self._operand.pointer, self.memory.pointer, nbytes)
         return False
 
     def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
@@ -218,11 +208,11 @@ class DerivedReceive(StagedReceive):
         self._unpack(nbytes, stream)
 
     def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        self._pull(slot, nbytes, self.pointer, stream)
+        self._pull(slot, nbytes, self.memory.pointer, stream)
         self._unpack(nbytes, stream)
 
     def _unpack(self, nbytes: int, stream: int) -> None:
-        packed, operand = self.staging.memory[:nbytes], self._operand
+        packed, operand = self.memory.content[:nbytes], self._operand
         buffer = operand.spec, True, operand.name, operand
         through_host(self.rendezvous.device, stream, lambda spec: unpack(packed, spec), [buffer])
 
@@ -234,7 +224,8 @@ class DerivedDeviceReceive(DerivedReceive):
     """
 
     def __init__(self, endpoint: Endpoint, elements: Elements, rendezvous: Rendezvous) -> None:
-        super().__init__(endpoint, elements.layout.nbytes, rendezvous)
+        nbytes = elements.layout.nbytes
+        super().__init__(endpoint, nbytes, rendezvous, StagingMemory(nbytes))
         self._elements = elements
 
     def _is_stream_ordered(self) -> bool:
@@ -244,7 +235,7 @@ class DerivedDeviceReceive(DerivedReceive):
         device = self.rendezvous.device
 
         def fill(place: int) -> None:
-            device.copy(place, self.pointer, nbytes, stream)
+            device.copy(place, self.memory.pointer, nbytes, stream)
 
         try:
             self.rendezvous.unpack_part(nbytes, fill, self._elements, stream)
@@ -270,16 +261,18 @@ def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool 
     """Return the receive buffer of an endpoint. With ``replace`` the same call sends the content of the buffer."""
     operand = endpoint.operand
     if endpoint.is_flat:
-        return DeviceReceive(endpoint, endpoint.nbytes, rendezvous)
+        return DeviceReceive(endpoint, endpoint.nbytes, rendezvous, StagingMemory(endpoint.nbytes))
     if operand is None:
-        return HostReceive(endpoint, 0, rendezvous)
+        return HostReceive(endpoint, 0, rendezvous, UserMemory(endpoint.spec, 0))
     if operand.dtype is not None:
         capacity = operand.nbytes
     elif operand.derived is not None and operand.packed_nbytes and rendezvous.expects_headers:
         return DerivedDeviceReceive(endpoint, operand.derived[0], rendezvous)
     elif operand.mpi_type is not None and operand.mpi_type != MPI.BYTE:
-        return DerivedReceive(endpoint, operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF), rendezvous)
+        capacity = operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF)
+        return DerivedReceive(endpoint, capacity, rendezvous, StagingMemory(capacity))
     else:  # NumPy lacks the element type of a host array, and MPI may know it; MPI.BYTE stands for it in the endpoint
         capacity = read(operand.owner, True, operand.name).nbytes
-    staged = replace or rendezvous.exceeds(capacity)
-    return (StagedHostReceive if staged else HostReceive)(endpoint, capacity, rendezvous)
+    if replace or rendezvous.exceeds(capacity):
+        return StagedHostReceive(endpoint, capacity, rendezvous, StagingMemory(capacity))
+    return HostReceive(endpoint, capacity, rendezvous, UserMemory(endpoint.spec, operand.pointer))

@@ -53,25 +53,22 @@ class Rendezvous:
     its message, and the receiver opens the block and keeps it open. If a wait on the device runs out of time, the
     device's `check` raises the error.
 
-    The outbox has at most ``most_nbytes``. Without a ``secret`` no message has a header, and `arrived` finds none.
+    The outbox has at most ``most_nbytes``. Without a ``secret`` no message has a header.
     """
 
     def __init__(self, device: GpuBackend, secret: bytes | None, most_nbytes: int | None = None) -> None:
         self.device = device
-        self._secret = secret
+        self._secret = secret or b""
+        self.expects_headers = secret is not None
+        """Whether headers can arrive."""
         self._steps = device.message_steps()
-        self._outbox = Outbox(device, secret or b"", most_nbytes)
+        self._outbox = Outbox(device, self._secret, most_nbytes)
         self.reserve = self._outbox.reserve
         """Gives a message of this rank its slot in the outbox; see `Outbox.reserve`."""
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
         self._known: dict[bytes, PeerSlot] = {}  # by the known bytes of their headers
         self._closed = False
-
-    @property
-    def expects_headers(self) -> bool:
-        """Whether headers can arrive."""
-        return self._secret is not None
 
     def exceeds(self, nbytes: int) -> bool:
         """Return whether a header can arrive that exceeds a receive buffer of ``nbytes`` bytes."""
@@ -83,9 +80,7 @@ class Rendezvous:
         Return None for data of the length of a header. Raises `HandleError` for a damaged header, or if the slot cannot
         be opened.
         """
-        if self._secret is None:
-            return None
-        known, nbytes = START.unpack_from(content)
+        known, nbytes = START.unpack_from(content.data)
         slot = self._known.get(known)
         if slot is None:
             header = RendezvousHeader.unpack(content[:HEADER_NBYTES].tobytes(), self._secret)

@@ -123,7 +123,7 @@ class RendezvousHeader:
         return bytearray((head + extents).ljust(HEADER_NBYTES, b"\0"))
 
     @classmethod
-    def unpack(cls, message: bytes, secret: bytes) -> RendezvousHeader | None:
+    def unpack(cls, message: bytes | bytearray, secret: bytes) -> RendezvousHeader | None:
         """Return the header in a message, or None for data. Raises `HandleError` for a damaged header."""
         if len(message) != HEADER_NBYTES or not hmac.compare_digest(message[:SECRET_NBYTES], secret):
             return None

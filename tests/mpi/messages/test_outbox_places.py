@@ -13,6 +13,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.log import logger
 from mpicomm.messages.in_flight import DONE
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.rigs.message_rigs import LARGE, Rig, content, on_threads, same, small_messages
 
@@ -98,6 +99,46 @@ def test_without_memory_messages_go_through_the_host(
         assert status.Get_count(MPI.INT32_T) == LARGE
     assert len(lines) == 1 and ("no memory is left" if why == "device" else "'fd'") in lines[0]
     comm.Free()
+
+
+@pytest.mark.parametrize("method", ["Sendrecv", "Isendrecv"])
+@pytest.mark.parametrize("to_host", [False, True])
+@pytest.mark.parametrize("count", [HEADER_NBYTES // 4, LARGE])
+def test_without_headers_one_end_is_in_host_memory(
+    parent: mpicomm.Communicator, method: str, to_host: bool, count: int
+) -> None:
+    comm, device = on_threads(parent, "fd")
+    rig = Rig(comm, device)
+    host, array = np.zeros(count + 1, np.int32), rig.empty(count + 1)
+    sent, received = (rig.of(rig.rank, count), host) if to_host else (content(rig.rank, count), array)
+    for room in (count, count + 1):
+        request = getattr(comm, method)(sent, rig.right, 0, [received, room, MPI.INT32_T], rig.left, 0)
+        if request is not None:
+            request.Wait()
+        found = host if to_host else array.get()
+        assert (found == [*content(rig.left, count), 0]).all()
+    with pytest.raises(MPI.Exception, match=r"(?i)truncate"):
+        request = getattr(comm, method)(sent, rig.right, 0, [received, count - 1, MPI.INT32_T], rig.left, 0)
+        request.Wait()
+    comm.Free()
+
+
+def test_a_slot_carries_messages_of_all_lengths(rig: Rig) -> None:
+    """All lengths share the slots of one size, and each message has another length than the last one of its slot."""
+    draw = np.random.default_rng(7)
+    lengths = [int(count) for count in draw.integers(1, 4 * LARGE, 150)]
+    room = max(lengths)
+    for number, count in enumerate(lengths):
+        received, status = rig.empty(room), MPI.Status()
+        if number % 2:
+            rig.comm.Sendrecv(rig.of(rig.rank, count, number), rig.right, 0, received, rig.left, 0, status)
+        else:
+            rig.comm.Send(rig.of(rig.rank, count, number), rig.right)
+            rig.comm.Recv(received, rig.left, status=status)
+        assert status.Get_count(MPI.INT32_T) == count
+        same(received, content(rig.left, count, number))
+        assert not received.memory[count:].any()
+    assert rig.device.host_copies == 0
 
 
 @pytest.mark.parametrize("to_host", [False, True])
