@@ -23,8 +23,9 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest, holding
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes
 from mpicomm.ways.by_mpi import MpiWay, OnPinnedCopies
