@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpi4py import MPI
 
@@ -28,7 +28,7 @@ _NULL = _Handle(MPI.REQUEST_NULL.handle).value
 _wait = MPI.Request.Wait
 _test = MPI.Request.Test
 _start_request = MPI.Grequest.Start
-_new_request, _new_holding = MPI.Grequest.__new__, MPI.Request.__new__
+_new_request = MPI.Grequest.__new__
 
 
 class DeferredWork:
@@ -152,48 +152,6 @@ class DeferredWork:
         status.Set_tag(known.tag)
         if isinstance(self._error, MPI.Exception) and not self._raised_by_caller:
             raise self._error  # mpi4py hands it to MPI, which raises it in the waiting thread
-
-
-_MpiRequest = TypeVar("_MpiRequest", bound=MPI.Request)
-
-
-def holding(request: _MpiRequest, held: object) -> _MpiRequest:
-    """Return ``request``, which keeps ``held`` until its Wait or Test has completed it, or until it dies. Local.
-
-    mpi4py keeps the buffers of only some calls, and a caller may drop them, as in ``Iallreduce(x + 1, y)``.
-    """
-    # `__new__` by itself is quicker than the class.
-    prequest = isinstance(request, MPI.Prequest)
-    held_by: Any = _HoldingPrequest(request) if prequest else _new_holding(_HoldingRequest, request)
-    held_by._held = held
-    return held_by  # type: ignore[no-any-return]
-
-
-class _HoldingRequest(MPI.Request):
-    """A request of MPI that keeps the memory which MPI uses."""
-
-    __slots__ = ("_held",)  # a dictionary takes as long as the look-up of a plain call
-
-    _held: object
-
-    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        _wait(self, status)
-        self._held = None
-        return True
-
-    def Test(self, status: MPI.Status | None = None) -> bool:
-        done = _test(self, status)
-        if done:
-            self._held = None
-        return done
-
-
-class _HoldingPrequest(MPI.Prequest):
-    """A persistent request of MPI that keeps the memory which each start uses."""
-
-    __slots__ = ("_held",)
-
-    _held: object
 
 
 class DeferredRequest(Driven, MPI.Grequest):

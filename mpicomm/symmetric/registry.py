@@ -36,8 +36,6 @@ class Mappings:
     def __init__(self) -> None:
         self._arrays: dict[int, _Array] = {}
         self._made = 0
-        self.any = False
-        """Whether there are arrays."""
         self.version = 0
         """It changes with every array that a rank creates or closes: on all ranks at the same point of the program."""
 
@@ -46,14 +44,12 @@ class Mappings:
         self._made += 1
         self.version += 1
         self._arrays[self._made] = _Array(pointers[own], pointers[own] + nbytes, tuple(pointers))
-        self.any = True
         return self._made
 
     def remove(self, number: int) -> None:
         """Remove an array that is about to close."""
         self.version += 1
         self._arrays.pop(number, None)
-        self.any = bool(self._arrays)
 
     def find(self, pointer: int, nbytes: int) -> Mapped | None:
         """Return the piece at ``pointer`` in this rank's memory; None if it is not inside one array."""

@@ -10,6 +10,7 @@ says why all ranks choose alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -23,8 +24,9 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest, holding
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes
 from mpicomm.ways.by_mpi import MpiWay
@@ -34,6 +36,8 @@ from mpicomm.ways.on_host import InMappedMemory, OnCopies, WithEpilogue
 from mpicomm.ways.reader import Reader
 from mpicomm.ways.way import Begun, Way
 from mpicomm.ways.witness import Witness
+
+_in_order = attrgetter(*Arguments.__slots__)
 
 
 class MessageCall(NamedTuple):
@@ -119,7 +123,7 @@ class Dispatcher:
     ) -> MPI.Request:
         """Start a nonblocking collective, with the arguments of `run`."""
         given = send, receive, op, root, counts, epilogue, wire
-        work = self._begin_known(operation, stream, algorithm, *given)
+        work = self._begin_known(operation, stream, algorithm, given)
         if work is None:
             arguments = Arguments(*given)
             begun: Begun
@@ -152,19 +156,10 @@ class Dispatcher:
         if call.on_device:
             self._session.require_gpu(operation.name)
 
+        given = _in_order(arguments)
+
         def begin() -> DeferredWork:
-            known = self._begin_known(
-                operation,
-                stream,
-                algorithm,
-                arguments.send,
-                arguments.receive,
-                arguments.op,
-                arguments.root,
-                arguments.counts,
-                arguments.epilogue,
-                arguments.wire,
-            )
+            known = self._begin_known(operation, stream, algorithm, given)
             if known is not None:
                 return known
             # This reads the arguments again, because symmetric memory among them may have been closed.
@@ -282,22 +277,13 @@ class Dispatcher:
         return told and self._plain[method](given.send, given.receive, given.op, given.root)
 
     def _begin_known(
-        self,
-        operation: Operation,
-        stream: Any,
-        algorithm: str,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None,
-        root: int,
-        counts: Sequence[int] | None,
-        epilogue: Epilogue | None,
-        wire: Wire | None,
+        self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...]
     ) -> DeferredWork | None:
-        """Begin a call on device arrays that was made before; None if it was not."""
+        """Begin a call on device arrays that was made before, with `Arguments` in order; None if it was not."""
         gpu = self.engines.gpu
         if gpu is None:
             return None
+        send, receive, op, root, counts, epilogue, wire = given
         finish = (wire or ()) if epilogue is None else epilogue.key(gpu.identity_of)
         known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
         return None if known is None else self._gpus.until(gpu.begin(known, stream, send, receive))

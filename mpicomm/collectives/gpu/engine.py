@@ -306,7 +306,7 @@ class DeviceEngine:
 
         After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.
 
-        Return whether this call has enqueued work that runs now. A captured call enqueues no work, and a
+        Return whether this call has enqueued work that `completion` reports. A captured call enqueues no work, and a
         rank without a part in the call enqueues none. ``again`` says that the plan was enqueued before. Then the plan
         becomes a graph, which is cheaper from the next time on. With ``meets`` this blocks until all ranks launch this
         call.
@@ -347,6 +347,13 @@ class DeviceEngine:
         """
         if self._preparation.enlarge_inboxes(plan, self._longest.agree()):
             self._longest.make_plans_old()
+
+    def completion(self) -> Callable[[], bool]:
+        """Return a function that says whether all work enqueued so far is done; callable in any thread. Local."""
+        if runtime.getDevice() == self._ordinal:
+            return self._order.completion()
+        with self._backend.current():
+            return self._order.completion()
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Make a plan a graph and enqueue it."""

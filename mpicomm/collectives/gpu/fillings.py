@@ -20,7 +20,7 @@ from mpicomm.kernels.variant import Variant
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.stream_order import Enqueue
 
-_NO_END = 1 << 62  # more bytes than any call has
+NO_END = 1 << 62  # more bytes than any call has
 
 
 class Launches(Protocol):
@@ -99,6 +99,10 @@ class _InTurn:
             step(stream)
 
 
+ByLength = tuple[list[int], list[Filling]]
+"""Numbers of bytes in ascending order, from 0 on, and for each of them the algorithm from there on."""
+
+
 class Fillings:
     """The algorithms for calls of a form on a node. ``asked`` is ``algorithm=``."""
 
@@ -109,11 +113,10 @@ class Fillings:
         self._node = node
         self._filling = cache(partial(Filling, form=form, node=node, loader=loader))
 
-    def by_length(self, *, symmetric: bool) -> tuple[list[int], list[Filling]]:
+    def by_length(self, *, symmetric: bool) -> ByLength:
         """Return the algorithms that `choose` takes, by the bytes of the longest message of a call.
 
-        They are numbers of bytes in ascending order, and for each of them the algorithm from there on. The first number
-        is 0. ``symmetric`` is whether the output of all ranks is symmetric memory.
+        ``symmetric`` is whether the output of all ranks is symmetric memory.
         """
         form, node, tuning = self.form, self._node, self._tuning
         taking = [
@@ -131,7 +134,7 @@ class Fillings:
             by_table = tuning.choices(form.operation.name, node.size, registered=symmetric, coded=coded)
         begins: list[int] = []
         found: list[Filling] = []
-        for (begin, name), (end, _) in pairwise([*by_table, (_NO_END, "")]):
+        for (begin, name), (end, _) in pairwise([*by_table, (NO_END, "")]):
             named = [each for each in taking if each[0].name == name]
             bounds = {at for _, fewest, most in named for at in (fewest, most if most == inf else floor(most) + 1)}
             first, last = (-(-nbytes // form.blocks_counted) for nbytes in (begin, end))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from functools import cached_property
 from typing import Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.fillings import Filling, Fillings, Launches
+from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, Launches
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
 from mpicomm.symmetric.registry import Mapped, Mappings
@@ -80,17 +79,15 @@ class EvenPlan(FormPlan):
     def __init__(self, signature: Signature, fillings: Fillings, mappings: Mappings) -> None:
         super().__init__(signature, fillings)
         form = fillings.form
-        self._fillings = fillings
-        # Without arrays, if it does not matter where the output lies.
-        self._mappings = mappings if form.has_common_output else Mappings()
+        self._mappings = mappings
+        self._into_memory, self._memory_from = self._into_any, NO_END
+        if form.has_common_output:
+            self._into_memory = fillings.by_length(symmetric=True)
+            self._memory_from = _first_difference(self._into_any, self._into_memory)
         self._unit_nbytes = form.itemsize
         self._send_nbytes, self._receive_nbytes = form.element_nbytes
         self._sent, self._received = form.blocks_sent, form.blocks_received
         self._array, self._into = 0, ""  # the symmetric array of the last call into one, and the text of such calls
-
-    @cached_property
-    def _into_memory(self) -> tuple[list[int], list[Filling]]:
-        return self._fillings.by_length(symmetric=True)
 
     def takes(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
@@ -120,7 +117,7 @@ class EvenPlan(FormPlan):
             return False
         count = nbytes // self._unit_nbytes
         (begins, choices), memory = self._into_any, None
-        if self._mappings.any:
+        if nbytes >= self._memory_from:
             memory = self._mappings.find(receive, receive_nbytes)
             if memory is not None:
                 begins, choices = self._into_memory
@@ -279,6 +276,18 @@ def _add_blocks(buffer: Any, nbytes: int, lengths: list[int], begins: list[int])
         else:
             return False
     return True
+
+
+def _first_difference(into_any: ByLength, into_memory: ByLength) -> int:
+    """Return the bytes from which on it matters whether the output lies in symmetric memory.
+
+    A look for the memory would cost each call more than a microsecond.
+    """
+    for nbytes in sorted({*into_any[0], *into_memory[0]}):
+        usual, chosen = (choices[bisect_right(begins, nbytes) - 1] for begins, choices in (into_any, into_memory))
+        if chosen.into_memory or chosen is not usual:
+            return nbytes
+    return NO_END
 
 
 def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings) -> FormPlan:

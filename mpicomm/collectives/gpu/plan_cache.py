@@ -62,6 +62,9 @@ class Engine(Protocol):
     def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """See `DeviceEngine.enqueue`."""
 
+    def completion(self) -> Callable[[], bool]:
+        """See `DeviceEngine.completion`."""
+
 
 class KnownCall(NamedTuple):
     """A call that was made before."""
@@ -214,11 +217,10 @@ class PlanCache:
         except TypeError:  # a rank that is a list, for example; who reads the message refuses it
             return None
 
-    def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> int | None:
-        """Enqueue the plan of a call with these buffers again. Local.
+    def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
+        """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
 
-        Return the address of the stream that has work of the call: see `DeviceEngine.enqueue`. Return None if no stream
-        has. Raises the error of an earlier call, and `InvalidUsageError` if the communicator was freed.
+        Raises the error of an earlier call, and `InvalidUsageError` if the communicator was freed.
         """
         session, plan = self._session, call.plan
         session.require_usable(plan)
@@ -229,7 +231,7 @@ class PlanCache:
         pending = self.engine.enqueue(plan, resolved, again=True)
         if call.by_address:
             self.await_address(stream, resolved)
-        return resolved if pending else None
+        return pending
 
     def run(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> None:
         """As `enqueue`, for a blocking collective."""
@@ -275,8 +277,7 @@ class PlanCache:
 
     def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
         """As `enqueue`; return a function that says whether the call is done, callable in any thread."""
-        enqueued = self.enqueue(call, stream, send, receive)
-        return (lambda: True) if enqueued is None else self._session.backend.completion(enqueued)
+        return self.engine.completion() if self.enqueue(call, stream, send, receive) else lambda: True
 
     def add(
         self,

@@ -243,7 +243,7 @@ def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
     """Return the bytes from one element of a datatype to the next; 0 if this file cannot decide about the elements."""
     own = _OWN_OBJECTS.get(id(datatype))
     if own is not None:
-        return own.itemsize if not reduces or own == array.dtype else 0
+        return own.itemsize if not reduces or own is array.dtype or own == array.dtype else 0
     if type(datatype) is not _Datatype or datatype == _no_type:
         return 0
     if reduces:

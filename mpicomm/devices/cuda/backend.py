@@ -72,7 +72,6 @@ class CudaBackend(StreamsOfGpu):
             with self._context.current():
                 # Non-blocking: else this stream would wait for the user's work on the null stream.
                 self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-                self._completions.grow()
             self._faults = FaultPage(self._context, self._stream)
             self.side_streams = CudaSideStreams(self._context)
         except HandleError:

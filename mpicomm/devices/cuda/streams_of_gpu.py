@@ -76,4 +76,6 @@ class StreamsOfGpu:
     def _completion(self, stream: int) -> Callable[[], bool]:
         if runtime.streamIsCapturing(stream):
             return lambda: True
-        return self._completions.after(stream)
+        event = self._completions.take()
+        runtime.eventRecord(event.ptr, stream)
+        return self._completions.of(event)

@@ -88,11 +88,10 @@ class Known:
         self.met: list[bool] = []
         """Whether the ranks met on the host before each of these."""
         self.streams: list[Any] = []
-        completion = lambda stream: self.enqueued.copy  # noqa: E731
-        backend = SimpleNamespace(stream=lambda stream, array: stream or array, completion=completion)
+        backend = SimpleNamespace(stream=lambda stream, array: stream or array)
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
         self.runs = True  # the stream is not in a capture
-        engine: Any = SimpleNamespace(enqueue=self._enqueue)
+        engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: self.enqueued.copy)
         self._calls = PlanCache(session, engine)
 
     def _require_usable(self, what: str) -> None:
@@ -116,9 +115,8 @@ class Known:
         found = self._calls.find(*call)
         if found is None:
             return None
-        enqueued_on = self._calls.enqueue(found, stream, given.send, given.receive)
+        assert self._calls.enqueue(found, stream, given.send, given.receive) == self.runs
         plan, where, again = self.enqueued.pop()
-        assert enqueued_on == (where if self.runs else None)
         self.streams.append(where)
         assert again
         return plan
