@@ -147,7 +147,7 @@ class Streams:
     def _future(self, value: torch.Tensor | Tensors) -> torch.futures.Future[Any]:
         # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
         # return futures of this class, too.
-        future: Any = torch._C.Future(self.devices)
+        future: torch.futures.Future[Any] = torch._C.Future(self.devices)
         # PyTorch records an event on the current stream, and a stream that takes the value waits for the event.
         future.set_result(value)
-        return future  # type: ignore[no-any-return]
+        return future
