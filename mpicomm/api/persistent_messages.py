@@ -8,7 +8,6 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.api.walls import read_end
 from mpicomm.messages.calls import Messages
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
@@ -58,7 +57,7 @@ class PersistentMessages(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Create a persistent `Recv`; see mpi4py."""
         messages = self._messages
-        buf, received = read_end(messages, "Recv_init", buf, stream, source, receives=True)
+        buf, received = messages.read("Recv_init", buf, stream, source, receives=True)
         if received is None or not received.on_device:
             refuse_stream("Recv_init", stream)
         if received is None:
@@ -66,7 +65,7 @@ class PersistentMessages(MPI.Intracomm):
 
         def begin() -> DeferredWork:
             # The stream may capture a graph at this Start, so each Start reads the buffer again.
-            _, end = read_end(messages, "Recv_init", buf, stream, source, receives=True)
+            _, end = messages.read("Recv_init", buf, stream, source, receives=True)
             assert end is not None
             return messages.defer_receive(end, messages.posted(source, tag)).work
 
@@ -86,13 +85,13 @@ class PersistentMessages(MPI.Intracomm):
         is_host = type(buf) is ndarray and (buf.base is None or is_host_view(buf))
         sent = None
         if not is_host:
-            buf, sent = read_end(messages, operation, buf, stream, dest)
+            buf, sent = messages.read(operation, buf, stream, dest)
         if sent is None:
             refuse_stream(operation, stream)
             return _persistent(host_calls.call(prepare, self, buf, dest, tag))
 
         def begin() -> DeferredWork:
-            _, sent = read_end(messages, operation, buf, stream, dest)  # again, because the stream may capture a graph
+            _, sent = messages.read(operation, buf, stream, dest)  # again, because the stream may capture a graph
             assert sent is not None
             return messages.start_send(start, sent, dest, tag).work
 

@@ -8,11 +8,11 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.api.walls import read_end
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_stream_order import InStreamOrder
+from mpicomm.messages.reader import host_end
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
@@ -91,7 +91,7 @@ class PointToPoint(MPI.Intracomm):
                 return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
         if algorithm != "auto" and self._kernels_match("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
-        buf, sent = read_end(self._messages, "Send", buf, stream, dest)
+        buf, sent = self._messages.read("Send", buf, stream, dest)
         if sent is None:
             _refuse_options("Send", stream, algorithm, buf)
             try:
@@ -141,7 +141,7 @@ class PointToPoint(MPI.Intracomm):
                 return recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
         if algorithm != "auto" and self._kernels_match("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
-        buf, received = read_end(messages, "Recv", buf, stream, source, receives=True)
+        buf, received = messages.read("Recv", buf, stream, source, receives=True)
         if received is None or received.stream is None:
             _refuse_options("Recv", stream, algorithm, buf)
         if received is None:
@@ -182,12 +182,10 @@ class PointToPoint(MPI.Intracomm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
-        sendbuf, sent = read_end(messages, "Sendrecv", sendbuf, stream, dest, "sendbuf")
-        recvbuf, received = read_end(
-            messages, "Sendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent
-        )
+        sendbuf, sent = messages.read("Sendrecv", sendbuf, stream, dest, "sendbuf")
+        recvbuf, received = messages.read("Sendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent)
         first = sent or received
-        if (stream is not None or algorithm != "auto") and (first is None or not first.on_device):
+        if (stream is not None or algorithm != "auto") and (first is None or first.stream is None):
             _refuse_options("Sendrecv", stream, algorithm, sendbuf, recvbuf)
         if first is None:
             return host_calls.call_on_two(sendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
@@ -195,8 +193,8 @@ class PointToPoint(MPI.Intracomm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
-        sent = sent or messages.beside("Sendrecv", sendbuf, False, "sendbuf")
-        received = received or messages.beside("Sendrecv", recvbuf, True, "recvbuf")
+        sent = sent or host_end("Sendrecv", sendbuf, False, "sendbuf")
+        received = received or host_end("Sendrecv", recvbuf, True, "recvbuf")
         return messages.exchange(sent, dest, sendtag, received, (source, recvtag), status)
 
     def Sendrecv_replace(
@@ -219,7 +217,7 @@ class PointToPoint(MPI.Intracomm):
             and not messages.by_rendezvous
         ):
             return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
-        buf, end = read_end(messages, "Sendrecv_replace", buf, stream, dest, other=source, receives=True)
+        buf, end = messages.read("Sendrecv_replace", buf, stream, dest, other=source, receives=True)
         if end is None or not end.on_device:
             refuse_stream("Sendrecv_replace", stream)
         if end is None:
@@ -257,7 +255,7 @@ class PointToPoint(MPI.Intracomm):
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 return _irecv(self, host_calls.as_bytes(buf, True, "buf"), source, tag)
-        buf, received = read_end(messages, "Irecv", buf, stream, source, receives=True)
+        buf, received = messages.read("Irecv", buf, stream, source, receives=True)
         if received is None or not received.on_device:
             refuse_stream("Irecv", stream)
         if received is None:
@@ -277,17 +275,15 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         messages = self._messages
-        sendbuf, sent = read_end(messages, "Isendrecv", sendbuf, stream, dest, "sendbuf")
-        recvbuf, received = read_end(
-            messages, "Isendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent
-        )
+        sendbuf, sent = messages.read("Isendrecv", sendbuf, stream, dest, "sendbuf")
+        recvbuf, received = messages.read("Isendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent)
         first = sent or received
         if first is None or not first.on_device:
             refuse_stream("Isendrecv", stream)
         if first is None:
             return host_calls.call_on_two(_isendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
-        sent = sent or messages.beside("Isendrecv", sendbuf, False, "sendbuf")
-        received = received or messages.beside("Isendrecv", recvbuf, True, "recvbuf")
+        sent = sent or host_end("Isendrecv", sendbuf, False, "sendbuf")
+        received = received or host_end("Isendrecv", recvbuf, True, "recvbuf")
         return messages.start_exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag))
 
     def Isendrecv_replace(
@@ -302,7 +298,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
         messages = self._messages
-        buf, end = read_end(messages, "Isendrecv_replace", buf, stream, dest, other=source, receives=True)
+        buf, end = messages.read("Isendrecv_replace", buf, stream, dest, other=source, receives=True)
         if end is None or not end.on_device:
             refuse_stream("Isendrecv_replace", stream)
         if end is None:
@@ -338,7 +334,7 @@ class PointToPoint(MPI.Intracomm):
         """Return the buffer, with the endpoint of a device array, or with None for host memory, which MPI sends."""
         if type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf)):
             return buf, None
-        buf, sent = read_end(self._messages, operation, buf, stream, dest)
+        buf, sent = self._messages.read(operation, buf, stream, dest)
         if sent is None:
             refuse_stream(operation, stream)
         return buf, sent

@@ -27,13 +27,13 @@ class SideStream:
 
 
 @contextlib.contextmanager
-def beside(backend: GpuBackend, stream: int) -> Iterator[int]:
+def beside(backend: GpuBackend, stream: int, after: Any = None) -> Iterator[int]:
     """Give a side stream for work that waits for peers; wait for this work at the end of the ``with`` block.
 
-    The work follows the work that ``stream`` has at this call. Raises as `check` does.
+    The work follows the mark ``after``, or the work that ``stream`` has at this call. Raises as `check` does.
     """
     streams = backend.side_streams
-    with SideStream(streams, streams.mark(stream)) as side:
+    with SideStream(streams, streams.mark(stream) if after is None else after) as side:
         yield side
         backend.synchronize(side)
     backend.check()

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from mpicomm import environment
 from mpicomm.devices.base import GpuBackend, Segment
+from mpicomm.devices.early_launches import begins_early
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.shape import DTYPES, Shape
@@ -94,8 +95,12 @@ class Filled(Protocol):
 class ExpertsLaunches:
     """Makes the launches of one rank. It reaches the arenas through ``team``."""
 
-    def __init__(self, shape: Shape, team: Team, blocks: BlocksOfModes, multiprocessors: int = 1) -> None:
+    def __init__(
+        self, shape: Shape, team: Team, blocks: BlocksOfModes, multiprocessors: int = 1, *, early: bool = False
+    ) -> None:
         self._shape = shape
+        self.early = early
+        """Whether kernels begin early."""
         self._multiprocessors = multiprocessors
         self._quantizes = quantize_experts_kernel(shape.dtype.name)
         self.blocks = blocks
@@ -110,7 +115,7 @@ class ExpertsLaunches:
         for each in (self._dispatch.x, self._dispatch.rows):
             each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
         self._combine = CombineExpertsArguments(experts=memory.arguments(team, memory.shape.sums))
-        self._combines = {result: combine_experts_kernel(shape.dtype.name, result) for result in DTYPES}
+        self._combines = combines_of(shape)
         for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
             arguments.experts.team.tags[:] = [zlib.crc32(text.encode())] * MAX_RANKS
 
@@ -165,6 +170,11 @@ class ExpertsLaunches:
 
     def _blocks_for(self, what: str, tokens: int) -> Blocks:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
+
+
+def combines_of(shape: Shape) -> dict[str, Variant]:
+    """Return the kernel of a combine for each type of the result."""
+    return {result: combine_experts_kernel(shape.dtype.name, result, by_token=shape.by_token) for result in DTYPES}
 
 
 class ExpertsArena:
@@ -250,13 +260,13 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Expe
         team.arenas[index], team.names[index] = arena.pointers[index], rank
     # Loading may wait for a device on which a kernel waits, so it comes before all launches.
     quantizes = [quantize_experts_kernel(shape.dtype.name)] if shape.scales else []
-    combines = [combine_experts_kernel(shape.dtype.name, result) for result in DTYPES]
-    for variant in (DISPATCH_KERNEL, *combines, *quantizes):
+    for variant in (DISPATCH_KERNEL, *combines_of(shape).values(), *quantizes):
         backend.load(variant)
-    return ExpertsLaunches(shape, team, blocks_of_modes(most), multiprocessors)
+    early = begins_early(backend.info, host_slots=session.kind == "staged", side_by_side=side_by_side)
+    return ExpertsLaunches(shape, team, blocks_of_modes(most), multiprocessors, early=early)
 
 
-def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int) -> None:
+def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int, *, early: bool) -> None:
     """Enqueue launches of `ExpertsLaunches`."""
     for each in made:
-        backend.launch(each.variant, each.arguments, stream, blocks=each.blocks, threads=each.threads)
+        backend.launch(each.variant, each.arguments, stream, blocks=each.blocks, threads=each.threads, early=early)

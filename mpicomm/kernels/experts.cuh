@@ -230,6 +230,14 @@ MPICOMM_DEVICE bool await_block(const Experts& x, u64 number, Reached reached) {
   return lasts(team, watch, spin(reached, leaves, watch));
 }
 
+// All threads call it first. The previous kernel may still write memory that this kernel reads, or read memory
+// that peers write after the announcement of this launch. All blocks of this kernel run when blocks of the next
+// kernel begin, so these keep out no block for which a peer waits.
+MPICOMM_DEVICE void begin_after_predecessor() {
+  wait_for_predecessor();
+  let_successor_start();
+}
+
 // Begins a launch on all threads of a block: announces the launch, and counts it. If the result is
 // false, all threads must leave.
 MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn) {
@@ -277,11 +285,12 @@ MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn&
 struct Unpublished {
   u64* flag = nullptr;
 
-  // The number of parts between two publications, for a warp with `parts` parts.
-  MPICOMM_DEVICE static u32 most(const Team& team, u64 parts) {
+  // The number of parts until the next publication, for a warp with so many parts left. Runs become shorter
+  // towards the end. Otherwise much data would wait for the last flags, and receivers would take it only then.
+  MPICOMM_DEVICE static u32 run_of(const Team& team, u64 left) {
     const u32 lanes = kLanes / team.size, bound = lanes < kMost ? lanes : kMost;
-    const u64 runs = (parts + bound - 1) / bound;
-    return runs == 0 ? 1 : static_cast<u32>((parts + runs - 1) / runs);
+    const u64 run = (left + kOfTheRest - 1) / kOfTheRest;
+    return run < bound ? static_cast<u32>(run) : bound;
   }
   // Notes part number `i` since the last publication, for the ranks in the set `targets`.
   MPICOMM_DEVICE void note(const Experts& x, u64 flags, u32 i, u32 targets, u32 seat, u32 part, u32 lane) {
@@ -302,6 +311,7 @@ struct Unpublished {
 
  private:
   static constexpr u32 kMost = 8;
+  static constexpr u32 kOfTheRest = 4;
 };
 
 // The parts of one kind of data that the warps of the sender blocks share out. Each warp takes runs of
@@ -317,11 +327,20 @@ MPICOMM_DEVICE void each_run(
   const u32 of_block = blockDim.x / kLanes, warps = x.senders * of_block;
   const u32 warp = blockIdx.x * of_block + threadIdx.x / kLanes;
   const u64 each = (parts + warps - 1) / warps;
-  const u32 run = Unpublished::most(x.team, each), step = apart ? run : warps * run;
+  // `together` warps share out the parts from `base` to `end`, and each takes a run of them in turn.
+  const u32 together = apart ? 1 : warps, of_them = apart ? 0 : warp;
   const u64 end = apart && (warp + 1) * each < parts ? (warp + 1) * each : parts;
-  u64 first = warp * (apart ? each : run);
+  u64 base = apart ? warp * each : 0, first = 0, after = 0;
+  const auto begin_run = [&] {
+    const u64 left = base < end ? (end - base + together - 1) / together : 0;
+    const u32 run = Unpublished::run_of(x.team, left);
+    first = base + static_cast<u64>(of_them) * run;
+    after = first + run < end ? first + run : end;
+    base += static_cast<u64>(together) * run;
+    return first < after;
+  };
+  bool goes_on = begin_run();
   u32 i = 0;
-  bool goes_on = first < end;
   decltype(prepare(first)) prepared;
   if (goes_on) prepared = prepare(first);
   if (!ready()) return;
@@ -329,11 +348,10 @@ MPICOMM_DEVICE void each_run(
 #pragma unroll 1
   while (goes_on) {
     store(prepared, i, unpublished);
-    const bool ends = ++i >= run || first + i >= end;
+    const bool ends = first + ++i == after;
     if (ends) {
-      first += step;
+      goes_on = begin_run();
       i = 0;
-      goes_on = first < end;
     }
     if (ends && !only_loads) unpublished.publish(turn);
     if (goes_on) prepared = prepare(first + i);

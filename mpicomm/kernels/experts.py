@@ -133,9 +133,10 @@ class QuantizeArguments(ctypes.Structure):
 DISPATCH_KERNEL = Variant(SHARED / "experts_dispatch.cu", "mpicomm_experts_dispatch", options_for(None))
 
 
-def combine_experts_kernel(dtype: str, result: str) -> Variant:
-    """Return the kernel that adds rows of ``dtype`` and rounds the sums to ``result``."""
-    options = (*options_for((dtype, "sum")), f"-DMPICOMM_RESULT={cpp_name(result)}")
+def combine_experts_kernel(dtype: str, result: str, *, by_token: bool) -> Variant:
+    """Return the kernel that adds rows of ``dtype`` and rounds the sums to ``result``, for a layout."""
+    layout = f"-DMPICOMM_BY_TOKEN={str(by_token).lower()}"
+    options = (*options_for((dtype, "sum")), f"-DMPICOMM_RESULT={cpp_name(result)}", layout)
     return Variant(SHARED / "experts_combine.cu", "mpicomm_experts_combine", options)
 
 

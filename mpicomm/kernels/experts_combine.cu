@@ -2,9 +2,10 @@
 // experts.cuh has the memory, and the reason why no rank waits in a circle.
 //
 // Order of sums. A rank adds its rows of a token in the order of the token's slots, in float32, and
-// rounds the sum to the type of the rows. In the layout by token its one row of a token is the sum. The rank of the token adds these sums in the order of the
-// ranks, in float32, and rounds the result to its type. Each step takes the same numbers in the same
-// order in every run, so the result has the same bits.
+// rounds the sum to the type of the rows. In the layout by token its one row of a token is the sum.
+// The rank of the token adds these sums in the order of the ranks, in float32, and rounds the result to
+// its type. Each step takes the same numbers in the same order in every run, so the result has the same
+// bits.
 //
 // Senders add the rows of tokens of other ranks, and push the sums. Receivers add the rows of this
 // rank's tokens that lie here, and the sums of the other ranks as they come.
@@ -33,6 +34,7 @@ struct Combine {
 };
 
 using Result = dtype::MPICOMM_RESULT;
+constexpr bool kByToken = MPICOMM_BY_TOKEN;
 constexpr u32 kElements = kPacketNbytes / sizeof(Element);
 
 struct Elements {
@@ -52,11 +54,10 @@ struct Placed {
   MPICOMM_DEVICE Placed(const Combine& x, u32 source, u32 token, u32 lane) {
     const u32 top_k = x.experts.top_k;
     const u64 number = static_cast<u64>(source) * x.experts.max_tokens + token;
-    const bool by_token = x.token_rows != nullptr;
     i64 at = -1;
     i32 place = -1;
-    if (lane < top_k && (!by_token || x.values != nullptr)) place = x.places[number * top_k + lane];
-    if (by_token) {
+    if (lane < top_k && (!kByToken || x.values != nullptr)) place = x.places[number * top_k + lane];
+    if (kByToken) {
       const i64 of_token = x.token_rows[number];
       if (lane == 0) at = of_token;
       if (place >= 0) value = x.values + of_token * top_k + lane;
@@ -128,25 +129,37 @@ MPICOMM_DEVICE Sums sum_rows(const Placed& placed, const Part& part, u32 first) 
   return rounded;
 }
 
-// Calls `store` with the number and the content of each packet of a part of the sum of a token.
-template <class Store>
-MPICOMM_DEVICE void each_sum(const Combine& x, const Placed& placed, const Part& part, Store store) {
-  if (x.token_rows != nullptr) {
-    const u64 row = __shfl_sync(kWarp, reinterpret_cast<u64>(placed.row), 0);
-    if (row == 0) return;
-    Packets packets;
-    packets.load([&](u64 at) { return reinterpret_cast<const u8*>(row) + at; }, part);
-#pragma unroll
-    for (u32 i = 0; i < kPartPackets; ++i) store(i, packets.of[i]);
-    return;
-  }
+// This rank's sums for a part, of all threads of a block. In the layout by expert sums need the registers, so the
+// results are in shared memory. In the layout by token a thread only loads, and keeps packets in registers.
+struct Shared {
+  Packet of[kByToken ? 1 : kPartPackets][kSumThreads];
+};
+
+struct OwnSum {
+  Packets row;
+
+  // All lanes of the warp call it.
+  MPICOMM_DEVICE void take(const Placed& placed, const Part& part, Shared& shared) {
+    if constexpr (kByToken) {
+      const u64 from = __shfl_sync(kWarp, reinterpret_cast<u64>(placed.row), 0);
+      if (from != 0) row.load([&](u64 at) { return reinterpret_cast<const u8*>(from) + at; }, part);
+    } else {
 #pragma unroll 1
-  for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
-    const Sums sums = sum_rows(placed, part, first);
+      for (u32 first = 0; first < kPartPackets; first += kAtOnce) {
+        const Sums sums = sum_rows(placed, part, first);
 #pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) store(first + i, sums.of[i]);
+        for (u32 i = 0; i < kAtOnce; ++i) shared.of[first + i][threadIdx.x] = sums.of[i];
+      }
+    }
   }
-}
+  MPICOMM_DEVICE Packets packets(const Shared& shared) const {
+    if constexpr (kByToken) return row;
+    Packets packets;
+#pragma unroll
+    for (u32 i = 0; i < kPartPackets; ++i) packets.of[i] = shared.of[i][threadIdx.x];
+    return packets;
+  }
+};
 
 // The sum of this rank for a part of a token of `source`.
 struct PeerSum {
@@ -155,22 +168,10 @@ struct PeerSum {
   u32 part;
   bool is_here;
   const float* value;  // of the pair of this lane
+  OwnSum sum;
 };
 
-// The sums of this rank for a part, of all threads of a block.
-struct OwnSums {
-  Packet of[kPartPackets][kSumThreads];
-
-  MPICOMM_DEVICE void put(u32 i, const Packet& packet) { of[i][threadIdx.x] = packet; }
-  MPICOMM_DEVICE Packets packets() const {
-    Packets packets;
-#pragma unroll
-    for (u32 i = 0; i < kPartPackets; ++i) packets.of[i] = of[i][threadIdx.x];
-    return packets;
-  }
-};
-
-MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, OwnSums& own) {
+MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const u32 lane = threadIdx.x % kLanes;
@@ -182,90 +183,120 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, OwnSums& own) 
   // Neighbouring units go to different ranks: see team.cuh.
   const u64 units = static_cast<u64>(most) * experts.parts * peers;
   const auto prepare = [&](u64 unit) {
-    PeerSum sum;
-    sum.source = (team.rank + 1 + static_cast<u32>(unit % peers)) % team.size;
-    sum.part = static_cast<u32>(unit / peers % experts.parts);
-    sum.token = static_cast<u32>(unit / peers / experts.parts);
-    sum.is_here = false;
-    if (sum.token >= x.tokens[sum.source]) return sum;
-    const Placed placed(x, sum.source, sum.token, lane);
-    sum.is_here = placed.lanes != 0;
-    sum.value = placed.value;
-    if (sum.is_here) {
-      each_sum(x, placed, Part(experts, sum.part, lane), [&](u32 i, const Packet& packet) { own.put(i, packet); });
-    }
-    return sum;
+    PeerSum own;
+    own.source = (team.rank + 1 + static_cast<u32>(unit % peers)) % team.size;
+    own.part = static_cast<u32>(unit / peers % experts.parts);
+    own.token = static_cast<u32>(unit / peers / experts.parts);
+    own.is_here = false;
+    if (own.token >= x.tokens[own.source]) return own;
+    const Placed placed(x, own.source, own.token, lane);
+    own.is_here = placed.lanes != 0;
+    own.value = placed.value;
+    if (own.is_here) own.sum.take(placed, Part(experts, own.part, lane), shared);
+    return own;
   };
-  const auto store = [&](const PeerSum& sum, u32 number, Unpublished& unpublished) {
-    if (!sum.is_here) return;
-    const u32 seat = seat_of(experts, turn, x.tokens[sum.source], sum.token);
-    u8* const target = row_in(experts, experts.sums, sum.source, team.rank, seat);
-    own.packets().store([&](u64 at) { return target + at; }, Part(experts, sum.part, lane));
+  const auto store = [&](const PeerSum& own, u32 number, Unpublished& unpublished) {
+    if (!own.is_here) return;
+    const u32 seat = seat_of(experts, turn, x.tokens[own.source], own.token);
+    u8* const target = row_in(experts, experts.sums, own.source, team.rank, seat);
+    own.sum.packets(shared).store([&](u64 at) { return target + at; }, Part(experts, own.part, lane));
     // The flag of the first part publishes the values, too.
-    if (sum.part == 0 && sum.value != nullptr) values_in(experts, sum.source, seat)[lane] = *sum.value;
-    unpublished.note(experts, experts.sum_flags, number, 1u << sum.source, seat, sum.part, lane);
+    if (own.part == 0 && own.value != nullptr) values_in(experts, own.source, seat)[lane] = *own.value;
+    unpublished.note(experts, experts.sum_flags, number, 1u << own.source, seat, own.part, lane);
   };
   const auto ready = [&] { return peers_are_ready(experts, kCombine, turn, [&](u32 peer) { return x.tokens[peer]; }); };
-  each_run<false>(experts, turn, units, false, prepare, ready, store);
+  each_run<false>(experts, turn, units, kByToken, prepare, ready, store);
 }
 
-MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, OwnSums& own) {
+// A part of a token of this rank. This rank adds its rows while the sums of the others are on their way.
+struct OwnPart {
+  u32 token;
+  u32 part;
+  Targets targets;
+  const float* value;  // of the pair of this lane
+  OwnSum sum;
+
+  MPICOMM_DEVICE OwnPart(const Combine& x, u64 unit, u32 lane, Shared& shared) {
+    const Experts& experts = x.experts;
+    token = static_cast<u32>(unit / experts.parts);
+    part = static_cast<u32>(unit % experts.parts);
+    targets = x.targets[token];
+    const Placed placed(x, experts.team.rank, token, lane);
+    value = placed.value;
+    sum.take(placed, Part(experts, part, lane), shared);
+  }
+};
+
+MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPart& own, u32 lane, const Shared& shared) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
-  const u32 lane = threadIdx.x % kLanes;
-  const u32 of_block = kSumThreads / kLanes;
+  const auto [targets, slots] = own.targets;
+  const u32 token = own.token, part = own.part, seat = seat_of(experts, turn, x.num_tokens, token);
+  const Part range(experts, part, lane);
+  bool ok = true;
+  if (lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
+    const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, seat, part); };
+    ok = await_peer(experts, kCombine, turn.number, lane, has_come);
+  }
+  // Orders the loads of all lanes after the acquires.
+  __syncwarp();
+  if (!__all_sync(kWarp, ok)) return false;
+  if (part == 0 && x.values != nullptr && lane < experts.top_k) {
+    float value = 0;
+    if (own.value != nullptr) value = *own.value;
+    else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, seat)[lane];
+    x.slot_values[static_cast<u64>(token) * experts.top_k + lane] = value;
+  }
+  float sums[kPartPackets][kElements];
+#pragma unroll
+  for (u32 i = 0; i < kPartPackets; ++i) {
+#pragma unroll
+    for (u32 e = 0; e < kElements; ++e) sums[i][e] = 0;
+  }
+  for (u32 from = 0; from < team.size; ++from) {
+    if ((targets >> from & 1) == 0) continue;
+    Packets packets;
+    if (from == team.rank) {
+      packets = own.sum.packets(shared);
+    } else {
+      const u8* const row = row_in(experts, experts.sums, team.rank, from, seat);
+      packets.load([&](u64 at) { return row + at; }, range);
+    }
+#pragma unroll
+    for (u32 i = 0; i < kPartPackets; ++i) {
+      if (range.has(i)) add(sums[i], packets.of[i], 1);
+    }
+  }
+#pragma unroll
+  for (u32 i = 0; i < kPartPackets; ++i) {
+    if (!range.has(i)) continue;
+    Results results;
+#pragma unroll
+    for (u32 e = 0; e < kElements; ++e) results.of[e] = Number<Result>::encode(sums[i][e]);
+    const u64 first = (token * experts.row_nbytes + range.at(i)) / sizeof(Element);
+    *reinterpret_cast<Results*>(x.output + first * sizeof(Result)) = results;
+  }
+  return true;
+}
+
+MPICOMM_DEVICE void take_sums(const Combine& x, const Turn& turn, Shared& shared) {
+  const Experts& experts = x.experts;
+  const u32 lane = threadIdx.x % kLanes, of_block = kSumThreads / kLanes;
   const u32 warp = (blockIdx.x - experts.senders) * of_block + threadIdx.x / kLanes;
   const u32 warps = (gridDim.x - experts.senders) * of_block;
-  for (u64 unit = warp; unit < static_cast<u64>(x.num_tokens) * experts.parts; unit += warps) {
-    const u32 token = static_cast<u32>(unit / experts.parts), part = static_cast<u32>(unit % experts.parts);
-    const auto [targets, slots] = x.targets[token];
-    const u32 seat = seat_of(experts, turn, x.num_tokens, token);
-    const Part range(experts, part, lane);
-    // This rank adds its rows while the sums of the others are on their way.
-    const Placed placed(x, team.rank, token, lane);
-    each_sum(x, placed, range, [&](u32 i, const Packet& packet) { own.put(i, packet); });
-    bool ok = true;
-    if (lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
-      const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, seat, part); };
-      ok = await_peer(experts, kCombine, turn.number, lane, has_come);
-    }
-    // Orders the loads of all lanes after the acquires.
-    __syncwarp();
-    if (!__all_sync(kWarp, ok)) return;
-    if (part == 0 && x.values != nullptr && lane < experts.top_k) {
-      float value = 0;
-      if (placed.value != nullptr) value = *placed.value;
-      else if ((slots >> lane & 1) != 0) value = values_in(experts, team.rank, seat)[lane];
-      x.slot_values[static_cast<u64>(token) * experts.top_k + lane] = value;
-    }
-    float sums[kPartPackets][kElements];
-#pragma unroll
-    for (u32 i = 0; i < kPartPackets; ++i) {
-#pragma unroll
-      for (u32 e = 0; e < kElements; ++e) sums[i][e] = 0;
-    }
-    for (u32 from = 0; from < team.size; ++from) {
-      if ((targets >> from & 1) == 0) continue;
-      Packets packets;
-      if (from == team.rank) {
-        packets = own.packets();
-      } else {
-        const u8* const row = row_in(experts, experts.sums, team.rank, from, seat);
-        packets.load([&](u64 at) { return row + at; }, range);
-      }
-#pragma unroll
-      for (u32 i = 0; i < kPartPackets; ++i) {
-        if (range.has(i)) add(sums[i], packets.of[i], 1);
-      }
-    }
-#pragma unroll
-    for (u32 i = 0; i < kPartPackets; ++i) {
-      if (!range.has(i)) continue;
-      Results results;
-#pragma unroll
-      for (u32 e = 0; e < kElements; ++e) results.of[e] = Number<Result>::encode(sums[i][e]);
-      const u64 first = (token * experts.row_nbytes + range.at(i)) / sizeof(Element);
-      *reinterpret_cast<Results*>(x.output + first * sizeof(Result)) = results;
+  const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
+  if (warp >= units) return;
+  OwnPart own(x, warp, lane, shared);
+  for (u64 unit = warp; unit < units; unit += warps) {
+    // Without shared memory, the loads of the next part are in flight while the warp waits for peers.
+    const u64 next = unit + warps < units ? unit + warps : unit;
+    if (kByToken) {
+      const OwnPart following(x, next, lane, shared);
+      if (!finish_part(x, turn, own, lane, shared)) return;
+      own = following;
+    } else {
+      if (!finish_part(x, turn, own, lane, shared)) return;
+      own = OwnPart(x, next, lane, shared);
     }
   }
 }
@@ -277,12 +308,13 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kSumThreads, 2)
     mpicomm_experts_combine(const __grid_constant__ mpicomm::Combine);
 
 MPICOMM_KERNEL void mpicomm_experts_combine(const __grid_constant__ mpicomm::Combine x) {
-  __shared__ mpicomm::OwnSums own;
+  __shared__ mpicomm::Shared shared;
+  mpicomm::begin_after_predecessor();
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kCombines);
   if (!mpicomm::begin_launch(x.experts, mpicomm::kCombines, turn)) return;
   if (blockIdx.x < x.experts.senders) {
-    mpicomm::push_sums(x, turn, own);
+    mpicomm::push_sums(x, turn, shared);
   } else {
-    mpicomm::take_sums(x, turn, own);
+    mpicomm::take_sums(x, turn, shared);
   }
 }

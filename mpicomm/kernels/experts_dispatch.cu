@@ -177,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kDispatchThreads, 2)
 
 MPICOMM_KERNEL void mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Dispatch x) {
   __shared__ mpicomm::Layout layout;
+  mpicomm::begin_after_predecessor();
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kDispatches);
   if (!mpicomm::begin_launch(x.experts, mpicomm::kDispatches, turn)) return;
   if (blockIdx.x < x.experts.senders) {

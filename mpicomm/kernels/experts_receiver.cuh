@@ -162,8 +162,8 @@ struct Receiver : Counts {
     // All threads of the block go on or leave together. The barrier also orders the places of all
     // warps before the loads in `lay_out`.
     if (!__syncthreads_and(place_pairs())) return;
-    lay_out();
     fill_gaps();
+    lay_out();
   }
 };
 

@@ -13,46 +13,29 @@ from mpi4py import MPI
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.wait_beside import SideStream, beside
+from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
-from mpicomm.messages.receive_buffer import Delivery, DeviceReceive, ReceiveBuffer, receive_buffer, staging
+from mpicomm.messages.reader import Reader, parse_any
+from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, Staging, receive_buffer
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
-from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_view
-from mpicomm.mpi.location import parse_on_device, require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork
 from mpicomm.mpi.shown import sendrecv
 
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
-_byte = MPI.BYTE
-_NOTHING = np.empty(0, np.uint8)
-_LEAST_SPARE_NBYTES = 64 << 10
-
-
-def _isend_host(comm: MPI.Intracomm, spec: Any, dest: int, tag: int) -> MPI.Request:
-    return host_calls.call(_isend, comm, spec, dest, tag)
-
-
-def _parse(buf: Any, writable: bool, name: str) -> Operand:
-    return parse(_NOTHING if buf is None else buf, writable=writable, name=name)  # None is for MPI.PROC_NULL
+_LEAST_SPARE_NBYTES, _MOST_SPARE_NBYTES = 64 << 10, 16 << 20
 
 
 def _nothing_before() -> bool:
     return True
-
-
-def _waits_beside(received: Endpoint) -> bool:
-    """Return whether a blocking receive waits for its sender on a side stream, and so blocks this thread."""
-    device, stream = received.device, received.stream
-    return device is not None and stream is not None and device.waits_beside(stream, array_of(received.spec))
 
 
 def _beside(device: GpuBackend, stream: int) -> SideStream:
@@ -63,7 +46,7 @@ def _beside(device: GpuBackend, stream: int) -> SideStream:
 class Messages:
     """The messages of communicator ``comm``. ``gpu`` returns its device. All methods are local.
 
-    A call reads its buffers once, with `sending` and `receiving`, and hands the endpoints to the other methods. MPI
+    A call reads its buffers once, with `read`, and hands the endpoints to the other methods. MPI
     gets host memory in place of each endpoint, matches all messages, and blocks as usual.
 
     ``by_rendezvous`` is true if the ranks open memory by IPC handles. Then long messages of device arrays have a
@@ -75,32 +58,21 @@ class Messages:
         self.on_gpu = isinstance(here.device, int)
         self.by_rendezvous = here.sends_headers
         self._comm = comm
-        self._gpu = gpu
         self._near = frozenset(placement.node_ranks)
         secret = placement.secret if self.by_rendezvous else None
-        self.memory = MessageMemory(placement.rank, here.timeout_s, secret, here.most_outbox_nbytes)
+        self.memory = MessageMemory(here.timeout_s, secret, here.most_outbox_nbytes)
+        self._reader = Reader(gpu, self.memory, by_rendezvous=self.by_rendezvous)
+        self.read = self._reader.read
         self.unexpected = UnexpectedQueue(self, comm, secret)
         self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.by_rendezvous else here.handle)
         self.send = self._outgoing.send
         # The spare staging memory: as many arrays as threads receive at once. The system provides no pages for the
         # parts that no message has filled.
-        self._spare: list[list[Any]] = []
+        self._spare: list[Staging] = []
         # Collectives have another completer. A receive into host memory blocks its thread until the sender's device has
         # sent the data. The sender may wait for a collective which this rank begins only after an earlier one is
         # complete.
         self._completer = Completer()
-
-    def sending(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
-        """Read the buffer ``name`` of a send. Return None for host memory, which only MPI sends."""
-        operand = parse_on_device(buf, False, name)
-        return None if operand is None else self._on_device(operation, buf, operand, stream)
-
-    def receiving(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
-        """Read the buffer ``name`` of a receive. Return None for host memory that needs only MPI."""
-        if self.by_rendezvous:
-            return self._parse_receive(operation, buf, stream, name)
-        operand = parse_on_device(buf, True, name)
-        return None if operand is None else self._on_device(operation, buf, operand, stream)
 
     def posted(self, source: int, tag: int) -> Posted:
         """Return the receive of this source and tag."""
@@ -113,13 +85,6 @@ class Messages:
         """
         _iprobe(self._comm, source, tag)
         return self.posted(source, tag)
-
-    def beside(self, operation: str, buf: Any, writable: bool, name: str) -> Endpoint:
-        """Read the host buffer ``name`` of a call that also has a device array. Raises the errors of `parse`.
-
-        MPI would raise such errors only after the other half of the call has started.
-        """
-        return Endpoint(operation, host_calls.for_mpi(_parse(buf, writable, name)))
 
     def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
         """Start to send a device array as ``send`` does. The request is complete when the array may be overwritten."""
@@ -143,7 +108,7 @@ class Messages:
         status = MPI.Status() if status is None else status
         if self.by_rendezvous and buf.nbytes < HEADER_NBYTES:
             if not buf.flags.forc or not buf.flags.writeable:
-                _parse(buf, True, "buf")  # raises
+                parse_any(buf, True, "buf")  # raises
             staging = np.empty(HEADER_NBYTES, np.uint8)
             received, room = [staging, HEADER_NBYTES, MPI.PACKED], staging
         else:
@@ -154,10 +119,10 @@ class Messages:
             incoming.recv_into(host_calls.as_bytes(buf, True, "buf"), status)
         nbytes = status.Get_count(MPI.BYTE)
         if self.by_rendezvous and nbytes == HEADER_NBYTES:
-            buffer = self._receive_buffer(self._parse_receive(operation, buf, None, "buf"))
+            buffer = self._receive_buffer(self._reader.parse_receive(operation, buf, None, "buf"))
             if room is not buf:
                 ctypes.memmove(buffer.pointer, _address(room), nbytes)
-            self._deliver(buffer.arrived(status), buffer)
+            self._finish(buffer, status)
         elif room is not buf:
             if nbytes > buf.nbytes:
                 raise MPI.Exception(MPI.ERR_TRUNCATE)
@@ -168,14 +133,9 @@ class Messages:
         if received.captured:
             raise refused_capture(received)
         status = MPI.Status() if status is None else status
-        if received.is_flat:
-            staged = self._staging(received.nbytes)
-            incoming.recv_into(staged, status)
-            self._arrived(received, staged, status)
-        else:
-            buffer = self._receive_buffer(received)
-            incoming.recv_into(buffer.spec, status)
-            self._deliver(buffer.arrived(status), buffer)
+        buffer = self._receive_buffer(received, spare=self._spare)
+        incoming.recv_into(buffer.spec, status)
+        self._finish(buffer, status)
         if received.blocks:
             wait_for_copies(received)
 
@@ -227,52 +187,31 @@ class Messages:
         if sent.captured or received.captured:
             raise refused_capture(sent)
         status = MPI.Status() if status is None else status
-        if received.is_flat and sent.stream is not None and not (self.unexpected.kept or is_cut(received.nbytes)):
-            self._exchange_at_once(sent, dest, tag, received, posted, status)
-            return
-        incoming = self.posted_beside_send(*posted)
-        buffer = self._receive_buffer(received, replace=replace)
-        device, stream = buffer.device, received.stream
+        incoming = self.posted_beside_send(*posted) if self.unexpected.kept else None
+        buffer = self._receive_buffer(received, replace=replace, spare=self._spare)
         # The copies of a received message do not wait for the copies of the sent message, which lies elsewhere. The
         # copy of a message in one piece takes less time than a side stream costs.
-        aside = is_cut(buffer.capacity) and not replace
-        with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
-            outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
-            request = outgoing.hand_over(_isend_host, self._comm, dest, tag)
+        aside = buffer.capacity > rendezvous_header.LEAST_PIECE_NBYTES and not replace
+        mark = self._mark(received) if aside else None
+        # The copy of the sent message is enqueued before MPI's call, which returns when both messages are matched. The
+        # peer's message may depend on the message that this rank sends.
+        outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
+        if incoming is None:
+            try:
+                sendrecv(self._comm, outgoing.spec, dest, tag, buffer.spec, *posted, status)
+            except Exception as error:
+                # MPI has refused to send the message, except if the received message was too long.
+                refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
+                if refused and outgoing.withdraw is not None:
+                    outgoing.withdraw()
+                raise
+        else:
+            request = outgoing.hand_over(_isend, self._comm, dest, tag)
             try:
                 incoming.recv_into(buffer.spec, status)
             finally:
                 request.Wait()
-            delivery = buffer.arrived(status)
-            if delivery is None or stream is None or copies is None or copies == stream:
-                self._deliver(delivery, buffer)
-            else:
-                delivery.enqueue(copies)
-                if _waits_beside(buffer.endpoint):
-                    device.synchronize(copies)
-                    device.check()
-                else:
-                    device.side_streams.wait_stream(stream, copies)
-        if sent.blocks or received.blocks:
-            wait_for_copies(sent, received)
-
-    def _exchange_at_once(
-        self, sent: Endpoint, dest: int, tag: int, received: Endpoint, posted: tuple[int, int], status: MPI.Status
-    ) -> None:
-        """As `exchange`, by one call of MPI."""
-        # The copy of the sent message is enqueued before MPI's call, which returns when both messages are matched. The
-        # peer's message may depend on the message that this rank sends.
-        buffer = self._outgoing.buffer(_isend, sent, dest, sent.stream)
-        staged = self._staging(received.nbytes)
-        try:
-            sendrecv(self._comm, buffer.spec, dest, tag, staged, *posted, status)
-        except Exception as error:
-            # MPI has refused to send the message, except if the received message was too long.
-            refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
-            if refused and buffer.withdraw is not None:
-                buffer.withdraw()
-            raise
-        self._arrived(received, staged, status)
+        self._finish(buffer, status, mark)
         if sent.blocks or received.blocks:
             wait_for_copies(sent, received)
 
@@ -293,88 +232,58 @@ class Messages:
         if type(buf) is np.ndarray and (buf.base is None or is_host_view(buf)):
             self.receive_array("Message.Recv", buf, message, status)
         else:
-            received = self.receiving("Message.Recv", buf, None) or Endpoint("Message.Recv", buf)
-            self.receive(received, message, status)
+            self.receive(self._read_matched("Message.Recv", buf), message, status)
 
     def start_receive_matched(self, message: Incoming, buf: Any) -> MPI.Request:
         """Start to receive a message that a probe has matched."""
-        received = self.receiving("Message.Irecv", buf, None) or Endpoint("Message.Irecv", buf)
-        return self.defer_receive(received, message)
+        return self.defer_receive(self._read_matched("Message.Irecv", buf), message)
 
-    def _parse_receive(self, operation: str, buf: Any, stream: Any, name: str) -> Endpoint:
-        """Read the buffer of a receive that may meet a rendezvous header."""
-        operand = _parse(buf, True, name)
-        if operand.on_device:
-            return self._on_device(operation, buf, operand, stream)
-        return Endpoint(operation, host_calls.for_mpi(operand), device=self._device(operation), operand=operand)
+    def _read_matched(self, operation: str, buf: Any) -> Endpoint:
+        _, received = self.read(operation, buf, None, MPI.ANY_SOURCE, receives=True)
+        return received or Endpoint(operation, buf)
 
-    def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
-        if not self.by_rendezvous:
-            require_host_addresses(buf, operand.name)  # because MPI would get the addresses
-        device = self._device(operation)
-        require_here(f"{operation}: {operand.name}", operand.device, device.device)
-        resolved = device.stream(stream, array_of(buf))
-        blocks = operand.by_address and stream is None
-        return Endpoint(
-            operation,
-            buf,
-            operand.pointer,
-            operand.packed_nbytes,
-            resolved,
-            device,
-            is_flat=operand.dtype is not None,
-            operand=operand,
-            captured=device.is_capturing(resolved),
-            blocks=blocks,
-        )
+    def _receive_buffer(
+        self, received: Endpoint, *, replace: bool = False, spare: list[Staging] | None = None
+    ) -> ReceiveBuffer:
+        """Return the buffer of a receive. A blocking receive takes ``spare`` memory, and `_finish` gives it back."""
+        device = received.device or self._reader.device(received.operation)
+        rendezvous = self.memory.made or self.memory.rendezvous(device)
+        nbytes = received.nbytes
+        if spare is None or not received.is_flat or nbytes > _MOST_SPARE_NBYTES:
+            return receive_buffer(received, rendezvous, replace=replace)
+        try:
+            staging = spare.pop()
+        except IndexError:
+            staging = Staging(_LEAST_SPARE_NBYTES)
+        if staging.capacity < nbytes:
+            staging = Staging(nbytes)
+        staging.spec[1] = nbytes if nbytes > HEADER_NBYTES else HEADER_NBYTES
+        return DeviceReceive(received, nbytes, rendezvous, staging)
 
-    def _device(self, operation: str) -> GpuBackend:
-        device = self._gpu(operation)
-        device.check()
-        return device
+    def _finish(self, buffer: ReceiveBuffer, status: MPI.Status, mark: Any = None) -> None:
+        """Finish a blocking receive: in stream order for a device array, before this returns for host memory.
 
-    def _staging(self, capacity: int) -> list[Any]:
-        """Return staging memory for a flat device array. `_arrived` takes it back."""
-        staged = self._spare.pop() if self._spare else None
-        if staged is None or staged[0].size < capacity:
-            staged = staging(max(capacity, _LEAST_SPARE_NBYTES))
-        staged[1] = max(capacity, HEADER_NBYTES)
-        return staged
-
-    def _arrived(self, received: Endpoint, staged: list[Any], status: MPI.Status) -> None:
-        """Bring a message that MPI has received into staging memory to a flat device array."""
-        assert received.device is not None and received.stream is not None
-        rendezvous = self.memory.made or self.memory.rendezvous(received.device)
-        array = received.spec if received.operand is None else array_of(received.spec)
-        waits = received.device.waits_beside(received.stream, array)
-        if not waits and status.Get_count(_byte) == HEADER_NBYTES:
-            packed = staged[0][:HEADER_NBYTES].tobytes()
-            nbytes = rendezvous.receive_packed(packed, received, status.source)
-            if nbytes:
-                status.Set_elements(_byte, nbytes)
-                self._spare.append(staged)
-                return
-        buffer = DeviceReceive(received, received.nbytes, rendezvous, staged)
-        self._deliver(buffer.arrived(status), buffer)
-
-    def _receive_buffer(self, received: Endpoint, *, replace: bool = False) -> ReceiveBuffer:
-        device = received.device or self._device(received.operation)
-        return receive_buffer(received, self.memory.rendezvous(device), replace=replace)
-
-    def _deliver(self, delivery: Delivery | None, buffer: ReceiveBuffer) -> None:
-        """Finish a blocking receive: in stream order for a device array, before this returns for host memory."""
-        if delivery is None:
+        The copies on the device follow ``mark``, if it is given.
+        """
+        if not buffer.arrived(status):
             return
-        device, stream = buffer.device, buffer.endpoint.stream
+        endpoint, device = buffer.endpoint, buffer.rendezvous.device
+        stream = endpoint.stream
         if stream is None:
             # No earlier work of the user must precede copies into host memory, so they have their own stream.
             with SideStream(device.side_streams) as copies:
-                delivery.enqueue(copies)
-        elif _waits_beside(buffer.endpoint):
-            with beside(device, stream) as copies:
-                delivery.enqueue(copies)
+                buffer.deliver(copies)
+        elif device.waits_beside(stream, endpoint.spec if endpoint.operand is None else array_of(endpoint.spec)):
+            with beside(device, stream, mark) as copies:
+                buffer.deliver(copies)
+        elif mark is not None:
+            with SideStream(device.side_streams, mark) as copies:
+                buffer.deliver(copies)
+                device.side_streams.wait_stream(stream, copies)
         else:
-            delivery.enqueue(stream)
+            buffer.deliver(stream)
+        if buffer.slot is not None and isinstance(buffer, DeviceReceive) and buffer.capacity <= _MOST_SPARE_NBYTES:
+            self._spare.append(buffer.staging)
 
     def _mark(self, received: Endpoint) -> Any:
         if received.device is None or received.stream is None:
@@ -389,10 +298,9 @@ class Messages:
         mark: Any,
         before: Callable[[], bool] = _nothing_before,
     ) -> DeferredRequest:
+        device = buffer.rendezvous.device
         pending = PendingReceive(buffer, request, correct, mark, before)
-        return self._request(
-            DeferredWork(pending.done, buffer.device.check, pending.status, pending.cancel), buffer.device
-        )
+        return self._request(DeferredWork(pending.done, device.check, pending.status, pending.cancel), device)
 
     def _request(self, work: DeferredWork, device: GpuBackend) -> DeferredRequest:
         return DeferredRequest(self._completer.add(work, device.prepare_thread))

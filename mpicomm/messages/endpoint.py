@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
-
-import numpy as np
 
 from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.plain_arrays import plain_array
 
 
 # This is no dataclass, and callers pass its arguments by position, because each call on device arrays makes one.
@@ -58,7 +53,7 @@ class Endpoint:
         self.is_flat = is_flat
         """Whether it is a device array with bytes that follow each other."""
         self.operand = operand
-        """The elements of the buffer; None if `read_plain` has read it, or if it is host memory that only MPI uses."""
+        """The elements of the buffer; None for a plain array, and for host memory that only MPI uses."""
         self.captured = captured
         """Whether the stream captures a CUDA graph."""
         self.blocks = blocks
@@ -82,37 +77,3 @@ def refused_capture(endpoint: Endpoint) -> InvalidUsageError:
         f"{endpoint.operation} cannot be part of a CUDA graph, because MPI matches messages on the host: use Send, "
         'Recv or Sendrecv with algorithm="auto", or call it outside the capture'
     )
-
-
-def read_plain(
-    operation: str, array: Any, stream: Any, device: GpuBackend, beside: Endpoint | None = None
-) -> Endpoint | None:
-    """Read a contiguous array of CuPy or PyTorch on ``device`` with few calls of Python; else return None. Local.
-
-    It also returns None if the stream captures a graph. Raises the error of an earlier call. ``beside`` is the other
-    buffer of the call.
-    """
-    plain = None if type(array) in _SPECIFICATIONS else plain_array(array)
-    if plain is None or not plain[1]:  # no array, or an empty one
-        return None
-    pointer, count, (dtype, ordinal) = plain  # type: ignore[misc]
-    element_nbytes = _element_nbytes(dtype)
-    if ordinal != device.device or not element_nbytes:
-        return None
-    if beside is not None and beside.operand is None and type(beside.spec) is type(array):
-        resolved = beside.stream  # the arrays of one class have one current stream
-    else:
-        resolved = device.eager_stream(stream, array)
-    if resolved is None:
-        return None
-    return Endpoint(operation, array, pointer, count * element_nbytes, resolved, device, True)
-
-
-_SPECIFICATIONS = frozenset((list, tuple))
-
-
-@functools.cache
-def _element_nbytes(dtype: Any) -> int:
-    """Return the bytes of an element of a type of CuPy or PyTorch; 0 for a type that messages do not have."""
-    found = dtype if isinstance(dtype, np.dtype) else types.torch_dtype(dtype)
-    return found.itemsize if found is not None and types.is_plain(found) else 0

@@ -23,8 +23,7 @@ class MessageMemory:
     the reference would keep the communicator alive as long as any of its arrays.
     """
 
-    def __init__(self, rank: int, timeout_s: float, secret: bytes | None, most_nbytes: int | None) -> None:
-        self._rank = rank
+    def __init__(self, timeout_s: float, secret: bytes | None, most_nbytes: int | None) -> None:
         self._timeout_s = timeout_s
         self._secret = secret
         self._most_nbytes = most_nbytes
@@ -34,7 +33,7 @@ class MessageMemory:
     def rendezvous(self, device: GpuBackend) -> Rendezvous:
         """Return the rendezvous of the communicator. ``device`` is the communicator's device."""
         if self.made is None:
-            self.made = Rendezvous(device, self._rank, self._secret, self._most_nbytes)
+            self.made = Rendezvous(device, self._secret, self._most_nbytes)
             release_before_finalize(self)
         return self.made
 

@@ -9,12 +9,20 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
+from mpi4py import MPI
+
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, InFlight
 from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
-from mpicomm.messages.rendezvous_header import MOST_EXTENTS, Extent, is_for_kernels
+from mpicomm.messages.rendezvous_header import (
+    HEADER_NBYTES,
+    MOST_EXTENTS,
+    Extent,
+    RendezvousHeader,
+    is_for_kernels,
+)
 
 FIRST_BLOCK_NBYTES = 32 << 20
 BLOCK_NBYTES = 2 << 20
@@ -79,7 +87,7 @@ class Outbox:
             idle = self._idle.get(room)
             place = idle.pop() if idle else self._find_place(room, whole=whole or is_for_kernels(nbytes))
             if place.nbytes != nbytes:
-                place.set_message(nbytes, self._secret)
+                place.set_message(nbytes)
             self._in_flight.add(place)
             return place
 
@@ -156,9 +164,12 @@ class Outbox:
             raise OutboxFullError(f"free memory lies in more than {MOST_EXTENTS} blocks")
         assert self._words is not None
         line, last = self._in_flight.take_line()
+        header = RendezvousHeader(0, self._words.packet, line * LINE_NBYTES, extents).pack(self._secret)
+        places = [(self._segments[each.packet].pointer + each.offset, each.nbytes) for each in extents]
         ready = self._words.segment.pointer + line * LINE_NBYTES
-        pointer = self._segments[extents[0].packet].pointer + extents[0].offset if len(extents) == 1 else 0
-        return OutboxSlot(begin, begin + room, extents, pointer, self._words.packet, line, ready, ready + DONE, last)
+        # MPI.PACKED matches every type that the receiver names.
+        message = [header, HEADER_NBYTES, MPI.PACKED]
+        return OutboxSlot(begin, begin + room, places, line, ready, ready + DONE, last, message)
 
     def _look_for_place(self, room: int, *, whole: bool) -> OutboxSlot | None:
         """Look which messages are over. Return a slot that this leaves, or None.
@@ -175,7 +186,7 @@ class Outbox:
 
     def _make_idle(self, over: list[OutboxSlot]) -> None:
         for place in over:
-            if len(place.extents) == 1:
+            if len(place.places) == 1:
                 self._idle[place.end - place.begin].append(place)
             else:
                 self._give_up(place)

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.devices.wait_beside import SideStream
 from mpicomm.messages.incoming import Correct
 from mpicomm.messages.outgoing import SendBuffer
-from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer
+from mpicomm.messages.receive_buffer import ReceiveBuffer
 
 
 class PendingSend:
@@ -54,7 +54,7 @@ class PendingReceive:
         self._correct = correct
         self._mark = mark
         self._before = before
-        self._delivery: Delivery | None = None
+        self._is_over = False  # whether the message needs no copies
         self._delivered: Callable[[], bool] | None = None
 
     def done(self) -> bool:
@@ -62,14 +62,14 @@ class PendingReceive:
         if self._delivered is None:
             if not self._received():
                 return False
-            delivery = self._delivery
-            if delivery is None:
+            if self._is_over:
                 return True
             # A delivery that waits for its stream would also wait for the user's work, and this thread would complete
             # no other request.
-            if delivery.blocks and self._mark is not None and not self._buffer.device.side_streams.passed(self._mark):
+            streams = self._buffer.rendezvous.device.side_streams
+            if self._buffer.blocks and self._mark is not None and not streams.passed(self._mark):
                 return False
-            self._delivered = self._enqueue(delivery)
+            self._delivered = self._enqueue()
         return self._delivered()
 
     def cancel(self) -> None:
@@ -80,18 +80,19 @@ class PendingReceive:
     def _received(self) -> bool:
         if self._request is not None and self._before() and self._request.Test(self.status):
             self._request = None  # MPI has freed it
+            self._is_over = True
             if not self.status.Is_cancelled():
                 if self._correct is not None:
                     self._correct(self.status)
-                self._delivery = self._buffer.arrived(self.status)
+                self._is_over = not self._buffer.arrived(self.status)
         return self._request is None
 
-    def _enqueue(self, delivery: Delivery) -> Callable[[], bool]:
+    def _enqueue(self) -> Callable[[], bool]:
         """Enqueue the copies on a side stream. Return a function that says whether they are done.
 
         The copies may wait for the sender. On the user's stream they would hold up its later work, and other receives.
         """
-        device = self._buffer.device
+        device = self._buffer.rendezvous.device
         with SideStream(device.side_streams, self._mark) as side:
-            delivery.enqueue(side)
+            self._buffer.deliver(side)
             return device.completion(side)

@@ -9,94 +9,135 @@ from __future__ import annotations
 
 import abc
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.devices.host import array_at
 from mpicomm.errors import HandleError
+from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.outbox import OutboxFullError
-from mpicomm.messages.rendezvous import Rendezvous
-from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader
-from mpicomm.messages.self_messages import unpack
+from mpicomm.messages.rendezvous import PeerSlot, Rendezvous
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
+from mpicomm.messages.self_messages import Content, unpack
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.host_copies import through_host
 
+_byte = MPI.BYTE
+_BYTES = np.dtype(np.uint8)
 
-@dataclass(slots=True)
-class Delivery:
-    """The rest of a receive after MPI's part: copies on a stream that bring the message into the user's memory."""
 
-    enqueue: Callable[[int], None]
-    """Enqueues the copies. Copies into host memory are over when it returns."""
-    blocks: bool = False
-    """Whether `enqueue` waits for all earlier work of its stream."""
+class Staging:
+    """Memory for a header, or for ``capacity`` bytes of data. ``spec`` is the memory as MPI takes it."""
+
+    __slots__ = ("capacity", "memory", "pointer", "spec")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = nbytes = max(capacity, HEADER_NBYTES)
+        self.memory = np.empty(nbytes, np.uint8)
+        self.pointer = MPI.Get_address(self.memory)  # NumPy's `ctypes` takes ten times as long
+        # MPI.PACKED matches every type of the sender.
+        self.spec: list[Any] = [self.memory, nbytes, MPI.PACKED]
 
 
 class ReceiveBuffer(abc.ABC):
-    """The buffer of one receive, which it keeps alive. ``capacity`` is the longest message, in bytes, that fits."""
+    """The buffer of one receive, which it keeps alive. ``capacity`` is the longest message, in bytes, that fits.
+
+    MPI receives into ``spec``, memory at ``pointer``. After that `arrived` reads the message. `deliver` brings it into
+    the user's memory.
+    """
 
     in_place = False
     """Whether MPI writes into the user's memory."""
 
+    # Callers pass the arguments by position, because each call on device arrays makes a buffer.
     def __init__(self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, spec: Any, pointer: int) -> None:
         self.endpoint = endpoint
         self.capacity = capacity
-        self.device = rendezvous.device
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
         self.spec = spec
         """The buffer argument of MPI's receive."""
         self.pointer = pointer
         """The address of the memory of ``spec``."""
+        self.nbytes = 0
+        """The bytes of the message that has arrived."""
+        self.slot: PeerSlot | None = None
+        """The slot of the message; None if MPI has received the data itself."""
 
     @property
     def goes_to_mpi(self) -> bool:
         """Whether MPI completes the receive without this package, because no header can arrive."""
-        return self.in_place and not self._rendezvous.expects_headers
+        return self.in_place and not self.rendezvous.expects_headers
 
-    def arrived(self, status: MPI.Status) -> Delivery | None:
-        """Read the message that MPI has received, and correct its status. Return the rest of the receive, or None.
+    def arrived(self, status: MPI.Status) -> bool:
+        """Read the message that MPI has received, and correct its status. Return whether it needs `deliver`.
 
-        If the call sends the content of the buffer, it has done so before. The delivery raises `MPI.Exception` for a
-        message that is longer than the buffer.
+        If the call sends the content of the buffer, it has done so before.
         """
-        nbytes = status.Get_count(MPI.BYTE)
-        header = None
-        if nbytes == HEADER_NBYTES and not self.goes_to_mpi:
-            header = self._rendezvous.header(self.pointer)
-        if header is None:
-            # Staging memory may be longer than the buffer.
-            return self._deliver_eager(nbytes) if nbytes <= self.capacity else Delivery(_refuse)
-        status.Set_elements(MPI.BYTE, header.nbytes)
-        if header.nbytes > self.capacity:
-            return self._drop(header, status.source)
-        return self._deliver_rendezvous(header, status.source)
+        nbytes = status.Get_count(_byte)
+        if nbytes == HEADER_NBYTES:
+            found = self.rendezvous.arrived(self._content, status.source)
+            if found is not None:
+                self.slot, self.nbytes = found
+                status.Set_elements(_byte, self.nbytes)
+                return True
+        self.nbytes = nbytes
+        # Staging memory may be longer than the buffer.
+        return (nbytes > self.capacity and not self.in_place) or self._needs_device(nbytes)
+
+    def deliver(self, stream: int) -> None:
+        """Enqueue the copies of the message. Copies into host memory are over when this returns.
+
+        Raises `MPI.Exception` for a message that is longer than the buffer.
+        """
+        slot, nbytes = self.slot, self.nbytes
+        if nbytes > self.capacity:
+            if slot is not None:
+                self.rendezvous.drop(slot, nbytes, stream)
+            raise MPI.Exception(MPI.ERR_TRUNCATE)
+        if slot is None:
+            self._copy(nbytes, stream)
+        else:
+            self._receive(slot, nbytes, stream)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether `deliver` waits for all earlier work of its stream."""
+        return self.nbytes <= self.capacity and not self._is_stream_ordered()
+
+    def _is_stream_ordered(self) -> bool:
+        return False
+
+    @property
+    def _content(self) -> Content:
+        """The first bytes that MPI has received."""
+        return array_at(self.pointer, HEADER_NBYTES, _BYTES)
 
     @abc.abstractmethod
-    def _deliver_eager(self, nbytes: int) -> Delivery | None:
-        """Deliver ``nbytes`` bytes of data that MPI has received. Return None if they are in the user's memory."""
+    def _needs_device(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` bytes of data that MPI has received are yet to be copied to the device.
+
+        If not, they are in the user's memory.
+        """
+
+    def _copy(self, nbytes: int, stream: int) -> None:
+        """Copy ``nbytes`` bytes of data that MPI has received to the device."""
+        raise NotImplementedError
 
     @abc.abstractmethod
-    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
-        """Deliver the message with the header that MPI has received."""
+    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
+        """Copy a message out of its slot."""
 
-    def _drop(self, header: RendezvousHeader, source: int) -> Delivery:
-        def drop(stream: int) -> None:
-            self._rendezvous.drop(header, source, stream)
-            _refuse(stream)
-
-        return Delivery(drop)
-
-    def _pull(self, header: RendezvousHeader, pointer: int, source: int, stream: int) -> None:
-        """Copy a message out of its sender's outbox to host memory, and wait for that."""
-        self._rendezvous.pull(header, pointer, source, stream)
-        self.device.synchronize(stream)
-        self.device.check()  # raises if the sender did not fill its outbox in time
+    def _pull(self, slot: PeerSlot, nbytes: int, pointer: int, stream: int) -> None:
+        """Copy a message out of its slot to host memory, and wait for that."""
+        device = self.rendezvous.device
+        self.rendezvous.pull(slot, nbytes, pointer, stream)
+        device.synchronize(stream)
+        device.check()  # raises if the sender did not fill its outbox in time
 
 
 class HostReceive(ReceiveBuffer):
@@ -108,23 +149,28 @@ class HostReceive(ReceiveBuffer):
         pointer = 0 if endpoint.operand is None else endpoint.operand.pointer
         super().__init__(endpoint, capacity, rendezvous, endpoint.spec, pointer)
 
-    def _deliver_eager(self, nbytes: int) -> None:
-        return None
+    def _needs_device(self, nbytes: int) -> bool:
+        return False
 
-    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
-        return Delivery(lambda stream: self._pull(header, self.pointer, source, stream), blocks=True)
+    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
+        self._pull(slot, nbytes, self.pointer, stream)
 
 
 class StagedReceive(ReceiveBuffer):
-    """A receive for which MPI gets staging memory. ``spec`` may be existing staging memory."""
+    """A receive for which MPI gets staging memory, which may be memory of an earlier receive."""
 
     def __init__(
-        self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, spec: list[Any] | None = None
+        self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, staging: Staging | None = None
     ) -> None:
-        spec = spec or staging(capacity)
-        self._staging = spec[0]
-        # NumPy's `ctypes` takes ten times as long.
-        super().__init__(endpoint, capacity, rendezvous, spec, MPI.Get_address(self._staging))
+        self.staging = staging or Staging(capacity)
+        super().__init__(endpoint, capacity, rendezvous, self.staging.spec, self.staging.pointer)
+
+    @property
+    def _content(self) -> Content:
+        return self.staging.memory
+
+    def _needs_device(self, nbytes: int) -> bool:
+        return nbytes > 0
 
     @property
     def _operand(self) -> Operand:
@@ -136,25 +182,30 @@ class StagedReceive(ReceiveBuffer):
 class DeviceReceive(StagedReceive):
     """A receive into a flat device array, in the order of its stream."""
 
-    def _deliver_eager(self, nbytes: int) -> Delivery | None:
-        def copy(stream: int) -> None:
-            self.device.copy(self.endpoint.pointer, self.pointer, nbytes, stream)
-            self.device.synchronize(stream)  # because the staging memory ends with this object
+    def _is_stream_ordered(self) -> bool:
+        return self.slot is not None
 
-        return Delivery(copy, blocks=True) if nbytes else None
+    def _copy(self, nbytes: int, stream: int) -> None:
+        device = self.rendezvous.device
+        device.copy(self.endpoint.pointer, self.pointer, nbytes, stream)
+        device.synchronize(stream)  # because the staging memory ends with this object
 
-    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
-        return Delivery(lambda stream: self._rendezvous.receive(header, self.endpoint.pointer, source, stream))
+    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
+        if nbytes <= rendezvous_header.KERNEL_NBYTES:
+            slot.copy_out(stream, self.endpoint.pointer, nbytes)
+        else:
+            self.rendezvous.pull(slot, nbytes, self.endpoint.pointer, stream)
 
 
 class StagedHostReceive(StagedReceive):
     """A receive into a host array that is shorter than a header, or that the same call still sends."""
 
-    def _deliver_eager(self, nbytes: int) -> None:
+    def _needs_device(self, nbytes: int) -> bool:
         ctypes.memmove(self._operand.pointer, self.pointer, nbytes)
+        return False
 
-    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
-        return Delivery(lambda stream: self._pull(header, self._operand.pointer, source, stream), blocks=True)
+    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
+        self._pull(slot, nbytes, self._operand.pointer, stream)
 
 
 class DerivedReceive(StagedReceive):
@@ -163,20 +214,17 @@ class DerivedReceive(StagedReceive):
     The packed message comes into the staging memory, and MPI unpacks it into the user's memory.
     """
 
-    def _deliver_eager(self, nbytes: int) -> Delivery | None:
-        return Delivery(lambda stream: self._unpack(nbytes, stream), blocks=True) if nbytes else None
+    def _copy(self, nbytes: int, stream: int) -> None:
+        self._unpack(nbytes, stream)
 
-    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
-        def pull_and_unpack(stream: int) -> None:
-            self._pull(header, self.pointer, source, stream)
-            self._unpack(header.nbytes, stream)
-
-        return Delivery(pull_and_unpack, blocks=True)
+    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
+        self._pull(slot, nbytes, self.pointer, stream)
+        self._unpack(nbytes, stream)
 
     def _unpack(self, nbytes: int, stream: int) -> None:
-        packed, operand = self._staging[:nbytes], self._operand
+        packed, operand = self.staging.memory[:nbytes], self._operand
         buffer = operand.spec, True, operand.name, operand
-        through_host(self.device, stream, lambda spec: unpack(packed, spec), [buffer])
+        through_host(self.rendezvous.device, stream, lambda spec: unpack(packed, spec), [buffer])
 
 
 class DerivedDeviceReceive(DerivedReceive):
@@ -189,42 +237,33 @@ class DerivedDeviceReceive(DerivedReceive):
         super().__init__(endpoint, elements.layout.nbytes, rendezvous)
         self._elements = elements
 
-    def _deliver_eager(self, nbytes: int) -> Delivery | None:
-        def copy(place: int, stream: int) -> None:
-            self.device.copy(place, self.pointer, nbytes, stream)
+    def _is_stream_ordered(self) -> bool:
+        return self.slot is not None and len(self.slot.places) == 1 and self.nbytes == self._elements.layout.nbytes
 
-        def unpack_part(stream: int) -> None:
-            try:
-                self._rendezvous.unpack_part(nbytes, lambda place: copy(place, stream), self._elements, stream)
-            except (OutboxFullError, HandleError):
-                self._unpack(nbytes, stream)
-            self.device.synchronize(stream)  # because the staging memory ends with this object
+    def _copy(self, nbytes: int, stream: int) -> None:
+        device = self.rendezvous.device
 
-        return Delivery(unpack_part, blocks=True) if nbytes else None
+        def fill(place: int) -> None:
+            device.copy(place, self.pointer, nbytes, stream)
 
-    def _deliver_rendezvous(self, header: RendezvousHeader, source: int) -> Delivery:
-        nbytes, elements = header.nbytes, self._elements
-        if len(header.extents) == 1 and nbytes == elements.layout.nbytes:
-            return Delivery(lambda stream: self._rendezvous.unpack(header, elements, source, stream))
-        by_host = super()._deliver_rendezvous(header, source)
+        try:
+            self.rendezvous.unpack_part(nbytes, fill, self._elements, stream)
+        except (OutboxFullError, HandleError):
+            self._unpack(nbytes, stream)
+        device.synchronize(stream)  # because the staging memory ends with this object
 
-        def unpack_part(stream: int) -> None:
-            def fill(place: int) -> None:
-                self._rendezvous.pull(header, place, source, stream)
+    def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
+        if self._is_stream_ordered():
+            self.rendezvous.unpack(slot, nbytes, self._elements, stream)
+            return
 
-            try:
-                self._rendezvous.unpack_part(nbytes, fill, elements, stream)
-            except OutboxFullError:
-                by_host.enqueue(stream)
+        def fill(place: int) -> None:
+            self.rendezvous.pull(slot, nbytes, place, stream)
 
-        return Delivery(unpack_part, blocks=True)
-
-
-def staging(capacity: int) -> list[Any]:
-    """Return memory for a header, or for data that fills a buffer, as MPI takes it."""
-    nbytes = max(capacity, HEADER_NBYTES)
-    # MPI.PACKED matches every type of the sender.
-    return [np.empty(nbytes, np.uint8), nbytes, MPI.PACKED]
+        try:
+            self.rendezvous.unpack_part(nbytes, fill, self._elements, stream)
+        except OutboxFullError:
+            super()._receive(slot, nbytes, stream)
 
 
 def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool = False) -> ReceiveBuffer:
@@ -244,7 +283,3 @@ def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool 
         capacity = read(operand.owner, True, operand.name).nbytes
     staged = replace or rendezvous.exceeds(capacity)
     return (StagedHostReceive if staged else HostReceive)(endpoint, capacity, rendezvous)
-
-
-def _refuse(stream: int) -> None:
-    raise MPI.Exception(MPI.ERR_TRUNCATE)

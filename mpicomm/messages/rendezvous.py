@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mpicomm.devices.base import GpuBackend, MessageCopy, Segment
 from mpicomm.devices.handle import MemoryHandle
@@ -15,12 +15,35 @@ from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_flight import DONE
 from mpicomm.messages.outbox import Outbox
 from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
-from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader, is_for_kernels
+from mpicomm.messages.rendezvous_header import (
+    HEADER_NBYTES,
+    START,
+    Places,
+    RendezvousHeader,
+    blocks_of,
+    counts_of,
+    pieces,
+    require_room,
+)
+from mpicomm.messages.self_messages import Content
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
 
 _MOST_KNOWN = 4096
-"""The largest number of headers of peers that a rank keeps."""
+"""The largest number of slots of peers that a rank keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSlot:
+    """A slot in the outbox of rank ``source``, as this rank reaches it: where it lies, and its words."""
+
+    places: Places
+    nbytes: int
+    ready: int
+    done: int
+    source: int
+    copy_out: MessageCopy
+    """The kernel launch that copies messages out of a slot in one block, and releases the slot."""
 
 
 class Rendezvous:
@@ -30,12 +53,11 @@ class Rendezvous:
     its message, and the receiver opens the block and keeps it open. If a wait on the device runs out of time, the
     device's `check` raises the error.
 
-    The outbox has at most ``most_nbytes``. Without a ``secret`` no message has a header, and `header` finds none.
+    The outbox has at most ``most_nbytes``. Without a ``secret`` no message has a header, and `arrived` finds none.
     """
 
-    def __init__(self, device: GpuBackend, rank: int, secret: bytes | None, most_nbytes: int | None = None) -> None:
+    def __init__(self, device: GpuBackend, secret: bytes | None, most_nbytes: int | None = None) -> None:
         self.device = device
-        self._rank = rank
         self._secret = secret
         self._steps = device.message_steps()
         self._outbox = Outbox(device, secret or b"", most_nbytes)
@@ -43,8 +65,7 @@ class Rendezvous:
         """Gives a message of this rank its slot in the outbox; see `Outbox.reserve`."""
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
-        # For each packed header of a short message of a peer: its copy out, and its bytes.
-        self._known: dict[bytes, tuple[MessageCopy, int]] = {}
+        self._known: dict[bytes, PeerSlot] = {}  # by the known bytes of their headers
         self._closed = False
 
     @property
@@ -56,11 +77,26 @@ class Rendezvous:
         """Return whether a header can arrive that exceeds a receive buffer of ``nbytes`` bytes."""
         return self.expects_headers and nbytes < HEADER_NBYTES
 
-    def header(self, pointer: int) -> RendezvousHeader | None:
-        """Return the header that MPI has received at ``pointer``, or None for data of the same length."""
+    def arrived(self, content: Content, source: int) -> tuple[PeerSlot, int] | None:
+        """Return the slot and the bytes of the message whose header MPI has received into ``content``.
+
+        Return None for data of the length of a header. Raises `HandleError` for a damaged header, or if the slot cannot
+        be opened.
+        """
         if self._secret is None:
             return None
-        return RendezvousHeader.unpack(ctypes.string_at(pointer, HEADER_NBYTES), self._secret)
+        known, nbytes = START.unpack_from(content)
+        slot = self._known.get(known)
+        if slot is None:
+            header = RendezvousHeader.unpack(content[:HEADER_NBYTES].tobytes(), self._secret)
+            if header is None:
+                return None
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+            slot = self._known[known] = self._reach(header, source)
+        if nbytes > slot.nbytes:
+            require_room(nbytes, slot.nbytes)
+        return slot, nbytes
 
     def fill(self, place: OutboxSlot, sent: Endpoint, stream: int) -> None:
         """Enqueue the copy of a message into its slot."""
@@ -75,8 +111,7 @@ class Rendezvous:
             copy(stream, sent.pointer, place.nbytes)
         else:
             done = 0
-            for extent, start, piece in place.header.pieces():
-                target = self._block(extent.packet, extent.nbytes, self._rank) + extent.offset + start
+            for target, piece in pieces(place.places, place.nbytes):
                 self.device.copy(target, sent.pointer + done, piece, stream)
                 # The announcement follows each piece, so that the receiver copies the piece while the next one goes
                 # into the outbox. It pairs with the wait in `pull`, which keeps the receiver from reading memory that
@@ -92,57 +127,24 @@ class Rendezvous:
         """Release the slot of a message that this rank does not send, but has filled in the same stream."""
         self._steps.release(stream, done=place.done, count=place.counts)
 
-    def receive(self, header: RendezvousHeader, pointer: int, source: int, stream: int) -> None:
-        """Enqueue the copy of a message of rank ``source`` to device memory, and the release of its slot."""
-        if is_for_kernels(header.nbytes):
-            self._copy_out(header, source)(stream, pointer, header.nbytes)
-        else:
-            self.pull(header, pointer, source, stream)
-
-    def receive_packed(self, packed: bytes, received: Endpoint, source: int) -> int:
-        """As `receive`, for the packed header that MPI has received. Return the bytes of the message.
-
-        For data, and for a message that is too long for kernels or for the buffer, do nothing and return 0.
-        """
-        known = self._known.get(packed)
-        if known is None:
-            header = None if self._secret is None else RendezvousHeader.unpack(packed, self._secret)
-            if header is None or header.nbytes > rendezvous_header.KERNEL_NBYTES:
-                return 0
-            if len(self._known) == _MOST_KNOWN:
-                self._known.clear()
-            # The same header comes again for each message of this length in the same slot.
-            known = self._known[packed] = self._copy_out(header, source), header.nbytes
-        copy, nbytes = known
-        if nbytes > received.nbytes:
-            return 0
-        assert received.stream is not None
-        copy(received.stream, received.pointer, nbytes)
-        return nbytes
-
-    def pull(self, header: RendezvousHeader, pointer: int, source: int, stream: int) -> None:
-        """As `receive`, by copy engines, which also reach host memory."""
-        ready, awaits, copied = self._line(header, source), 0, 0
-        # The receiver opens all blocks before it enqueues the first wait, because opening one may wait for the device.
-        parts = [
-            (self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset + start, nbytes)
-            for extent, start, nbytes in header.pieces()
-        ]
-        for part, nbytes in parts:
+    def pull(self, slot: PeerSlot, nbytes: int, pointer: int, stream: int) -> None:
+        """Enqueue the copies of a message of ``nbytes`` by copy engines to any memory, and the release of its slot."""
+        awaits = copied = 0
+        for part, piece in pieces(slot.places, nbytes):
             awaits += 1
-            self._wait(header, ready, awaits, source, stream)
-            self.device.copy(pointer + copied, part, nbytes, stream)
-            copied += nbytes
+            self._wait(slot, nbytes, awaits, stream)
+            self.device.copy(pointer + copied, part, piece, stream)
+            copied += piece
         # Pairs with the sender's read of the counts in Outbox. After it the sender reuses the slot.
-        self._steps.release(stream, done=ready + DONE, count=awaits)
+        self._steps.release(stream, done=slot.done, count=awaits)
 
-    def unpack(self, header: RendezvousHeader, elements: Elements, source: int, stream: int) -> None:
-        """As `receive`, for a message in one extent that fills ``elements``. A kernel unpacks it."""
-        ready, place, counts = self._line(header, source), self._whole(header, source), header.counts
-        self._wait(header, ready, counts, source, stream)
+    def unpack(self, slot: PeerSlot, nbytes: int, elements: Elements, stream: int) -> None:
+        """As `pull`, for a message in one extent that fills ``elements``. A kernel unpacks it."""
+        counts, ((place, _),) = counts_of(slot.places, nbytes), slot.places
+        self._wait(slot, nbytes, counts, stream)
         self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
         # As in `pull`, the sender must not see the count before the kernel has read the message.
-        self._steps.release(stream, done=ready + DONE, count=counts)
+        self._steps.release(stream, done=slot.done, count=counts)
 
     def unpack_part(self, nbytes: int, fill: Callable[[int], None], elements: Elements, stream: int) -> None:
         """Unpack a message of ``nbytes`` bytes, which may be shorter than ``elements``, through this rank's outbox.
@@ -163,15 +165,15 @@ class Rendezvous:
             self._steps.announce(stream, ready=place.ready, count=place.counts)
             self._steps.release(stream, done=place.done, count=place.counts)
 
-    def drop(self, header: RendezvousHeader, source: int, stream: int) -> None:
+    def drop(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
         """Release the slot of a message that no rank copies, after the whole message is in the outbox.
 
         Before that the sender's stream may still write there. Another stream, which does not wait for it, may write the
         next message to the same slot.
         """
-        ready, counts = self._line(header, source), header.counts
-        self._wait(header, ready, counts, source, stream)
-        self._steps.release(stream, done=ready + DONE, count=counts)
+        counts = counts_of(slot.places, nbytes)
+        self._wait(slot, nbytes, counts, stream)
+        self._steps.release(stream, done=slot.done, count=counts)
 
     def is_drained(self) -> bool:
         """Return whether the receivers have copied all messages of this rank."""
@@ -193,23 +195,20 @@ class Rendezvous:
         """Free the outbox, after every peer's `close_peers`. A second call does nothing."""
         self._outbox.close()
 
-    def _copy_out(self, header: RendezvousHeader, source: int) -> MessageCopy:
-        (extent,) = header.extents
+    def _wait(self, slot: PeerSlot, nbytes: int, count: int, stream: int) -> None:
+        blocks = blocks_of(nbytes)
+        self._steps.wait(stream, ready=slot.ready, done=slot.done, count=count, blocks=blocks, peer=slot.source)
+
+    def _reach(self, header: RendezvousHeader, source: int) -> PeerSlot:
+        """Open all blocks of a slot, before the receiver enqueues a wait: opening one may wait for the device."""
         ready = self._block(header.words, DONE + header.line + LINE_NBYTES, source) + header.line
-        place = self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset
+        places = tuple(
+            (self._block(each.packet, each.offset + each.nbytes, source) + each.offset, each.nbytes)
+            for each in header.extents
+        )
         # The copy releases the slot. It pairs with the sender's read of the counts in Outbox, as in `pull`.
-        return self._steps.copy_out(place, ready=ready, done=ready + DONE, peer=source)
-
-    def _wait(self, header: RendezvousHeader, ready: int, count: int, source: int, stream: int) -> None:
-        self._steps.wait(stream, ready=ready, done=ready + DONE, count=count, blocks=header.blocks, peer=source)
-
-    def _line(self, header: RendezvousHeader, source: int) -> int:
-        return self._block(header.words, DONE + header.line + LINE_NBYTES, source) + header.line
-
-    def _whole(self, header: RendezvousHeader, source: int) -> int:
-        """Return the address of a message that lies in one extent."""
-        (extent,) = header.extents
-        return self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset
+        copy_out = self._steps.copy_out(places[0][0], ready=ready, done=ready + DONE, peer=source)
+        return PeerSlot(places, sum(nbytes for _, nbytes in places), ready, ready + DONE, source, copy_out)
 
     def _block(self, packet: bytes, nbytes: int, source: int) -> int:
         """Return the address of a block of at least ``nbytes`` bytes.

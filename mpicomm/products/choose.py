@@ -1,8 +1,8 @@
 """Whether a product overlaps with its collective, and how it is cut: a pure function of facts that all ranks share.
 
 The times come from a model with figures that were measured on H100s. A library computes a product tile by tile, and
-each multiprocessor takes one tile at a time. So a product takes as many *waves* as each multiprocessor has tiles. A cut
-that adds a wave costs more than the overlap saves, so cuts lie at the rows that add none.
+each multiprocessor takes one tile at a time. So a product takes as many *waves* as each multiprocessor has tiles. The
+products of a gathered matrix, or of its partial sums, run on two lanes (schedule.py), so they share their last waves.
 """
 
 from __future__ import annotations
@@ -112,35 +112,37 @@ def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, .
 
 def _gather_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     rows, size = facts.shard_rows, facts.size
-    found = []
     wholes = [rows]
     if size == 2:  # only between two ranks the rest of a shard certainly lies beside the next shard
         wholes += [own for own in range(rows // _TILE_ROWS * _TILE_ROWS, rows // 2, -_TILE_ROWS) if own < rows]
-    for own in wholes:
-        done = _product_us(facts, [own]) + _TURN_US
-        landed = _TURN_US + (size - 1) * _copy_us(facts, rows)
-        rest = (size - 1) * _TURN_US + _product_us(facts, [rows * size - own])
-        found.append((max(done, landed) + rest, RowCut(own, merged=True)))
+    arrival = [_TURN_US, *(2 * _TURN_US + turn * _copy_us(facts, rows) for turn in range(1, size))]
+    found = [
+        (_end_us(facts, [(arrival[0], own), (arrival[-1], rows * size - own)]), RowCut(own, merged=True))
+        for own in wholes
+    ]
     if size > 2:
-        at = _TURN_US + _product_us(facts, [rows])
-        for turn in range(1, size):
-            at = max(at, _TURN_US + turn * _copy_us(facts, rows)) + _TURN_US + _product_us(facts, [rows])
-        found.append((at, RowCut(rows, merged=False)))
+        found.append((_end_us(facts, [(each, rows) for each in arrival]), RowCut(rows, merged=False)))
     return found
+
+
+def _end_us(facts: Facts, pieces: list[tuple[float, int]]) -> float:
+    """Return the end of products on two lanes. ``pieces`` have the times at which each can begin, and its rows."""
+    ends = (begin + _product_us(facts, [rows for _, rows in pieces[at:]]) for at, (begin, _) in enumerate(pieces))
+    return max(ends)
 
 
 def _scatter_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     rows, size = facts.shard_rows, facts.size
     nbytes = rows * facts.row_nbytes
     tail = _TURN_US + _PRODUCT_US + (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
-    own, copy = _product_us(facts, [rows]), _copy_us(facts, rows)
-    at = landed = _TURN_US
-    for _ in range(1, size):
-        at += own
-        landed = max(at, landed) + copy
-    found = [(max(at + own, landed) + tail, RowCut(rows, merged=False))]
+    copy = _copy_us(facts, rows)
+    landed = _TURN_US
+    for products in range(1, size):
+        landed = max(_TURN_US + _product_us(facts, [rows] * products), landed) + copy
+    found = [(max(_TURN_US + _product_us(facts, [rows] * size), landed) + tail, RowCut(rows, merged=False))]
     if size > 2:
         at = _TURN_US + _product_us(facts, [rows * (size - 1)])
+        own = _product_us(facts, [rows])
         found.append((max(at + own, at + (size - 1) * copy) + tail, RowCut(rows, merged=True)))
     return found
 
@@ -166,10 +168,11 @@ def _reduce_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
 
 
 def _product_us(facts: Facts, pieces: list[int]) -> float:
+    """Return the time of products that share their last waves."""
     flops = _FLOPS_PER_US.get(facts.dtype, _OTHER_FLOPS_PER_US)
     wave_us = 2.0 * _TILE_ROWS * _TILE_COLUMNS * facts.inner / flops
-    tiles = [-(-rows // _TILE_ROWS) * -(-facts.columns // _TILE_COLUMNS) for rows in pieces]
-    return sum(-(-each // facts.multiprocessors) * wave_us + _PRODUCT_US for each in tiles)
+    tiles = sum(-(-rows // _TILE_ROWS) * -(-facts.columns // _TILE_COLUMNS) for rows in pieces)
+    return -(-tiles // facts.multiprocessors) * wave_us + len(pieces) * _PRODUCT_US
 
 
 def _copy_us(facts: Facts, rows: int) -> float:

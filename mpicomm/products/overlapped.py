@@ -6,6 +6,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm.collectives.gpu.algorithms.base import Node, launch_tag
@@ -15,13 +16,13 @@ from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.devices.cuda.forked_stream import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
+from mpicomm.products.lanes import LANES, Lanes
 from mpicomm.products.operands import Operands
 from mpicomm.products.schedule import (
     Action,
     AddBias,
-    JoinLane,
+    JoinLanes,
     Multiply,
     Place,
     RowCut,
@@ -42,9 +43,9 @@ _ALIGNED_NBYTES = 256
 class ProductPlan:
     """A planned call. Each enqueue binds matrices to it, because a plan must not keep the memory of the caller."""
 
-    def __init__(self, lane: ForkedStream) -> None:
+    def __init__(self, lanes: Lanes) -> None:
         self.plan: Plan
-        self._lane = lane
+        self._lanes = lanes
         self.gathered = self.partial = 0
         """The addresses of this rank's memory for the shards of all ranks, and for its partial sums."""
         self._matrices: dict[str, Any] = {}
@@ -74,8 +75,8 @@ class ProductPlan:
             return {"gathered": memory(self.gathered, (operands.shape[0], inner), operands.a)}
         return {"partial": memory(self.partial, (rows, operands.shape[1]), operands.out)} if self.partial else {}
 
-    def multiply(self, action: Multiply) -> LibraryWork:
-        """Return the step of a product."""
+    def multiply(self, action: Multiply, number: int) -> LibraryWork:
+        """Return the step of a product, the ``number``-th of its call."""
         begin, at, rows = action.begin, action.at, action.rows
 
         def work(operands: Operands) -> None:
@@ -83,22 +84,26 @@ class ProductPlan:
             first = at if operands.kind == "allgather_matmul" else begin  # the row in the rows of all shards
             operands.multiply(left[begin : begin + rows], into[at : at + rows], first)
 
-        return self._step(work, in_lane=True)
+        def enqueue(stream: int) -> None:
+            assert self._operands is not None
+            # Products of the caller's function keep their order, because they may share memory of the caller.
+            lane = 0 if self._operands.product is not None else number % LANES
+            self._lanes.run(number, lane, stream, lambda beside: self._work(work, beside))
+
+        return LibraryWork(enqueue)
 
     def add_bias(self, action: AddBias) -> LibraryWork:
         """Return the step that adds the bias."""
         rows = slice(action.begin, action.begin + action.rows)
-        return self._step(lambda operands: operands.library.add(operands.out[rows], operands.bias))
+        return LibraryWork(
+            lambda stream: self._work(lambda operands: operands.library.add(operands.out[rows], operands.bias), stream)
+        )
 
-    def _step(self, work: Callable[[Operands], None], *, in_lane: bool = False) -> LibraryWork:
-        def enqueue(stream: int) -> None:
-            operands = self._operands
-            assert operands is not None
-            stream = self._lane.fork(stream) if in_lane else stream
-            with nullcontext() if stream == self._stream else operands.library.current(stream):
-                work(operands)
-
-        return LibraryWork(enqueue)
+    def _work(self, work: Callable[[Operands], None], stream: int) -> None:
+        operands = self._operands
+        assert operands is not None
+        with nullcontext() if stream == self._stream else operands.library.current(stream):
+            work(operands)
 
 
 class Overlapped:
@@ -108,7 +113,7 @@ class Overlapped:
         self._engine: DeviceEngine = cast("DeviceEngine", calls.engine)
         self._carry_out = calls.carry_out
         self._known: OrderedDict[Any, ProductPlan] = OrderedDict()
-        self._lane = ForkedStream()
+        self._lanes = Lanes()
 
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
@@ -155,7 +160,7 @@ class Overlapped:
     def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
         from mpicomm.collectives.gpu.engine import OwnCall
 
-        call, facts, cut = ProductPlan(self._lane), way.facts, way.cut
+        call, facts, cut = ProductPlan(self._lanes), way.facts, way.cut
         assert cut is not None
 
         def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
@@ -186,6 +191,7 @@ class Overlapped:
 
     def _steps(self, actions: Iterable[Action], call: ProductPlan, operands: Operands, node: Node) -> Iterator[Step]:
         template, tag, barriers = DirectTemplate.of(node), zlib.crc32(operands.text.encode()), 0
+        products, running = 0, list[int]()
         for action in actions:
             if isinstance(action, Barrier):
                 yield template.barrier(launch_tag(tag, barriers), after_copies=True)
@@ -193,9 +199,13 @@ class Overlapped:
             elif isinstance(action, Reduce):
                 yield local_reduction(action, (operands.result_dtype, "sum"))
             elif isinstance(action, Multiply):
-                yield call.multiply(action)
-            elif isinstance(action, JoinLane):
-                yield LibraryWork(self._lane.join)
+                yield call.multiply(action, products)
+                running = [*running, products][-LANES:]  # an earlier product is over before the next one on its lane
+                products += 1
+            elif isinstance(action, JoinLanes):
+                joined = running[:-1] if action.but_last else running
+                running = running[len(joined) :]
+                yield LibraryWork(partial(self._lanes.join, joined))
             elif isinstance(action, AddBias):
                 yield call.add_bias(action)
             else:

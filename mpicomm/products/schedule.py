@@ -3,10 +3,11 @@
 Copy engines carry the data on a stream beside the products. A barrier says that all copies before it have landed, and
 detects a rank that does not come or calls something else.
 
-Products run on a *lane*, a stream beside the barriers. A product leaves multiprocessors free in its last wave, so the
-barrier after its copies is over before the product ends. If all multiprocessors are at work, the barrier waits until
-the product is over, as it would on the stream of the product. No copy that is to run beside a product waits for a
-barrier that runs beside the same product: such a copy could begin too late.
+Products run on two *lanes* in turns, streams beside the barriers. A product leaves multiprocessors free in its last
+wave. The next product takes them, so a cut adds no wave. The barrier after its copies takes them, too, so it is over
+before the product ends. If all multiprocessors are at work, the barrier waits until the product is over, as it would on
+the stream of the product. No copy that is to run beside a product waits for a barrier that runs beside the same
+product: such a copy could begin too late.
 
 At any time all ranks copy to different peers: in turn d each rank copies to the rank at distance d.
 """
@@ -25,7 +26,8 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 class Multiply:
     """The product of ``rows`` rows: rows of ``left`` from ``begin`` on give rows of ``into`` from ``at`` on.
 
-    It waits for all steps before it, except copies. Steps after it do not wait for it before `JoinLane`.
+    It waits for all steps before it, except copies and the product before it. Steps after it do not wait for it before
+    `JoinLanes`.
     """
 
     left: Literal["a", "gathered"]
@@ -36,8 +38,11 @@ class Multiply:
 
 
 @dataclass(frozen=True)
-class JoinLane:
+class JoinLanes:
     """All steps after it wait for all products before it. So do copies after the next fork."""
+
+    but_last: bool = False
+    """Whether they do not wait for the last product before it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class AddBias:
     rows: int
 
 
-Action = Barrier | Fork | Join | Copy | Reduce | Multiply | JoinLane | AddBias
+Action = Barrier | Fork | Join | Copy | Reduce | Multiply | JoinLanes | AddBias
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ def gathering(
                 yield Copy(kept + rank * nbytes, a, nbytes)
         for begin, end in arriving(place, cut, distance):
             yield Multiply("gathered", begin, "out", begin, end - begin)
-    yield JoinLane()
+    yield JoinLanes()
     if kept:
         yield Join()
 
@@ -148,23 +153,29 @@ def scattering(
     """
     rank, size, rows = place.rank, place.size, place.rows
     nbytes = rows * row_nbytes
+    own = Multiply("a", rank * rows, "out", 0, rows)
     if cut.merged:
         for begin, end in ((0, rank), (rank + 1, size)):
             if begin < end:
                 yield Multiply("a", begin * rows, "partial", begin * rows, (end - begin) * rows)
+        products = [own]
+    else:
+        peers = [place.to(distance) for distance in range(1, size)]
+        first, *products = [*(Multiply("a", peer * rows, "partial", peer * rows, rows) for peer in peers), own]
+        yield first
+    # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
+    yield Barrier()
+    if cut.merged:
+        yield JoinLanes()
     for distance in range(1, size):
         peer = place.to(distance)
-        if not cut.merged:
-            yield Multiply("a", peer * rows, "partial", peer * rows, rows)
-        if distance == 1:
-            # Before it, a reduction of an earlier call of a peer may still read the memory that these copies overwrite.
-            yield Barrier()
+        # The next product takes the multiprocessors that the product of this copy leaves in its last wave.
+        yield from products[distance - 1 : distance]
         # They make the copy wait for its product and for the barrier.
-        yield from (JoinLane(), Fork())
+        yield from (JoinLanes(but_last=True), Fork())
         yield Copy(landing[peer] + slot(rank, peer, size) * nbytes, partial + peer * nbytes, nbytes)
-    yield Multiply("a", rank * rows, "out", 0, rows)
     # The join pairs with the barrier, as in `gathering`. After the barrier all contributions have come.
-    yield from (Join(), Barrier(), JoinLane())
+    yield from (Join(), Barrier(), JoinLanes())
     yield Reduce(sources(place, landing[rank], nbytes, out), out, nbytes, most_blocks=_REDUCING_BLOCKS)
     if bias:
         yield AddBias(0, rows)
@@ -224,7 +235,7 @@ def reducing(
                 yield Multiply("a", begin, "out", begin, end - begin)
             if part == 0 and distance == 1:
                 yield Barrier()  # as in `scattering`; an earlier call of another kind may still use the memory
-            yield from (JoinLane(), Fork())
+            yield from (JoinLanes(), Fork())
             if begin < end:
                 target = landing[peer] + part * room + slot(rank, peer, size) * stride
                 yield Copy(target, out + begin * row_nbytes, (end - begin) * row_nbytes)
@@ -233,7 +244,7 @@ def reducing(
         if nbytes:
             yield Multiply("a", begin, "out", begin, end - begin)
         # After the barrier the contributions to this part have come, and the results of the previous part.
-        yield from (Join(), Barrier(), JoinLane())
+        yield from (Join(), Barrier(), JoinLanes())
         if nbytes:
             contributions = sources(place, landing[rank] + part * room, stride, out + at)
             yield Reduce(contributions, out + at, nbytes, most_blocks=_REDUCING_BLOCKS)

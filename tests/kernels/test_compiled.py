@@ -98,7 +98,12 @@ BANDWIDTH += [
 BANDWIDTH += [chain_kernel(reduction) for reduction in (None, ("int8", "sum"), WIDEST)]
 BANDWIDTH += [direct_kernel(), PACK_KERNEL, COPY]
 EXPERTS_DTYPES = ("float32", "float16", "bfloat16")
-BANDWIDTH += [combine_experts_kernel(dtype, result) for dtype in EXPERTS_DTYPES for result in EXPERTS_DTYPES]
+BANDWIDTH += [
+    combine_experts_kernel(dtype, result, by_token=by_token)
+    for dtype in EXPERTS_DTYPES
+    for result in EXPERTS_DTYPES
+    for by_token in (False, True)
+]
 BANDWIDTH += [quantize_experts_kernel("bfloat16")]
 BANDWIDTH += [
     combine_kernel(reduction, result)
@@ -282,7 +287,7 @@ LARGEST_BLOCKS = [
     (norm_kernel("float64", norm_options("float32", "float64")), NORM_THREADS),
     (PACK_KERNEL, PACK_THREADS),
     (DISPATCH_KERNEL, DISPATCH_THREADS),
-    (combine_experts_kernel("bfloat16", "float32"), SUM_THREADS),
+    (combine_experts_kernel("bfloat16", "float32", by_token=False), SUM_THREADS),
     (quantize_experts_kernel("float32"), QUANTIZE_THREADS),
     (MESSAGE_KERNEL, MESSAGE_THREADS),
     (COPY, COPY_THREADS),

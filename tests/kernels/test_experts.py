@@ -281,7 +281,7 @@ RACES = {
         "",
     ),
     "sums read before their flags": Change(
-        "experts_combine.cu", "    // Orders the loads of all lanes after the acquires.\n    __syncwarp();", ""
+        "experts_combine.cu", "  // Orders the loads of all lanes after the acquires.\n  __syncwarp();", ""
     ),
     "announcement turned relaxed": Change("experts.cuh", "announce_all_before(team, thread,", "announce(team, thread,"),
     "announcement loaded relaxed": Change(

@@ -42,6 +42,7 @@ from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import StreamOrder
+from mpicomm.devices.early_launches import begins_early
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
@@ -156,11 +157,7 @@ class DeviceEngine:
             multiprocessors,
             self.tuning.link_speed,
             most_staged_nbytes,
-            # Devices before 9.0 cannot set up a kernel's blocks before the previous kernel has ended. A kernel that
-            # begins early relies on this device seeing the previous kernel's stores. That guarantees nothing for slots
-            # in host memory. If ranks run side by side, early blocks could keep out blocks for which another rank
-            # waits.
-            early=backend.info.compute_capability >= (9, 0) and not host_slots and side_by_side == 1,
+            early=begins_early(backend.info, host_slots=host_slots, side_by_side=side_by_side),
             host_slots=host_slots,
         )
         self._longest = LongestMessage(call_log, calls)
@@ -309,7 +306,7 @@ class DeviceEngine:
 
         After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.
 
-        Return whether this call has enqueued work that `completion` reports. A captured call enqueues no work, and a
+        Return whether this call has enqueued work that runs now. A captured call enqueues no work, and a
         rank without a part in the call enqueues none. ``again`` says that the plan was enqueued before. Then the plan
         becomes a graph, which is cheaper from the next time on. With ``meets`` this blocks until all ranks launch this
         call.
@@ -350,13 +347,6 @@ class DeviceEngine:
         """
         if self._preparation.enlarge_inboxes(plan, self._longest.agree()):
             self._longest.make_plans_old()
-
-    def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether all work enqueued so far is done; callable in any thread. Local."""
-        if runtime.getDevice() == self._ordinal:
-            return self._order.completion()
-        with self._backend.current():
-            return self._order.completion()
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Make a plan a graph and enqueue it."""

@@ -62,9 +62,6 @@ class Engine(Protocol):
     def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """See `DeviceEngine.enqueue`."""
 
-    def completion(self) -> Callable[[], bool]:
-        """See `DeviceEngine.completion`."""
-
 
 class KnownCall(NamedTuple):
     """A call that was made before."""
@@ -153,14 +150,17 @@ class PlanCache:
         ``finish`` is the key of the epilogue, () without one. It is None, and no call is found, if the epilogue has
         an array that cannot be recognised.
         """
+        sent: Any
+        received: Any
         try:
             # The same as `_plain`, inlined, because nearly every call comes here and this takes half the time.
             cupy = self._cupy
-            both = type(send) is type(receive) is cupy and counts is None
-            if both and send._c_contiguous and receive._c_contiguous:
+            if operation is REDUCE_SCATTER:
+                sent, received = _plain(operation, send, receive, counts)
+            elif type(send) is type(receive) is cupy and send._c_contiguous and receive._c_contiguous:
                 data, output = send.data, receive.data
-                sent: Any = data.ptr, send.size, (send.dtype, data.device_id)
-                received: Any = output.ptr, receive.size, (receive.dtype, output.device_id)
+                sent = data.ptr, send.size, (send.dtype, data.device_id)
+                received = output.ptr, receive.size, (receive.dtype, output.device_id)
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
@@ -214,10 +214,11 @@ class PlanCache:
         except TypeError:  # a rank that is a list, for example; who reads the message refuses it
             return None
 
-    def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
-        """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
+    def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> int | None:
+        """Enqueue the plan of a call with these buffers again. Local.
 
-        Raises the error of an earlier call, and `InvalidUsageError` if the communicator was freed.
+        Return the address of the stream that has work of the call: see `DeviceEngine.enqueue`. Return None if no stream
+        has. Raises the error of an earlier call, and `InvalidUsageError` if the communicator was freed.
         """
         session, plan = self._session, call.plan
         session.require_usable(plan)
@@ -228,7 +229,7 @@ class PlanCache:
         pending = self.engine.enqueue(plan, resolved, again=True)
         if call.by_address:
             self.await_address(stream, resolved)
-        return pending
+        return resolved if pending else None
 
     def run(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> None:
         """As `enqueue`, for a blocking collective."""
@@ -274,7 +275,8 @@ class PlanCache:
 
     def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
         """As `enqueue`; return a function that says whether the call is done, callable in any thread."""
-        return self.engine.completion() if self.enqueue(call, stream, send, receive) else lambda: True
+        enqueued = self.enqueue(call, stream, send, receive)
+        return (lambda: True) if enqueued is None else self._session.backend.completion(enqueued)
 
     def add(
         self,

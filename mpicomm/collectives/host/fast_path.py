@@ -110,7 +110,8 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
     """
     if row.send == "typed" or not row.in_mpi:
         return _never
-    reduces, sent_shape, received_shape = row.reduces, row.send, row.receive
+    reduces = row.reduces
+    read_sent, read_received = (_reader(shape, size, rank, reduces) for shape in (row.send, row.receive))
     # If recvcounts cut an input in place, MPI must get a copy of it. MPI may accept MPI.IN_PLACE of neighbours, which
     # `Call` refuses.
     only_arrays = row.send == "counted" or row.of_neighbors
@@ -143,42 +144,40 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
         return array.dtype in MPI_TYPES and type(op) is _Op and (nbytes < always or is_small(nbytes, op))
 
     def is_plain_in_lists(send: Any, receive: Any, op: Any, root: int) -> bool:
-        sent = _own(send) if type(send) is list else send
-        received = _own(receive) if type(receive) is list else receive
+        # Most lists are ``[array, type]`` with a type that only repeats the type of the array. They are as the array.
+        sent, received = send, receive
+        if type(send) in _LISTS and len(send) == 2:
+            array, datatype = send
+            if type(array) is ndarray and _OWN_OBJECTS.get(id(datatype)) is array.dtype:
+                sent = array
+        if type(receive) in _LISTS and len(receive) == 2:
+            array, datatype = receive
+            if type(array) is ndarray and _OWN_OBJECTS.get(id(datatype)) is array.dtype:
+                received = array
         if sent is not send or received is not receive:
             return is_plain(sent, received, op, root)
         if only_arrays or (reduces and type(op) is not _Op):
             return False
         if receive is None or receive is _in_place:
-            found = one = _listed(send, sent_shape, size, rank, reduces)
+            found = one = read_sent(send)
         else:
-            found = one = _listed(receive, received_shape, size, rank, reduces)
+            found = one = read_received(receive)
             if send is None or send is _in_place:
                 if not reads_in_place:
                     return False
             else:
-                found = _listed(send, sent_shape, size, rank, reduces)
+                found = read_sent(send)
         if found is None or one is None:
             return False
+        a, nbytes, block = found
         if found is one:
-            apart = one[0].base is None or is_host_view(one[0])
+            apart = a.base is None or is_host_view(a)
         else:  # MPI may miss that a rank sends more to itself than it receives
-            a, b = found[0], one[0]
-            apart = found[2] == one[2] and ((a.base is b.base is None and a is not b) or are_apart(a, b))
-        return apart and (not reduces or found[1] < always or is_small(found[1], op))
+            b = one[0]
+            apart = block == one[2] and ((a.base is b.base is None and a is not b) or are_apart(a, b))
+        return apart and (not reduces or nbytes < always or is_small(nbytes, op))
 
     return is_plain
-
-
-def _own(spec: list[Any]) -> Any:
-    """Return the array of ``[array, type]`` if the type only repeats the type of the array; else ``spec``."""
-    if len(spec) == 2:
-        array, datatype = spec
-        if type(array) is ndarray and type(datatype) is _Datatype:
-            own = _OWN_OBJECTS.get(id(datatype))
-            if own is array.dtype or _is_own(datatype, array.dtype):
-                return array
-    return spec
 
 
 def _is_own(datatype: MPI.Datatype, dtype: np.dtype[Any]) -> bool:
@@ -186,52 +185,58 @@ def _is_own(datatype: MPI.Datatype, dtype: np.dtype[Any]) -> bool:
     return own is dtype or (own is not None and own == dtype)  # NumPy takes None for float64
 
 
-def _listed(buffer: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tuple[Any, int, int] | None:
-    """Return an array, the bytes of it that an argument names, and the bytes of the block of ``rank``.
+def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any], tuple[Any, int, int] | None]:
+    """Return a function that reads a buffer of a shape.
 
+    It returns an array, the bytes of it that the argument names, and the bytes of the block of ``rank``. It returns
     None unless the array certainly holds all of them.
     """
-    counts = displs = datatype = None
-    if type(buffer) is ndarray:
-        if shape == "vector" or buffer.dtype not in MPI_TYPES:
-            return None
-        nbytes = buffer.nbytes
-        return buffer, nbytes, nbytes if shape == "one" else nbytes // size
-    if type(buffer) not in _LISTS:
-        return None
-    length = len(buffer)
-    if length == 2:
-        array, counts = buffer
-        if isinstance(counts, _Datatype):
-            counts, datatype = None, counts
-    elif length == 3:
-        array, counts, datatype = buffer
-    elif length == 4:
-        array, counts, displs, datatype = buffer
-    else:
-        return None
-    if type(counts) is tuple and len(counts) == 2 and length < 4:
-        counts, displs = counts
-    if type(array) is not ndarray:
-        return None
-    if datatype is not None:
-        itemsize = _itemsize(array, datatype, reduces)
-    else:
-        itemsize = array.itemsize if array.dtype in MPI_TYPES else 0
-    if not itemsize:  # this file cannot decide about the elements
-        return None
-    room = array.nbytes
-    if shape == "vector":
-        reach, count = _reach(counts, displs, size, rank)
-        return (array, room, count * itemsize) if 0 <= reach * itemsize <= room else None
     blocks = size if shape == "blocks" else 1
-    if displs is not None:
-        return None
-    if counts is None:
-        return (array, room, room // blocks) if room % (itemsize * blocks) == 0 else None
-    if type(counts) is not int or counts < 0 or counts * blocks * itemsize > room:
-        return None
-    return array, counts * blocks * itemsize, counts * itemsize
+    is_vector = shape == "vector"
+
+    def read(buffer: Any) -> tuple[Any, int, int] | None:
+        if type(buffer) is ndarray:
+            if is_vector or buffer.dtype not in MPI_TYPES:
+                return None
+            nbytes = buffer.nbytes
+            return buffer, nbytes, nbytes // blocks
+        if type(buffer) not in _LISTS:
+            return None
+        counts = displs = datatype = None
+        length = len(buffer)
+        if length == 2:
+            array, counts = buffer
+            if isinstance(counts, _Datatype):
+                counts, datatype = None, counts
+        elif length == 3:
+            array, counts, datatype = buffer
+        elif length == 4:
+            array, counts, displs, datatype = buffer
+        else:
+            return None
+        if type(array) is not ndarray:
+            return None
+        if type(counts) is tuple and len(counts) == 2 and length < 4:
+            counts, displs = counts
+        if datatype is not None:
+            itemsize = _itemsize(array, datatype, reduces)
+        else:
+            itemsize = array.itemsize if array.dtype in MPI_TYPES else 0
+        if not itemsize:  # this file cannot decide about the elements
+            return None
+        room = array.nbytes
+        if is_vector:
+            reach, count = _reach(counts, displs, size, rank)
+            return (array, room, count * itemsize) if 0 <= reach * itemsize <= room else None
+        if displs is not None:
+            return None
+        if counts is None:
+            return (array, room, room // blocks) if room % (itemsize * blocks) == 0 else None
+        if type(counts) is not int or counts < 0 or counts * blocks * itemsize > room:
+            return None
+        return array, counts * blocks * itemsize, counts * itemsize
+
+    return read
 
 
 def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:

@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 from cuda.bindings import driver
-from cupy.cuda import get_current_stream, runtime
+from cupy.cuda import runtime
 
 from mpicomm.devices.base import DifferingCalls, Launch, Link, Scratch
 from mpicomm.devices.cuda import segments
@@ -72,6 +72,7 @@ class CudaBackend(StreamsOfGpu):
             with self._context.current():
                 # Non-blocking: else this stream would wait for the user's work on the null stream.
                 self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+                self._completions.grow()
             self._faults = FaultPage(self._context, self._stream)
             self.side_streams = CudaSideStreams(self._context)
         except HandleError:
@@ -129,11 +130,6 @@ class CudaBackend(StreamsOfGpu):
         """Return the address of a ``stream=`` argument; None if it captures a graph. Raises as `check` does."""
         if self._faults is None or self._faults.error is not None or self._faults.record.state:
             self.check()
-        # Cheaper than a change of context, and nearly always true: a new Communicator makes its GPU current.
-        if stream is None and type(array) is cupy.ndarray and runtime.getDevice() == self._ordinal:
-            current: int = get_current_stream(self._ordinal).ptr
-            self._threads.note(current)
-            return None if runtime.streamIsCapturing(current) else current
         resolved = self.stream(stream, array)
         return None if self.is_capturing(resolved) else resolved
 
@@ -216,11 +212,20 @@ class CudaBackend(StreamsOfGpu):
                 kernel = kernels.load(variant)
         return kernel
 
-    def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
+    def launch(
+        self,
+        variant: Variant,
+        arguments: ctypes.Structure,
+        stream: int,
+        *,
+        blocks: int,
+        threads: int,
+        early: bool = False,
+    ) -> None:
         """Enqueue a kernel whose one parameter is a structure by value. Local, stream-ordered."""
         kernel = self.load(variant)
         with self._context.current():
-            kernel.launch_structure(stream, arguments, blocks=blocks, threads=threads)
+            kernel.launch_structure(stream, arguments, blocks=blocks, threads=threads, early=early)
 
     def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
         """Return a function that enqueues a kernel again and again, each time with the content of ``arguments``."""

@@ -30,6 +30,18 @@ _OPERATIONS = {
     WAIT: "Win.Wait: the Complete",
     DISPATCH: "Experts.dispatch",
     COMBINE: "Experts.combine",
+    LOCK: "Win.Lock",
+}
+_INVALID = {  # the errors of arguments, with places for the rank and the sequence number of the record
+    ROUTES: "Experts.dispatch: topk_ids of rank {} has an id that is no expert at token {}: pass the number of an "
+    "expert, or -1 for none",
+    ROOM: "Experts.dispatch: rank {} gets {} rows, more than the capacity: create the Experts with a larger capacity",
+    COUNTS: "Alltoallv: rank {} passed a count or displacement of sendbuf for rank {}, on the GPU, that is negative or "
+    "goes beyond the end of the buffer: correct the counts before the call",
+    COUNTS | OF_RECEIVE: "Alltoallv: rank {} passed a displacement of recvbuf for rank {}, on the GPU, that is "
+    "negative: correct the counts before the call",
+    COUNTED_ROOM: "Alltoallv: recvbuf of rank {} needs room for {} elements, by the counts on the GPU, and has less: "
+    "pass a larger one",
 }
 _UNUSABLE = "the communicator is unusable: create another"
 
@@ -110,7 +122,6 @@ class FaultPage:
         # after the load of the state that publishes them.
         fence()
         record = self.record
-        where = f"number {record.sequence} from rank {record.peer}"
         if self._calls is None:  # once, because it may wait for other ranks to name their calls
             # After a timeout all ranks that come have named their calls. If this rank waited, it would report the
             # missing rank too late: ranks that wait for this rank would give up first, and name this rank.
@@ -120,44 +131,17 @@ class FaultPage:
         if self._calls or record.operation == MISMATCH:
             said = self._calls or [f"rank {record.peer} sent data of another call or message than this rank expected"]
             return called_differently(said, [record.peer])
-        if record.operation == LOCK:
-            return CollectiveTimeoutError(
-                f"Win.Lock: {late_lock(record.peer, comes_first=record.sequence == COMES_FIRST)} within "
-                f"{record.elapsed_ns / 1e9:.3g} s; {_UNUSABLE}",
-                ranks=[record.peer],
-            )
-        if record.operation == ROUTES:
-            return InvalidUsageError(
-                f"Experts.dispatch: topk_ids of rank {record.peer} has an id that is no expert at token "
-                f"{record.sequence}: pass the number of an expert, or -1 for none; {_UNUSABLE}",
-                ranks=[record.peer],
-            )
-        if record.operation == ROOM:
-            return InvalidUsageError(
-                f"Experts.dispatch: rank {record.peer} gets {record.sequence} rows, more than the capacity: create the "
-                f"Experts with a larger capacity; {_UNUSABLE}",
-                ranks=[record.peer],
-            )
-        if record.operation == COUNTS:
-            of_receive = bool(record.sequence & OF_RECEIVE)
-            what = "displacement of recvbuf" if of_receive else "count or displacement of sendbuf"
-            return InvalidUsageError(
-                f"Alltoallv: rank {record.peer} passed a {what} for rank {record.sequence & ~OF_RECEIVE}, on the GPU, "
-                f"that is negative{'' if of_receive else ' or goes beyond the end of the buffer'}: correct the counts "
-                f"before the call; {_UNUSABLE}",
-                ranks=[record.peer],
-            )
-        if record.operation == COUNTED_ROOM:
-            return InvalidUsageError(
-                f"Alltoallv: recvbuf of rank {record.peer} needs room for {record.sequence} elements, by the counts on "
-                f"the GPU, and has less: pass a larger one; {_UNUSABLE}",
-                ranks=[record.peer],
-            )
-        operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
+        operation, rank, number = record.operation, record.peer, record.sequence
+        if operation == COUNTS:
+            operation, number = operation | number & OF_RECEIVE, number & ~OF_RECEIVE
+        if operation in _INVALID:
+            return InvalidUsageError(f"{_INVALID[operation].format(rank, number)}; {_UNUSABLE}", ranks=[rank])
+        late = f"number {number} from rank {rank} did not come"
+        if operation == LOCK:
+            late = late_lock(rank, comes_first=number == COMES_FIRST)
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
-        return CollectiveTimeoutError(
-            f"{operation}: {where} did not come {time} (block {record.block}); {_UNUSABLE}", ranks=[record.peer]
-        )
+        text = f"{_OPERATIONS.get(operation, f'operation {operation}')}: {late} {time} (block {record.block})"
+        return CollectiveTimeoutError(f"{text}; {_UNUSABLE}", ranks=[rank])
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Let every check raise an error of the same class and text, which no kernel has reported; local."""

@@ -10,7 +10,6 @@ from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.capture import capture_of
-from mpicomm.devices.cuda.completion import Completions
 from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.errors import HandleError
@@ -33,13 +32,9 @@ class StreamOrder:
     def __init__(self, lasting: Set[int] = frozenset((0,))) -> None:
         """``lasting`` are the addresses of streams that the process never destroys."""
         self._lasting = lasting
-        self._completions = Completions()
-        self._eager: Any = self._completions.take()
-        # Addresses of events, because every call uses them.
-        self._recorded: int = self._eager.ptr  # the event to record after the next piece, outside of captures
-        self._awaited = self._recorded  # the event to wait for before the next piece
-        self._handed: Any = None  # the event that `completion` gave away last; the next piece may wait for it
-        self._stream = 0  # the stream on which `_awaited` was recorded
+        self._event: Any = LocalEvent()
+        self._recorded: int = self._event.ptr  # the event after the latest piece outside of captures
+        self._stream = 0  # the stream of that piece
         # The events of captures, by capture, because no stream outside can wait for an event that a capture recorded.
         # The capture with the latest piece comes last. If there are too many captures, the first gives up its event,
         # because the driver does not say which captures are over.
@@ -48,8 +43,8 @@ class StreamOrder:
     def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue) -> bool:
         """Call ``eager`` with ``stream``, or ``captured`` if the stream captures; this enqueues the next piece.
 
-        Return whether it called ``eager``, so that `completion` can tell when the piece is done. Local, does not block.
-        The device must be current. An exception passes through, and the next piece follows the work that was enqueued.
+        Return whether it called ``eager``. Local, does not block. The device must be current. An exception passes
+        through, and the next piece follows the work that was enqueued.
         """
         # CuPy's functions, because every call comes here, and the driver's binding takes three times as long.
         if not runtime.streamIsCapturing(stream):
@@ -57,7 +52,7 @@ class StreamOrder:
             # because a new stream may have the address of a stream that was destroyed with work pending. A wait for an
             # event without a record returns at once.
             if stream != self._stream or stream not in self._lasting:
-                runtime.streamWaitEvent(stream, self._awaited)
+                runtime.streamWaitEvent(stream, self._recorded)
             try:
                 eager(stream)
                 runtime.eventRecord(self._recorded, stream)
@@ -68,7 +63,6 @@ class StreamOrder:
                     runtime.eventRecord(self._recorded, stream)
                 raise
             finally:
-                self._awaited = self._recorded
                 self._stream = stream
             return True
         capture = capture_of(stream)
@@ -91,19 +85,7 @@ class StreamOrder:
             self._captured[capture] = event
         return False
 
-    def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether the piece that was enqueued last is done; for any thread.
-
-        Call it at most once for each piece, and not for pieces of captures. Local. The device must be current.
-        """
-        # `_handed` keeps the event, because the caller may drop the function. The next streamWaitEvent is for this
-        # event, so the event must still exist then.
-        self._handed, self._eager = self._eager, self._completions.take()
-        self._recorded = self._eager.ptr
-        return self._completions.of(self._handed)
-
     def close(self) -> None:
         """Destroy the events. A second call does nothing."""
-        self._eager = self._handed = None
+        self._event = None
         self._captured.clear()
-        self._completions.close()

@@ -56,6 +56,10 @@ class StreamsOfGpu:
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
+        # This look is cheaper than a change of context, and the device is nearly always this device, because a new
+        # Communicator makes its GPU current.
+        if runtime.getDevice() == self._ordinal:
+            return bool(runtime.streamIsCapturing(stream))
         with self._context.current():
             return bool(runtime.streamIsCapturing(stream))
 
@@ -64,9 +68,7 @@ class StreamsOfGpu:
 
         A stream that captures a graph runs nothing, so its work counts as done.
         """
-        # This look is cheaper than a change of context, and the device is nearly always this device, because a new
-        # Communicator makes its GPU current.
-        if runtime.getDevice() != self._ordinal:
+        if runtime.getDevice() != self._ordinal:  # as in `is_capturing`
             with self._context.current():
                 return self._completion(stream)
         return self._completion(stream)
@@ -74,6 +76,4 @@ class StreamsOfGpu:
     def _completion(self, stream: int) -> Callable[[], bool]:
         if runtime.streamIsCapturing(stream):
             return lambda: True
-        event = self._completions.take()
-        runtime.eventRecord(event.ptr, stream)
-        return self._completions.of(event)
+        return self._completions.after(stream)

@@ -230,11 +230,6 @@ class DomainsEngine:
         said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
         return PeerError(said, ranks=[rank])
 
-    def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether all earlier work is done; callable in any thread. Local."""
-        with self._backend.current():
-            return self._order.completion()
-
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the scratch memory of this rank; local.
 

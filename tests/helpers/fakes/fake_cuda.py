@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import random
@@ -29,6 +30,12 @@ class CUDARuntimeError(RuntimeError):
 
 class CUDADriverError(RuntimeError):
     status = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+class Pinned(bytearray):
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
 class Place(NamedTuple):
@@ -241,8 +248,16 @@ class FakeCuda:
 
     # ---- cuda.bindings.driver
 
+    @_may_fail
     def cuEventQuery(self, event: int) -> tuple[int]:
         return (0 if self.is_over(self.events[event]) else _NOT_READY,)
+
+    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[int]:
+        def write() -> None:
+            ctypes.c_uint32.from_address(address).value = value
+
+        self.enqueue(stream, write)
+        return (0,)
 
     @_may_fail
     def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
@@ -283,6 +298,9 @@ class FakeCuda:
     def Device(self, ordinal: int) -> SimpleNamespace:
         return SimpleNamespace(use=lambda: self.ctxSetCurrent(ADDRESS))
 
+    def alloc_pinned_memory(self, nbytes: int) -> Pinned:
+        return Pinned(nbytes)
+
     def Event(self, disable_timing: bool) -> SimpleNamespace:
         assert disable_timing
         return SimpleNamespace(ptr=self.eventCreateWithFlags(self.eventDisableTiming))
@@ -303,7 +321,13 @@ class FakeCuda:
 def imported_over(fake: FakeCuda) -> Iterator[None]:
     """Import the modules that use CUDA anew inside a ``with`` block, over a fake; the ones from before come back."""
     cuda = SimpleNamespace(
-        driver=fake, runtime=fake, Device=fake.Device, Event=fake.Event, Stream=fake.Stream, get_current_stream=None
+        driver=fake,
+        runtime=fake,
+        Device=fake.Device,
+        Event=fake.Event,
+        Stream=fake.Stream,
+        get_current_stream=None,
+        alloc_pinned_memory=fake.alloc_pinned_memory,
     )
     before = _take_modules_out()
     try:

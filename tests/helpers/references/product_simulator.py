@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
-from mpicomm.products.schedule import Action, AddBias, JoinLane, Multiply
+from mpicomm.products.schedule import Action, AddBias, JoinLanes, Multiply
 
 Array = npt.NDArray[Any]
 
@@ -21,29 +21,32 @@ def address(array: Array) -> int:
     return int(array.ctypes.data)
 
 
-STREAMS = ("main", "beside", "lane")
+STREAMS = ("main", "beside", "lane 0", "lane 1")
 
 
 class Rank:
-    """A rank with its matrices, a main stream, and beside it a stream for copies and a lane for products."""
+    """A rank with its matrices, a main stream, and beside it a stream for copies and two lanes for products."""
 
     def __init__(self, actions: list[Action], matrices: dict[str, Array], b: Array, bias: Array | None) -> None:
         self.matrices, self._b, self._bias = matrices, b, bias
         self.queues: dict[str, list[tuple[str, Any]]] = {name: [] for name in STREAMS}
         self.over = dict.fromkeys(STREAMS, 0)
         self.barriers = 0
-        main, beside, lane = self.queues.values()
+        main, beside, *lanes = self.queues.values()
+        products = 0
         for action in actions:
             if isinstance(action, Fork):
                 beside.append(("wait", ("main", len(main))))
             elif isinstance(action, Join):
                 main.append(("wait", ("beside", len(beside))))
-            elif isinstance(action, JoinLane):
-                main.append(("wait", ("lane", len(lane))))
+            elif isinstance(action, JoinLanes):
+                for number in range(max(0, products - 2), products - action.but_last):
+                    main.append(("wait", (f"lane {number % 2}", len(lanes[number % 2]))))
             elif isinstance(action, Copy) and not action.local:
                 beside.append(("copy", action))
             elif isinstance(action, Multiply):
-                lane += [("wait", ("main", len(main))), ("work", action)]
+                lanes[products % 2] += [("wait", ("main", len(main))), ("work", action)]
+                products += 1
             else:
                 main.append(("barrier" if isinstance(action, Barrier) else "work", action))
         for name in STREAMS[1:]:

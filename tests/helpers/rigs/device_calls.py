@@ -51,9 +51,6 @@ class Engine:
         plan.part.unpack()
         return False
 
-    def completion(self) -> Callable[[], bool]:
-        return lambda: True
-
 
 @contextlib.contextmanager
 def on_host_engine(comm: Any) -> Iterator[Engine]:

@@ -88,10 +88,11 @@ class Known:
         self.met: list[bool] = []
         """Whether the ranks met on the host before each of these."""
         self.streams: list[Any] = []
-        backend = SimpleNamespace(stream=lambda stream, array: stream or array)
+        completion = lambda stream: self.enqueued.copy  # noqa: E731
+        backend = SimpleNamespace(stream=lambda stream, array: stream or array, completion=completion)
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
         self.runs = True  # the stream is not in a capture
-        engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: self.enqueued.copy)
+        engine: Any = SimpleNamespace(enqueue=self._enqueue)
         self._calls = PlanCache(session, engine)
 
     def _require_usable(self, what: str) -> None:
@@ -115,8 +116,9 @@ class Known:
         found = self._calls.find(*call)
         if found is None:
             return None
-        assert self._calls.enqueue(found, stream, given.send, given.receive) == self.runs
+        enqueued_on = self._calls.enqueue(found, stream, given.send, given.receive)
         plan, where, again = self.enqueued.pop()
+        assert enqueued_on == (where if self.runs else None)
         self.streams.append(where)
         assert again
         return plan

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier
 from mpicomm.collectives.gpu.algorithms.steps import Fork, Join
-from mpicomm.products.schedule import Action, JoinLane, Place, RowCut, gathering, reducing, scattering
+from mpicomm.products.schedule import Action, JoinLanes, Place, RowCut, gathering, reducing, scattering
 from tests.helpers.references.product_simulator import Rank, address, run
 
 Array = npt.NDArray[Any]
@@ -59,7 +59,7 @@ class Job:
                 matrices["gathered"] = memory[rank][: size * rows * INNER].reshape(size * rows, INNER)
                 calls.append((steps, matrices))
                 actions += steps
-            order = [at for at, each in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLane))]
+            order = [at for at, each in enumerate(actions) if isinstance(each, (Barrier, Fork, Join, JoinLanes))]
             self.orders = len(order)
             if without is not None:
                 actions.pop(order[without])

@@ -64,7 +64,7 @@ class Calls:
         self, operation: Operation, send: Any, receive: Any, op: MPI.Op | None, counts: list[int] | None = None
     ) -> None:
         """Make a call as the dispatcher does."""
-        known = self._cache.find(operation, "auto", send, receive, op, 0, counts)
+        known = self.find(operation, send, receive, op, counts)
         if known is not None:
             self._cache.run(known, None, send, receive)
             return
@@ -73,6 +73,12 @@ class Calls:
         plan = self._rig.engine.prepare_call(call, self._session.mappings, "auto")
         self._cache.add(plan, (operation, "auto", send, receive, op, 0, counts, ()), by_output=False, read=call)
         self._rig.engine.enqueue(plan, STREAM)
+
+    def find(
+        self, operation: Operation, send: Any, receive: Any, op: MPI.Op | None, counts: list[int] | None = None
+    ) -> Any:
+        """Return the known call with these arguments, or None."""
+        return self._cache.find(operation, "auto", send, receive, op, 0, counts)
 
     def finish(self) -> None:
         """Let the streams carry out their work."""
@@ -105,6 +111,15 @@ def test_a_call_without_elements_makes_no_form_in_place(calls: Calls) -> None:
     calls.run(row, Array(0, 0), Array(0, 0), MPI.SUM)
     calls.run(row, Array(1 << 50, 8), Array(2 << 50, 4), MPI.SUM)
     assert calls.planned == 2
+
+
+def test_a_reduce_scatter_without_counts_has_no_known_form(calls: Calls) -> None:
+    """The ranks exchange their counts in every such call."""
+    rng = random.Random(1)
+    for count in (8, 9):
+        calls.run(*call_of("Reduce_scatter", count, rng))
+    *arguments, _ = call_of("Reduce_scatter", 10, rng)
+    assert calls.find(*arguments) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ pytest.importorskip("cuda.bindings", reason="the page is of a GPU's driver")
 from mpicomm.devices.cuda.faults import FaultPage, FaultRecord
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
-from mpicomm.kernels.team import EXCHANGE, MISMATCH
+from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, EXCHANGE, MISMATCH, OF_RECEIVE
+from mpicomm.kernels.window import COMES_FIRST, LOCK
 
 
 @pytest.mark.parametrize("kind", [CollectiveTimeoutError, PeerError])
@@ -66,12 +67,29 @@ def test_an_error_is_untold_until_a_check_raises_it() -> None:
         (COMBINE, CollectiveTimeoutError, "Experts.combine: number 7 from rank 1 did not come within 1 s"),
         (ROUTES, InvalidUsageError, "topk_ids of rank 1 has an id that is no expert at token 7: pass the number of"),
         (ROOM, InvalidUsageError, "rank 1 gets 7 rows, more than the capacity: create the Experts with a larger"),
+        (COUNTS, InvalidUsageError, "rank 1 passed a count or displacement of sendbuf for rank 7, .* or goes beyond"),
+        (COUNTED_ROOM, InvalidUsageError, "recvbuf of rank 1 needs room for 7 elements, by the counts on the GPU"),
+        (LOCK, CollectiveTimeoutError, "Win.Lock: rank 1 holds the lock, and did not give it up within 1 s"),
+        (99, CollectiveTimeoutError, "operation 99: number 7 from rank 1 did not come within 1 s"),
     ],
 )
-def test_faults_of_experts_name_the_rank(operation: int, kind: type[MpicommError], text: str) -> None:
+def test_faults_name_the_rank(operation: int, kind: type[MpicommError], text: str) -> None:
+    require_error(kind, text, operation=operation, sequence=7)
+
+
+def test_the_sequence_number_of_a_fault_tells_similar_faults_apart() -> None:
+    text = "rank 1 passed a displacement of recvbuf for rank 7, on the GPU, that is negative: correct"
+    require_error(InvalidUsageError, text, operation=COUNTS, sequence=7 | OF_RECEIVE)
+    text = f"recvbuf of rank 1 needs room for {7 | OF_RECEIVE} elements"
+    require_error(InvalidUsageError, text, operation=COUNTED_ROOM, sequence=7 | OF_RECEIVE)
+    text = "Win.Lock: rank 1 has its turn to take the lock first, and did not take it within 1 s"
+    require_error(CollectiveTimeoutError, text, operation=LOCK, sequence=COMES_FIRST)
+
+
+def require_error(kind: type[MpicommError], text: str, **fields: int) -> None:
     page = object.__new__(FaultPage)
     page.error = page._calls = None
-    page.record = FaultRecord(state=2, operation=operation, sequence=7, peer=1, elapsed_ns=10**9)
+    page.record = FaultRecord(state=2, peer=1, elapsed_ns=10**9, **fields)
     for _ in range(2):
         with pytest.raises(kind, match=text) as info:
             page.check()

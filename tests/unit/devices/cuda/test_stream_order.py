@@ -1,16 +1,16 @@
-"""Pieces of work follow each other across streams, and tell when they are done."""
+"""Pieces of work follow each other across streams."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
 from mpicomm.errors import HandleError
-from tests.helpers.fakes.fake_cuda import FakeCuda, Place
+from tests.helpers.fakes.fake_cuda import FakeCuda
 
 STREAMS = (1, 2, 3, 4)
 
@@ -24,24 +24,12 @@ def order(cuda: FakeCuda) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("cuda", range(50), indirect=True)
-def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, order: Any) -> None:
+def test_pieces_follow_each_other(cuda: FakeCuda, order: Any) -> None:
     carried_out: list[int] = []
-    pending: list[tuple[Place, Callable[[], bool]]] = []
     for piece in range(60):
         stream = cuda.rng.choice(STREAMS)
         assert order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None)
-        place = cuda.end_of(stream)
-        if cuda.rng.random() < 0.5:
-            pending.append((place, order.completion()))
-        if pending and cuda.rng.random() < 0.1:
-            # The caller drops the function; the next piece waits for the event all the same.
-            pending.pop(cuda.rng.randrange(len(pending)))
         cuda.go_on()
-        for each in list(pending):
-            place, done = each
-            assert done() == cuda.is_over(place)
-            if cuda.is_over(place):  # no caller comes again
-                pending.remove(each)
     cuda.finish()
     assert carried_out == list(range(60))
 
@@ -83,8 +71,6 @@ def test_pieces_follow_one_that_was_interrupted(cuda: FakeCuda, order: Any, capt
             assert error is interruption
         else:
             assert interruption is None
-            if not captures:
-                order.completion()  # which the test drops; the next piece takes another event
         cuda.go_on()
     cuda.finish()
     assert carried_out == list(range(30))
