@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
@@ -11,13 +11,13 @@ from numpy import ndarray
 
 from mpicomm.devices.memory_location import place_of
 
-PlainArray = tuple[int, int, Hashable]
+PlainArray = tuple[int, int, Any]
 """The address of a contiguous array on a GPU, the number of its elements, and their type and device.
 
 An argument without an array has no elements, and in place of their type the name of its class. This is a plain tuple,
 because a tuple without names takes a third of the time to make.
 """
-PlainBlocks = tuple[int, int, Hashable, tuple[int, ...], "tuple[int, ...] | None"]
+PlainBlocks = tuple[int, int, Any, tuple[int, ...], "tuple[int, ...] | None"]
 """A `PlainArray` with the counts and displacements of blocks, in elements. Its type item also holds the datatype.
 
 The displacements are None if each block follows the block before.

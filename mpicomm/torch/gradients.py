@@ -12,6 +12,7 @@ from mpicomm.torch.groups import group_of
 from mpicomm.torch.known_calls import TensorCall
 from mpicomm.torch.process_group import ProcessGroup
 
+_AVG = dist.ReduceOp.AVG
 _CODES = {torch.float8_e4m3fn: Wire("float8_e4m3fn"), torch.int8: Wire("int8")}
 
 
@@ -39,20 +40,18 @@ class AllreduceState:
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
-        gradients, all_reduce = bucket.buffer(), self.group.collectives.all_reduce
-        # After the last bucket the backward pass is over, so a call on a side stream would overlap with no other work.
-        beside = not bucket.is_last()
+        gradients = bucket.buffer()
         if self.wire_dtype in (None, gradients.dtype) or self._wire is not None:
-            given = gradients, dist.ReduceOp.AVG, "bucket", self._wire
-            return self.group.future("average", all_reduce, given, gradients, beside=beside)
-        converted = self._copy_of(bucket.index(), gradients)
+            return _average(self.group, bucket, gradients, self._wire)
+        converted, all_reduce = self._copy_of(bucket.index(), gradients), self.group.collectives.all_reduce
 
         def average_wire() -> None:
             converted.copy_(gradients)
-            self.group.enqueue(all_reduce, (converted, dist.ReduceOp.AVG))
+            self.group.enqueue(all_reduce, (converted, _AVG))
             gradients.copy_(converted)
 
-        return self.group.future("average", TensorCall(average_wire), (), gradients, [converted], beside=beside)
+        beside, call = _is_beside(bucket), TensorCall(average_wire)
+        return self.group.future("average", call, (), gradients, [converted], beside=beside)
 
     def _copy_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Return the memory in which the gradients of a bucket travel. On GPUs it is collective for a new size."""
@@ -62,6 +61,19 @@ class AllreduceState:
                 gradients.numel(), dtype=self.wire_dtype, device=gradients.device
             )
         return converted
+
+
+def _is_beside(bucket: dist.GradBucket) -> bool:
+    """Return whether the call goes on a side stream. After the last bucket it would overlap with no other work."""
+    return not bucket.is_last()
+
+
+def _average(
+    group: ProcessGroup, bucket: dist.GradBucket, gradients: torch.Tensor, wire: Wire | None = None
+) -> torch.futures.Future[torch.Tensor]:
+    given = gradients, _AVG, "bucket", wire
+    call = group.collectives.all_reduce
+    return group.future("average", call, given, gradients, beside=_is_beside(bucket))
 
 
 def allreduce_hook(
@@ -78,7 +90,7 @@ def allreduce_hook(
             raise InvalidUsageError(
                 f"state={state!r} is no state of allreduce_hook: pass None, a group, or AllreduceState(wire_dtype=...)"
             )
-        state = AllreduceState(state)
+        return _average(group_of(state), bucket, bucket.buffer())
     return state.average(bucket)
 
 

@@ -297,9 +297,10 @@ class ProcessGroup(CollectiveCalls):
             try:
                 if begin and limit is None and sys._getframe(1).f_back is None:
                     # Code in C++ without Python below it calls, such as DDP in the thread of autograd. It takes only
-                    # the future of a work, or waits for it. PyTorch's own work does both without Python.
-                    tensors = *outputs, *inputs
-                    future = streams.future(call, given, list(outputs), tensors, beside=True)
+                    # the future of a work, or waits for it. PyTorch's own work does both without Python. Code in C++
+                    # reads a tensor and a list of tensors alike.
+                    value = outputs[0] if len(outputs) == 1 else list(outputs)
+                    future = streams.future(call, given, value, (*outputs, *inputs), beside=True)
                     of_cpp: Any = c10d._create_work_from_future(future)
                     return of_cpp  # type: ignore[no-any-return]
                 if begin:

@@ -33,8 +33,8 @@ class Streams:
         self.marks = backend.side_streams
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
-        self._side = torch.cuda.Stream(comm.device)
-        self._address = int(self._side.cuda_stream)
+        self.stream = torch.cuda.Stream(comm.device)
+        self._address = int(self.stream.cuda_stream)
         backend.lasting_streams.add(self._address)  # PyTorch never destroys the streams of its pool
         self._begin = self.marks.mark(self._address)
         self._ends: dict[int, Any] = {}
@@ -57,17 +57,21 @@ class Streams:
             self._enqueue_beside(call, given, current)
             if self._pool.is_in_use:
                 self._note_use((*outputs, *inputs))
-            work = self._work(self._side, address, outputs, name, limit)
+            work = self._work(address, outputs, name)
         except BaseException:
             self.marks.wait_stream(current, address)  # a capture can end only after its streams have joined again
             raise
-        work.begun_on, work.kept = current, (*outputs, *inputs)
+        work.kept = current, (*outputs, *inputs)
+        if limit is not None:
+            work.limit = limit
         return work
 
     def here(self, outputs: Tensors, name: str, limit: timedelta) -> StreamWork:
         """Return a work for the work of the current stream so far. A wait for it waits on the host. Local."""
         stream = torch.cuda.current_stream(self.gpu)
-        return self._work(stream, stream.cuda_stream, outputs, name, limit)
+        work = self._work(stream.cuda_stream, outputs, name)
+        work.stream, work.limit = stream, limit
+        return work
 
     def future(
         self, call: TensorCall, given: Given, value: torch.Tensor | Tensors, tensors: Tensors, beside: bool
@@ -80,7 +84,7 @@ class Streams:
             self.enqueue(call, given)
             return self._future(value)
         # There is no work, because its creation and its mark would take the host half as long as the call.
-        current, side = current_stream(self.gpu), self._side
+        current, side = current_stream(self.gpu), self.stream
         try:
             self._enqueue_beside(call, given, current)
             for tensor in tensors:
@@ -118,16 +122,13 @@ class Streams:
         # it has the turn.
         self.marks.wait_stream_again(self._begin, self._address, current)
         if not call.known(self._address, *given):
-            call_on(self._side, call.carry_out, *given)
+            call_on(self.stream, call.carry_out, *given)
 
-    def _work(
-        self, stream: torch.cuda.Stream, address: int, outputs: Tensors, name: str, limit: timedelta | None
-    ) -> StreamWork:
-        """Return the work of a call that ends at the work that ``stream`` has so far."""
+    def _work(self, address: int, outputs: Tensors, name: str) -> StreamWork:
+        """Return the work of a call that ends at the work that the stream with this address has so far."""
         # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
         work = StreamWork()
-        work.side, work.stream, work.name, work.limit = self, stream, name, limit
-        work._outputs = work.value = list(outputs)
+        work.side, work.name, work._outputs = self, name, list(outputs)
         try:
             work.ptr = self.idle.pop()
         except IndexError:  # a test beforehand is not enough: a work of another thread may take the last event
@@ -146,7 +147,7 @@ class Streams:
     def _future(self, value: torch.Tensor | Tensors) -> torch.futures.Future[Any]:
         # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
         # return futures of this class, too.
-        future: Any = torch._C.Future(self.devices)
+        future: torch.futures.Future[Any] = torch._C.Future(self.devices)
         # PyTorch records an event on the current stream, and a stream that takes the value waits for the event.
         future.set_result(value)
-        return future  # type: ignore[no-any-return]
+        return future

@@ -34,8 +34,16 @@ class Work(c10d.Work):
     _future: torch.futures.Future[Any] | None = None
     _source = -1
     _outputs: list[torch.Tensor]
-    value: Any
-    """The value of the future."""
+    _value: Any = None
+
+    @property
+    def value(self) -> Any:
+        """The value of the future: the outputs, unless the maker of the work has set another one."""
+        return self._outputs if self._value is None else self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._value = value
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """Wait until the outputs may be used. Raise the error of the call.
@@ -125,7 +133,7 @@ def ended(outputs: Tensors) -> Work:
     This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
     """
     work = Work()
-    work._outputs = work.value = list(outputs)
+    work._outputs = list(outputs)
     return work
 
 
@@ -137,7 +145,7 @@ class PendingWork(Work):
 
     def __init__(self, outputs: Tensors) -> None:
         super().__init__()
-        self._outputs = self.value = list(outputs)
+        self._outputs = list(outputs)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """See `Work.get_future`."""
@@ -246,6 +254,8 @@ class StreamSource(Protocol):
     """A list with only its GPU."""
     gpu: int
     marks: SideStreams
+    stream: torch.cuda.Stream
+    """The stream of its asynchronous calls."""
     idle: list[int]
 
 
@@ -257,16 +267,16 @@ class StreamWork(Work):
     `record_stream` protects the memory of tensors without such a wait, and takes longer.
     """
 
+    # A work has few attributes of its own, because it takes the host longer to set one than to record an event.
     ptr = 0
     """The event of the mark."""
     side: StreamSource
-    stream: torch.cuda.Stream
-    """The stream of the call."""
-    begun_on = -1
-    """The address of the current stream when the call began."""
-    kept: Tensors = ()
+    stream: torch.cuda.Stream | None = None
+    """The stream of the call; None for the stream of the group."""
+    kept: tuple[int, Tensors] | None = None
+    """The address of the current stream when the call began, and the tensors of the call."""
     name: str
-    limit: timedelta | None
+    limit: timedelta | None = None
     """The time that the host waits in `wait`. `FOREVER` is no limit. If it is None, the host does not wait."""
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
@@ -274,8 +284,9 @@ class StreamWork(Work):
         side = self.side
         current = current_stream(side.gpu)
         side.marks.follow(current, self)
-        if current == self.begun_on:
-            self.kept = ()
+        kept = self.kept
+        if kept is not None and kept[0] == current:
+            self.kept = None
         limit = timeout or self.limit
         if limit is not None:
             self._wait_on_host(limit)
@@ -284,8 +295,9 @@ class StreamWork(Work):
         return True
 
     def __del__(self) -> None:
-        for tensor in self.kept:
-            tensor.record_stream(self.stream)
+        if self.kept is not None:
+            for tensor in self.kept[1]:
+                tensor.record_stream(self.side.stream)
         if self.ptr:
             # A stream that waits for the event waits for the record at that time, whatever comes later. This is no
             # object with a finalizer, because the garbage collector may call the finalizers of both in any order.
@@ -301,7 +313,7 @@ class StreamWork(Work):
         """See `Work.is_completed`."""
         if not self.side.marks.passed(self):
             return False
-        self.kept = ()
+        self.kept = None
         if self._error is None:
             try:
                 self.side.comm._check_at_once()
@@ -311,7 +323,7 @@ class StreamWork(Work):
 
     def _complete(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future(devices=self.side.devices if self._outputs else None)
-        call_on(self.stream, future.set_result, self.value)
+        call_on(self.stream or self.side.stream, future.set_result, self.value)
         return future
 
     def get_future_result(self) -> torch.futures.Future[Any]:

@@ -265,7 +265,7 @@ def _add_blocks(buffer: Any, nbytes: int, lengths: list[int], begins: list[int])
             begin += length
             if count < 0:
                 return False
-        return begin <= end
+        return bool(begin <= end)
     for count, displ in zip(counts, displs, strict=False):
         if count == 0:  # it may lie anywhere
             lengths.append(0)

@@ -191,7 +191,8 @@ class PlanCache:
         digest = hash(key)
         kept = self._calls.get(digest)
         if kept is not None:
-            return _usable(kept, key)
+            known = kept.call
+            return None if kept.key != key or known.plan.is_old else known
         form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
         if form is None or form.fill is None:
             return None
@@ -339,7 +340,7 @@ class PlanCache:
 
     def _of_key(self, key: Hashable) -> KnownCall | None:
         kept = None if key is None else self._calls.get(hash(key))
-        return None if kept is None else _usable(kept, key)
+        return None if kept is None or kept.key != key or kept.call.plan.is_old else kept.call
 
     def _key(
         self,
@@ -368,10 +369,6 @@ class PlanCache:
         """Return the key of a message, None where its buffers cannot be recognised."""
         sent, received = self.identity_of(send), self.identity_of(receive)
         return None if sent is None or received is None else (operation, sent, received, route)
-
-
-def _usable(kept: _Kept, key: Hashable) -> KnownCall | None:
-    return None if kept.key != key or kept.call.plan.is_old else kept.call
 
 
 def _plain(

@@ -85,7 +85,7 @@ class CudaSideStreams:
 
     def mark_again(self, mark: Mark, stream: int) -> Mark:
         """Return a mark as `mark` does. It is ``mark`` itself, which no other code may use."""
-        if runtime.getDevice() == self._ordinal:
+        if stream > 2 or runtime.getDevice() == self._ordinal:  # 0 to 2 name streams of the current device
             runtime.eventRecord(mark.ptr, stream)
         else:
             with self._context.current():

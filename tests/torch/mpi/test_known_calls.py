@@ -30,11 +30,16 @@ class Comm:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.knows_forms = False
+        """Whether all calls of a form are known after the first one, whatever their counts."""
         self.enqueued: list[str] = []
         """The calls that were enqueued again."""
         backend = SimpleNamespace(note=lambda stream: None)
         session: Any = SimpleNamespace(mappings=Mappings(), backend=backend, require_usable=lambda what: None)
-        engine: Any = SimpleNamespace(enqueue=lambda plan, stream, again: self.enqueued.append(plan.text))
+        form = SimpleNamespace(text="a form", is_old=False, takes=lambda *_: True, fill=lambda *_: True)
+        engine: Any = SimpleNamespace(
+            enqueue=lambda plan, stream, again: self.enqueued.append(plan.text), form_plan=lambda *_: form
+        )
         self._cache = PlanCache(session, engine)
         self._collectives = SimpleNamespace(engines=SimpleNamespace(gpu=self._cache))
 
@@ -46,7 +51,8 @@ class Comm:
                 send, receive, op, root = None, send, None, receive
             plan: Any = SimpleNamespace(text=name, is_old=False)
             key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, ())
-            self._cache.add(plan, key, by_output=False)
+            read: Any = SimpleNamespace(operands=(), in_place=False) if self.knows_forms else None
+            self._cache.add(plan, key, by_output=False, read=read)
 
         return call
 
@@ -103,6 +109,21 @@ def test_another_view_of_the_same_memory_is_not_known(comm: Comm, changed: Calla
     call, (tensor, *others) = calls(comm)["Bcast"]
     call.carry_out(tensor, *others)
     assert not call.known(STREAM, changed(tensor), *others)
+
+
+@pytest.mark.parametrize("rows", [(4,), (4, 3)], ids=["of numbers", "of rows"])
+def test_only_splits_that_share_all_rows_are_known(comm: Comm, rows: tuple[int, ...]) -> None:
+    comm.knows_forms = True
+    call = TensorCalls(comm).all_to_all  # type: ignore[arg-type]
+    received, sent = torch.zeros(rows), torch.zeros(rows)
+    call.carry_out(received, sent, [], [])
+    assert call.known(STREAM, received, sent, [1, 3], [3, 1])
+    for wrong in ([1, 2], [2, 3], [4], [1, 1, 2]):
+        assert not call.known(STREAM, received, sent, wrong, [3, 1])
+        assert not call.known(STREAM, received, sent, [1, 3], wrong)
+    odd = torch.zeros(3, *rows[1:])
+    assert call.known(STREAM, odd, sent, [1, 2], [])
+    assert not call.known(STREAM, odd, sent, [], [])
 
 
 def test_a_sum_with_factors_is_not_known(comm: Comm) -> None:
