@@ -59,7 +59,7 @@ namespace cpu {
 namespace {
 
 constexpr unsigned kWarp = 32;
-constexpr size_t kStackNbytes = 128 * 1024;
+constexpr size_t kStackNbytes = 128 * 1024 + 4096 + 5 * 64;
 constexpr size_t kGuardNbytes = 4096;
 constexpr unsigned kSavedRegisters = 6;
 constexpr unsigned kWithoutOrder = 1;  // a flag of __tsan_switch_to_fiber

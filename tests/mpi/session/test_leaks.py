@@ -1,4 +1,4 @@
-"""Nothing leaks: after a hundred rounds a process holds no more than at first."""
+"""Nothing leaks: after dozens of rounds a process holds no more than at first."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def nothing_logged() -> Iterator[None]:
 
 
 def cycles_on(device: str) -> int:
-    return 400 // MPI.COMM_WORLD.size if device == "cpu" else 50
+    # Each round that leaks shows at once, save for files, of which other programs make some meanwhile.
+    return 120 // MPI.COMM_WORLD.size if device == "cpu" else 50
 
 
 def require_no_growth(cycle: Callable[[], object], cycles: int) -> None:
@@ -91,7 +92,7 @@ def test_arrays_left_to_free_leave_nothing(device: str) -> None:
                 comm.empty((2, 3), np.int8).peer((comm.rank + 1) % comm.size)
                 comm.shared_event()
 
-        require_no_growth(cycle, cycles_on(device) // 5)
+        require_no_growth(cycle, cycles_on(device) // 2)
 
 
 def test_communicators_leave_nothing(device: str) -> None:
@@ -114,4 +115,4 @@ def test_children_leave_nothing(own_comm: mpicomm.Communicator, device: str, use
             if used:
                 require_memory_works(child)
 
-    require_no_growth(cycle, cycles_on(device) // 5)
+    require_no_growth(cycle, cycles_on(device) // 2)
