@@ -254,6 +254,9 @@ RACES = {
     "announcement turned relaxed": Change(SOURCE, "announce_all_before(team,", "announce(team,"),
     "announcement read relaxed": Change(SOURCE, "= acquire_announcements(team,", "= load_announcements(team,"),
     "acquire turned relaxed": Change(SOURCE, "load_acquire(arrival_of(x,", "load_relaxed(arrival_of(x,"),
+    "launch counted before all threads have its number": Change(
+        SOURCE, "  __syncthreads();\n  count_launch(", "  count_launch("
+    ),
     "arrival before the block has stored": Change(
         SOURCE, "  __syncthreads();\n  if (!has_peer) return;", "  if (!has_peer) return;"
     ),

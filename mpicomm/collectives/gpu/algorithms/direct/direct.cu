@@ -73,6 +73,11 @@ MPICOMM_DEVICE void run(const Direct& x) {
   if (thread == kMaxRanks) health = load_health(team);
   begin_round_of_flags(x.flagged, launch);
   if (blockIdx.x == 0 && has_peer) announce_all_before(team, thread, launch);
+  // After this barrier all threads have read the number of the launch, so count_launch may advance
+  // it. Its stores arrive while the block waits for its peers. Before the announcement they would
+  // delay its release, and later they would delay the end of the kernel.
+  __syncthreads();
+  count_launch(team, count, thread, blockDim.x);
   bool ok = true;
   if (has_peer) {
     // Pairs with the peer's release in announce_all_before: all work that the peer enqueued before
@@ -89,10 +94,8 @@ MPICOMM_DEVICE void run(const Direct& x) {
   }
   if (thread == kMaxRanks) ok = is_healthy(team, blockIdx.x, health);
   // Either all threads leave or none, because no thread may wait at a barrier for a thread that has
-  // left. After this barrier all threads have read the number of the launch, so count_launch may
-  // advance it.
+  // left.
   if (!__syncthreads_and(ok)) return;
-  count_launch(team, count, thread, blockDim.x);
 
   // The next rank comes first: see team.cuh. This rank itself comes last.
   for (u32 distance = 1; distance <= team.size; ++distance) {
