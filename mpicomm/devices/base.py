@@ -365,18 +365,9 @@ class GpuBackend(Backend, Protocol):
     def load(self, variant: Variant) -> object:
         """Compile and load a kernel, unless that is done. Blocking; it may wait for all work of the device."""
 
-    def launch(
-        self,
-        variant: Variant,
-        arguments: ctypes.Structure,
-        stream: int,
-        *,
-        blocks: int,
-        threads: int,
-        early: bool = False,
-    ) -> None:
+    def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
         """Enqueue a kernel whose one parameter is a structure by value; stream-ordered, capturable. It loads the kernel
-        first, unless `load` has done so. ``early`` is for kernels that begin with ``wait_for_predecessor``."""
+        first, unless `load` has done so."""
 
     def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
         """Return a function that launches a kernel as `launch` does, each time with the content of ``arguments``.

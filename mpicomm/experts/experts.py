@@ -270,10 +270,10 @@ class Experts:
 
     def _enqueue(self, steps: Sequence[ExpertsLaunch], array: Any, stream: Any) -> None:
         """Enqueue launches after the launches before them, on whichever streams they are."""
-        assert self._gpu is not None and self._launches is not None
+        assert self._gpu is not None
         where, captures = self._streams.resolve(stream, array)
         self._streams.before_synchronisation(where, captures=captures)
-        launch(self._gpu, steps, where, early=self._launches.early)
+        launch(self._gpu, steps, where)
         self._streams.after_synchronisation(where, captures=captures)
 
     def _read_tokens(

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from mpicomm import environment
 from mpicomm.devices.base import GpuBackend, Segment
-from mpicomm.devices.early_launches import begins_early
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.shape import DTYPES, Shape
@@ -66,7 +65,7 @@ def blocks_of_modes(most: int) -> BlocksOfModes:
 
     return {
         "dispatch of few": cut(32, 100),
-        "dispatch": cut(64, 192),
+        "dispatch": cut(80, 176),
         "combine of few": cut(128, 128),
         "combine": cut(96, 160),
     }
@@ -95,12 +94,8 @@ class Filled(Protocol):
 class ExpertsLaunches:
     """Makes the launches of one rank. It reaches the arenas through ``team``."""
 
-    def __init__(
-        self, shape: Shape, team: Team, blocks: BlocksOfModes, multiprocessors: int = 1, *, early: bool = False
-    ) -> None:
+    def __init__(self, shape: Shape, team: Team, blocks: BlocksOfModes, multiprocessors: int = 1) -> None:
         self._shape = shape
-        self.early = early
-        """Whether kernels begin early."""
         self._multiprocessors = multiprocessors
         self._quantizes = quantize_experts_kernel(shape.dtype.name)
         self.blocks = blocks
@@ -262,11 +257,10 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Expe
     quantizes = [quantize_experts_kernel(shape.dtype.name)] if shape.scales else []
     for variant in (DISPATCH_KERNEL, *combines_of(shape).values(), *quantizes):
         backend.load(variant)
-    early = begins_early(backend.info, host_slots=session.kind == "staged", side_by_side=side_by_side)
-    return ExpertsLaunches(shape, team, blocks_of_modes(most), multiprocessors, early=early)
+    return ExpertsLaunches(shape, team, blocks_of_modes(most), multiprocessors)
 
 
-def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int, *, early: bool) -> None:
+def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int) -> None:
     """Enqueue launches of `ExpertsLaunches`."""
     for each in made:
-        backend.launch(each.variant, each.arguments, stream, blocks=each.blocks, threads=each.threads, early=early)
+        backend.launch(each.variant, each.arguments, stream, blocks=each.blocks, threads=each.threads)

@@ -11,7 +11,7 @@
 // rank's tokens that lie here, and the sums of the other ranks as they come.
 
 #include "element.cuh"
-#include "experts.cuh"
+#include "experts_runs.cuh"
 
 namespace mpicomm {
 
@@ -304,7 +304,6 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kSumThreads, 2)
 
 MPICOMM_KERNEL void mpicomm_experts_combine(const __grid_constant__ mpicomm::Combine x) {
   __shared__ mpicomm::Shared shared;
-  mpicomm::begin_after_predecessor();
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kCombines);
   if (!mpicomm::begin_launch(x.experts, mpicomm::kCombines, turn)) return;
   if (blockIdx.x < x.experts.senders) {

@@ -2,7 +2,7 @@
 // experts_dispatch.cu explains the layout.
 #pragma once
 
-#include "experts_dispatch.cuh"
+#include "experts_layout.cuh"
 
 namespace mpicomm {
 
@@ -11,42 +11,13 @@ namespace mpicomm {
 constexpr u64 kFewPairs = 8192;
 static_assert(kFewPairs * kMaxBlocks * kWarps < 1ull << 32, "see Counts::count");
 
-// The columns of a count: the pairs of each expert, then the rows of each rank in the layout by token.
-constexpr u32 kMostColumns = kMostExperts + kMaxRanks;
-
-// A pair, or a token with slot 0.
-struct Route {
-  u32 source;
-  u32 token;
-  u32 slot;
-};
-
-struct Layout {
-  u32 histograms[kWarps][kMostColumns];  // the pairs of a warp, later its next place
-  u32 before[kMostColumns];  // the pairs of earlier blocks
-  u32 totals[kMostColumns];  // the pairs of later blocks, then of all
-  u32 offsets[kMostExperts + 1];  // of all experts of all ranks, one after the other
-  u32 tokens[kMaxRanks];          // of each source
-};
-
-// The pair of a lane, beside the pairs of the other lanes of its warp.
-struct Taken {
-  Route route{};
-  bool exists = false;
-  u32 expert = kNoExpert;  // kNoExpert without a pair, too
-  u32 weight = 0;
-  u32 owner = kMaxRanks;  // the rank of the expert
-  bool is_new = false;    // the first slot of its token with an expert of that rank
-};
-
-// The tokens that receivers share out, by number. A division takes long, so no thread computes them while others wait.
-struct Shares {
-  u32 all;  // Tokens have numbers in their order. Numbers that sources with fewer tokens leave out stand for none.
-  u32 begin;  // of this warp
-  u32 end;
-  u32 block_begin;  // of this block
-  u32 block_end;
-};
+// Gives up because of a fault in the routes. Returns false.
+MPICOMM_DEVICE_CALL bool refuse_routes(const Team& team, u32 operation, u64 number, u32 of) {
+  const Watch watch{team.faults, 0, operation, number, blockIdx.x, team.names[of]};
+  report_fault(watch, 0);
+  raise_abort(team, watch);
+  return false;
+}
 
 struct Counts {
   const Dispatch& x;
@@ -99,13 +70,8 @@ struct Counts {
   }
   MPICOMM_DEVICE u64 pair_of(const Route& route) const { return token_at(route) * x.experts.top_k + route.slot; }
 
-  // Gives up because of a fault in the routes. Returns false.
-  MPICOMM_DEVICE_CALL bool give_up(u32 operation, u64 number, u32 of) const {
-    const Team& team = x.experts.team;
-    const Watch watch{team.faults, 0, operation, number, blockIdx.x, team.names[of]};
-    report_fault(watch, 0);
-    raise_abort(team, watch);
-    return false;
+  MPICOMM_DEVICE bool give_up(u32 operation, u64 number, u32 of) const {
+    return refuse_routes(x.experts.team, operation, number, of);
   }
 
   MPICOMM_DEVICE u32 epoch() const { return static_cast<u32>(turn.number); }
@@ -115,7 +81,7 @@ struct Counts {
   }
 
   // Waits for a packet of a source. Packets need no order: see packet_protocols.cuh.
-  MPICOMM_DEVICE_CALL bool await_packet(u32 source, const Pair* place, Packet& unit) const {
+  MPICOMM_DEVICE bool await_packet(u32 source, const Pair* place, Packet& unit) const {
     Pair packet{};
     const auto reached = [&] {
       packet = load_volatile(place);
@@ -295,7 +261,7 @@ struct Counts {
   }
 
   // The warp of this block with a token: the inverse of `first_token`.
-  MPICOMM_DEVICE_CALL u32 warp_of(u32 token) const { return ((token + 1) * (blocks * kWarps) - 1) / shares.all % kWarps; }
+  MPICOMM_DEVICE u32 warp_of(u32 token) const { return ((token + 1) * (blocks * kWarps) - 1) / shares.all % kWarps; }
 
   // The counts for a token: of earlier blocks, of a warp of this block, or of later blocks.
   MPICOMM_DEVICE u32* counts_for(u32 token) const {

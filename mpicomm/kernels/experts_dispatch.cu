@@ -20,6 +20,7 @@
 // rank whose memory has not enough rows. No block writes a row before all blocks have counted.
 
 #include "experts_receiver.cuh"
+#include "experts_runs.cuh"
 
 namespace mpicomm {
 
@@ -154,17 +155,14 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
   const Team& team = experts.team;
   const u32 lane = threadIdx.x % kLanes;
   Routes routes(x);
+  const u64 begun = awaited(experts, turn, x.num_tokens);
+  const auto wait = [&](u32 peer) { return await_begun(experts, kDispatch, turn, peer, begun); };
+  if (!begin_launch(experts, kDispatches, turn, wait)) return;
+  routes.send(turn);
+  // Rows of this block leave after its routes. Otherwise the routes would wait in the links behind rows,
+  // and receivers lay out nothing before they know all routes.
+  __syncthreads();
   const auto prepare = [&](u64 unit) { return load_part(x, unit, lane); };
-  const auto ready = [&] {
-    const u64 begun = awaited(experts, turn, x.num_tokens);
-    const auto wait = [&](u32 peer) { return await_begun(experts, kDispatch, turn, peer, begun); };
-    if (!begin_launch(experts, kDispatches, turn, wait)) return false;
-    routes.send(turn);
-    // Rows of this block leave after its routes. Otherwise the routes would wait in the links behind rows,
-    // and receivers lay out nothing before they know all routes.
-    __syncthreads();
-    return true;
-  };
   const auto store = [&](const LoadedPart& loaded, u32 i, Unpublished& unpublished) {
     const Part range(experts, loaded.part, lane);
     const u32 peers = peers_of(x, loaded, lane);
@@ -179,7 +177,7 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
   };
   const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
   // Warps begin in distant places, so all receivers have work from the beginning.
-  each_run<true>(experts, turn, units, true, prepare, ready, store);
+  each_run<true>(experts, turn, units, true, prepare, [] { return true; }, store);
   if (blockIdx.x == 0 && threadIdx.x == 0) routes.renew(turn);
 }
 
@@ -192,7 +190,6 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kDispatchThreads, 2)
 
 MPICOMM_KERNEL void mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Dispatch x) {
   __shared__ mpicomm::Layout layout;
-  mpicomm::begin_after_predecessor();
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kDispatches);
   if (blockIdx.x < x.experts.senders) {
     mpicomm::send(x, turn);

@@ -69,9 +69,4 @@ MPICOMM_DEVICE void quantize(const Quantize& x) {
 extern "C" __global__ void __launch_bounds__(mpicomm::kQuantizeThreads)
     mpicomm_experts_quantize(const __grid_constant__ mpicomm::Quantize);
 
-MPICOMM_KERNEL void mpicomm_experts_quantize(const __grid_constant__ mpicomm::Quantize x) {
-  // The previous kernel may still write the tokens.
-  mpicomm::wait_for_predecessor();
-  mpicomm::let_successor_start();
-  mpicomm::quantize(x);
-}
+MPICOMM_KERNEL void mpicomm_experts_quantize(const __grid_constant__ mpicomm::Quantize x) { mpicomm::quantize(x); }

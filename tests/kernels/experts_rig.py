@@ -24,9 +24,10 @@ FEW_THREADS = (
 _THREADS = {"experts_dispatch.cu": 96, "experts_combine.cu": 64}
 _INCLUDED = {
     "experts_dispatch.cu": (
-        *("experts.cuh", "experts_dispatch.cu", "experts_dispatch.cuh", "experts_counts.cuh", "experts_receiver.cuh"),
+        *("experts.cuh", "experts_runs.cuh", "experts_dispatch.cu", "experts_dispatch.cuh", "experts_layout.cuh"),
+        *("experts_counts.cuh", "experts_receiver.cuh"),
     ),
-    "experts_combine.cu": ("experts.cuh", "experts_combine.cu"),
+    "experts_combine.cu": ("experts.cuh", "experts_runs.cuh", "experts_combine.cu"),
 }
 FEW_TOKENS = 3
 """Up to so many tokens of a rank are few, so that random ranks have few or more."""

@@ -266,12 +266,12 @@ def test_ranks_in_different_calls_notice(builds: Builds) -> None:
 
 
 RACES = {
-    "flag of a part turned relaxed": Change("experts.cuh", "store_release(flag, turn", "store_relaxed(flag, turn"),
+    "flag of a part turned relaxed": Change("experts_runs.cuh", "store_release(flag, turn", "store_relaxed(flag, turn"),
     "flag of a part loaded relaxed": Change(
         "experts.cuh", "return load_acquire(flag_in(x, flags", "return load_relaxed(flag_in(x, flags"
     ),
     "flag before all lanes have stored": Change(
-        "experts.cuh",
+        "experts_runs.cuh",
         "    // Orders the stores of all lanes before the releases.\n    __syncwarp();",
         "",
     ),

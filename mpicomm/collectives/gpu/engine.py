@@ -42,7 +42,6 @@ from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import StreamOrder
-from mpicomm.devices.early_launches import begins_early
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
@@ -157,7 +156,11 @@ class DeviceEngine:
             multiprocessors,
             self.tuning.link_speed,
             most_staged_nbytes,
-            early=begins_early(backend.info, host_slots=host_slots, side_by_side=side_by_side),
+            # Devices before 9.0 cannot set up a kernel's blocks before the previous kernel has ended. A kernel that
+            # begins early relies on this device seeing the previous kernel's stores. That guarantees nothing for slots
+            # in host memory. If ranks run side by side, early blocks could keep out blocks for which another rank
+            # waits.
+            early=backend.info.compute_capability >= (9, 0) and not host_slots and side_by_side == 1,
             host_slots=host_slots,
         )
         self._longest = LongestMessage(call_log, calls)

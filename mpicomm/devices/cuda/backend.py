@@ -214,20 +214,11 @@ class CudaBackend(StreamsOfGpu):
                 kernel = kernels.load(variant)
         return kernel
 
-    def launch(
-        self,
-        variant: Variant,
-        arguments: ctypes.Structure,
-        stream: int,
-        *,
-        blocks: int,
-        threads: int,
-        early: bool = False,
-    ) -> None:
+    def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
         """Enqueue a kernel whose one parameter is a structure by value. Local, stream-ordered."""
         kernel = self.load(variant)
         with self._context.current():
-            kernel.launch_structure(stream, arguments, blocks=blocks, threads=threads, early=early)
+            kernel.launch_structure(stream, arguments, blocks=blocks, threads=threads)
 
     def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
         """Return a function that enqueues a kernel again and again, each time with the content of ``arguments``."""

@@ -85,16 +85,7 @@ class WindowDevice(ThreadDevice):
         self._tables[id(table)] = table
         return id(table)
 
-    def launch(
-        self,
-        variant: Variant,
-        arguments: ctypes.Structure,
-        stream: int,
-        *,
-        blocks: int,
-        threads: int,
-        early: bool = False,
-    ) -> None:
+    def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
         assert blocks > 0 and threads > 0
         given = type(arguments).from_buffer_copy(arguments)
         carriers: dict[str, Callable[[Any, Variant], None]] = {

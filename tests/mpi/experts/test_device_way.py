@@ -48,16 +48,7 @@ class ExpertsDevice(WindowDevice):
         self.info = SimpleNamespace(compute_capability=(9, 0), uuid=bytes([rank]))
         self.noted: list[Noted] = []
 
-    def launch(
-        self,
-        variant: Variant,
-        arguments: ctypes.Structure,
-        stream: int,
-        *,
-        blocks: int,
-        threads: int,
-        early: bool = False,
-    ) -> None:
+    def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
         assert variant in self.loaded and threads > 0
         self.noted.append(Noted(variant.entry, type(arguments).from_buffer_copy(arguments), stream, blocks))
 

@@ -210,7 +210,12 @@ def require_agreement(
             lines.append(f"static_assert(__INTADDR__(&static_cast<{cpp}*>(nullptr)->{field[0]}) == {offset});")
     source = tmp_path / "check.cu"
     source.write_text("\n".join(lines))
-    reduction = (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4", "-DMPICOMM_RESULT=float32")
+    reduction = (
+        *options_for(("float32", "sum")),
+        "-DMPICOMM_RANKS=4",
+        "-DMPICOMM_RESULT=float32",
+        "-DMPICOMM_BY_TOKEN=true",
+    )
     compile_kernel(source, (9, 0), (*reduction, *options, *INCLUDES))
 
 
