@@ -158,34 +158,16 @@ def test_a_missing_rank_is_named(builds: Builds) -> None:
 
 MISTAKES = {
     "places read before they are written": Change("packets.cu", "  ok = __syncthreads_and(ok);\n", ""),
-    "lengths taken by workers before they have come": Change(
-        "counted_step.cuh",
-        "if (!numbers.has_come(packets[entry])) missing |= 1u << worker.rank_of(entry);",
-        "",
-    ),
-    "lengths taken by overseers before they have come": Change(
-        "counted.cuh", "return has_come(packet) ? 0u : 1u << peer;", "return 0u;"
+    "lengths taken before they have come": Change(
+        "counted.cuh",
+        "return FlagProtocol::has_come(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;",
+        "return 0u;",
     ),
     "one set of lengths instead of two": Change("counted.cuh", "launch % 2 * inboxes.nbytes", "0 * inboxes.nbytes"),
     "lengths of other lanes read before they are written": Change(
         "counted.cuh",
         """    ok = __all_sync(kWarp, ok);
-    // Orders the numbers of all lanes before the loads of the caller.
-    __syncwarp(kWarp);
-""",
-        "",
-    ),
-    "steps read before they are written": Change(
-        "counted.cuh",
-        """    // Orders the steps before the loads of the other lanes.
-    __syncwarp(kWarp);
-""",
-        "",
-    ),
-    "facts of other lanes read before they have come": Change(
-        "counted.cuh",
-        """    ok = __all_sync(kWarp, ok);
-    // Orders the facts of all lanes before the loads of the caller.
+    // Orders the numbers of all lanes before the loads below.
     __syncwarp(kWarp);
 """,
         "",
@@ -203,9 +185,7 @@ def test_a_mistake_is_caught(builds: Builds, name: str) -> None:
 
 
 def test_a_missing_look_at_the_room_is_caught(builds: Builds) -> None:
-    of_workers = Change("counted_step.cuh", "bool fits = end <= room;", "bool fits = true;")
-    of_overseers = Change("counted.cuh", "? total > x.receive.room * x.itemsize :", "? false :")
-    rig = rig_of(builds, 3, [of_workers, of_overseers])
+    rig = rig_of(builds, 3, [Change("counted.cuh", "? total > room_nbytes() :", "? false :")])
     rig.enqueue(CountedCall(COUNTS_OF_THREE, room=509), np.random.default_rng(1))
     with pytest.raises(RunFailedError, match="fault on rank"):
         rig.machine.run()
@@ -213,6 +193,6 @@ def test_a_missing_look_at_the_room_is_caught(builds: Builds) -> None:
 
 
 def test_ranks_that_compare_no_facts_are_caught(builds: Builds) -> None:
-    change = Change("packets.cu", "if (blockIdx.x == 0 && heard && is_only) lengths.compare_rooms();", "")
+    change = Change("packets.cu", "if (blockIdx.x == 0 && heard) lengths.compare_rooms();", "")
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         _failed(builds, CountedCall(COUNTS_OF_THREE, room=509), COUNTED_ROOM, 1, 510, changes=[change])

@@ -62,7 +62,7 @@ class AnyLengthPackets(Algorithm):
         """See `Algorithm`."""
         inboxes, coding = node.arena.any_length if call.lengths_are_private else node.arena.sentinels, coding_of(call)
         if call.counted is not None:
-            geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size, counted=True)
+            geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size)
             yield counted_launch(node, call.counted, call.tag(), inboxes, geometry)
             return
         template = PacketTemplate(node, call.one_shot, call.reduction, coding=coding)

@@ -87,12 +87,7 @@ class CountedSideArguments(ctypes.Structure):
 class CountedArguments(ctypes.Structure):
     """The host's copy of ``Counted`` in counted.cuh."""
 
-    _fields_ = [
-        ("send", CountedSideArguments),
-        ("receive", CountedSideArguments),
-        ("itemsize", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-    ]
+    _fields_ = [("send", CountedSideArguments), ("receive", CountedSideArguments), ("itemsize", ctypes.c_uint64)]
 
 
 class CountedPacketArguments(PacketArguments):
@@ -112,17 +107,17 @@ def parts_of(size: int, *, one_step: bool) -> int:
     return 1 if one_step or size > 2 else 2
 
 
-def most_workers(size: int, *, fan_out: bool, one_step: bool, coded: bool = False, counted: bool = False) -> int:
+def most_workers(size: int, *, fan_out: bool, one_step: bool, coded: bool = False) -> int:
     """Return the most worker threads of a block between ``size`` ranks: ``kWorkers`` in packet_worker.cuh.
 
-    ``coded`` is whether packets carry codes, and ``counted`` whether counts lie on the device.
+    ``coded`` is whether packets carry codes.
     """
     if one_step:
         threads = 512 if size > 4 else 768
     elif coded:
         threads = 256 if size > 4 else 384 if size > 2 or fan_out else 512
     else:
-        threads = 256 if size > 4 else 512 if fan_out or (counted and size > 2) else 640 if size > 2 else 768
+        threads = 256 if size > 4 else 512 if fan_out else 640 if size > 2 else 768
     return threads - OVERSEERS
 
 

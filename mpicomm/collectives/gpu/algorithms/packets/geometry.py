@@ -51,18 +51,15 @@ def geometries_of(
 
 
 @cache
-def geometry_within(
-    inbox_nbytes: int, most_blocks: int, size: int, *, coded: bool = False, counted: bool = False
-) -> Geometry:
+def geometry_within(inbox_nbytes: int, most_blocks: int, size: int, *, coded: bool = False) -> Geometry:
     """Return the geometry for messages of any length in inboxes of that size; the same on all ranks.
 
     It has the most threads for which an inbox still holds `FEWEST_LAPS` steps, because a launch reuses slots. ``coded``
-    and ``counted`` are as in `most_workers`.
+    is as in `most_workers`.
     """
     slots = inbox_nbytes // SLOT_NBYTES // (parts_of(size, one_step=False) if coded else 1)
     room = slots // (FEWEST_LAPS * most_blocks) // LANES * LANES
-    most = most_workers(size, fan_out=False, one_step=False, coded=coded, counted=counted)
-    return Geometry(most_blocks, min(room, most))
+    return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False, coded=coded)))
 
 
 def most_blocks_of(node: Node) -> int:

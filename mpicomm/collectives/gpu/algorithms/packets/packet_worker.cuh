@@ -88,7 +88,7 @@ constexpr bool kPaced = false;
 // The most threads of a block for which there are registers. The workers are the threads that move
 // data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
-constexpr u32 kMostOfUnits = kRanks > 4 ? 256 : kFanOut || (kCounted && kRanks > 2) ? 512 : kRanks > 2 ? 640 : 768;
+constexpr u32 kMostOfUnits = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
 constexpr u32 kMostOfCodes = kRanks > 4 ? 256 : kRanks > 2 || kFanOut ? 384 : 512;
 constexpr u32 kMostOfMore = kWire ? kMostOfCodes : kMostOfUnits;
 #if defined(MPICOMM_WEIGHT)
@@ -120,18 +120,6 @@ struct Outgoing {
       if (at < m.send_nbytes[to]) units[distance] = load_at(m.sends[to], at, m.send_nbytes[to]);
     }
   }
-
-#if defined(MPICOMM_COUNTED)
-  // The same before the overseers have stored the messages for the block.
-  MPICOMM_DEVICE void load(const Counted& x, const SentCounts<kRanks>& sent, u32 rank, u64 at) {
-#pragma unroll
-    for (u32 distance = 0; distance < kRanks; ++distance) {
-      const u32 to = (rank + distance) % kRanks;
-      const u64 nbytes = sent.count_of(to) * x.itemsize;
-      if (at < nbytes) units[distance] = load_at(x.send.buffer + sent.displ_of(to) * x.itemsize, at, nbytes);
-    }
-  }
-#endif
 };
 
 // Waits for the escape of a packet of `rank` and takes it. Returns 0 if the kernel must leave.
@@ -352,5 +340,68 @@ struct Worker {
     }
   }
 };
+
+// The scales of the units of a turn: see units.cuh.
+#if defined(MPICOMM_WIRE)
+struct Scales {
+  u32 of[kOthers];
+
+  MPICOMM_DEVICE Unit unit(u32 entry, const Held& held) const {
+    Unit unit;
+#pragma unroll
+    for (u32 part = 0; part < kParts; ++part) {
+      unit.codes[part] = Protocol::unit(held.packets[part]);
+      unit.scales[part] = of[entry] >> part * 8 & 0xFF;
+    }
+    return unit;
+  }
+
+  // Loads the scales beside the slots of a stage for each of `ranks`.
+  MPICOMM_DEVICE void look(const Worker& worker, u32 stage, u32 ranks, u64 place) {
+    const u32 own = worker.x.team.rank;
+#pragma unroll
+    for (u32 entry = 0; entry < kOthers; ++entry) {
+      if (is_among(ranks, entry)) of[entry] = load_volatile(worker.scales(own, stage, worker.rank_of(entry), place));
+    }
+  }
+
+  // Takes the scales of `ranks`, after `look` has loaded them once, and resets them. `took` is
+  // whether this thread has taken its packets. Returns false if the kernel must leave. All threads
+  // of the warp call it together.
+  MPICOMM_DEVICE bool take(const Worker& worker, u32 stage, u32 ranks, u64 place, bool took) {
+    const auto missing = [&] {
+      u32 absent = 0;
+#pragma unroll
+      for (u32 entry = 0; entry < kOthers; ++entry) {
+        if (is_among(ranks, entry) && of[entry] == 0) absent |= 1u << worker.rank_of(entry);
+      }
+      return absent;
+    };
+    const auto look_again = [&] {
+      look(worker, stage, ranks, place);
+      return missing();
+    };
+    if (took && missing() != 0) took = await_ranks(worker.x.team, worker.launch, look_again);
+    // Without this vote the reset below could come before another thread of the warp has loaded the
+    // scales. That thread would wait for ever. A thread that leaves takes all of them along, because
+    // the others would wait for it when they code their next part.
+    if (!__all_sync(kWarp, took)) return false;
+    if (is_first_of_block()) {
+#pragma unroll
+      for (u32 entry = 0; entry < kOthers; ++entry) {
+        if (!is_among(ranks, entry)) continue;
+        store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);
+      }
+    }
+    return true;
+  }
+};
+#else
+struct Scales {
+  MPICOMM_DEVICE static Unit unit(u32, const Held& held) { return Protocol::unit(held.packets[0]); }
+  MPICOMM_DEVICE static void look(const Worker&, u32, u32, u64) {}
+  MPICOMM_DEVICE static bool take(const Worker&, u32, u32, u64, bool took) { return took; }
+};
+#endif
 
 }  // namespace mpicomm

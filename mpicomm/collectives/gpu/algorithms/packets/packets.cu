@@ -90,11 +90,7 @@
 // takes that and comes, or gives up and comes. So the thread goes on. That needs all blocks of a
 // launch to run at once: see team.cuh.
 
-#if defined(MPICOMM_COUNTED)
-#include "counted_step.cuh"
-#endif
-#include "oversee.cuh"
-#include "scales.cuh"
+#include "packet_worker.cuh"
 
 namespace mpicomm {
 
@@ -107,6 +103,33 @@ MPICOMM_DEVICE u32 sum_of_both(const Packets& x) { return x.laps - (kRows ? 4 : 
 MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (sum_of_both(x) + 1) / 4; }
 MPICOMM_DEVICE u32 period_of(const Packets& x) { return sum_of_both(x) - slack_of(x); }
 
+// The overseers of block 0 compare the calls of the ranks while the workers move data. That costs
+// no time if the overseers do not end last and no worker waits for their fence. `ours` and `theirs`
+// hold the previous launch.
+MPICOMM_DEVICE void oversee(
+    const Packets& x,
+    const AllMessages& m,
+    u32 launch,
+    u32 peer,
+    const Announcements& ours,
+    const Announcements& theirs) {
+  const Team& team = x.team;
+  // A rank that took no packet in the previous launch could not notice then that a peer was in
+  // another call.
+  if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
+  const bool takes = kCounted || (x.sources >> peer & 1) != 0 || m.receive_nbytes[peer] > 0;
+  if (takes || (kPaced && (m.paced >> peer & 1) != 0)) {
+    // A packet does not say to which call it belongs. Its sender says that in an earlier
+    // announcement. Pairs with the peer's store in `announce`.
+    u32 said = kAbsent;
+    const auto absent = [&] {
+      said = look_at(team, peer, launch);
+      return said == kAbsent ? 1u << peer : 0u;
+    };
+    if (await_ranks(team, launch, absent) && said == kDifferent) refuse(team, peer, launch);
+  }
+}
+
 // `m` are the messages, part of `x` if the host knows their lengths, else shared memory. `sums` are shared
 // memory for rows.
 MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
@@ -117,12 +140,6 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   // The previous kernel may still write memory that this kernel reads.
   wait_for_predecessor();
 
-#if defined(MPICOMM_COUNTED)
-  const u64 first_at = number * kCarriedNbytes, step_nbytes = threads * kCarriedNbytes;
-  const u64 whole = x.counted.send.room * x.counted.itemsize;
-  Loaded in_buffer{};
-  if (thread < workers && first_at < whole) in_buffer = load_at(x.counted.send.buffer, first_at, whole);
-#endif
   // The first loads of a launch. No load waits for another load. They load the number of the launch
   // and the first data. In the overseer warp they load how far the peers are, and whether a rank
   // has given up.
@@ -132,7 +149,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   const bool has_peer = overseer < kRanks && overseer != rank;
   Announcements ours{}, theirs{};
   if (has_peer) {
-    if (!kCounted) ours = load_said(team, overseer);
+    ours = load_said(team, overseer);
     theirs = load_announcements(team, overseer);
   }
   // This load comes before the first use of a load above, because the whole warp waits there.
@@ -143,12 +160,25 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   Outgoing out;
   if (!kCounted && thread < workers) out.load(m, rank, a_at);
 #if defined(MPICOMM_COUNTED)
-  SentCounts<kRanks> sent;
-  sent.load(x.counted.send);
+  SentCounts<kRanks> sent_counts;
+  sent_counts.load(x.counted);
   i64 receive_displ = 0;
   if (overseer < kRanks) receive_displ = given_displ(x.counted.receive, overseer);
-  FirstPackets first;
-  if (thread < workers) first.load(x.counted, sent, rank, first_at, step_nbytes, in_buffer);
+  const u64 first_at = a_at;
+  Outgoing first;
+  if (thread < workers) {
+#pragma unroll
+    for (u32 distance = 0; distance < kRanks; ++distance) {
+      const u32 to = (rank + distance) % kRanks;
+#pragma unroll
+      for (u32 each = 0; each < kRanks; ++each) {
+        const u64 nbytes = sent_counts.fits(x.counted, each) ? sent_counts.counts[each] * x.counted.itemsize : 0;
+        if (each == to && first_at < nbytes) {
+          first.units[distance] = load_at(x.counted.send.buffer + sent_counts.displs[each] * x.counted.itemsize, first_at, nbytes);
+        }
+      }
+    }
+  }
 #endif
 
   begin_round_of_flags(x.flagged, launch);
@@ -170,10 +200,8 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   // awaited packet.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
 #if defined(MPICOMM_COUNTED)
-  const Numbers<kRanks> numbers{team, x.flagged, launch};
-  const Lengths<kRanks> lengths{numbers, x.counted, m, overseer};
-  if (thread < workers && first.misfits != 0) ok = first.refuse(team);
-  if (receive_displ < 0) ok = refuse_counts(team, kCounts, kOfReceive | team.names[overseer], rank);
+  const Lengths<kRanks> lengths{team, x.flagged, x.counted, m, launch, overseer};
+  if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.counted, m, overseer, receive_displ) && ok);
 #endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
@@ -183,37 +211,38 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   if (!__syncthreads_and(ok)) return;
   const Worker worker{x, m, count, launch};
 #if defined(MPICOMM_COUNTED)
-  // Turn 0. Its packets leave while the blocks exchange lengths. Until then no thread knows the place of a message in
-  // the output.
-  bool is_only;
+  // Turn 0. Its packets leave while the overseers exchange lengths. Until then no thread knows the place
+  // of a message in the output.
+  bool heard = false;
   if (thread < workers) {
-    first.push(worker, numbers, number);
+    worker.push(first, first_at, number);
+    a_at = course.after(first_at);
+    out.load(m, rank, a_at);
     let_successor_start();
     count_launch(team, count, thread, workers);
-    a_at = course.after(first_at);
-    is_only = !sent.needs_steps(step_nbytes, x.counted.itemsize);
-    if (!is_only) out.load(x.counted, sent, rank, a_at);
-    ok = do_first_step(worker, x.counted, sent, in_buffer, numbers, first_at, number, step_nbytes, is_only);
   } else {
-    if (blockIdx.x == 0) {
-      lengths.tell_facts(sent);
-      if (has_peer) oversee(x, m, launch, overseer, load_said(team, overseer), theirs);
-    }
-    lengths.place_sent(sent, receive_displ);
-    const bool heard = lengths.hear();
-    if (heard) lengths.count_steps(step_nbytes, x.laps);
+    heard = lengths.hear_all();
+    if (heard) lengths.count_steps(threads * kCarriedNbytes, x.laps);
     ok = heard && lengths.place_received();
-    is_only = !heard || m.steps == 1;
-    if (blockIdx.x == 0 && heard && is_only) lengths.compare_rooms();
   }
-  // Orders the messages before their loads by all threads. If there is no room, all threads leave before
+  // Orders the lengths before their loads by all threads. If there is no room, all threads leave before
   // any of them stores into the output.
   ok = __syncthreads_and(ok);
   if (thread >= workers) {
-    if (blockIdx.x == 0 && !is_only) lengths.compare_rooms();
-  } else if (is_only) {
-    fences.say(thread, fences.kLeft);
-    return;
+    if (blockIdx.x == 0 && heard && __all_sync(kWarp, lengths.hear_facts())) {
+      __syncwarp(kWarp);
+      lengths.compare_rooms();
+    }
+  } else if (ok) {
+    worker.keep(first, first_at);
+    // One step needs no loop: fetching the code of the loop would take a large part of a short launch.
+    if (m.steps == 1) {
+      const u32 senders = worker.senders_at(first_at);
+      Held units[kOthers];
+      worker.look(units, 0, senders, number);
+      if (senders != 0 && worker.take(units, 0, senders, number)) worker.place(units, Scales{}, senders, first_at);
+      return;
+    }
   }
   if (!ok) return;
 #endif
@@ -221,7 +250,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   // Whether this launch uses slots again. The host has chosen a kernel without laps if it knows the answer.
   const bool reuses = kLaps && (!kCounted || steps > x.laps);
   if (thread >= workers) {
-    if (!kCounted && blockIdx.x == 0 && has_peer) oversee(x, m, launch, overseer, ours, theirs);
+    if (blockIdx.x == 0 && has_peer) oversee(x, m, launch, overseer, ours, theirs);
     if (reuses) fences.serve(overseer, workers, period_of(x), turns - 1 - slack_of(x));
     return;
   }

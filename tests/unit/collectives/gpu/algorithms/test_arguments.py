@@ -244,12 +244,3 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
         lines = [f"static_assert(mpicomm::{name} == {value});" for name, value in constants.items()]
         source.write_text("\n".join(['#include "packet_worker.cuh"', *lines]))
         compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_host_and_kernel_agree_on_the_threads_of_a_block_with_counts_on_the_device(tmp_path: Path, size: int) -> None:
-    variant = packets.packet_kernel(None, size, "sentinel", "paced", fan_out=False, counted=True)
-    workers = packets.most_workers(size, fan_out=False, one_step=False, counted=True)
-    source = tmp_path / "check.cu"
-    source.write_text(f'#include "packet_worker.cuh"\nstatic_assert(mpicomm::kWorkers == {workers});')
-    compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))
