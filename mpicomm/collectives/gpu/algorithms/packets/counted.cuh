@@ -69,49 +69,40 @@ MPICOMM_DEVICE_CALL bool refuse_counts(const Team& team, u32 operation, u64 numb
   return false;
 }
 
-// The messages that this rank sends, in registers of every thread. The counts of all messages are in one line, so
-// that a warp loads them at once.
+// The counts of this rank's messages, on lane `rank` of a warp for each rank.
 template <u32 ranks>
 struct SentCounts {
   i64 counts[ranks];
-  i64 displs[ranks];
+  i64 send_displ;
+  i64 receive_displ;
 
   // Loads counts and displacements. No load waits for another load.
-  MPICOMM_DEVICE void load(const Counted& x) {
+  MPICOMM_DEVICE void load(const Counted& x, u32 rank) {
+    if (rank >= ranks) return;
 #pragma unroll
-    for (u32 rank = 0; rank < ranks; ++rank) {
-      counts[rank] = load_index(x.send.counts, x.send.wide_counts, rank);
-      displs[rank] = given_displ(x.send, rank);
-    }
-    if (x.send.follows == 0) return;
-    displs[0] = 0;
-#pragma unroll
-    for (u32 rank = 1; rank < ranks; ++rank) displs[rank] = displs[rank - 1] + counts[rank - 1];
+    for (u32 each = 0; each < ranks; ++each) counts[each] = load_index(x.send.counts, x.send.wide_counts, each);
+    send_displ = given_displ(x.send, rank);
+    receive_displ = given_displ(x.receive, rank);
   }
 
-  // Whether the message to `rank` lies in the buffer.
-  MPICOMM_DEVICE bool fits(const Counted& x, u32 rank) const {
-    const i64 count = counts[rank], displ = displs[rank];
+  // Stores the message of this lane for the block, which a barrier publishes. Returns false for a count
+  // or a displacement that does not fit the buffer.
+  MPICOMM_DEVICE bool place(const Team& team, const Counted& x, Messages& messages, u32 rank) const {
+    if (rank >= ranks) return true;
+    i64 displ = send_displ, count = 0;
+#pragma unroll
+    for (u32 each = 0; each < ranks; ++each) {
+      if (each == rank) count = counts[each];
+      if (x.send.follows != 0 && each < rank) displ += counts[each];
+    }
     const u64 room = x.send.room;
-    if (count <= 0) return count == 0;
-    return displ >= 0 && static_cast<u64>(displ) <= room && static_cast<u64>(count) <= room - displ;
-  }
-
-  // Stores the message to this lane's rank for the block, which a barrier publishes. Returns false for a count or
-  // a displacement that does not fit the buffer.
-  MPICOMM_DEVICE bool place(const Team& team, const Counted& x, Messages& messages, u32 lane, i64 receive_displ) const {
-    bool ok = true;
-#pragma unroll
-    for (u32 rank = 0; rank < ranks; ++rank) {
-      if (rank != lane) continue;
-      if (!fits(x, rank)) ok = refuse_counts(team, kCounts, team.names[rank], team.rank);
-      messages.sends[rank] = x.send.buffer + (counts[rank] > 0 ? displs[rank] * x.itemsize : 0);
-      messages.send_nbytes[rank] = counts[rank] * x.itemsize;
-    }
-    if (lane >= ranks) return true;
-    if (ok && receive_displ < 0) ok = refuse_counts(team, kCounts, kOfReceive | team.names[lane], team.rank);
-    messages.receive_displs[lane] = receive_displ;
-    return ok;
+    const bool fits = displ >= 0 && static_cast<u64>(displ) <= room && static_cast<u64>(count) <= room - displ;
+    if (count < 0 || (count > 0 && !fits)) return refuse_counts(team, kCounts, team.names[rank], team.rank);
+    if (receive_displ < 0) return refuse_counts(team, kCounts, kOfReceive | team.names[rank], team.rank);
+    messages.sends[rank] = x.send.buffer + (count > 0 ? displ * x.itemsize : 0);
+    messages.send_nbytes[rank] = count * x.itemsize;
+    messages.receive_displs[rank] = receive_displ;
+    return true;
   }
 };
 
@@ -262,7 +253,7 @@ struct Lengths {
       longest = most > longest ? most : longest;
       if (each != team.rank && sent != received && most > step_nbytes * laps) paced |= 1u << each;
     }
-    messages.steps = longest <= step_nbytes ? 1 : static_cast<u32>((longest + step_nbytes - 1) / step_nbytes);
+    messages.steps = static_cast<u32>((longest + step_nbytes - 1) / step_nbytes);
     messages.paced = paced;
   }
 
@@ -270,17 +261,22 @@ struct Lengths {
   // begun the last launch, so the slots are free, and after it has seen that no rank has given up.
   MPICOMM_DEVICE bool tell(bool ok) const {
     if (!__all_sync(kWarp, ok)) return false;
-    tell_length();
     if (blockIdx.x == 0) tell_facts();
+    else tell_length();
     return true;
   }
 
   // Learns the lengths of all messages, on all lanes of the warp. Returns false if the kernel must leave.
   MPICOMM_DEVICE bool hear_all() const {
-    const bool ok = __all_sync(kWarp, hear_length());
-    // Orders the numbers of all lanes before the loads of the caller.
+    bool ok = blockIdx.x == 0 ? hear_facts() : hear_length();
+    ok = __all_sync(kWarp, ok);
+    // Orders the numbers of all lanes before the loads below.
     __syncwarp(kWarp);
-    return ok;
+    if (!ok || blockIdx.x != 0) return ok;
+    if (rank < ranks) messages.receive_nbytes[rank] = messages.facts[rank][team.rank];
+    // Orders the lengths of all lanes before the loads of the caller.
+    __syncwarp(kWarp);
+    return true;
   }
 };
 

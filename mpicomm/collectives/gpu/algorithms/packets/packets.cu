@@ -161,24 +161,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   if (!kCounted && thread < workers) out.load(m, rank, a_at);
 #if defined(MPICOMM_COUNTED)
   SentCounts<kRanks> sent_counts;
-  sent_counts.load(x.counted);
-  i64 receive_displ = 0;
-  if (overseer < kRanks) receive_displ = given_displ(x.counted.receive, overseer);
-  const u64 first_at = a_at;
-  Outgoing first;
-  if (thread < workers) {
-#pragma unroll
-    for (u32 distance = 0; distance < kRanks; ++distance) {
-      const u32 to = (rank + distance) % kRanks;
-#pragma unroll
-      for (u32 each = 0; each < kRanks; ++each) {
-        const u64 nbytes = sent_counts.fits(x.counted, each) ? sent_counts.counts[each] * x.counted.itemsize : 0;
-        if (each == to && first_at < nbytes) {
-          first.units[distance] = load_at(x.counted.send.buffer + sent_counts.displs[each] * x.counted.itemsize, first_at, nbytes);
-        }
-      }
-    }
-  }
+  sent_counts.load(x.counted, overseer);
 #endif
 
   begin_round_of_flags(x.flagged, launch);
@@ -201,7 +184,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
 #if defined(MPICOMM_COUNTED)
   const Lengths<kRanks> lengths{team, x.flagged, x.counted, m, launch, overseer};
-  if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.counted, m, overseer, receive_displ) && ok);
+  if (thread >= workers) ok = lengths.tell(sent_counts.place(team, x.counted, m, overseer) && ok);
 #endif
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
@@ -213,8 +196,11 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
 #if defined(MPICOMM_COUNTED)
   // Turn 0. Its packets leave while the overseers exchange lengths. Until then no thread knows the place
   // of a message in the output.
+  const u64 first_at = a_at;
+  Outgoing first;
   bool heard = false;
   if (thread < workers) {
+    first.load(m, rank, first_at);
     worker.push(first, first_at, number);
     a_at = course.after(first_at);
     out.load(m, rank, a_at);
@@ -229,10 +215,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
   // any of them stores into the output.
   ok = __syncthreads_and(ok);
   if (thread >= workers) {
-    if (blockIdx.x == 0 && heard && __all_sync(kWarp, lengths.hear_facts())) {
-      __syncwarp(kWarp);
-      lengths.compare_rooms();
-    }
+    if (blockIdx.x == 0 && heard) lengths.compare_rooms();
   } else if (ok) {
     worker.keep(first, first_at);
     // One step needs no loop: fetching the code of the loop would take a large part of a short launch.
@@ -241,6 +224,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
       Held units[kOthers];
       worker.look(units, 0, senders, number);
       if (senders != 0 && worker.take(units, 0, senders, number)) worker.place(units, Scales{}, senders, first_at);
+      fences.say(thread, fences.kLeft);
       return;
     }
   }
