@@ -50,7 +50,7 @@ struct Fences {""",
       }""",
     ),
     Change(
-        "packet_worker.cuh",
+        "scales.cuh",
         "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);",
         """ScaleWord* const taken = worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place);
         const auto reset = [=] { store_volatile(taken, 0); };

@@ -235,17 +235,17 @@ def test_scales_may_be_put_back_as_late_as_the_next_fence(builds: Builds) -> Non
     run_all(builds, 2, "int8", "bfloat16", counts=LAPS[:2], laps=7, changes=LATER, kinds=BOTH)
 
 
-SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
+SOURCE, SCALES = "packets.cu", "scales.cuh"
 MISTAKES = {
     "not put back": Change(
-        WORKER,
+        SCALES,
         "store_volatile(worker.scales(worker.x.team.rank, stage, worker.rank_of(entry), place), 0);",
         "",
     ),
     "put back before all threads have it": Change(
-        WORKER, "if (!__all_sync(kWarp, took)) return false;", "if (!took) return false;"
+        SCALES, "if (!__all_sync(kWarp, took)) return false;", "if (!took) return false;"
     ),
-    "not waited for": Change(WORKER, "if (took && missing() != 0) took = await_ranks", "if (false) took = await_ranks"),
+    "not waited for": Change(SCALES, "if (took && missing() != 0) took = await_ranks", "if (false) took = await_ranks"),
     "of one thread": Change(
         "eight_bits.cuh", "distance < kThreadsOfBlock; distance *= 2", "distance < 2; distance *= 2"
     ),

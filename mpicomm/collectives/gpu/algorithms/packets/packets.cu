@@ -90,7 +90,8 @@
 // takes that and comes, or gives up and comes. So the thread goes on. That needs all blocks of a
 // launch to run at once: see team.cuh.
 
-#include "packet_worker.cuh"
+#include "oversee.cuh"
+#include "scales.cuh"
 
 namespace mpicomm {
 
@@ -102,33 +103,6 @@ namespace mpicomm {
 MPICOMM_DEVICE u32 sum_of_both(const Packets& x) { return x.laps - (kRows ? 4 : 3); }
 MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (sum_of_both(x) + 1) / 4; }
 MPICOMM_DEVICE u32 period_of(const Packets& x) { return sum_of_both(x) - slack_of(x); }
-
-// The overseers of block 0 compare the calls of the ranks while the workers move data. That costs
-// no time if the overseers do not end last and no worker waits for their fence. `ours` and `theirs`
-// hold the previous launch.
-MPICOMM_DEVICE void oversee(
-    const Packets& x,
-    const AllMessages& m,
-    u32 launch,
-    u32 peer,
-    const Announcements& ours,
-    const Announcements& theirs) {
-  const Team& team = x.team;
-  // A rank that took no packet in the previous launch could not notice then that a peer was in
-  // another call.
-  if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
-  const bool takes = kCounted || (x.sources >> peer & 1) != 0 || m.receive_nbytes[peer] > 0;
-  if (takes || (kPaced && (m.paced >> peer & 1) != 0)) {
-    // A packet does not say to which call it belongs. Its sender says that in an earlier
-    // announcement. Pairs with the peer's store in `announce`.
-    u32 said = kAbsent;
-    const auto absent = [&] {
-      said = look_at(team, peer, launch);
-      return said == kAbsent ? 1u << peer : 0u;
-    };
-    if (await_ranks(team, launch, absent) && said == kDifferent) refuse(team, peer, launch);
-  }
-}
 
 // `m` are the messages, part of `x` if the host knows their lengths, else shared memory. `sums` are shared
 // memory for rows.
