@@ -181,7 +181,7 @@ class DeviceReceive(StagedReceive):
         device.synchronize(stream)  # because the staging memory ends with this object
 
     def _receive(self, slot: PeerSlot, nbytes: int, stream: int) -> None:
-        if nbytes <= rendezvous_header.KERNEL_NBYTES:
+        if nbytes <= rendezvous_header.KERNEL_NBYTES and slot.copy_out is not None:
             slot.copy_out(stream, self.endpoint.pointer, nbytes)
         else:
             self.rendezvous.pull(slot, nbytes, self.endpoint.pointer, stream)

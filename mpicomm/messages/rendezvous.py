@@ -42,8 +42,8 @@ class PeerSlot:
     ready: int
     done: int
     source: int
-    copy_out: MessageCopy
-    """The kernel launch that copies messages out of a slot in one block, and releases the slot."""
+    copy_out: MessageCopy | None
+    """The kernel launch that copies messages out of the slot, and releases it; None for a slot in several blocks."""
 
 
 class Rendezvous:
@@ -202,8 +202,10 @@ class Rendezvous:
             for each in header.extents
         )
         # The copy releases the slot. It pairs with the sender's read of the counts in Outbox, as in `pull`.
-        copy_out = self._steps.copy_out(places[0][0], ready=ready, done=ready + DONE, peer=source)
-        return PeerSlot(places, sum(nbytes for _, nbytes in places), ready, ready + DONE, source, copy_out)
+        copy_out, done = None, ready + DONE
+        if len(places) == 1:
+            copy_out = self._steps.copy_out(places[0][0], ready=ready, done=done, peer=source)
+        return PeerSlot(places, sum(nbytes for _, nbytes in places), ready, done, source, copy_out)
 
     def _block(self, packet: bytes, nbytes: int, source: int) -> int:
         """Return the address of a block of at least ``nbytes`` bytes.

@@ -180,11 +180,6 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
     return is_plain
 
 
-def _is_own(datatype: MPI.Datatype, dtype: np.dtype[Any]) -> bool:
-    own = _OWN_TYPES.get(datatype.handle)
-    return own is dtype or (own is not None and own == dtype)  # NumPy takes None for float64
-
-
 def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any], tuple[Any, int, int] | None]:
     """Return a function that reads a buffer of a shape.
 
@@ -242,13 +237,14 @@ def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any]
 def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
     """Return the bytes from one element of a datatype to the next; 0 if this file cannot decide about the elements."""
     own = _OWN_OBJECTS.get(id(datatype))
-    if own is not None:
-        return own.itemsize if not reduces or own is array.dtype or own == array.dtype else 0
-    if type(datatype) is not _Datatype or datatype == _no_type:
-        return 0
-    if reduces:
-        return int(array.itemsize) if _is_own(datatype, array.dtype) else 0
-    return max(datatype.extent, 0)  # MPI moves elements of every type
+    if own is None:
+        if type(datatype) is not _Datatype or datatype == _no_type:
+            return 0
+        if not reduces:
+            return max(datatype.extent, 0)  # MPI moves elements of every type
+        own = _OWN_TYPES.get(datatype.handle)
+    # `==` takes None for float64.
+    return own.itemsize if own is not None and (not reduces or own is array.dtype or own == array.dtype) else 0
 
 
 def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:
