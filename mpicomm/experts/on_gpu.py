@@ -64,10 +64,10 @@ def blocks_of_modes(most: int) -> BlocksOfModes:
         return Blocks(senders, receivers)
 
     return {
-        "dispatch of few": cut(32, 100),
+        "dispatch of few": cut(44, 88),
         "dispatch": cut(80, 176),
         "combine of few": cut(128, 128),
-        "combine": cut(96, 160),
+        "combine": cut(88, 168),
     }
 
 

@@ -262,7 +262,7 @@ MPICOMM_DEVICE bool begin_launch(const Experts& x, Kind kind, const Turn& turn, 
   // acquires of the waits.
   if (!__syncthreads_and(ok)) return false;
   // A release, because the peer may next overwrite memory that earlier launches of this rank read.
-  // Pairs with the acquire in `peers_are_ready`.
+  // Pairs with the acquire in `await_begun`.
   // A receiver announces, because a release takes long, and a sender has routes to send.
   if (blockIdx.x == gridDim.x - 1 && thread < team.size && thread != team.rank) {
     announce_all_before(team, thread, static_cast<u32>(turn.number));

@@ -33,7 +33,7 @@ struct Taken {
   bool is_new = false;    // the first slot of its token with an expert of that rank
 };
 
-// The tokens that receivers share out, by number. A division takes long, so no thread computes them while others wait.
+// The tokens that receivers share out, by number. A division takes long, so a thread computes them once.
 struct Shares {
   u32 all;  // Tokens have numbers in their order. Numbers that sources with fewer tokens leave out stand for none.
   u32 begin;  // of this warp

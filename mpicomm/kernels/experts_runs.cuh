@@ -26,7 +26,7 @@ struct Unpublished {
   MPICOMM_DEVICE void publish(const Turn& turn) {
     // Orders the stores of all lanes before the releases.
     __syncwarp();
-    // Pairs with the acquire in `await_part` of the peer, and publishes the part. A plain store could
+    // Pairs with the acquire in `has_part` of the peer, and publishes the part. A plain store could
     // arrive before the data, and the peer would take the row of an earlier launch.
     if (flag != nullptr) store_release(flag, turn.number);
     flag = nullptr;
