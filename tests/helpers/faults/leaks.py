@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpicomm.activity.page import page
-
 # Threads end, and other ranks free their part, a little after a call has returned.
 PATIENCE_S = 1.0
 # Files in /dev/shm that other MPI jobs create at any time, and that the CUDA driver creates once per process.
@@ -22,6 +20,8 @@ NOT_MADE_HERE = (*OF_OTHERS, "psm_")
 @contextlib.contextmanager
 def nothing_leaks() -> Iterator[None]:
     """Fail if the block leaves resources, and name them."""
+    from mpicomm.activity.page import page  # not above, because it starts MPI, before which some programs fork
+
     page()  # the first communicator of a process makes the page, and the page stays until the process ends
     gc.collect()
     before = _resources()
