@@ -216,19 +216,20 @@ FINISHES = [
     ),
     epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH),
 ]
+OF_ROWS: list[tuple[Steps, str, str, str, int]] = [
+    ("laps", "bfloat16", "bfloat16", "bfloat16", 2),
+    ("laps", "float16", "float8_e4m3fn", "float32", 2),
+    ("laps", "float64", "float32", "float64", 2),
+    ("laps", "float16", "float8_e4m3fn", "float32", 8),
+    ("laps", "float8_e5m2", "float64", "float16", 8),
+    ("few", "float64", "float32", "float64", 2),
+    ("few", "float8_e5m2", "float64", "float16", 8),
+    ("one", "bfloat16", "bfloat16", "bfloat16", 2),
+    ("one", "float16", "float8_e4m3fn", "float32", 8),
+]
 FINISHES += [
     packet_kernel((dtype, "sum"), size, "sentinel", steps, fan_out=False, epilogue=norm_options(result, weight))
-    for steps, dtype, result, weight, size in (
-        ("laps", "bfloat16", "bfloat16", "bfloat16", 2),
-        ("laps", "float16", "float8_e4m3fn", "float32", 2),
-        ("laps", "float64", "float32", "float64", 2),
-        ("laps", "float16", "float8_e4m3fn", "float32", 8),
-        ("laps", "float8_e5m2", "float64", "float16", 8),
-        ("few", "float64", "float32", "float64", 2),
-        ("few", "float8_e5m2", "float64", "float16", 8),
-        ("one", "bfloat16", "bfloat16", "bfloat16", 2),
-        ("one", "float16", "float8_e4m3fn", "float32", 8),
-    )
+    for steps, dtype, result, weight, size in OF_ROWS
 ]
 LAYER_NORM = norm_options(
     "float8_e4m3fn",
