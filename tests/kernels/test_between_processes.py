@@ -64,13 +64,13 @@ def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> Non
         check()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_thousands_of_chunks_across_the_end_of_32_bits(builds: Builds, size: int) -> None:
     rng = np.random.default_rng(size)
     rig = ExchangeRig(Machine(builds, size), 2, threads=(64,))
-    rig.start_at(2**32 - 1500)
+    rig.start_at(2**32 - 700)
     calls = Calls(rig, rng, nap_us=3000)
-    for batch in range(6):
+    for batch in range(3):
         rig.machine.clear()
         checks = [calls.bcast(9_830_400)]  # dozens of chunks at once
         for _ in range(250):

@@ -63,7 +63,7 @@ PAIRS = [
     ((dtype, ops[number % len(ops)]), CAPABILITIES[number % len(CAPABILITIES)])
     for number, (dtype, ops) in enumerate(REDUCTIONS.items())
 ]
-PLAIN_STEPS: list[Steps] = ["one", "few", "laps"]
+FEWER_STEPS: list[Steps] = ["one", "few"]
 WIDEST = ("complex128", "prod")
 # Large messages go through these. A type whose elements are converted and the widest type need the most registers. The
 # number of registers of a thread depends on the number of ranks.
@@ -72,9 +72,14 @@ BANDWIDTH = [
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), WIDEST)
 ]
 BANDWIDTH += [
-    packet_kernel(reduction, size, "sentinel", steps, fan_out=fan_out)
-    for steps in PLAIN_STEPS
+    packet_kernel(reduction, size, "sentinel", "laps", fan_out=fan_out)
     for reduction in (None, ("bfloat16", "avg"), WIDEST)
+    for size, fan_out in ((2, False), (4, False), (4, True), (8, True))
+]
+# A kernel of one step needs half of the registers, and a kernel of a few steps as many as with laps.
+BANDWIDTH += [
+    packet_kernel(WIDEST, size, "sentinel", steps, fan_out=fan_out)
+    for steps in FEWER_STEPS
     for size, fan_out in ((2, False), (4, False), (4, True), (8, True))
 ]
 BANDWIDTH += [
@@ -98,10 +103,10 @@ BANDWIDTH += [
 BANDWIDTH += [chain_kernel(reduction) for reduction in (None, ("int8", "sum"), WIDEST)]
 BANDWIDTH += [direct_kernel(), PACK_KERNEL, COPY]
 EXPERTS_DTYPES = ("float32", "float16", "bfloat16")
+# Each type is once converted to, and once converted from. The loads of a type, not the stores, need the registers.
 BANDWIDTH += [
     combine_experts_kernel(dtype, result, by_token=by_token)
-    for dtype in EXPERTS_DTYPES
-    for result in EXPERTS_DTYPES
+    for dtype, result in zip(EXPERTS_DTYPES, (*EXPERTS_DTYPES[1:], EXPERTS_DTYPES[0]), strict=True)
     for by_token in (False, True)
 ]
 BANDWIDTH += [quantize_experts_kernel("bfloat16")]
@@ -203,22 +208,29 @@ FINISHES = [
     packet_kernel(("bfloat16", "sum"), 8, "flagged", "one", fan_out=False, epilogue=PLAIN),
     packet_kernel(("bfloat16", "sum"), 2, "flagged", "one", fan_out=False, epilogue=TO_FP8),
     *(
-        packet_kernel((dtype, "sum"), size, "sentinel", steps, fan_out=True, epilogue=options)
-        for steps in PLAIN_STEPS
+        packet_kernel((dtype, "sum"), size, "sentinel", "laps", fan_out=True, epilogue=options)
         for dtype, size, options in (("bfloat16", 4, TO_FP8), ("bfloat16", 8, TO_DOUBLE), ("float32", 8, TO_FP8))
+    ),
+    *(
+        packet_kernel(("bfloat16", "sum"), 8, "sentinel", steps, fan_out=True, epilogue=TO_DOUBLE)
+        for steps in FEWER_STEPS
     ),
     epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH),
 ]
+OF_ROWS: list[tuple[Steps, str, str, str, int]] = [
+    ("laps", "bfloat16", "bfloat16", "bfloat16", 2),
+    ("laps", "float16", "float8_e4m3fn", "float32", 2),
+    ("laps", "float64", "float32", "float64", 2),
+    ("laps", "float16", "float8_e4m3fn", "float32", 8),
+    ("laps", "float8_e5m2", "float64", "float16", 8),
+    ("few", "float64", "float32", "float64", 2),
+    ("few", "float8_e5m2", "float64", "float16", 8),
+    ("one", "bfloat16", "bfloat16", "bfloat16", 2),
+    ("one", "float16", "float8_e4m3fn", "float32", 8),
+]
 FINISHES += [
     packet_kernel((dtype, "sum"), size, "sentinel", steps, fan_out=False, epilogue=norm_options(result, weight))
-    for steps in PLAIN_STEPS
-    for dtype, result, weight, size in (
-        ("bfloat16", "bfloat16", "bfloat16", 2),
-        ("float16", "float8_e4m3fn", "float32", 2),
-        ("float64", "float32", "float64", 2),
-        ("float16", "float8_e4m3fn", "float32", 8),
-        ("float8_e5m2", "float64", "float16", 8),
-    )
+    for steps, dtype, result, weight, size in OF_ROWS
 ]
 LAYER_NORM = norm_options(
     "float8_e4m3fn",

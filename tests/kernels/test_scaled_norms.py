@@ -137,14 +137,18 @@ def run_fused(
     calls.run()
 
 
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Each kind of codes and scales goes in one shot and in two, and so does each norm.
+IN_TWO_SHOTS = (0, 2, 4, 5, 7, 8)
+WAYS = [(case, number in IN_TWO_SHOTS) for number, case in enumerate(CASES)] + [(CASES[5], False)]
+
+
+@pytest.mark.parametrize(("case", "two_shot"), WAYS, ids=str)
 def test_the_kernel_that_reduces(builds: Builds, case: Case, two_shot: bool) -> None:
     run_fused(builds, case, two_shot=two_shot, size=2 if case.norm == "layer" else 3)
 
 
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-@pytest.mark.parametrize("number", [0, -1], ids=["squares", "magnitudes"])
+# What the threads of a row share is the same in one shot and in two.
+@pytest.mark.parametrize(("number", "two_shot"), [(0, False), (-1, True)], ids=["squares", "magnitudes"])
 def test_no_race(watched_builds: Builds, number: int, two_shot: bool) -> None:
     run_fused(watched_builds, CASES[number], two_shot=two_shot)
 

@@ -20,6 +20,8 @@ from tests.helpers.inputs.kernel_sources import SOURCES  # noqa: E402
 WANTED = [(7, 5), (9, 0), (12, 0)]
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
 CAPABILITIES = [(major, minor) for major, minor in WANTED if 10 * major + minor in SUPPORTED]
+# Kernels ask only whether a device is at least of 8.0 or of 9.0, so these two compile all lines.
+OLDEST_AND_NEWEST = CAPABILITIES[:: len(CAPABILITIES) - 1]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +55,7 @@ def test_there_is_something_to_compile_for() -> None:
     assert "signal.cu" in SOURCES
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+@pytest.mark.parametrize("capability", OLDEST_AND_NEWEST, ids=lambda capability: "sm_{}{}".format(*capability))
 @pytest.mark.parametrize("source", SOURCES.values(), ids=lambda source: source.name)
 def test_every_kernel_compiles(source: Path, capability: tuple[int, int]) -> None:
     names = re.findall(r"MPICOMM_KERNEL\s+void\s+(\w+)\(", source.read_text())
