@@ -34,7 +34,7 @@ def test_messages_of_nothing_need_neither_kernels_nor_memory(builds: Builds) -> 
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [(2, "int32"), (3, "float32"), (4, "int32")],
+    [(2, "float32"), (3, "float32"), (3, "int32"), (4, "int32")],
 )
 def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
     rig = ProgramRig(Machine(builds, size), 16)
@@ -168,7 +168,7 @@ def test_two_ranks_that_disagree_on_a_long_message_notice(builds: Builds, sent: 
         rig.machine.run(limit_s=20)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("algorithm", "symmetric"),
     [("one_shot", True), ("two_shot", True), ("copy_engine", True), ("copy_engine", False), ("ring", True)],
