@@ -3,10 +3,8 @@
 // MPICOMM_RESULT.
 //
 //     h = value + linear_bias + residual, rounded            the new residual
-//     out = h * (1 / sqrt(mean of h * h + eps)) * weight     without MPICOMM_CENTRED
-//     out = (h - mean) * (1 / sqrt(mean of (h - mean)^2 + eps)) * weight + bias
-//
-// One division serves a row, because a division takes many instructions.
+//     out = h / sqrt(mean of h * h + eps) * weight           without MPICOMM_CENTRED
+//     out = (h - mean) / sqrt(mean of (h - mean)^2 + eps) * weight + bias
 //
 // With MPICOMM_CODES the row becomes codes of `out * scale` (scaled_codes.cuh).
 //
@@ -173,7 +171,7 @@ MPICOMM_DEVICE State total_of(const State (&all)[kNormThreads], u32 thread) {
 // The numbers of a row by which its elements become normal.
 struct Statistics {
   State mean = 0;     // only if the row is centred
-  State scale = 1;    // 1 / the root of the mean of the squares, with eps
+  State root = 1;     // of the mean of the squares, with eps
   float factor = 1;   // of the results before they become codes
   float inverse = 1;  // of the scale of the row
 };
@@ -201,7 +199,7 @@ struct Normals {
       if (e >= count) continue;
       State value = Number<Element>::decode(h.of[e]);
       if constexpr (kCentred) value -= row.mean;
-      value = value * row.scale * fn::element<State>(weights.weight.of, e);
+      value = value / row.root * fn::element<State>(weights.weight.of, e);
       if constexpr (kBias) value += fn::element<State>(weights.bias.of, e);
       if constexpr (kCodes) value *= row.factor;
       of[e] = value;
@@ -282,7 +280,7 @@ MPICOMM_DEVICE void end_rows(
 #pragma unroll
   for (u32 shard = 0; shard < shards; ++shard) {
     of[shard].mean = total_of(sums.of[turn][shard], thread) / hidden;
-    if constexpr (!kCentred) of[shard].scale = 1 / fn::sqrt(of[shard].mean + eps);
+    if constexpr (!kCentred) of[shard].root = fn::sqrt(of[shard].mean + eps);
   }
   if constexpr (kCentred) {
     State sum[shards] = {};
@@ -298,7 +296,7 @@ MPICOMM_DEVICE void end_rows(
     meet(barrier, kNormThreads, true);
 #pragma unroll
     for (u32 shard = 0; shard < shards; ++shard) {
-      if constexpr (kCentred) of[shard].scale = 1 / fn::sqrt(total_of(sums.squares[shard], thread) / hidden + eps);
+      if constexpr (kCentred) of[shard].root = fn::sqrt(total_of(sums.squares[shard], thread) / hidden + eps);
     }
   }
 #if defined(MPICOMM_CODES)
