@@ -71,23 +71,16 @@ using State = typename Number<Element>::Value;
 constexpr bool kScaledGroups = kScales && kGroup > 0;
 constexpr bool kScaledRows = kScales && kGroup == 0;
 
-// The largest magnitudes of the warps of rows with one scale each. A type of its own, because it takes
-// no shared memory if rows have no scale: eight rows of float64 leave none.
-template <u32 shards, bool scaled>
-struct Peaks {
-  u32 peaks[shards][kNormThreads / kLanes];
-};
-template <u32 shards>
-struct Peaks<shards, false> {};
-
 // The rows of several shards end together, one row of each shard. These are their numbers in shared
 // memory.
 template <u32 shards>
-struct Sums : Peaks<shards, kScaledRows> {
+struct Sums {
   // The sums of the threads. Rows that follow each other use them in turns.
   State of[2][shards][kNormThreads];
-  // The sums of squares of centred rows.
-  State squares[kCentred ? shards : 1][kCentred ? kNormThreads : 1];
+  // The sums of squares of a centred row, and the largest magnitudes of the warps of a row with one
+  // scale.
+  State squares[shards][kCentred ? kNormThreads : 1];
+  u32 peaks[shards][kScaledRows ? kNormThreads / kLanes : 1];
 };
 
 // Returns h for a packet of values at element `at` of a row.
