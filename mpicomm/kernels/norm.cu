@@ -37,7 +37,7 @@ struct RowOfBlock {
   u64 hidden;
   bool aligned;
 
-  // Calls a function for each packet of this thread, as `end_rows` needs it: with the packet's first
+  // Calls a function for each packet of this thread, as `end_row` needs it: with the packet's first
   // element and the number of its elements.
   template <class Work>
   MPICOMM_DEVICE void for_each_packet(const Work& work) const {
@@ -62,12 +62,12 @@ struct RowOfBlock {
     return sum;
   }
 
-  // Calls a function for each packet of h: see `end_rows`.
+  // Calls a function for each packet of h: see `end_row`.
   template <class Work>
   MPICOMM_DEVICE void operator()(const Work& work) const {
     for_each_packet([&](u64 at, u64 count) {
-      Elements h[1] = {};
-      if (count > 0) h[0] = load_elements(residual, aligned, at, hidden);  // this thread has stored it
+      Elements h{};
+      if (count > 0) h = load_elements(residual, aligned, at, hidden);  // this thread has stored it
       work(at, h, count);
     });
   }
@@ -81,7 +81,7 @@ MPICOMM_DEVICE void normalise(const NormKernel& x, u64 row, u32 turn, Sums<1>& s
   const RowOfBlock of{source, residual, hidden, aligned};
   sums.of[turn][0][threadIdx.x] = of.add(x.norm);
   meet_at_end(1, true);
-  end_rows(x.norm, sums, turn, threadIdx.x, 1, {row}, 1, of);
+  end_row(x.norm, sums, 0, turn, threadIdx.x, 1, row, of);
 }
 
 }  // namespace mpicomm

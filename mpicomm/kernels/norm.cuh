@@ -71,16 +71,15 @@ using State = typename Number<Element>::Value;
 constexpr bool kScaledGroups = kScales && kGroup > 0;
 constexpr bool kScaledRows = kScales && kGroup == 0;
 
-// The rows of several shards end together, one row of each shard. These are their numbers in shared
-// memory.
+// The sums of the threads of a row, or of rows of several shards, in shared memory. Two rows of a
+// shard use them in turns.
 template <u32 shards>
 struct Sums {
-  // The sums of the threads. Rows that follow each other use them in turns.
   State of[2][shards][kNormThreads];
   // The sums of squares of a centred row, and the largest magnitudes of the warps of a row with one
-  // scale.
-  State squares[shards][kCentred ? kNormThreads : 1];
-  u32 peaks[shards][kScaledRows ? kNormThreads / kLanes : 1];
+  // scale. The rows of a group of threads use them in turns, whatever their shards.
+  State squares[2][kCentred ? kNormThreads : 1];
+  u32 peaks[2][kScaledRows ? kNormThreads / kLanes : 1];
 };
 
 // Returns h for a packet of values at element `at` of a row.
@@ -169,31 +168,25 @@ struct Statistics {
   float inverse = 1;  // of the scale of the row
 };
 
-// The weights of a packet at element `at` of each row.
-struct Weights {
-  Run<Weight, kElements> weight{};
-  Run<Weight, kElements> bias{};
-
-  MPICOMM_DEVICE Weights(const Norm& norm, u64 at, u64 count) {
-    if (count == 0) return;
-    weight = load_run<Weight, kElements>(norm.weight + at * sizeof(Weight), count);
-    if constexpr (kBias) bias = load_run<Weight, kElements>(norm.bias + at * sizeof(Weight), count);
-  }
-};
-
-// The results for the first `count` elements of a packet of h. The others are 0.
+// The results for the first `count` elements of a packet of h at element `at`. The others are 0.
 struct Normals {
   State of[kElements];
 
-  MPICOMM_DEVICE Normals(const Weights& weights, const Elements& h, u64 count, const Statistics& row) {
+  MPICOMM_DEVICE Normals(const Norm& norm, u64 at, const Elements& h, u64 count, const Statistics& row) {
+    Run<Weight, kElements> weight{};
+    [[maybe_unused]] Run<Weight, kElements> bias{};
+    if (count > 0) {
+      weight = load_run<Weight, kElements>(norm.weight + at * sizeof(Weight), count);
+      if constexpr (kBias) bias = load_run<Weight, kElements>(norm.bias + at * sizeof(Weight), count);
+    }
 #pragma unroll
     for (u32 e = 0; e < kElements; ++e) {
       of[e] = 0;
       if (e >= count) continue;
       State value = Number<Element>::decode(h.of[e]);
       if constexpr (kCentred) value -= row.mean;
-      value = value / row.root * fn::element<State>(weights.weight.of, e);
-      if constexpr (kBias) value += fn::element<State>(weights.bias.of, e);
+      value = value / row.root * fn::element<State>(weight.of, e);
+      if constexpr (kBias) value += fn::element<State>(bias.of, e);
       if constexpr (kCodes) value *= row.factor;
       of[e] = value;
     }
@@ -227,14 +220,9 @@ MPICOMM_DEVICE void store_codes(const Norm& norm, u64 row, u64 at, const Normals
 // Stores the result for the first `count` elements of a packet of h, which begins at element `at`
 // of row `row`.
 MPICOMM_DEVICE void store_normal(
-    const Norm& norm,
-    u64 row,
-    u64 at,
-    const Weights& weights,
-    const Elements& h,
-    u64 count,
-    const Statistics& statistics) {
-  const Normals normals(weights, h, count, statistics);
+    const Norm& norm, u64 row, u64 at, const Elements& h, u64 count, const Statistics& statistics) {
+  if (!kScaledGroups && count == 0) return;
+  const Normals normals(norm, at, h, count, statistics);
 #if defined(MPICOMM_CODES)
   store_codes(norm, row, at, normals, count, statistics.inverse);
 #else
@@ -248,97 +236,61 @@ MPICOMM_DEVICE void store_normal(
 #endif
 }
 
-// Normalises the rows that end together, after their threads have met with their sums in
-// `sums.of[turn]`. `rows` are their numbers, and `present` are bits for the shards that have a row.
-// `for_each` calls a function for each packet that this thread has in a row: with the packet's first
-// element, the packets of h of all shards, and the number of elements in each. All threads of a warp
-// make equally many calls, some of them for no elements. A thread calls `for_each` in all passes with
-// the same packets.
-//
-// The loads of all shards are in flight at once. One row after the other would wait for each load.
+// Normalises row `row`, after its threads have met with their sums in `sums.of[turn][shard]`.
+// `for_each` calls a function for each packet of h that this thread has: with the packet's first
+// element, the packet, and the number of its elements. All threads of a warp make equally many calls,
+// some of them for no elements. A thread calls `for_each` in all passes with the same packets.
 template <u32 shards, class ForEach>
-MPICOMM_DEVICE void end_rows(
+MPICOMM_DEVICE void end_row(
     const Norm& norm,
     Sums<shards>& sums,
+    u32 shard,
     u32 turn,
     u32 thread,
     [[maybe_unused]] u32 barrier,
-    const u64 (&rows)[shards],
-    u32 present,
+    u64 row,
     const ForEach& for_each) {
   const State hidden = static_cast<State>(norm.hidden), eps = static_cast<State>(norm.eps);
-  // The squares and the magnitudes have one place each, because the threads meet at the end of the
-  // next rows before they store the next squares.
-  Statistics of[shards];
-#pragma unroll
-  for (u32 shard = 0; shard < shards; ++shard) {
-    of[shard].mean = total_of(sums.of[turn][shard], thread) / hidden;
-    if constexpr (!kCentred) of[shard].root = fn::sqrt(of[shard].mean + eps);
-  }
+  Statistics of;
+  // Two rows that follow each other have a barrier in between: the barrier below, or the barrier of
+  // `meet_at_end`. So a slow thread has read these before another thread stores the next but one.
+  [[maybe_unused]] const u32 place = (turn + shard) % 2;
+  of.mean = total_of(sums.of[turn][shard], thread) / hidden;
   if constexpr (kCentred) {
-    State sum[shards] = {};
-    for_each([&](u64, const Elements(&h)[shards], u64 count) {
-#pragma unroll
-      for (u32 shard = 0; shard < shards; ++shard) {
-        sum[shard] = with_squares(sum[shard], h[shard], count, of[shard].mean);
-      }
-    });
-#pragma unroll
-    for (u32 shard = 0; shard < shards; ++shard) sums.squares[shard][thread] = sum[shard];
+    State sum = 0;
+    for_each([&](u64, const Elements& h, u64 count) { sum = with_squares(sum, h, count, of.mean); });
+    auto& squares = sums.squares[place];
+    squares[thread] = sum;
     // Publishes the sums of all threads, as in `meet_at_end`.
     meet(barrier, kNormThreads, true);
-#pragma unroll
-    for (u32 shard = 0; shard < shards; ++shard) {
-      if constexpr (kCentred) of[shard].root = fn::sqrt(total_of(sums.squares[shard], thread) / hidden + eps);
-    }
+    if constexpr (kCentred) of.root = fn::sqrt(total_of(squares, thread) / hidden + eps);
+  } else {
+    of.root = fn::sqrt(of.mean + eps);
   }
 #if defined(MPICOMM_CODES)
-#pragma unroll
-  for (u32 shard = 0; shard < shards; ++shard) {
-    of[shard].factor = norm.scale_at != nullptr ? *norm.scale_at : static_cast<float>(norm.scale);
-  }
+  of.factor = norm.scale_at != nullptr ? *norm.scale_at : static_cast<float>(norm.scale);
 #endif
 #if defined(MPICOMM_SCALES)
   if constexpr (kScaledRows) {
-    u32 peak[shards] = {};
-    for_each([&](u64 at, const Elements(&h)[shards], u64 count) {
-      const Weights weights(norm, at, count);
-#pragma unroll
-      for (u32 shard = 0; shard < shards; ++shard) {
-        peak[shard] = with_magnitudes(peak[shard], Normals(weights, h[shard], count, of[shard]).of);
-      }
+    u32 peak = 0;
+    for_each([&](u64 at, const Elements& h, u64 count) {
+      peak = with_magnitudes(peak, Normals(norm, at, h, count, of).of);
     });
-#pragma unroll
-    for (u32 shard = 0; shard < shards; ++shard) {
-      const u32 largest = peak_of_lanes(peak[shard], kLanes);
-      if (thread % kLanes == 0) sums.peaks[shard][thread / kLanes] = largest;
-    }
+    peak = peak_of_lanes(peak, kLanes);
+    u32* const peaks = sums.peaks[place];
+    if (thread % kLanes == 0) peaks[thread / kLanes] = peak;
     // Publishes the magnitudes of all warps. Without it a thread would take a smaller scale.
     meet(barrier, kNormThreads, true);
 #pragma unroll
-    for (u32 shard = 0; shard < shards; ++shard) {
-      u32 largest = 0;
-#pragma unroll
-      for (u32 warp = 0; warp < kNormThreads / kLanes; ++warp) {
-        largest = larger_magnitude(largest, sums.peaks[shard][warp]);
-      }
-      const Scale scale = Scale::of(largest);
-      of[shard].inverse = inverse_of(scale);
-      if (thread == 0 && present >> shard & 1) {
-        const u64 index = scale_index(rows[shard], 0, 1, norm.tiles);
-        reinterpret_cast<decltype(scale.stored)*>(norm.scales)[index] = scale.stored;
-      }
+    for (u32 warp = 0; warp < kNormThreads / kLanes; ++warp) peak = larger_magnitude(peak, peaks[warp]);
+    const Scale scale = Scale::of(peak);
+    of.inverse = inverse_of(scale);
+    if (thread == 0) {
+      reinterpret_cast<decltype(scale.stored)*>(norm.scales)[scale_index(row, 0, 1, norm.tiles)] = scale.stored;
     }
   }
 #endif
-  for_each([&](u64 at, const Elements(&h)[shards], u64 count) {
-    if (!kScaledGroups && count == 0) return;
-    const Weights weights(norm, at, count);
-#pragma unroll
-    for (u32 shard = 0; shard < shards; ++shard) {
-      if (present >> shard & 1) store_normal(norm, rows[shard], at, weights, h[shard], count, of[shard]);
-    }
-  });
+  for_each([&](u64 at, const Elements& h, u64 count) { store_normal(norm, row, at, h, count, of); });
 }
 
 }  // namespace mpicomm

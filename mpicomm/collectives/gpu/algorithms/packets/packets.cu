@@ -241,8 +241,10 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
     const u64 b_place = b_lap * threads + number;
     const u64 c_place = c_lap * threads + number;
     if constexpr (kEndsLater) {
+      // The links carry the packets of this turn while the rows of the previous turn end.
       worker.push(out, a_at, a_place);
       worker.keep(out, a_at);
+      if (!rows.end_rows()) break;
     }
     // All loads of the turn come before the first use of any of them. The previous turn has loaded
     // the units that go out.
@@ -318,8 +320,6 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
       }
     }
     if constexpr (!kReduces) worker.place(b, b_scales, b_senders, b_at);
-    // The links carry the packets of this turn while the rows of the previous turn end.
-    if (kEndsLater && took && !rows.end_rows()) break;
     if (kFanOut && took) {
       if (c_ranks != 0) took = c_scales.take(worker, 1, c_ranks, c_place, worker.take(c, 1, c_ranks, c_place));
       if constexpr (!kRows) {

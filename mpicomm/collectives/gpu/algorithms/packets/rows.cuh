@@ -142,14 +142,10 @@ struct Rows {
       sum[shard] = 0;
     }
     if (!meet_at_end(barrier, true)) return false;
-    u64 rows[kShards];
-    u32 present = 0;
-#pragma unroll
-    for (u32 shard = 0; shard < kShards; ++shard) {
-      rows[shard] = row_of(shard);
-      present |= static_cast<u32>(has_row(shard)) << shard;
+#pragma unroll 1
+    for (u32 shard = 0; shard < kShards && has_row(shard); ++shard) {
+      end_row(norm, sums, shard, turn, course.thread, barrier, row_of(shard), PacketsOfH{*this, shard});
     }
-    if (present != 0) mpicomm::end_rows(norm, sums, turn, course.thread, barrier, rows, present, PacketsOfH{*this, present});
     turn ^= 1, ends = false;
     course.after(0);
     return true;
@@ -157,26 +153,20 @@ struct Rows {
 
   struct PacketsOfH {
     const Rows& rows;
-    u32 present;
+    u32 shard;
 
-    // Calls a function for each packet of h: see `end_rows` in norm.cuh.
+    // Calls a function for each packet of h: see `end_row`.
     template <class Work>
     MPICOMM_DEVICE void operator()(const Work& work) const {
       const u32 last = rows.course.parts - 1;
 #pragma unroll 1
       for (u32 part = 0; part <= last; ++part) {
         const u64 at = rows.course.at(part);
-        Elements h[kShards];
-#pragma unroll
-        for (u32 shard = 0; shard < kShards; ++shard) {
-          h[shard] = rows.h;
-          // The loads see the stores of `add`, because this thread has made them.
-          const bool kept = kShards == 1 && part == last;
-          if (!kept && at != kNoUnit && present >> shard & 1) {
-            h[shard] = __builtin_bit_cast(Elements, rows.load_residual(shard, at));
-          }
-        }
-        work(rows.course.packet_of(part) * kElements, h, at == kNoUnit ? 0 : kElements);
+        Elements elements = rows.h;
+        // The loads see the stores of `add`, because this thread has made them.
+        const bool kept = kShards == 1 && part == last;
+        if (!kept && at != kNoUnit) elements = __builtin_bit_cast(Elements, rows.load_residual(shard, at));
+        work(rows.course.packet_of(part) * kElements, elements, at == kNoUnit ? 0 : kElements);
       }
     }
   };
