@@ -160,8 +160,6 @@ class DeferredRequest(Driven, MPI.Grequest):
     All waits and tests raise the error of the work, also ``MPI.Request.Waitall`` and the others in request_lists.py.
     """
 
-    __slots__ = ("work",)  # a dictionary takes a tenth of the time of a request
-
     work: DeferredWork
 
     def __new__(cls, work: DeferredWork) -> Self:
