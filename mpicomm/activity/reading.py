@@ -192,7 +192,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
 
 
 def call_by_mpi(pid: int, own: memoryview) -> str:
-    """Return the name of the call by MPI in which only the process ``pid`` is; "" if there is none. Local.
+    """Return the name of a call by MPI that the process ``pid`` is in and this process is not, or "". Local.
 
     ``own`` has the words of this process in the communicator. The caller waits in another call, to which that process
     has not come. Ranks make the same calls in the same order, so that process is in another call, or has left it. A
@@ -215,7 +215,7 @@ def _window(memory: mmap.mmap, at: int, words: memoryview) -> WindowUse:
 
 
 def _filled(memory: mmap.mmap, words: memoryview, word: int) -> str:
-    """Return the text of a call, with its numbers; "" if there is none. ``word`` of a row has the text's position."""
+    """Return the text and the numbers of a call, or "". A row holds the position of the text in ``word``."""
     if not words[word]:
         return ""
     return layout.filled(_posted(memory, words[word] - 1), words[layout.COUNT], words[layout.OFFSET])

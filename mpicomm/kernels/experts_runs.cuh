@@ -94,7 +94,7 @@ struct RunsOfWarp {
         runs(x.team, parts, x.senders * (blockDim.x / kLanes)),
         number(threadIdx.x / kLanes * x.senders + blockIdx.x) {}
 
-  // Begins the next run that has parts. Returns false if there is none. All lanes of the warp call it.
+  // Begins the next run that has parts. Returns false after the last run. All lanes of the warp call it.
   MPICOMM_DEVICE bool begin() {
     const u32 count = runs.count();
     while (number < count) {

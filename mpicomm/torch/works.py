@@ -267,7 +267,7 @@ class StreamWork(Work):
     `record_stream` protects the memory of tensors without such a wait, and takes longer.
     """
 
-    # A work has few attributes of its own, because it takes the host longer to set one than to record an event.
+    # A work has few attributes, because the host takes longer to set one than to record an event.
     ptr = 0
     """The event of the mark."""
     side: StreamSource
