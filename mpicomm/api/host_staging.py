@@ -23,7 +23,7 @@ from mpicomm.mpi import host_calls
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.holding_requests import holding
-from mpicomm.mpi.host_copies import HostCopies, announce, require_no_graph
+from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.partitioned import PartitionedRequest
 from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
@@ -187,7 +187,7 @@ def _copies(operation: str, given: dict[str, Any], buffers: Sequence[str], backe
     """Copy the device arrays of a call to the host, in the order of the current stream of their library. Blocking."""
     arrays = [array_of(given[name]) for name in buffers if is_on_device(given.get(name))]
     stream = backend.stream(None, arrays[0])
-    require_no_graph(operation, backend, stream)
+    require_no_graph(operation, backend, stream, BY_MPI)
     copies = _Copies(backend, stream)
     copies.arguments = dict(given)
     for name in buffers:

@@ -15,18 +15,20 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
 from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.host_copies import require_no_graph
 from mpicomm.mpi.location import is_on_device
 from mpicomm.session import Session
 
 Reread = Callable[[ArrayMemory], Operand]
 """Reads an argument again, as if it were in the given memory."""
 
+BESIDE = "the host copies the host array that is beside an array on a GPU"
+"""The reason of `require_no_graph` for calls with host arrays beside device arrays."""
 _ALIGNED_NBYTES = 16
 
 
@@ -85,7 +87,7 @@ class PinnedCopies:
         backend = self._session.gpu(self._operation)
         arrays = [each for each in self._arguments if each is not MPI.IN_PLACE and is_on_device(each)]
         stream = backend.stream(self._stream, array_of(arrays[0]) if arrays else None)
-        require_no_graph(self._operation, backend, stream)  # before CUDA allocates, which a capture forbids
+        require_no_graph(self._operation, backend, stream, BESIDE)  # before CUDA allocates, which a capture forbids
         warn_of_host_array(self._operation)
         return backend.pinned(nbytes)
 
@@ -126,15 +128,6 @@ def _extent(operand: Operand) -> tuple[int, int]:
     if not spans:
         return operand.pointer, operand.pointer
     return min(begin for begin, _ in spans), max(end for _, end in spans)
-
-
-def require_no_graph(operation: str, backend: GpuBackend, stream: int) -> None:
-    """Raise `InvalidUsageError` if ``stream`` captures a graph."""
-    if backend.is_capturing(stream):
-        raise InvalidUsageError(
-            f"{operation}: a host array beside an array on a GPU cannot be part of a CUDA graph, because the host "
-            "copies it: pass arrays on the GPU, or call it outside the capture"
-        )
 
 
 def warn_of_host_array(operation: str) -> None:

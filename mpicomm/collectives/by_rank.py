@@ -1,4 +1,4 @@
-"""Turns a buffer with a block for each neighbour into a buffer with a block for each rank.
+"""Turns the buffers of a call with a block for each neighbour into buffers with a block for each rank.
 
 So a collective of neighbours is an all-to-all among all ranks, in which most pairs of ranks have no data.
 """
@@ -10,6 +10,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mpicomm.collectives.neighborhood import Neighborhood
+from mpicomm.collectives.operations import Operation
+from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.derived import Elements
@@ -17,6 +20,27 @@ from mpicomm.mpi.layout import DatatypeLayout, layout_of, run_of, together
 
 
 def blocks_for_ranks(
+    operation: Operation, send: Operand, receive: Operand, neighborhood: Neighborhood, rank: int, size: int
+) -> tuple[Operand, Operand, list[tuple[int, int]]]:
+    """Return both buffers with blocks for ranks, and how the data to each rank and from it is cut; see `_cut_of`.
+
+    The blocks are bytes, because a rank knows only the element types of its neighbours. Raises `InvalidUsageError` if
+    this rank is its own neighbour and its blocks to itself differ from its blocks from itself.
+    """
+    one = operation.send == "one"
+    outgoing = _blocks_of_ranks(send, neighborhood.destinations, neighborhood.outgoing(size), one=one)
+    incoming = _blocks_of_ranks(receive, neighborhood.sources, neighborhood.incoming(size))
+    sent, room = ([block.layout.nbytes for block in blocks[rank]] for blocks in (outgoing, incoming))
+    if sent != room:
+        raise InvalidUsageError(
+            f"{operation}: this rank is its own neighbour, and its blocks of {sent} bytes do not fit its blocks of "
+            f"{room} bytes: they must be equal"
+        )
+    cuts = [(_cut_of(to), _cut_of(of)) for to, of in zip(outgoing, incoming, strict=True)]
+    return _by_rank(send, outgoing), _by_rank(receive, incoming), cuts
+
+
+def _blocks_of_ranks(
     operand: Operand, neighbors: Sequence[int], numbers: Sequence[Sequence[int]], *, one: bool = False
 ) -> list[list[Elements]]:
     """Return the blocks of each rank, as ``numbers`` lists them. With ``one`` all neighbours have the first block."""
@@ -38,7 +62,7 @@ def _block_of_neighbor(operand: Operand, number: int) -> Elements:
     return Elements(operand.pointer + number * operand.count * element.extent, element.repeated(operand.count))
 
 
-def by_rank(operand: Operand, blocks: Sequence[Sequence[Elements]]) -> Operand:
+def _by_rank(operand: Operand, blocks: Sequence[Sequence[Elements]]) -> Operand:
     """Return ``operand`` as bytes. The block of a rank consists of the ``blocks`` of that rank, one after the other.
 
     If the blocks of each rank are one run of bytes, they stay in place. Else they are elements of a derived datatype,
@@ -56,7 +80,7 @@ def by_rank(operand: Operand, blocks: Sequence[Sequence[Elements]]) -> Operand:
     return replace(operand, dtype=types.BYTE, count=total, total=total, counts=counts, displs=displs, derived=derived)
 
 
-def cut_of(blocks: Sequence[Elements]) -> int:
+def _cut_of(blocks: Sequence[Elements]) -> int:
     """Return a number that says how the data of these blocks is cut; 0 for one block.
 
     Two neighbours may agree in the bytes of a message and still differ in its blocks.

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives import beside, patterns
-from mpicomm.collectives.by_rank import blocks_for_ranks, by_rank, cut_of
+from mpicomm.collectives.by_rank import blocks_for_ranks
 from mpicomm.collectives.call_location import CallLocation, location_of
 from mpicomm.collectives.checks import (
     bound_epilogue,
@@ -111,7 +111,10 @@ class Call:
             receive = self._for_kernels(self.receive, copies)
             self.send, self.receive = receive if in_place else self._for_kernels(self.send, copies), receive
             if neighborhood is not None:
-                self._give_blocks_to_ranks(neighborhood)
+                assert self.send is not None and self.receive is not None
+                self.send, self.receive, self._cuts = blocks_for_ranks(
+                    operation, self.send, self.receive, neighborhood, rank, size
+                )
         self.packed = self._packed() if self.on_device else None
         """The call on packed memory if kernels pack derived datatypes; else None."""
         if self.packed is not None:
@@ -332,27 +335,6 @@ class Call:
             receives=not (is_bcast and root),
             as_bytes=operation.send == "typed" or operation.of_neighbors,
         )
-
-    def _give_blocks_to_ranks(self, neighborhood: Neighborhood) -> None:
-        """Turn buffers with blocks for neighbours into buffers with blocks for ranks.
-
-        The blocks are bytes then, because a rank knows only the element types of its neighbours. Raises
-        `InvalidUsageError` if this rank is its own neighbour and its blocks to itself differ from its blocks from
-        itself.
-        """
-        send, receive = self.send, self.receive
-        assert send is not None and receive is not None
-        one = self.operation.send == "one"
-        outgoing = blocks_for_ranks(send, neighborhood.destinations, neighborhood.outgoing(self._size), one=one)
-        incoming = blocks_for_ranks(receive, neighborhood.sources, neighborhood.incoming(self._size))
-        sent, room = ([block.layout.nbytes for block in blocks[self._rank]] for blocks in (outgoing, incoming))
-        if sent != room:
-            raise InvalidUsageError(
-                f"{self.operation}: this rank is its own neighbour, and its blocks of {sent} bytes do not fit its "
-                f"blocks of {room} bytes: they must be equal"
-            )
-        self.send, self.receive = by_rank(send, outgoing), by_rank(receive, incoming)
-        self._cuts = [(cut_of(to), cut_of(of)) for to, of in zip(outgoing, incoming, strict=True)]
 
     def _read(
         self, spec: Any, shape: Shape, *, writable: bool, name: str, memory: ArrayMemory | None = None

@@ -103,12 +103,15 @@ class HostCopies:
         self._backend.synchronize(self._stream)
 
 
-def require_no_graph(operation: str, backend: GpuBackend, stream: int) -> None:
-    """Raise `InvalidUsageError` if ``stream`` captures a graph, because MPI cannot be part of it. Local."""
+BY_MPI = "MPI carries it out on the host"
+"""The reason of `require_no_graph` for calls by MPI."""
+
+
+def require_no_graph(operation: str, backend: GpuBackend, stream: int, reason: str) -> None:
+    """Raise `InvalidUsageError` if ``stream`` captures a graph; ``reason`` says why the host is needed. Local."""
     if backend.is_capturing(stream):
         raise InvalidUsageError(
-            f"{operation} cannot be part of a CUDA graph, because MPI carries it out on the host: call it outside the "
-            "capture"
+            f"{operation} cannot be part of a CUDA graph, because {reason}: call it outside the capture"
         )
 
 

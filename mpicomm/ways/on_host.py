@@ -13,7 +13,7 @@ from mpicomm.collectives import beside
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import Operation
 from mpicomm.devices.host import array_at
-from mpicomm.mpi.host_copies import HostCopies, announce, require_no_graph
+from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredWork, PersistentRequest
 from mpicomm.session import Session
@@ -112,10 +112,10 @@ class OnCopies:
         stream = backend.stream(call.stream, call.device_array)
         if call.on_device:
             self._session.require_usable(operation)
-            require_no_graph(operation, backend, stream)
+            require_no_graph(operation, backend, stream, BY_MPI)
             announce(operation, "only MPI can carry it out, or algorithm= asks for it")
         else:
-            beside.require_no_graph(operation, backend, stream)
+            require_no_graph(operation, backend, stream, beside.BESIDE)
             beside.warn_of_host_array(operation)
         copies = HostCopies(backend, stream)
         send = copies.spec(given.send, writable=False, name="sendbuf", operand=call.send)
