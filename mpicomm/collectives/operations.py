@@ -77,6 +77,11 @@ class Operation:
         """mpi4py's names of the blocking, the nonblocking and the persistent method."""
         return self.name, self.nonblocking, self.persistent
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all blocks have one length, the same on all ranks."""
+        return self.counts == "same" and self.send != "counted"
+
     @cached_property
     def in_mpi(self) -> bool:
         """Whether MPI has the collective, so that it can carry out calls that the engines cannot."""

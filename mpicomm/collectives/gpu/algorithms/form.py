@@ -90,7 +90,7 @@ class Form:
     @property
     def is_even(self) -> bool:
         """Whether all blocks have one length, the same on all ranks."""
-        return self.operation.counts == "same" and self.operation.send != "counted"
+        return self.operation.is_even
 
     @property
     def blocks_sent(self) -> int:

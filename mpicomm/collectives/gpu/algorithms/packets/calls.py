@@ -18,7 +18,9 @@ class PacketCalls(PacketTemplate):
 
     def __init__(self, form: Form, node: Node, way_of: WayOf, *, two_shot: bool) -> None:
         first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
-        super().__init__(node, first, form.reduction, fan_out=second, alike=not two_shot, coding=coding_of(form))
+        super().__init__(
+            node, first, form.reduction, fan_out=second, alike=not two_shot, even=True, coding=coding_of(form)
+        )
         self._whole = BLOCK if form.wire else 0
         own = first.reduction.own if first.reduction is not None else None
         pieces = [form.piece(span, own) for span in self.places]

@@ -76,12 +76,13 @@ class PacketOneShot(Algorithm):
         """See `Algorithm`."""
         exchange, coding, finish = call.one_shot, coding_of(call), _Finish.of(call, node)
         if coding is not None:
-            template = PacketTemplate(node, exchange, call.reduction, coding=coding)
+            template = PacketTemplate(node, exchange, call.reduction, even=call.operation.is_even, coding=coding)
             yield template.launch(call.tag(), coding.way(exchange.longest_nbytes, node), exchange.longest_nbytes)
             yield from moved(exchange)
             return
         way, nbytes = finish.way(self._limits(call, node), exchange.longest_nbytes, node)
-        yield PacketTemplate(node, exchange, call.reduction, finish=finish.fused).launch(call.tag(), way, nbytes)
+        template = PacketTemplate(node, exchange, call.reduction, even=call.operation.is_even, finish=finish.fused)
+        yield template.launch(call.tag(), way, nbytes)
         yield from moved(exchange)
 
     def template(self, form: Form, node: Node) -> Template:

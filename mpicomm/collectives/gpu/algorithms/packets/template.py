@@ -50,8 +50,8 @@ class PacketTemplate:
 
     The form is ``exchange`` and, with ``fan_out``, the next exchange, in which ranks send on the data that they have
     reduced or received. `places` are the pieces of memory in both exchanges, each once. With ``alike`` all places have
-    the same length in each call. ``reduction`` is (dtype, op) if any rank reduces. The kernel applies ``finish`` to the
-    result. With ``coding`` packets carry codes.
+    the same length in each call. With ``even`` the tag of a call implies all lengths. ``reduction`` is (dtype, op) if
+    any rank reduces. The kernel applies ``finish`` to the result. With ``coding`` packets carry codes.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between.
@@ -66,6 +66,7 @@ class PacketTemplate:
         fan_out: Exchange | None = None,
         finish: Fused | None = None,
         alike: bool = False,
+        even: bool = False,
         coding: Coding | None = None,
     ) -> None:
         self._itemsize = exchange.dtype.itemsize
@@ -104,8 +105,9 @@ class PacketTemplate:
         pairs = [*pairs[:rank], pairs[rank - 1], *pairs[rank + 1 :]]
         of_pair = [(bool(pair[0]), pair[1], bool(pair[2]), pair[3]) if alike else pair for pair in pairs]
         different = list(dict.fromkeys(of_pair))
-        self._tagged = [] if self._fans else [pairs[of_pair.index(each)] for each in different]
-        self._tags = [0] * size if self._fans else [different.index(each) for each in of_pair]
+        self._has_one_tag = self._fans or even
+        self._tagged = [] if self._has_one_tag else [pairs[of_pair.index(each)] for each in different]
+        self._tags = [0] * size if self._has_one_tag else [different.index(each) for each in of_pair]
         self._ends = _Ends.of(exchange, fan_out, rank, number, reduces=reduction is not None, copies=coding is not None)
         self._reduces = exchange.reduction is not None
         self.places: tuple[Span | None, ...] = tuple(numbers)
@@ -141,7 +143,7 @@ class PacketTemplate:
             steps = laps = 1
         else:
             steps, laps = self._steps(nbytes, way)
-        if self._fans:
+        if self._has_one_tag:
             values.append(tag)
         else:
             # MPI lets ranks pass different counts. So the tag of each pair of ranks also contains the bytes that go
