@@ -241,8 +241,12 @@ class PlanCache:
         array = receive if call.by_output else send
         if type(array) is not self._cupy:
             array = array_of(array)
-        resolved = session.backend.stream(stream, array)
-        self.carry_out(plan, resolved, array, again=True)
+        backend: Any = session.backend
+        resolved = backend.stream(stream, array)
+        if backend.meets(resolved, array):
+            self._meet(plan, resolved, array, again=True)
+        else:
+            self.engine.enqueue(plan, resolved, again=True)
         if call.by_address:
             self.await_address(stream, resolved)
 
@@ -261,16 +265,22 @@ class PlanCache:
             backend.synchronize(resolved)
 
     def carry_out(self, plan: AnyPlan, stream: int, array: Any, *, again: bool = False) -> None:
-        """Enqueue the plan of a blocking collective on ``array``; wait beside a stream that several threads use.
+        """Enqueue the plan of a blocking collective on ``array``, as `run` does."""
+        backend: Any = self._session.backend
+        if backend.meets(stream, array):
+            self._meet(plan, stream, array, again=again)
+        else:
+            self.engine.enqueue(plan, stream, again=again)
+
+    def _meet(self, plan: AnyPlan, stream: int, array: Any, *, again: bool) -> None:
+        """Enqueue the plan of a blocking collective; wait beside a stream that several threads use.
 
         If several threads use the device, the ranks meet on the host before a kernel waits on the GPU. Otherwise
         another thread could wait for the whole device, hence for the kernel. A peer may need work of that thread before
         it can come to the collective.
         """
         backend: Any = self._session.backend
-        if not backend.meets(stream, array):  # one thread uses the device
-            self.engine.enqueue(plan, stream, again=again)
-        elif backend.waits_beside(stream, array):
+        if backend.waits_beside(stream, array):
             with beside(backend, stream) as side:
                 self.engine.enqueue(plan, side, again=again, meets=True)
         else:
