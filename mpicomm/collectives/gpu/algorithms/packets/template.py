@@ -138,11 +138,10 @@ class PacketTemplate:
         ``longest`` is the largest length. ``nbytes`` are the most bytes from one rank to another, as all ranks know
         them. ``tag`` is made of the facts in which all ranks must agree. These three last are the same on all ranks.
         """
-        _, inboxes, blocks, workers, parts, unit_nbytes, _, _, step_nbytes, filled = way
-        if nbytes <= step_nbytes:
-            steps = laps = 1
+        if nbytes <= way.step_nbytes:
+            filled, steps, laps, paced = way.in_one_step, 1, 1, 0
         else:
-            steps, laps = self._steps(nbytes, way)
+            filled, steps, laps, paced = self._in_steps(values, longest, nbytes, way)
         if self._has_one_tag:
             values.append(tag)
         else:
@@ -153,22 +152,12 @@ class PacketTemplate:
                 crc32(_pack_pair(tag, values[low], low_cut, values[high], high_cut))
                 for low, low_cut, high, high_cut in self._ways
             ]
-        paced = 0
-        if nbytes > step_nbytes:
-            threads = blocks * workers
-            if not (self._fans or self._rows):
-                # The steps that the data between this rank and its peers takes, whatever the other ranks send.
-                steps = -(-longest // (unit_nbytes * threads)) or 1
-                if steps > laps:
-                    paced = self._paced(values, unit_nbytes * threads * laps)
-            # A kernel for more steps has more work in each step.
-            of_steps: Steps = "one" if steps == parts == 1 else "few" if steps <= laps else "paced" if paced else "laps"
-            filled = (way.protocol, of_steps), blocks, workers + OVERSEERS
         pick, (sources, targets) = self._pick, self._bits
         if self._reduces and not values[self._output]:
             pick, sources, targets = self._pick_idle, 0, 0
         self._messages.pack_into(self.arguments, _AT_TAGS, *pick(values), steps, laps, sources, targets, paced)
-        if inboxes is not self._filled_inboxes:
+        if way.inboxes is not self._filled_inboxes:
+            inboxes = way.inboxes
             self._inboxes.pack_into(self.arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
         return filled
@@ -205,6 +194,19 @@ class PacketTemplate:
     def longest_with_peers(self, values: list[int]) -> int:
         """Return the most bytes that go one way between this rank and a peer."""
         return max(self._of_others(values))
+
+    def _in_steps(self, values: list[int], longest: int, nbytes: int, way: PacketWay) -> tuple[Filled, int, int, int]:
+        """Return the launch of a call in several steps, its steps, the steps of its inboxes, and as `_paced`."""
+        steps, laps = self._steps(nbytes, way)
+        threads, paced = way.blocks * way.workers, 0
+        if not (self._fans or self._rows):
+            # The steps that the data between this rank and its peers takes, whatever the other ranks send.
+            steps = -(-longest // (way.unit_nbytes * threads)) or 1
+            if steps > laps:
+                paced = self._paced(values, way.unit_nbytes * threads * laps)
+        # A kernel for more steps has more work in each step.
+        of_steps: Steps = "one" if steps == way.parts == 1 else "few" if steps <= laps else "paced" if paced else "laps"
+        return ((way.protocol, of_steps), way.blocks, way.workers + OVERSEERS), steps, laps, paced
 
     def _steps(self, nbytes: int, way: PacketWay) -> tuple[int, int]:
         """Return the steps of messages of so many bytes, and after how many steps a launch uses slots again."""
