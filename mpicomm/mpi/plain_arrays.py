@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -73,23 +73,30 @@ def plain_tensor(tensor: Any) -> PlainArray | None:
     return pointer, tensor.numel(), (dtype, tensor.get_device())
 
 
-def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
-    """Return the blocks of a list as `parse_vector` reads it, or None if the call may read the form in another way."""
-    length, displs, datatype = len(spec), None, None
-    if length == 2:
+def parts_of(spec: Any) -> Sequence[Any] | None:
+    """Return the array, counts, displacements and datatype of a list, None for what it lacks; None for other lists."""
+    length, datatype = len(spec), None
+    if length == 4:
+        return spec  # type: ignore[no-any-return]
+    if length == 3:
+        array, counts, datatype = spec
+    elif length == 2:
         array, counts = spec
         if type(counts) is _Datatype:
-            counts, datatype = None, counts
-    elif length == 3:
-        array, counts, datatype = spec
-    elif length == 4:
-        array, counts, displs, datatype = spec
+            return array, None, None, counts
     else:
         return None
-    if type(counts) is tuple and length < 4:
-        if len(counts) != 2:
-            return None
-        counts, displs = counts
+    if type(counts) is not tuple:
+        return array, counts, None, datatype
+    return (array, *counts, datatype) if len(counts) == 2 else None
+
+
+def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
+    """Return the blocks of a list as `parse_vector` reads it, or None if the call may read the form in another way."""
+    parts = parts_of(spec)
+    if parts is None:
+        return None
+    array, counts, displs, datatype = parts
     cls = type(array)
     read: PlainArray | PlainBlocks | None
     if cls is _buffer:

@@ -21,6 +21,7 @@ from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
 from mpicomm.devices.memory_location import has_driver
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.ops import op_name
+from mpicomm.mpi.plain_arrays import parts_of
 from mpicomm.mpi.types import numpy_dtype
 
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
@@ -116,6 +117,8 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
     # `Call` refuses.
     only_arrays = row.send == "counted" or row.of_neighbors
     reads_in_place = not reduces or row.send == "one"  # else a list counts the blocks in another way
+    blocks: dict[str, int] = {"one": 1, "blocks": size} if reads_in_place and not only_arrays else {}
+    sends, receives = blocks.get(row.send, 0), blocks.get(row.receive, 0)
     always = min(least, least_of_others)
     gathers = row.rooted == "receive"
 
@@ -137,25 +140,17 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
                 return False
             array = send
         else:
-            return (type(send) in _LISTS or type(receive) in _LISTS) and is_plain_in_lists(send, receive, op, root)
+            sent = _bare(send, sends) if type(send) in _LISTS else send
+            received = _bare(receive, receives) if type(receive) in _LISTS else receive
+            if type(sent) in _LISTS or type(received) in _LISTS:
+                return is_plain_in_lists(sent, received, op)
+            return (sent is not send or received is not receive) and is_plain(sent, received, op, root)
         if not reduces:
             return array.dtype in MPI_TYPES
         nbytes = array.nbytes
         return array.dtype in MPI_TYPES and type(op) is _Op and (nbytes < always or is_small(nbytes, op))
 
-    def is_plain_in_lists(send: Any, receive: Any, op: Any, root: int) -> bool:
-        # Most lists are ``[array, type]`` with a type that only repeats the type of the array. They are as the array.
-        sent, received = send, receive
-        if type(send) in _LISTS and len(send) == 2:
-            array, datatype = send
-            if type(array) is ndarray and _OWN_OBJECTS.get(id(datatype)) is array.dtype:
-                sent = array
-        if type(receive) in _LISTS and len(receive) == 2:
-            array, datatype = receive
-            if type(array) is ndarray and _OWN_OBJECTS.get(id(datatype)) is array.dtype:
-                received = array
-        if sent is not send or received is not receive:
-            return is_plain(sent, received, op, root)
+    def is_plain_in_lists(send: Any, receive: Any, op: Any) -> bool:
         if only_arrays or (reduces and type(op) is not _Op):
             return False
         if receive is None or receive is _in_place:
@@ -180,6 +175,24 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
     return is_plain
 
 
+def _bare(buffer: Any, blocks: int) -> Any:
+    """Return the array of a list with a type that only repeats the type of the array; else ``buffer`` itself.
+
+    The list may have a count if it repeats the size of the array, of so many ``blocks``. If ``blocks`` is 0, it has
+    none.
+    """
+    length = len(buffer)
+    if length == 2:
+        array, datatype = buffer
+    elif length == 3 and blocks:
+        array, count, datatype = buffer
+        if type(count) is not int or type(array) is not ndarray or count * blocks != array.size:
+            return buffer
+    else:
+        return buffer
+    return array if type(array) is ndarray and _OWN_OBJECTS.get(id(datatype)) is array.dtype else buffer
+
+
 def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any], tuple[Any, int, int] | None]:
     """Return a function that reads a buffer of a shape.
 
@@ -190,29 +203,20 @@ def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any]
     is_vector = shape == "vector"
 
     def read(buffer: Any) -> tuple[Any, int, int] | None:
-        if type(buffer) is ndarray:
+        kind = type(buffer)
+        if kind is ndarray:
             if is_vector or buffer.dtype not in MPI_TYPES:
                 return None
             nbytes = buffer.nbytes
             return buffer, nbytes, nbytes // blocks
-        if type(buffer) not in _LISTS:
+        if kind is not list and kind is not tuple:
             return None
-        counts = displs = datatype = None
-        length = len(buffer)
-        if length == 2:
-            array, counts = buffer
-            if isinstance(counts, _Datatype):
-                counts, datatype = None, counts
-        elif length == 3:
-            array, counts, datatype = buffer
-        elif length == 4:
-            array, counts, displs, datatype = buffer
-        else:
+        parts = parts_of(buffer)
+        if parts is None:
             return None
+        array, counts, displs, datatype = parts
         if type(array) is not ndarray:
             return None
-        if type(counts) is tuple and len(counts) == 2 and length < 4:
-            counts, displs = counts
         if datatype is not None:
             itemsize = _itemsize(array, datatype, reduces)
         else:

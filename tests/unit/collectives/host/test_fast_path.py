@@ -100,6 +100,11 @@ def test_lists_are_plain_if_the_array_holds_their_elements() -> None:
         assert plain("Allgatherv", four, spec) and plain("Scatterv", spec, four) and plain("Gatherv", four, spec)
     for counts in ([6, 4], [4, 5], [5], [5.0, 4], [-1, 4], ([5, 4], [0, 6]), ([5, 4], [-1, 4]), 4):
         assert not plain("Allgatherv", four, [nine, counts])
+    none = np.zeros(0)
+    assert not plain("Allgatherv", none, [none, 3, MPI.DOUBLE]) and not plain("Bcast", None, [none, 3, MPI.DOUBLE])
+    assert plain("Allgather", [four, 4, MPI.DOUBLE], [eight, 4, MPI.DOUBLE])
+    assert not plain("Allgather", [four, 4, MPI.DOUBLE], [eight, 8, MPI.DOUBLE])
+    assert not plain("Allgather", [four, 4, MPI.DOUBLE], [four, 4, MPI.DOUBLE])
     column.Free()
 
 
@@ -123,7 +128,9 @@ def test_the_count_of_a_list_decides_on_the_way() -> None:
 
 def test_blocks_that_are_reduced_in_place_need_a_closer_look_in_a_list() -> None:
     assert plain("Reduce_scatter_block", MPI.IN_PLACE, np.zeros(4))
-    assert not plain("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), 2])
+    for count in (2, 4):
+        assert not plain("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), count])
+        assert not plain("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), count, MPI.DOUBLE])
     assert not plain("Reduce_scatter", MPI.IN_PLACE, np.zeros(4))
     assert not plain("Neighbor_alltoall", MPI.IN_PLACE, np.zeros(4))
 
