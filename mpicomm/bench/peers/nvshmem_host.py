@@ -9,7 +9,8 @@ from typing import Any
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
+from mpicomm.bench.peers.base import UnsupportedError, from_first, view_bytes
+from mpicomm.devices.cuda.driver import cuda_major
 
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the other types have NumPy's names
 

@@ -9,8 +9,9 @@ from typing import Any
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import Case, CaseBuffers
-from mpicomm.bench.peers.base import UnsupportedError, cuda_major, view_bytes
+from mpicomm.bench.peers.base import UnsupportedError, view_bytes
 from mpicomm.bench.peers.torch_group import begin_group
+from mpicomm.devices.cuda.driver import cuda_major
 
 
 def missing() -> str | None:

@@ -10,6 +10,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.cuda_aware import query_cuda_aware
 from mpicomm.devices.base import GpuBackend
 from mpicomm.domains.gpu.mapped_transport import MappedTransport
+from mpicomm.domains.gpu.nccl_transport import NcclTransport, require_possible
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import Transfers
 from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
@@ -89,18 +90,7 @@ def _open(
     if name == "mpi":
         group.agree("engine mpi", _require_cuda_aware)
         return CudaAwareTransport(transfers, backend)
-    # Only this transport needs NCCL, because NCCL imports a library of hundreds of MB.
-    from mpicomm.domains.gpu.nccl_library import load, require_possible
-    from mpicomm.domains.gpu.nccl_transport import NcclTransport
-
-    def require() -> None:
-        try:
-            load()
-        except ImportError as error:
-            raise BackendUnavailableError(f'{error}: pip install -e ".[nccl]"') from error
-        require_possible(uuids)
-
-    group.agree("engine nccl", require)
+    group.agree("engine nccl", lambda: require_possible(uuids))
     made: list[NcclTransport] = []
     try:
         group.agree("engine nccl: start", lambda: made.append(NcclTransport(group, backend, on_failure)))
