@@ -144,7 +144,8 @@ def _measure(
     calls = peer.calls(routes)
     # The host waits within the first call, so no graph can have it.
     times = {name: timed(call, graph=name == "even") for name, call in calls.items()}
-    return replace(row, **{f"nccl_{name}_us": time_us for name, time_us in times.items()})
+    dispatch_us, combine_us, even_us = (times[name] for name in ("dispatch", "combine", "even"))
+    return replace(row, nccl_dispatch_us=dispatch_us, nccl_combine_us=combine_us, nccl_even_us=even_us)
 
 
 def _time(comm: Communicator, machine: Machine, call: Call, iterations: int, *, graph: bool) -> float:

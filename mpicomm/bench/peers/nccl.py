@@ -35,7 +35,7 @@ _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
 class Nccl:
-    """An NCCL communicator of all ranks. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
+    """A `Peer`: an NCCL communicator. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
 
     exact = False
     capturable = True
@@ -47,11 +47,9 @@ class Nccl:
         self._comm = nccl.NcclCommunicator(comm.size, from_first(comm, nccl.unique_id), comm.rank)
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a CuPy array."""
         return self._machine.empty(nbytes)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return NCCL's call."""
         return {"": self._call(case, _address(buffers.send), _address(buffers.receive), _type_of(case.dtype))}
 
     def on_memory(
@@ -62,7 +60,6 @@ class Nccl:
         return _bind(function, send, receive, count, *arguments, self._comm.handle, self._machine.stream.ptr)
 
     def close(self) -> None:
-        """Destroy the communicator."""
         self._comm.destroy()
 
     def _call(self, case: Case, send: int, receive: int, dtype: int) -> Call:

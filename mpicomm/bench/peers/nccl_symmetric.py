@@ -50,7 +50,6 @@ class SymmetricNccl(Nccl):
         return view_bytes(memory.value, nbytes, self)
 
     def close(self) -> None:
-        """Deregister the windows and free the memory."""
         for memory, window in self._windows:
             nccl.call("ncclCommWindowDeregister", self._comm.handle, window)
             nccl.call("ncclMemFree", memory)

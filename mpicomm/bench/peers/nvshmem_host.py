@@ -23,7 +23,7 @@ def missing() -> str | None:
 
 
 class Nvshmem:
-    """NVSHMEM on its symmetric heap."""
+    """A `Peer`: NVSHMEM on its symmetric heap."""
 
     exact = False
     capturable = True
@@ -46,13 +46,11 @@ class Nvshmem:
         self._held: list[Any] = []
 
     def allocate(self, nbytes: int) -> Any:
-        """Return memory of the symmetric heap."""
         memory = self._core.buffer(nbytes)
         self._held.append(memory)
         return view_bytes(int(memory.handle), nbytes, memory)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return NVSHMEM's call for the collectives that it has."""
         if case.operation is BARRIER:
             barrier, stream = self._bindings.barrier_all_on_stream, self._stream
             return {"": lambda: barrier(stream)}
@@ -79,7 +77,6 @@ class Nvshmem:
         return {"": run}
 
     def close(self) -> None:
-        """Free the memory and end NVSHMEM."""
         while self._held:
             self._core.free(self._held.pop())
         self._core.finalize()

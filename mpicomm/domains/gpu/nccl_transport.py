@@ -38,7 +38,7 @@ class _Watched:
 
 
 class NcclTransport:
-    """Sends and receives of one NCCL communicator. Construction is collective over ``group``.
+    """The `Transport` by sends and receives of one NCCL communicator. Construction is collective over ``group``.
 
     NCCL's kernels wait for their peers without a limit. So a thread watches the network steps. It acts if a step takes
     longer than ``timeout_s`` from its begin on the stream, or if NCCL reports that a peer is gone. Then it aborts the
@@ -118,7 +118,6 @@ class NcclTransport:
         self.close()
 
     def close(self) -> None:
-        """See `Transport`."""
         self._stop_watching()
         if not self._failed:
             self._nccl.destroy()
