@@ -238,4 +238,6 @@ def array_at(pointer: int, count: int, dtype: np.dtype[Any], owner: Any = None) 
     """Return a NumPy array over memory at an address. It keeps ``owner`` alive; else the caller keeps the memory."""
     if count == 0:
         return np.empty(0, dtype)
-    return np.asarray(_Memory(pointer, count, dtype, owner))
+    array = np.asarray(_Memory(pointer, count, dtype, owner))
+    # The array interface has no names for the types of ml_dtypes, and forgets the fields of a structure.
+    return array if array.dtype == dtype else array.view(dtype)

@@ -103,15 +103,15 @@ class HostSteps:
         layout, dtype = elements.layout, update.dtype
         with holding_mutex(self._addresses[target.rank]):
             if layout is None:
-                now = _elements_at(address, count, dtype)
+                now = array_at(address, count, dtype)
             else:
                 now = np.empty(count, dtype)
                 host_layouts.gather(layout, address, now.ctypes.data)
             if result:
-                np.copyto(_elements_at(result, count, dtype), now)
+                np.copyto(array_at(result, count, dtype), now)
             if update.reads_only:
                 return
-            contribution = _elements_at(values, count, dtype)
+            contribution = array_at(values, count, dtype)
             if update.op == "replace":
                 np.copyto(now, contribution)
             elif update.op in LOCATING:
@@ -142,8 +142,3 @@ class HostSteps:
         within = f"{text} within {self._backend.timeout_s:g} s; the communicator is unusable: create another"
         self._backend.fail(CollectiveTimeoutError(within, ranks=[peer]))
         self._backend.check()
-
-
-def _elements_at(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    # Bytes, because the array interface would forget the fields of a pair.
-    return array_at(pointer, count * dtype.itemsize, _BYTE).view(dtype)
