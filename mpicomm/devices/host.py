@@ -19,6 +19,7 @@ from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageErro
 from mpicomm.waiting import wait_until
 
 NO_DEVICE = bytes(16)
+_BYTE = np.dtype(np.uint8)
 
 
 class HostEvent:
@@ -214,7 +215,7 @@ def fence() -> None:
 
 
 def _bytes_at(pointer: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    return array_at(pointer, nbytes, np.dtype(np.uint8))
+    return array_at(pointer, nbytes, _BYTE)
 
 
 def _word_at(pointer: int) -> npt.NDArray[np.uint64]:
@@ -238,6 +239,7 @@ def array_at(pointer: int, count: int, dtype: np.dtype[Any], owner: Any = None) 
     """Return a NumPy array over memory at an address. It keeps ``owner`` alive; else the caller keeps the memory."""
     if count == 0:
         return np.empty(0, dtype)
-    array = np.asarray(_Memory(pointer, count, dtype, owner))
+    if dtype.isbuiltin == 1:
+        return np.asarray(_Memory(pointer, count, dtype, owner))
     # The array interface has no names for the types of ml_dtypes, and forgets the fields of a structure.
-    return array if array.dtype == dtype else array.view(dtype)
+    return np.asarray(_Memory(pointer, count * dtype.itemsize, _BYTE, owner)).view(dtype)
