@@ -12,123 +12,11 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.sizes import nbytes_of
 
 PREFIX = "MPICOMM_"
-
-
-@dataclass(frozen=True)
-class EnvironmentVariable:
-    """A variable that mpicomm reads, in the words of mpicomm/docs/variables.md."""
-
-    name: str
-    """Without ``PREFIX``."""
-    meaning: str
-    default: str
-    reader: str
-
-
-_EACH = "each new `Communicator`"
-VARIABLES = (
-    EnvironmentVariable(
-        "DEVICE",
-        "`auto` gives a rank a GPU, or the cpu if it sees no GPU. `cpu` and the ordinal of a GPU (`0`, `1`, ...) name "
-        "the device. The argument `device=` wins.",
-        "`auto`",
-        _EACH,
-    ),
-    EnvironmentVariable(
-        "HANDLE",
-        "How ranks open memory of each other's GPUs: `ipc`, `fd`, `fabric` or `staged`. `auto` takes the first of them "
-        "that works between all ranks of the node. The argument `handle=` wins.",
-        "`auto`",
-        _EACH,
-    ),
-    EnvironmentVariable(
-        "TIMEOUT",
-        "The seconds after which a wait for another rank raises an error. The argument `timeout_s=` wins.",
-        "`30`",
-        f"{_EACH}; `mpicomm.doctor`. Groups of PyTorch have PyTorch's timeout.",
-    ),
-    EnvironmentVariable(
-        "HOSTID",
-        "Any text. Ranks with the same text count as ranks of one node.",
-        "ranks with one kernel and one network namespace count as ranks of one node",
-        _EACH,
-    ),
-    EnvironmentVariable(
-        "INTERNODE",
-        "The transport that moves device arrays between peer domains: `mapped`, `nccl`, `mpi` or `pinned`. All ranks "
-        "need the same value. `staged` is an alias of `pinned`.",
-        "the first of these transports that works",
-        "the first call on device arrays between peer domains",
-    ),
-    EnvironmentVariable(
-        "TUNING",
-        "The file of a table of algorithms, as `mpicomm.tune` writes it. `off` takes the built-in table.",
-        "the file that `mpicomm.tune` writes for these GPUs, if there is one, else the built-in table",
-        'the first collective on device arrays, for `algorithm="auto"`',
-    ),
-    EnvironmentVariable(
-        "MEMORY",
-        "A bound of the device memory that the calls of a communicator take beyond 44 MiB, as in `512M`. All ranks "
-        "need the same value.",
-        "no bound",
-        _EACH,
-    ),
-    EnvironmentVariable(
-        "BIND_CPU",
-        "`1` keeps each rank on the cores of its GPU's NUMA node.",
-        "`0`",
-        _EACH,
-    ),
-    EnvironmentVariable(
-        "TRACE",
-        "The file of a trace of calls. `%h`, `%p` and `%r` stand for host, pid and rank, and all ranks need the "
-        "variable. `nvtx` writes no file and makes only NVTX ranges.",
-        "no trace",
-        _EACH,
-    ),
-    EnvironmentVariable(
-        "STATS",
-        "`1` prints a table of all calls when the program ends. All ranks need the same value.",
-        "`0`",
-        _EACH,
-    ),
-    EnvironmentVariable(
-        "DEBUG",
-        "The least severe level that the log shows: `WARN`, `INFO` or `TRACE`.",
-        "`WARN`",
-        "the first `Communicator` of a process",
-    ),
-    EnvironmentVariable(
-        "DEBUG_FILE",
-        "The log file. `%h`, `%p` and `%r` stand for host, pid and rank.",
-        "standard error",
-        "the first `Communicator` of a process",
-    ),
+NAMES = (
+    *("MPICOMM_DEVICE", "MPICOMM_HANDLE", "MPICOMM_TIMEOUT", "MPICOMM_HOSTID", "MPICOMM_INTERNODE", "MPICOMM_TUNING"),
+    *("MPICOMM_MEMORY", "MPICOMM_BIND_CPU", "MPICOMM_TRACE", "MPICOMM_STATS", "MPICOMM_DEBUG", "MPICOMM_DEBUG_FILE"),
 )
-"""All variables that mpicomm reads."""
-NAMES = tuple(PREFIX + variable.name for variable in VARIABLES)
-_HEAD = """\
-# Environment variables
-
-This page is for users who start a program with other settings than its author has chosen, without changing it.
-
-The last column of the table says which call reads a variable. Set the variable on every rank before the program
-starts. Open MPI passes on only variables that `mpirun -x NAME` names. If mpicomm cannot take a value, all ranks raise
-`InvalidUsageError`. Rank 0 warns of a variable that begins with `MPICOMM_` and is not in this table.
-"""
-_REST = """\
-`python -m mpicomm.info` shows the variables of each rank.
-
-mpicomm reads some variables of other programs:
-
-* `XDG_CACHE_HOME` is the folder in which `mpicomm/` keeps compiled kernels and tables of `mpicomm.tune`. The default is
-  `~/.cache`.
-* `MPI_LOCALRANKID`, `OMPI_COMM_WORLD_LOCAL_RANK`, `MV2_COMM_WORLD_LOCAL_RANK` and `SLURM_LOCALID` number the ranks of a
-  node, and the numbers decide which rank gets which GPU. The launcher sets them.
-* `CUDA_VISIBLE_DEVICES` names the GPUs that a rank sees.
-* `CUDA_MPS_PIPE_DIRECTORY` is the folder in which ranks look for NVIDIA's multi-process service. The default is
-  `/tmp/nvidia-mps`.
-"""
+"""All variables that mpicomm reads. mpicomm/docs/variables.md has a row for each."""
 DEFAULT_TIMEOUT_S = 30.0
 LONGEST_TIMEOUT_S = 1e6  # epoll counts milliseconds in 32 bits
 _LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -144,12 +32,6 @@ def unknown() -> dict[str, str]:
     """Return the variables that begin with `PREFIX` and that mpicomm does not read, each with the nearest name."""
     names = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in NAMES)
     return {name: difflib.get_close_matches(name.upper(), NAMES, 1, cutoff=0)[0] for name in names}
-
-
-def document() -> str:
-    """Return the text of mpicomm/docs/variables.md."""
-    rows = [f"| `{PREFIX}{each.name}` | {each.meaning} | {each.default} | {each.reader} |" for each in VARIABLES]
-    return "\n".join([_HEAD, "| variable | meaning | default | who reads it |", "|---|---|---|---|", *rows, "", _REST])
 
 
 def multi_process_service() -> bool:

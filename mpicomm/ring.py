@@ -20,7 +20,6 @@ from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.pattern import Pattern
 from mpicomm.cli.report import header, matrices, setting
-from mpicomm.errors import InvalidUsageError
 from mpicomm.sizes import format_size
 
 DIRECTIONS = ("put", "get")
@@ -173,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_sweep_arguments(result, smallest=1 << 10, factor=4)
     result.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: both")
     arguments.add_communicator_arguments(result)
-    result.add_argument("--json", type=arguments.output_file, metavar="FILE", help="write the results there too")
+    arguments.add_file_arguments(result)
     return result
 
 
@@ -181,11 +180,7 @@ def main() -> int:
     """Run the command line on this rank. Collective."""
     options = command_line.parse_args(parser())
     comm = command_line.open_communicator(options.device, options.handle)
-    if comm.num_nodes > 1:
-        raise InvalidUsageError(
-            f"the ring goes through mapped memory and needs all ranks on one node; these {comm.size} ranks are on "
-            f"{comm.num_nodes} nodes: start them on one"
-        )
+    command_line.require_one_node(comm, "the ring goes through mapped memory and needs all ranks on one node")
     swept = command_line.swept_sizes(options, comm)
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
 

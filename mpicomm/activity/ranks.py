@@ -1,4 +1,4 @@
-"""Ranks as text, which is short also for many ranks."""
+"""Ranks as text, which is short also for many ranks. Linux writes the cores of a processor so, too."""
 
 from __future__ import annotations
 

@@ -25,22 +25,9 @@ DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
     *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
 )
-_OF_MEASUREMENTS = (
-    "iters",
-    "warmup_iters",
-    "datatype",
-    "op",
-    "check",
-    "cudagraph",
-    "eager",
-    "vary",
-    "algorithm",
-    "wire_dtype",
-    "buffers",
-    "compare",
-    "beside",
-    "device",
-    "handle",
+_OF_MODELS = (
+    *("model", "network", "sources", "against"),
+    *("collective", "minbytes", "maxbytes", "stepfactor", "json", "plot"),
 )
 _NCCL_TESTS_NAMES = {
     "half": "float16",
@@ -95,13 +82,7 @@ def parser() -> argparse.ArgumentParser:
     peers = arguments.names_from(PEERS, "peer")
     result.add_argument("--compare", type=peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
     result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
-    result.add_argument("-J", "--json", type=arguments.output_file, metavar="FILE", help="write the results there")
-    result.add_argument(
-        "--plot",
-        type=arguments.plot_file,
-        metavar="FILE",
-        help="draw time and bus bandwidth by size: FILE.png or FILE.svg",
-    )
+    arguments.add_file_arguments(result, plot="time and bus bandwidth by size")
     arguments.add_communicator_arguments(result)
     _add_model_arguments(result)
     return result
@@ -112,7 +93,7 @@ def _add_model_arguments(result: argparse.ArgumentParser) -> None:
         "model",
         "Predict times of float32 over several nodes, without GPU and mpirun; -b, -e, -f, --json, --plot as above.",
     )
-    model.add_argument("--model", type=_nodes, metavar="NODES", help="numbers of nodes, as in 2,4,8")
+    model.add_argument("--model", type=arguments.counts_from(1), metavar="NODES", help="numbers of nodes, as in 2,4,8")
     model.add_argument(
         "--network",
         type=_network,
@@ -141,10 +122,7 @@ def dtype_and_op(options: argparse.Namespace) -> np.dtype[Any]:
 
 def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
     """Raise `InvalidUsageError`, on all ranks, for options that would fail after a long run or have no effect here."""
-    if comm.num_nodes > 1:
-        raise InvalidUsageError(
-            f"the bench is for ranks of one node; these {comm.size} are on {comm.num_nodes}: start them on one"
-        )
+    command_line.require_one_node(comm, "the bench is for ranks of one node")
     row = OPERATIONS[options.collective].collective
     wire = as_wire(options.wire_dtype)
     if wire is not None:
@@ -152,16 +130,16 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
             raise InvalidUsageError("--wire-dtype is for allreduce, allgather and reduce_scatter: leave it out")
         wire.require(options.collective, covered_dtype(options.datatype), options.op if row.reduces else None)
     barrier = OPERATIONS[options.collective] is BARRIER
-    if barrier and options.algorithm != "auto":
-        raise InvalidUsageError("--algorithm is not for the barrier, which has one way: leave it out")
-    if barrier and options.plot:
-        raise InvalidUsageError("--plot is not for the barrier, which has no sizes to draw: leave it out")
-    if barrier and options.vary:
-        raise InvalidUsageError("--vary is not for the barrier, which has no sizes to vary: leave it out")
-    if options.eager and comm.device == "cpu":
-        raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
-    if options.beside and comm.device == "cpu":
-        raise InvalidUsageError("--beside is for GPUs: on the host no product runs beside a call: leave it out")
+    on_host = comm.device == "cpu"
+    for refused, why in (
+        (barrier and options.algorithm != "auto", "--algorithm is not for the barrier, which has one way"),
+        (barrier and options.plot, "--plot is not for the barrier, which has no sizes to draw"),
+        (barrier and options.vary, "--vary is not for the barrier, which has no sizes to vary"),
+        (on_host and options.eager, "--eager is for GPUs: on the host all calls are timed without graphs"),
+        (on_host and options.beside, "--beside is for GPUs: on the host no product runs beside a call"),
+    ):
+        if refused:
+            raise InvalidUsageError(f"{why}: leave it out")
     command_line.require_plot(options.plot)
 
 
@@ -171,8 +149,8 @@ def require_model(options: argparse.Namespace) -> None:
         if value is None:
             raise InvalidUsageError(f"--model needs {option}: python -m mpicomm.bench --help explains it")
     defaults = parser()
-    for name in _OF_MEASUREMENTS:
-        if getattr(options, name) != defaults.get_default(name):
+    for name, value in vars(options).items():
+        if name not in _OF_MODELS and value != defaults.get_default(name):
             raise InvalidUsageError(f"--{name} is not for --model, which measures nothing: leave it out")
     command_line.require_plot(options.plot)
 
@@ -182,13 +160,6 @@ def forbid_model_arguments(options: argparse.Namespace) -> None:
     for option, value in (("--network", options.network), ("--from", options.sources), ("--against", options.against)):
         if value is not None:
             raise InvalidUsageError(f"{option} is for --model NODES: add that, or leave {option} out")
-
-
-def _nodes(text: str) -> list[int]:
-    try:
-        return [arguments.count_from(1)(part) for part in text.split(",")]
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers of nodes from 1 up, as in 2,4,8") from None
 
 
 def _network(text: str) -> Network:

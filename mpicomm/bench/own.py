@@ -19,7 +19,7 @@ _IN_RANK_ORDER = {algorithm.name for algorithm in ALGORITHMS if algorithm.in_ran
 
 
 class Mpicomm:
-    """mpicomm as a peer. ``symmetric`` says whether its arrays come from ``comm.empty``."""
+    """mpicomm as a `Peer`. ``symmetric`` says whether its arrays come from ``comm.empty``."""
 
     version = mpicomm.__version__
     capturable = True
@@ -46,7 +46,6 @@ class Mpicomm:
         return self._comm.empty(nbytes, np.uint8).local if self._symmetric else self._machine.empty(nbytes)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return the call that a user would write."""
         return {"": mpi_call(self._comm, case, buffers, self._options)}
 
     def close(self) -> None:

@@ -24,6 +24,13 @@ def add_communicator_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_file_arguments(parser: argparse.ArgumentParser, *, plot: str = "") -> None:
+    """Add the option of the file with the results. ``plot`` says what the option of the picture draws, if any."""
+    parser.add_argument("-J", "--json", type=output_file, metavar="FILE", help="write the results there")
+    if plot:
+        parser.add_argument("--plot", type=plot_file, metavar="FILE", help=f"draw {plot}: FILE.png or FILE.svg")
+
+
 def add_sweep_arguments(parser: argparse.ArgumentParser, *, smallest: int, factor: int) -> None:
     """Add nccl-tests' options for the sizes to measure and the numbers of iterations."""
     parser.add_argument(
@@ -88,6 +95,19 @@ def name_from(known: Collection[str], what: str, *, aliases: Mapping[str, str] |
         return name
 
     return parse_name
+
+
+def counts_from(smallest: int) -> Callable[[str], list[int]]:
+    """Return an argparse type that reads a list of whole numbers not below ``smallest``."""
+    parse_count = count_from(smallest)
+
+    def parse_counts(text: str) -> list[int]:
+        try:
+            return [parse_count(part) for part in text.split(",")]
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers from {smallest} up, as in 2,4,8") from None
+
+    return parse_counts
 
 
 def names_from(known: Collection[str], what: str) -> Callable[[str], list[str]]:

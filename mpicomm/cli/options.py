@@ -103,6 +103,12 @@ def open_communicator(device: str, handle: str) -> Communicator:
     return comm
 
 
+def require_one_node(comm: Communicator, why: str) -> None:
+    """Raise `InvalidUsageError`, on all ranks, if they are on several nodes. ``why`` begins the error."""
+    if comm.num_nodes > 1:
+        raise InvalidUsageError(f"{why}; these {comm.size} ranks are on {comm.num_nodes} nodes: start them on one")
+
+
 def show(*lines: str) -> None:
     """Print lines on rank 0."""
     if MPI.COMM_WORLD.rank == 0:

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.activity.page import Heading, Member
+from mpicomm.activity.ranks import ranks_of_text
 from mpicomm.cluster.agreement import Group, container_key, group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo, GpuBackend
 from mpicomm.devices.handle import Kind
@@ -363,19 +364,9 @@ def _bind_cpu(place: RankPlace) -> None:
     if node < 0 or not cpulist.exists():
         logger.info("MPICOMM_BIND_CPU: the NUMA node of device %d is unknown; nothing bound", place.device)
         return
-    cores = parse_cpulist(cpulist.read_text()) & os.sched_getaffinity(0)
+    cores = set(ranks_of_text(cpulist.read_text().strip())) & os.sched_getaffinity(0)
     if not cores:
         logger.warning("MPICOMM_BIND_CPU: this process may use no core of NUMA node %d; nothing bound", node)
         return
     os.sched_setaffinity(0, cores)
     logger.info("bound to cores %s of NUMA node %d", sorted(cores), node)
-
-
-def parse_cpulist(text: str) -> set[int]:
-    """Return the cores of a Linux cpulist such as "0-3,8"."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    return cores

@@ -19,10 +19,11 @@ from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageErro
 from mpicomm.waiting import wait_until
 
 NO_DEVICE = bytes(16)
+_BYTE = np.dtype(np.uint8)
 
 
 class HostEvent:
-    """The host's event. Calls on host memory block, so recorded work has happened. Both methods are fences."""
+    """An `Event` of the host. Calls on host memory block, so recorded work has happened. Both methods are fences."""
 
     def export(self) -> bytes:
         """Return an empty key, because a peer needs no key to open the event."""
@@ -84,7 +85,6 @@ class HostBackend:
         return HostSegment.open(fd, handle.offset, handle.nbytes)
 
     def asarray(self, array: Any, name: str = "array") -> npt.NDArray[Any]:
-        """Return ``array`` as a NumPy array without copying."""
         if hasattr(array, "__cuda_array_interface__"):
             raise InvalidUsageError(
                 f"{name} is a {type(array).__module__}.{type(array).__name__} on a GPU, but this communicator is on "
@@ -106,13 +106,11 @@ class HostBackend:
             ) from error
 
     def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Return a NumPy array over the start of a segment."""
         count = int(np.prod(shape, dtype=object))
         flat: npt.NDArray[Any] = segment.content[: count * dtype.itemsize].view(dtype)
         return flat.reshape(shape)
 
     def pointer_table(self, pointers: list[int]) -> npt.NDArray[np.uint64]:
-        """Return a NumPy array of addresses."""
         return np.array(pointers, np.uint64)
 
     def stream(self, stream: Any, array: Any = None) -> int:
@@ -122,11 +120,9 @@ class HostBackend:
         return 0
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy bytes now."""
         np.copyto(_bytes_at(target, nbytes), _bytes_at(source, nbytes))
 
     def zero(self, pointer: int, nbytes: int) -> None:
-        """Set bytes to zero now."""
         _bytes_at(pointer, nbytes)[:] = 0
 
     def synchronize(self, stream: int | None = None) -> None:
@@ -134,7 +130,6 @@ class HostBackend:
         fence()
 
     def signal(self, sent: int, inbox: int, stream: int) -> None:
-        """Add 1 to the counter at ``sent`` and publish it at ``inbox``."""
         mine, theirs = _word_at(sent), _word_at(inbox)
         mine[0] += np.uint64(1)
         # A release: it pairs with the fence in wait_signal. Without it, a weakly ordered CPU may let the peer see the
@@ -143,7 +138,6 @@ class HostBackend:
         theirs[0] = mine[0]
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
-        """Add 1 to the counter at ``expected``, and block until ``inbox`` has reached it."""
         count, box = _word_at(expected), _word_at(inbox)
         target = int(count[0]) + 1
         if not wait_until(lambda: int(box[0]) >= target, self.timeout_s):
@@ -175,7 +169,6 @@ class HostBackend:
 
     @staticmethod
     def scratch(nbytes: int) -> Scratch:
-        """Return private memory of the host."""
         array = np.empty(nbytes, np.uint8)
         return Scratch(array.ctypes.data, nbytes, array)
 
@@ -192,7 +185,6 @@ class HostBackend:
         return HostEvent()
 
     def link(self, device: bytes, kind: Kind) -> Link:
-        """Return the link of host memory."""
         return Link("host memory", access=True)
 
     def suspend(self) -> None:
@@ -202,7 +194,6 @@ class HostBackend:
         """Return, like `suspend`."""
 
     def memory_use(self) -> Iterable[MemoryUse]:
-        """Return nothing."""
         return ()
 
     def close(self) -> None:
@@ -224,7 +215,7 @@ def fence() -> None:
 
 
 def _bytes_at(pointer: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    return array_at(pointer, nbytes, np.dtype(np.uint8))
+    return array_at(pointer, nbytes, _BYTE)
 
 
 def _word_at(pointer: int) -> npt.NDArray[np.uint64]:
@@ -248,4 +239,7 @@ def array_at(pointer: int, count: int, dtype: np.dtype[Any], owner: Any = None) 
     """Return a NumPy array over memory at an address. It keeps ``owner`` alive; else the caller keeps the memory."""
     if count == 0:
         return np.empty(0, dtype)
-    return np.asarray(_Memory(pointer, count, dtype, owner))
+    if dtype.isbuiltin == 1:
+        return np.asarray(_Memory(pointer, count, dtype, owner))
+    # The array interface has no names for the types of ml_dtypes, and forgets the fields of a structure.
+    return np.asarray(_Memory(pointer, count * dtype.itemsize, _BYTE, owner)).view(dtype)

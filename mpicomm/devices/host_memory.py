@@ -94,7 +94,7 @@ def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class HostSegment:
-    """Shared host memory in this process: its memory, or the memory of a peer.
+    """A `Segment` of shared host memory: memory of this process, or memory of a peer.
 
     `close` gives up the mapping. The last NumPy view unmaps it, so a view that outlives its array stays readable
     instead of crashing the process. A segment to export has the descriptor of the file, ``fd``. `close` closes the
@@ -134,7 +134,6 @@ class HostSegment:
         return fd
 
     def close(self) -> None:
-        """Give up the mapping, and close the descriptor if the segment still has it. A second call does nothing."""
         self.content = None
         if self._fd is not None:
             self._fd.close()

@@ -14,7 +14,6 @@ import mpi4py
 from mpicomm import environment
 from mpicomm.cli import arguments
 from mpicomm.doctor import before_mpi
-from mpicomm.doctor.check import Check
 from mpicomm.doctor.facts import RankFacts
 from mpicomm.doctor.report import CHECKS, examine, lines, record
 from mpicomm.doctor.running import job_of, jobs_of_user
@@ -33,7 +32,8 @@ def main() -> NoReturn:
     if _RUNNING.intersection(argument.partition("=")[0] for argument in sys.argv[1:]):
         _look_at_running(_parser())
     facts = before_mpi.gather()
-    early = [(check, faults) for check, faults in examine([facts], _before_mpi()) if faults]
+    checks = [check for check in CHECKS if check.before_mpi]
+    early = [(check, faults) for check, faults in examine([facts], checks) if faults]
     if early:
         if environment.local_id() == 0:
             said = [f"Before MPI starts on {facts.host}:", *lines(early)]
@@ -63,10 +63,6 @@ def _look_at_running(parser: argparse.ArgumentParser) -> NoReturn:
     except InvalidUsageError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     sys.exit(report(looks, options.longer_than, as_json=options.json is None))
-
-
-def _before_mpi() -> list[Check]:
-    return [check for check in CHECKS if check.before_mpi]
 
 
 def _start_mpi() -> None:

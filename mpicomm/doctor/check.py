@@ -13,13 +13,11 @@ Job = Sequence[RankFacts]
 
 @dataclass(frozen=True)
 class Check:
-    """A fault that may occur between ranks. The document of troubles has a row with its symptom and its fix."""
+    """A fault that may occur between ranks. mpicomm/docs/troubles.md has a row with its symptom and its fix."""
 
     name: str
     title: str
     """The statement that is true without a fault."""
-    symptom: str
-    """The message or the behaviour that the user sees."""
     fix: str
     """A command or a setting."""
     find: Callable[[Job], list[str]]

@@ -117,7 +117,6 @@ CHECKS = (
     Check(
         "driver",
         "no GPU is unused because a driver or package is missing",
-        "`using the cpu` on a machine with GPUs",
         '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install -e ".[cuda13]"` (or cuda12, as `nvidia-smi` '
         "shows); `docker run --gpus all ...`",
         driver,
@@ -125,35 +124,30 @@ CHECKS = (
     Check(
         "visible",
         "each rank sees the GPUs of its peers",
-        "`ipc` is refused, and each rank sees one GPU",
         "`unset CUDA_VISIBLE_DEVICES`; in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`",
         visible,
     ),
     Check(
         "shared",
         "no ranks take turns on a GPU",
-        "`ranks share a GPU`, slow calls",
         "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`",
         shared,
     ),
     Check(
         "mig",
         "no ranks are on different MIG instances",
-        "handle `staged` on one card",
         "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
         instances,
     ),
     Check(
         "wsl",
         "no driver of Windows keeps GPU memory from ranks",
-        "handles are refused under WSL2",
         "Linux itself, or `MPICOMM_HANDLE=staged`",
         windows,
     ),
     Check(
         "access",
         "each GPU has access to the GPUs of its peers",
-        "handle `staged`, a path without peer access",
         "`nvidia-smi topo -p2p r` shows the reason; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
         "`MPICOMM_HANDLE=staged`",
         access,
@@ -161,14 +155,12 @@ CHECKS = (
     Check(
         "memory",
         "ranks open each other's memory in the best way",
-        "`no handle kind works`, or `ipc` is refused",
         "`docker run --ipc=host --pid=host ...`, or `MPICOMM_HANDLE=fd`; `python -m mpicomm.info` shows all reasons",
         memory,
     ),
     Check(
         "pytorch",
         "PyTorch allocates memory that peers can open",
-        "`register` refuses a tensor: a stream-ordered pool",
         "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
         pytorch,
     ),

@@ -87,17 +87,13 @@ def combine(step: Combine) -> None:
     narrow = is_narrow(step.dtype) or is_narrow(step.result)
     wide = _WIDE if narrow else step.dtype
     parts: list[npt.NDArray[Any]] = [
-        _view(step.source + index * step.stride, step.count, step.dtype).astype(wide, copy=False)
+        array_at(step.source + index * step.stride, step.count, step.dtype).astype(wide, copy=False)
         for index in range(step.sources)
     ]
-    output = _view(step.output, step.count, step.result)
+    output = array_at(step.output, step.count, step.result)
     total = output if step.result == wide else np.empty(step.count, wide)
     Reducer(step.op, wide).reduce(parts, total)
     if step.divisor != 1:
         np.divide(total, wide.type(step.divisor), out=total)
     if total is not output:
         np.copyto(output, total, casting="unsafe")
-
-
-def _view(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return array_at(pointer, count * dtype.itemsize, _BYTE).view(dtype)

@@ -205,7 +205,7 @@ class _Message:
 
 
 class Direct:
-    """A transfer from and into memory that MPI itself reads and writes."""
+    """A `MpiTransfer` from and into memory that MPI itself reads and writes."""
 
     def __init__(self, comm: MPI.Intracomm, network_step: NetworkStep, tag: int) -> None:
         self._receives: list[_Message] = []
@@ -230,11 +230,9 @@ class Direct:
         return not self._receives and not self._sends
 
     def receiving(self) -> set[int]:
-        """See `MpiTransfer`."""
         return {message.rank for message in self._receives}
 
     def sending(self) -> set[int]:
-        """See `MpiTransfer`."""
         return {message.rank for message in self._sends}
 
     def give_up(self) -> None:

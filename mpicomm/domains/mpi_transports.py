@@ -26,7 +26,7 @@ Host = npt.NDArray[np.uint8]
 
 
 class PinnedTransport:
-    """Copies messages to pinned host memory, from which MPI sends them chunk by chunk. It blocks the host."""
+    """The `Transport` that copies to pinned host memory, from which MPI sends chunk by chunk. It blocks the host."""
 
     name: Name = "pinned"
     capturable = False
@@ -58,11 +58,9 @@ class PinnedTransport:
         return finish
 
     def tell(self, error: MpicommError) -> None:
-        """See `Transport`."""
         self._transfers.tell(error)
 
     def close(self) -> None:
-        """See `Transport`."""
         self._chunks.landing.clear()
         for stream in (self._out, self._into):
             self._backend.side_streams.give_back(stream)
@@ -97,7 +95,7 @@ class _Chunks:
 
 
 class _PinnedTransfer:
-    """A transfer through pinned memory."""
+    """A `MpiTransfer` through pinned memory."""
 
     def __init__(
         self,
@@ -145,11 +143,9 @@ class _PinnedTransfer:
         return not (self._receives or self._sends)
 
     def receiving(self) -> set[int]:
-        """See `MpiTransfer`."""
         return {incoming.rank for incoming in self._receives}
 
     def sending(self) -> set[int]:
-        """See `MpiTransfer`."""
         return {chunk.rank for chunk in self._sends}
 
     def give_up(self) -> None:
@@ -166,7 +162,7 @@ def _chunks_of(messages: tuple[NetworkMessage, ...]) -> Iterator[NetworkMessage]
 
 
 class CudaAwareTransport:
-    """Gives network messages of device memory to an MPI that takes device pointers. It blocks the host."""
+    """The `Transport` that gives device memory to an MPI that takes device pointers. It blocks the host."""
 
     name: Name = "mpi"
     capturable = False
@@ -183,7 +179,6 @@ class CudaAwareTransport:
         return self._transfers.begin(lambda tag: Direct(comm, network_step, tag), call)
 
     def tell(self, error: MpicommError) -> None:
-        """See `Transport`."""
         self._transfers.tell(error)
 
     def close(self) -> None:

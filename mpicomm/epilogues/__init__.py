@@ -40,7 +40,6 @@ class _ToEightBits(Elementwise):
         self._dtype = dtype
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
-        """See `Epilogue`."""
         assert result.dtype is not None
         if result.dtype.name != self._dtype:
             raise InvalidUsageError(

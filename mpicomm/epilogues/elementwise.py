@@ -79,7 +79,6 @@ class Elementwise(Epilogue):
         return f"Elementwise({shown(self.expression)}{operands}{''.join(f', {name}=...' for name in self._arrays)})"
 
     def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
-        """See `Epilogue`."""
         arrays = [(name, identity_of(array)) for name, array in self._arrays.items()]
         if any(identity is None for _, identity in arrays):
             return None
@@ -87,7 +86,6 @@ class Elementwise(Epilogue):
         return self.expression, *numbers, *arrays
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
-        """See `Epilogue`."""
         assert result.dtype is not None
         arrays = {name: self.read(name, array, result) for name, array in self._arrays.items()}
         expression = self._parse(arrays)
@@ -160,12 +158,10 @@ class BoundElementwise(BoundEpilogue):
         self._arrays = arrays
 
     def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
-        """See `BoundEpilogue`."""
         options = epilogue_options(self._code, self.result.name if self.converts else None)
         return Fused(options, PacketEpilogue(self._operands, reduced, finished))
 
     def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
-        """See `BoundEpilogue`."""
         arguments = EpilogueArguments(source, output, failed, self._operands)
         nbytes = self._operands.count * max(self.dtype.itemsize, self.result.itemsize)
         variant = epilogue_kernel(self.dtype.name, self.result.name, self._code)
@@ -176,7 +172,6 @@ class BoundElementwise(BoundEpilogue):
         return self._expression.cpp("State")
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        """See `BoundEpilogue`."""
         wide = _FLOAT32 if is_narrow(self.dtype) else self.dtype
         values: dict[str, Any] = {
             name: np.float64(number) if isinstance(number, float) else np.int64(number)

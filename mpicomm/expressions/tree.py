@@ -52,13 +52,11 @@ class Number(ExpressionNode):
     value: int | float
 
     def cpp(self, state: str) -> str:
-        """See `ExpressionNode`."""
         # Both forms are exact, because a hexadecimal float has all bits.
         text = f"{self.value}ull" if isinstance(self.value, int) else self.value.hex()
         return f"fn::literal<{state}>({text})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `ExpressionNode`."""
         return dtype.type(self.value if dtype.kind in "iu" else float(self.value))
 
 
@@ -70,15 +68,12 @@ class Truth(ExpressionNode):
 
     @property
     def gives(self) -> Sort:
-        """See `ExpressionNode`."""
         return "truth"
 
     def cpp(self, state: str) -> str:
-        """See `ExpressionNode`."""
         return "true" if self.value else "false"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `ExpressionNode`."""
         return np.bool_(self.value)
 
 
@@ -93,11 +88,9 @@ class Variable(ExpressionNode):
     """The kind of the value; None for the element type."""
 
     def cpp(self, state: str) -> str:
-        """See `ExpressionNode`."""
         return self.code if self.kind is None else f"fn::number<{state}>({self.code})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `ExpressionNode`."""
         value = values[self.name]
         return value if self.kind is None else value.astype(dtype)
 
@@ -120,11 +113,9 @@ class Element(ExpressionNode):
     index: ExpressionNode
 
     def cpp(self, state: str) -> str:
-        """See `ExpressionNode`."""
         return f"fn::element<{state}>({self.array.code},{self.index.cpp('i64')})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `ExpressionNode`."""
         return values[self.array.name][self.index.evaluate(_INDEX, values)].astype(dtype)
 
 
@@ -137,20 +128,16 @@ class Apply(ExpressionNode):
 
     @property
     def gives(self) -> Sort:
-        """See `ExpressionNode`."""
         return self.function.gives
 
     @property
     def below(self) -> tuple[ExpressionNode, ...]:
-        """See `ExpressionNode`."""
         return self.arguments
 
     def cpp(self, state: str) -> str:
-        """See `ExpressionNode`."""
         return f"fn::{self.function.cpp}({','.join(argument.cpp(state) for argument in self.arguments)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `ExpressionNode`."""
         return self.function.numpy(*(argument.evaluate(dtype, values) for argument in self.arguments))
 
 
@@ -163,15 +150,12 @@ class Power(ExpressionNode):
 
     @property
     def below(self) -> tuple[ExpressionNode, ...]:
-        """See `ExpressionNode`."""
         return (self.base,)
 
     def cpp(self, state: str) -> str:
-        """See `ExpressionNode`."""
         return f"fn::power<{self.exponent}>({self.base.cpp(state)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `ExpressionNode`."""
         return power(self.base.evaluate(dtype, values), self.exponent)
 
 
@@ -183,20 +167,16 @@ class AsTruth(ExpressionNode):
 
     @property
     def gives(self) -> Sort:
-        """See `ExpressionNode`."""
         return "truth"
 
     @property
     def below(self) -> tuple[ExpressionNode, ...]:
-        """See `ExpressionNode`."""
         return (self.number,)
 
     def cpp(self, state: str) -> str:
-        """See `ExpressionNode`."""
         return f"is_true({self.number.cpp(state)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `ExpressionNode`."""
         return self.number.evaluate(dtype, values) != dtype.type(0)
 
 
@@ -208,13 +188,10 @@ class AsNumber(ExpressionNode):
 
     @property
     def below(self) -> tuple[ExpressionNode, ...]:
-        """See `ExpressionNode`."""
         return (self.truth,)
 
     def cpp(self, state: str) -> str:
-        """See `ExpressionNode`."""
         return f"fn::number<{state}>({self.truth.cpp(state)})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
-        """See `ExpressionNode`."""
         return self.truth.evaluate(dtype, values).astype(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from mpicomm.kernels.fields import u64
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.packing import PackArguments
 from mpicomm.kernels.reductions import OPTIONS, Reduction, options_for
@@ -29,19 +30,13 @@ WIDE_NBYTES = 16
 class AccumulateArguments(ctypes.Structure):
     """The host's copy of ``Accumulation`` in accumulate.cu."""
 
-    _fields_ = [("walk", PackArguments), ("result", ctypes.c_uint64)]
+    _fields_ = [("walk", PackArguments), *u64("result")]
 
 
 class SwapArguments(ctypes.Structure):
     """The host's copy of ``Swap`` in accumulate.cu."""
 
-    _fields_ = [
-        ("target", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("compare", ctypes.c_uint64),
-        ("result", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
-    ]
+    _fields_ = [*u64("target", "value", "compare", "result", "failed")]
 
 
 def accumulate_kernel(reduction: Reduction, itemsize: int) -> Variant:

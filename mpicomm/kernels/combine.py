@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import Reduction, cpp_name, options_for
 from mpicomm.kernels.variant import Variant
@@ -17,14 +18,7 @@ _NBYTES_OF_A_THREAD = 16
 class CombineArguments(ctypes.Structure):
     """The host's copy of ``Combination`` in combine.cu."""
 
-    _fields_ = [
-        ("source", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64),
-        ("output", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
-        ("sources", ctypes.c_uint32),
-        ("divisor", ctypes.c_uint32),
-    ]
+    _fields_ = [*u64("source", "stride", "output", "count"), *u32("sources", "divisor")]
 
 
 def combine_kernel(reduction: Reduction, result: str) -> Variant:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
+from mpicomm.kernels.fields import u64
+
 
 class FlaggedInboxes(ctypes.Structure):
     """The host's copy of ``FlaggedInboxes`` in ll_flags.cuh; a test compares them."""
 
-    _fields_ = [("sets", ctypes.c_uint64), ("nbytes", ctypes.c_uint64)]
+    _fields_ = [*u64("sets", "nbytes")]

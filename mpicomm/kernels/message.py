@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import Variant
@@ -19,18 +20,8 @@ class MessageStep(ctypes.Structure):
     """The host's copy of ``MessageStep`` in message.cu."""
 
     _fields_ = [
-        ("target", ctypes.c_uint64),
-        ("source", ctypes.c_uint64),
-        ("nbytes", ctypes.c_uint64),
-        ("ready", ctypes.c_uint64),
-        ("done", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("record", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
-        ("awaits", ctypes.c_uint32),
-        ("sent", ctypes.c_uint32),
-        ("taken", ctypes.c_uint32),
-        ("peer", ctypes.c_uint32),
+        *u64("target", "source", "nbytes", "ready", "done", "timeout_ns", "record", "failed"),
+        *u32("awaits", "sent", "taken", "peer"),
     ]
 
 

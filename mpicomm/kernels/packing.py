@@ -6,6 +6,7 @@ import ctypes
 import struct
 from dataclasses import dataclass
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import Variant
@@ -20,14 +21,8 @@ class RegionEntry(ctypes.Structure):
     """The host's copy of ``Region`` in pack.cu."""
 
     _fields_ = [
-        ("memory", ctypes.c_uint64),
-        ("packed", ctypes.c_uint64),
-        ("first_unit", ctypes.c_uint64),
-        ("list", ctypes.c_uint64),
-        ("run_nbytes", ctypes.c_uint32),
-        ("run_units", ctypes.c_uint32),
-        ("listed", ctypes.c_uint32),
-        ("element_units", ctypes.c_uint32),
+        *u64("memory", "packed", "first_unit", "list"),
+        *u32("run_nbytes", "run_units", "listed", "element_units"),
         ("counts", ctypes.c_uint32 * LOOPS),
         ("strides", ctypes.c_int64 * LOOPS),
         ("packed_strides", ctypes.c_uint64 * LOOPS),
@@ -43,15 +38,8 @@ class PackArguments(ctypes.Structure):
     """The host's copy of ``Packing`` in pack.cu."""
 
     _fields_ = [
-        ("regions", ctypes.c_uint64),
-        ("memory", ctypes.c_uint64),
-        ("packed", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
-        ("units", ctypes.c_uint64),
-        ("num_regions", ctypes.c_uint32),
-        ("unpacks", ctypes.c_uint32),
-        ("structures", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        *u64("regions", "memory", "packed", "failed", "units"),
+        *u32("num_regions", "unpacks", "structures", "unused"),
         ("first", RegionEntry),
     ]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from mpicomm.kernels.fields import u32, u64
+
 # Constants and structures of team.cuh; a test compares them.
 LANES = 32  # threads of a warp: kLanes in memory_order.cuh
 MAX_RANKS = 8
@@ -23,7 +25,7 @@ ABORT_OPERATION = 7
 class Faults(ctypes.Structure):
     """The fault record in the view of kernels: the host's copy of ``Faults`` in faults.cuh."""
 
-    _fields_ = [("record", ctypes.c_uint64), ("failed", ctypes.c_uint64)]
+    _fields_ = [*u64("record", "failed")]
 
 
 class Team(ctypes.Structure):
@@ -32,9 +34,8 @@ class Team(ctypes.Structure):
     _fields_ = [
         ("arenas", ctypes.c_uint64 * MAX_RANKS),
         ("faults", Faults),
-        ("timeout_ns", ctypes.c_uint64),
+        *u64("timeout_ns"),
         ("names", ctypes.c_uint32 * MAX_RANKS),
-        ("size", ctypes.c_uint32),
-        ("rank", ctypes.c_uint32),
+        *u32("size", "rank"),
         ("tags", ctypes.c_uint32 * MAX_RANKS),
     ]

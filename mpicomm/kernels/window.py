@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import Variant
@@ -30,29 +31,15 @@ class SynchronisationArguments(ctypes.Structure):
     """The host's copy of ``Synchronisation`` in window.cu."""
 
     _fields_ = [
-        ("boards", ctypes.c_uint64),
-        ("signals", ctypes.c_uint64),
-        ("waits", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("record", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
-        ("rank", ctypes.c_uint32),
-        ("kind", ctypes.c_uint32),
-        ("operation", ctypes.c_uint32),
-        ("exclusive", ctypes.c_uint32),
-        ("yields", ctypes.c_uint32),
+        *u64("boards", "signals", "waits", "timeout_ns", "record", "failed"),
+        *u32("rank", "kind", "operation", "exclusive", "yields"),
     ]
 
 
 class LockWords(ctypes.Structure):
     """The host's copy of ``Lock`` in window_lock.cuh, at the beginning of `LOCK_ROW`."""
 
-    _fields_ = [
-        ("holders", ctypes.c_uint64),
-        ("waiting", ctypes.c_uint64),
-        ("turns", ctypes.c_uint64),
-        ("last", ctypes.c_uint64),
-    ]
+    _fields_ = [*u64("holders", "waiting", "turns", "last")]
 
 
 def lock_of(board: int) -> LockWords:

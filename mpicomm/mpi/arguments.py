@@ -18,7 +18,7 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.bottom import device_addressed
-from mpicomm.mpi.buffers import ArrayMemory, no_buffer, read
+from mpicomm.mpi.buffers import ArrayMemory, array_of, no_buffer, read
 from mpicomm.mpi.derived import Capacity, Elements, elements_at, require_types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.items import datatype_of, index_of, indices_of, is_sequence, items, no_type, pair, uneven
@@ -268,7 +268,7 @@ def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
     """
     is_list = isinstance(spec, (list, tuple))
     # The last of three or four items is the type. The types of Alltoallw are a sequence, which may be empty.
-    if is_list and (spec[-1] is not None if len(spec) > 2 else isinstance(_first(spec[-1]), (MPI.Datatype, str))):
+    if is_list and (spec[-1] is not None if len(spec) > 2 else isinstance(array_of(spec[-1]), (MPI.Datatype, str))):
         return [buffer, *spec[1:]]
     datatype = None if dtype is None else types.mpi_datatype(dtype)
     if datatype is None:
@@ -277,10 +277,6 @@ def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
     if more and more[-1] is None:  # it is the missing type, as in [array, (counts, displacements), None]
         more.pop()
     return [buffer, *more, datatype]
-
-
-def _first(item: Any) -> Any:
-    return item[0] if isinstance(item, (list, tuple)) and item else item
 
 
 def _for_mpi(spec: Any, memory: ArrayMemory) -> Any:

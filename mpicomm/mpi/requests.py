@@ -169,15 +169,12 @@ class DeferredRequest(Driven, MPI.Grequest):
         return self
 
     def is_active(self) -> bool:
-        """Return whether no wait has taken the request yet."""
         return bool(self)
 
     def advance(self) -> bool:
-        """Return whether the work is done."""
         return self.work.advance()
 
     def has_failed(self) -> bool:
-        """Return whether `Wait` will raise the error of the work, which is done."""
         return self.work.has_failed()
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
@@ -315,11 +312,9 @@ class PersistentRequest(Driven, MPI.Prequest):
         return bool(self._handle.value != _NULL)
 
     def advance(self) -> bool:
-        """Return whether the started call is done."""
         return self._started is None or self._started.advance()
 
     def has_failed(self) -> bool:
-        """Return whether `Wait` will raise the error of the started call, which is done."""
         return self._started is not None and self._started.has_failed()
 
     def Start(self) -> None:

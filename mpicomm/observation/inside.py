@@ -95,7 +95,6 @@ class RecordedEngines(Engines):
     """`Engines` that measure the work of collectives on device arrays."""
 
     def on_gpu(self, operation: str) -> Any:
-        """Return the engine for device arrays; see `Engines.on_gpu`."""
         cache = super().on_gpu(operation)
         engine: Any = cache.engine
         if not hasattr(engine, "_work"):
@@ -110,7 +109,6 @@ class RecordedMapped(InMappedMemory):
     """`InMappedMemory` that notes the algorithm of calls."""
 
     def enqueue(self, call: Call, *, blocking: bool) -> None:
-        """Carry out a call; see `InMappedMemory.enqueue`."""
         record = current()
         session = self._engines._session
         if record is not None and session.channel is not None:

@@ -10,7 +10,6 @@ from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
-from mpicomm.errors import InvalidUsageError
 from mpicomm.p2p.matrix import Cell, Matrix, fill
 from mpicomm.p2p.movers import GET, PUT, GpuMover, Memory, mover_of
 from mpicomm.p2p.options import NBYTES_ON_GPUS, NBYTES_ON_HOST, parser
@@ -130,11 +129,7 @@ def main() -> int:
     options = command_line.parse_args(parser())
     command_line.require_plot(options.plot)
     comm = command_line.open_communicator(options.device, options.handle)
-    if comm.num_nodes > 1:
-        raise InvalidUsageError(
-            f"the matrices are of mapped memory and need all ranks on one node; these {comm.size} ranks are on "
-            f"{comm.num_nodes} nodes: start them on one"
-        )
+    command_line.require_one_node(comm, "the matrices are of mapped memory and need all ranks on one node")
     options.bytes = options.bytes or (NBYTES_ON_HOST if comm.device == "cpu" else NBYTES_ON_GPUS)
     report = Report("rank", shows=comm.rank == 0)
     ranks = comm.allgather(comm.describe())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import Variant
 
@@ -14,33 +15,25 @@ COPY_THREADS = 512
 class Holding(ctypes.Structure):
     """The host's copy of ``Holding`` in p2p.cu."""
 
-    _fields_ = [("released", ctypes.c_uint64), ("limit_ns", ctypes.c_uint64)]
+    _fields_ = [*u64("released", "limit_ns")]
 
 
 class Copying(ctypes.Structure):
     """The host's copy of ``Copying`` in p2p.cu."""
 
-    _fields_ = [("target", ctypes.c_uint64), ("source", ctypes.c_uint64), ("nbytes", ctypes.c_uint64)]
+    _fields_ = [*u64("target", "source", "nbytes")]
 
 
 class Rally(ctypes.Structure):
     """The host's copy of ``Rally`` in p2p.cu."""
 
-    _fields_ = [
-        ("mine", ctypes.c_uint64),
-        ("theirs", ctypes.c_uint64),
-        ("result", ctypes.c_uint64),
-        ("budget_ns", ctypes.c_uint64),
-        ("limit_ns", ctypes.c_uint64),
-        ("rounds", ctypes.c_uint32),
-        ("serves", ctypes.c_uint32),
-    ]
+    _fields_ = [*u64("mine", "theirs", "result", "budget_ns", "limit_ns"), *u32("rounds", "serves")]
 
 
 class Chase(ctypes.Structure):
     """The host's copy of ``Chase`` in p2p.cu."""
 
-    _fields_ = [("word", ctypes.c_uint64), ("result", ctypes.c_uint64), ("loads", ctypes.c_uint32)]
+    _fields_ = [*u64("word", "result"), *u32("loads")]
 
 
 HOLD, COPY, RALLY, CHASE = (

@@ -73,7 +73,7 @@ class HostMover:
 
 
 class GpuMover:
-    """Ranks on GPUs: copy engines, and kernels that store into memory of a peer or load from it."""
+    """A `HostMover` for ranks on GPUs: copy engines, and kernels that store into memory of a peer or load from it."""
 
     ways = {"copy engines": PUT, "kernels that store": PUT, "kernels that load": GET}
     small_ways = ("copy engines",)
@@ -90,7 +90,6 @@ class GpuMover:
         self._memory = memory
 
     def time_us(self, way: str, peer: int, nbytes: int, count: int, meet: Meet) -> float:
-        """As `HostMover.time_us`."""
         memory, gpu = self._memory, self._gpu
         stream = gpu.stream
         step: Callable[[], object]

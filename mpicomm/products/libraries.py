@@ -60,12 +60,13 @@ class Library(Protocol):
 
     def add(self, out: Any, bias: Any) -> None:
         """Add ``bias`` to each row of ``out``."""
+        out += bias
 
     def current(self, stream: int) -> AbstractContextManager[Any]:
         """Return a ``with`` block in which the library works on a stream."""
 
 
-class NumpyLibrary:
+class _OfNumpy(Library):
     """NumPy arrays, and device arrays of CuPy, whose functions have the same names."""
 
     def __init__(self, module: Any, backend: GpuBackend | None = None) -> None:
@@ -74,37 +75,29 @@ class NumpyLibrary:
         self._backend = backend
 
     def dtype_of(self, array: Any) -> str:
-        """See `Library`."""
         return _name_of(array.dtype)
 
     def device_of(self, array: Any) -> int | None:
-        """See `Library`."""
         return None if self._backend is None else int(array.device.id)
 
     def pointer(self, array: Any) -> int:
-        """See `Library`."""
         return int(array.ctypes.data if self._backend is None else array.data.ptr)
 
     def contiguous(self, array: Any) -> Any:
-        """See `Library`."""
         return self._module.ascontiguousarray(array)
 
     def is_contiguous(self, array: Any) -> bool:
-        """See `Library`."""
         return bool(array.flags.c_contiguous)
 
     def empty(self, shape: tuple[int, int], like: Any) -> Any:
-        """See `Library`."""
         return self._module.empty(shape, like.dtype)
 
     def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
-        """See `Library`."""
         assert self._backend is not None
         nbytes = shape[0] * shape[1] * like.dtype.itemsize
         return self._backend.view(_Memory(pointer, nbytes), shape, like.dtype)
 
     def multiply(self, a: Any, b: Any, out: Any, bias: Any) -> None:
-        """See `Library`."""
         if self._backend is None and types.is_narrow(out.dtype):
             # As GPUs do: the sums of narrow floats are in float32, and rounded once.
             total = a.astype(np.float32) @ b.astype(np.float32)
@@ -114,12 +107,7 @@ class NumpyLibrary:
         if bias is not None:
             self.add(out, bias)
 
-    def add(self, out: Any, bias: Any) -> None:
-        """See `Library`."""
-        out += bias
-
     def current(self, stream: int) -> AbstractContextManager[Any]:
-        """See `Library`."""
         context: AbstractContextManager[Any] = cupy_stream(self._module, stream)
         return context
 
@@ -152,7 +140,7 @@ class _Memory:
         """Do nothing."""
 
 
-class TorchLibrary:
+class _OfTorch(Library):
     """Tensors of PyTorch, on the host and on GPUs."""
 
     name = "torch"
@@ -161,49 +149,36 @@ class TorchLibrary:
         self._torch = torch
 
     def dtype_of(self, array: Any) -> str:
-        """See `Library`."""
         return _name_of_torch(array.dtype)
 
     def device_of(self, array: Any) -> int | None:
-        """See `Library`."""
         return int(array.get_device()) if array.is_cuda else None
 
     def pointer(self, array: Any) -> int:
-        """See `Library`."""
         return int(array.data_ptr())
 
     def contiguous(self, array: Any) -> Any:
-        """See `Library`."""
         return array.contiguous()
 
     def is_contiguous(self, array: Any) -> bool:
-        """See `Library`."""
         return bool(array.is_contiguous())
 
     def empty(self, shape: tuple[int, int], like: Any) -> Any:
-        """See `Library`."""
         return self._torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
-        """See `Library`."""
         nbytes = shape[0] * shape[1] * like.element_size()
         # In bytes, because the interface has no name for the element types that NumPy lacks.
         flat = self._torch.as_tensor(_Interface(pointer, nbytes), device=like.device)
         return flat.view(like.dtype).view(shape)
 
     def multiply(self, a: Any, b: Any, out: Any, bias: Any) -> None:
-        """See `Library`."""
         if bias is None:
             self._torch.mm(a, b, out=out)
         else:
             self._torch.addmm(bias, a, b, out=out)
 
-    def add(self, out: Any, bias: Any) -> None:
-        """See `Library`."""
-        out += bias
-
     def current(self, stream: int) -> AbstractContextManager[Any]:
-        """See `Library`."""
         context: AbstractContextManager[Any] = self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream))
         return context
 
@@ -221,7 +196,7 @@ class _Interface:
         }
 
 
-NUMPY = NumpyLibrary(np)
+NUMPY = _OfNumpy(np)
 
 
 def is_tensor(array: Any) -> bool:
@@ -238,12 +213,12 @@ def library_of(
     ``gpu`` opens this rank's GPU; it is None on a communicator of the host. Raises `InvalidUsageError`.
     """
     if is_tensor(array):
-        library = TorchLibrary(sys.modules["torch"])
+        library = _OfTorch(sys.modules["torch"])
         return library, _tensor
     if gpu is None or isinstance(array, np.ndarray) or not _is_on_device(array):
         return NUMPY, _numpy
     backend = gpu()
-    return NumpyLibrary(sys.modules["cupy"], backend), backend.asarray
+    return _OfNumpy(sys.modules["cupy"], backend), backend.asarray
 
 
 def _is_on_device(array: Any) -> bool:

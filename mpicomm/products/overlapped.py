@@ -15,7 +15,7 @@ from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.devices.cuda.forked_stream import ForkedStream
+from mpicomm.devices.cuda.beside_stream import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands
 from mpicomm.products.schedule import (

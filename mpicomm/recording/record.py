@@ -18,7 +18,10 @@ class Interval(Protocol):
         """Let the interval end after the work that the stream has at this call. Local, does not block."""
 
     def times_ns(self) -> tuple[int, int] | None:
-        """Return begin and end of the interval, by the host's clock; None before its end. Local, does not block."""
+        """Return begin and end of the interval, by the host's clock; None before its end. Local, does not block.
+
+        No further call follows after it has returned times. Raises `HandleError` if the device has failed.
+        """
 
 
 # Not frozen, because a record is filled while its call goes on.

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpicomm import log
-from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import roll_call
-from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
-from mpicomm.recording.channel import Channel
 from mpicomm.session.set_up import SetUp
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.sharing.suspension import Suspension
 from mpicomm.symmetric.owner import Shared, Suspendable
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
 
 class Session(SetUp):
@@ -27,23 +24,6 @@ class Session(SetUp):
 
     It sets itself up at first need, because many communicators of a program carry only host messages.
     """
-
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        placement: Placement,
-        backend: HostBackend | GpuBackend | None = None,
-        *,
-        channel: Channel | None = None,
-    ) -> None:
-        super().__init__(comm, placement, backend, channel=channel)
-        self.awaited_elsewhere: Callable[[], bool] = lambda: False
-        """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
-        self.leaves_messages: Callable[[], bool] = lambda: False
-        """Says whether messages between peer domains may be in flight that no receive takes."""
-        self._left_messages = False
-        self.before_suspension: Callable[[], None] = lambda: None
-        """Gives back memory to which no graph, no known call and no peer refers."""
 
     def close_shared(self, shared: Shared, what: str) -> None:
         """Release one array or event; see its ``close``."""

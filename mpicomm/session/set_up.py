@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 from mpicomm import environment, log
@@ -83,6 +83,13 @@ class SetUp:
         self._has_device = backend is not None
         if backend is not None:
             self.backend = backend
+        self.awaited_elsewhere: Callable[[], bool] = lambda: False
+        """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
+        self.leaves_messages: Callable[[], bool] = lambda: False
+        """Says whether messages between peer domains may be in flight that no receive takes."""
+        self._left_messages = False
+        self.before_suspension: Callable[[], None] = lambda: None
+        """Gives back memory to which no graph, no known call and no peer refers."""
 
     @classmethod
     def create(cls, comm: MPI.Intracomm, device: int | str, handle: str, timeout_s: float | None) -> Self:

@@ -38,7 +38,7 @@ class SharedSegments:
 
     def close_peers(self) -> None:
         """Unmap the peers' segments; local. The work of this rank on them must be over."""
-        for index in [index for index in self._segments if index != self.node.rank]:
+        for index in self.peers:
             self._segments.pop(index).close()
 
     def close_own(self) -> None:
@@ -71,25 +71,13 @@ class SharedSegments:
         with contextlib.suppress(MpicommError):  # the group is broken, so its barrier fails at once
             self.close(step)
 
-    def suspend_peers(self) -> None:
-        """Give up the peers' memory, and keep its addresses on this rank; local."""
-        for index in self._segments:
-            if index != self.node.rank:
-                self._virtual(index).suspend()
+    @property
+    def peers(self) -> list[int]:
+        """The indices of the peers whose segments are mapped."""
+        return [index for index in self._segments if index != self.node.rank]
 
-    def suspend_own(self) -> None:
-        """Give this rank's memory back, and keep its addresses; local."""
-        self._virtual(self.node.rank).suspend()
-
-    def resume_own(self) -> None:
-        """Take new memory for this rank at the same addresses; local."""
-        self._virtual(self.node.rank).resume()
-
-    def reopen_peer(self, index: int, parts: Exported) -> None:
-        """Map new memory of a peer at the same addresses; local."""
-        self._virtual(index).reopen(parts)
-
-    def _virtual(self, index: int) -> VirtualMemory:
+    def virtual(self, index: int) -> VirtualMemory:
+        """Return a segment whose memory can go and come back at its addresses."""
         return cast(VirtualMemory, self._segments[index])
 
 
@@ -137,14 +125,14 @@ def share(
 
 
 def reopen(node: Group, backend: Backend, what: str, memories: Sequence[SharedSegments]) -> None:
-    """Let every rank of ``node`` open the new memory that ``resume_own`` has taken for all peers. Collective, blocking.
+    """Let every rank of ``node`` open the new memory that a suspension has taken for all peers. Collective, blocking.
 
     All ranks pass the same memories. A failure on any rank raises the same error on all ranks.
     """
 
     def open_peer(index: int, exported: list[Exported]) -> None:
         for shared, parts in zip(memories, exported, strict=True):
-            shared.reopen_peer(index, parts)
+            shared.virtual(index).reopen(parts)
 
     with HandleExchange(node, what) as exchange:
         exchange.offer(lambda: (len(memories), (backend.export(shared.own) for shared in memories)))

@@ -119,16 +119,17 @@ class Suspension:
 
     def _unmap_peers(self) -> None:
         for shared in self._open():
-            shared.suspend_peers()
+            for index in shared.peers:
+                shared.virtual(index).suspend()
 
     def _unmap_own(self) -> None:
         for shared in self._open():
-            shared.suspend_own()
+            shared.virtual(shared.node.rank).suspend()
         self._backend.suspend()
 
     def _take(self) -> None:
         for shared in self._open():
-            shared.resume_own()
+            shared.virtual(shared.node.rank).resume()
             if shared.content is not None and shared.content.fill is not None:
                 shared.content.fill(shared.own.pointer)
             if (host := self._saved.get(shared)) is not None:

@@ -18,7 +18,6 @@ from mpicomm.session import Session
 from mpicomm.ways.on_host import InMappedMemory
 from mpicomm.ways.reader import Reader
 
-_BYTE = np.dtype(np.uint8)
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
@@ -109,7 +108,7 @@ class AsCodes:
 
 
 def _view(span: Span, dtype: np.dtype[Any]) -> Array:
-    return array_at(span.pointer, span.count * dtype.itemsize, _BYTE).view(dtype)
+    return array_at(span.pointer, span.count, dtype)
 
 
 def _convert(values: npt.NDArray[np.float32], output: Array) -> None:

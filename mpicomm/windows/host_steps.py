@@ -44,15 +44,12 @@ class HostSteps:
         self._scratch: Scratch = backend.scratch(0)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy bytes."""
         self._backend.copy(target, source, nbytes, stream)
 
     def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Pack elements."""
         host_layouts.gather(layout, memory, packed)
 
     def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Unpack elements."""
         host_layouts.scatter(layout, memory, packed)
 
     def scratch(self, nbytes: int, stream: int) -> int:
@@ -62,7 +59,6 @@ class HostSteps:
         return self._scratch.pointer
 
     def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
-        """Signal ranks, then wait for ranks."""
         inbox, sent, expected = self._rows(self._rank, count)
         # A release: it pairs with the fence after the wait below, on the peer. Without it, a weakly ordered CPU may let
         # the peer see the count before the data that this rank has written before it.
@@ -81,13 +77,11 @@ class HostSteps:
         fence()
 
     def arrived(self, count: Count, ranks: int) -> bool:
-        """Return whether `meet` would wait for none of these ranks now."""
         self._progress()
         inbox, _, expected = self._rows(self._rank, count)
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 
     def lock(self, ranks: int, stream: int, *, exclusive: bool, yields: bool) -> None:
-        """Take the locks of ranks."""
         try:
             self._locks.take(ranks_in(ranks), self._wait, exclusive=exclusive, yields=yields)
         except LateError as error:
@@ -97,7 +91,6 @@ class HostSteps:
         self._give_up(f"Win.Lock: {late_lock(peer, comes_first=comes_first)}", peer)
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
-        """Give the locks of ranks up."""
         self._locks.give(ranks_in(ranks), exclusive=exclusive)
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
@@ -110,15 +103,15 @@ class HostSteps:
         layout, dtype = elements.layout, update.dtype
         with holding_mutex(self._addresses[target.rank]):
             if layout is None:
-                now = _elements_at(address, count, dtype)
+                now = array_at(address, count, dtype)
             else:
                 now = np.empty(count, dtype)
                 host_layouts.gather(layout, address, now.ctypes.data)
             if result:
-                np.copyto(_elements_at(result, count, dtype), now)
+                np.copyto(array_at(result, count, dtype), now)
             if update.reads_only:
                 return
-            contribution = _elements_at(values, count, dtype)
+            contribution = array_at(values, count, dtype)
             if update.op == "replace":
                 np.copyto(now, contribution)
             elif update.op in LOCATING:
@@ -130,7 +123,6 @@ class HostSteps:
                 host_layouts.scatter(layout, address, now.ctypes.data)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
-        """Compare and swap one element while this rank holds the mutex of the target."""
         nbytes = target.elements.nbytes
         now, new, expected, before = (array_at(at, nbytes, _BYTE) for at in (target.address, value, compare, result))
         with holding_mutex(self._addresses[target.rank]):
@@ -150,8 +142,3 @@ class HostSteps:
         within = f"{text} within {self._backend.timeout_s:g} s; the communicator is unusable: create another"
         self._backend.fail(CollectiveTimeoutError(within, ranks=[peer]))
         self._backend.check()
-
-
-def _elements_at(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    # Bytes, because the array interface would forget the fields of a pair.
-    return array_at(pointer, count * dtype.itemsize, _BYTE).view(dtype)

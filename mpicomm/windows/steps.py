@@ -126,11 +126,9 @@ class GpuSteps:
         self._swaps: dict[int, SwapLaunch] = {}
 
     def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Enqueue the packing kernel."""
         self._backend.pack(table_for(layout), memory, packed, stream, unpacks=False)
 
     def scatter(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
-        """Enqueue the unpacking kernel."""
         self._backend.pack(table_for(layout), memory, packed, stream, unpacks=True)
 
     def scratch(self, nbytes: int, stream: int) -> int:
@@ -143,7 +141,6 @@ class GpuSteps:
         return part.pointer
 
     def meet(self, count: Count, signals: int, waits: int, stream: int) -> None:
-        """Enqueue the kernel that signals and waits."""
         if signals or waits:
             self._meet(count.operation, signals, waits, stream, kind=count.kind)
 
@@ -163,15 +160,12 @@ class GpuSteps:
         return all(inbox[rank] > expected[rank] for rank in ranks_in(ranks))
 
     def lock(self, ranks: int, stream: int, *, exclusive: bool, yields: bool) -> None:
-        """Enqueue the kernel that takes locks."""
         self._lock(LOCK, 0, ranks, stream, exclusive=exclusive, yields=yields)
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
-        """Enqueue the kernel that gives locks up."""
         self._lock(LOCK, ranks, 0, stream, exclusive=exclusive)
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
-        """Raise for addresses and sizes that the instructions of the GPU do not update."""
         dtype, nbytes = update.dtype, update.dtype.itemsize
         if nbytes not in UPDATED_SIZES or not (update.op in (*MOVING, *LOCATING) or is_covered(dtype)):
             raise InvalidUsageError(
@@ -198,7 +192,6 @@ class GpuSteps:
         return found
 
     def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
-        """Enqueue the kernel that updates elements."""
         elements, backend, itemsize = target.elements, self._backend, update.dtype.itemsize
         if elements.layout is None and elements.nbytes <= RunUpdate.MOST_NBYTES:
             captures = backend.is_capturing(stream)
@@ -213,7 +206,6 @@ class GpuSteps:
         backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
-        """Enqueue the kernel that compares and swaps."""
         nbytes = target.elements.nbytes
         if nbytes not in self._swaps:
             self._swaps[nbytes] = SwapLaunch(self._backend, nbytes)

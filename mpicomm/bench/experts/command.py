@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mpicomm.api.communicator import Communicator
@@ -54,18 +54,19 @@ def parser() -> argparse.ArgumentParser:
     )
     count = arguments.count_from
     result.add_argument("experts", choices=[NAME], help=argparse.SUPPRESS)
-    result.add_argument("--tokens", type=_counts, default=[128, 4096], metavar="N,...", help="of a rank")
+    result.add_argument(
+        "--tokens", type=arguments.counts_from(1), default=[128, 4096], metavar="N,...", help="of a rank"
+    )
     result.add_argument("--hidden", type=count(1), default=7168, metavar="N", help="elements of a token; default: 7168")
     result.add_argument("--experts", dest="num_experts", type=count(1), default=64, metavar="N", help="default: 64")
     result.add_argument("--top-k", type=count(1), default=8, metavar="N", help="experts of a token; default: 8")
     result.add_argument("-d", "--datatype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    result.add_argument(
-        "--layouts", type=_layouts, default=LAYOUTS, metavar="NAME,...", help="experts, tokens; default: both"
-    )
+    layouts = arguments.names_from(LAYOUTS, "layout")
+    result.add_argument("--layouts", type=layouts, default=LAYOUTS, metavar="NAME,...", help="experts, tokens")
     result.add_argument("--blocks", type=count(2), metavar="N", help="the most blocks of a launch")
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="timed iterations; default: 10")
     result.add_argument("--compare", choices=("nccl",), help="time NCCL through PyTorch, too")
-    result.add_argument("-J", "--json", type=arguments.output_file, metavar="FILE", help="write the results there")
+    arguments.add_file_arguments(result)
     arguments.add_communicator_arguments(result)
     return result
 
@@ -143,14 +144,8 @@ def _measure(
     calls = peer.calls(routes)
     # The host waits within the first call, so no graph can have it.
     times = {name: timed(call, graph=name == "even") for name, call in calls.items()}
-    return ExpertsRow(
-        **{
-            **asdict(row),
-            "nccl_dispatch_us": times["dispatch"],
-            "nccl_combine_us": times["combine"],
-            "nccl_even_us": times["even"],
-        }
-    )
+    dispatch_us, combine_us, even_us = (times[name] for name in ("dispatch", "combine", "even"))
+    return replace(row, nccl_dispatch_us=dispatch_us, nccl_combine_us=combine_us, nccl_even_us=even_us)
 
 
 def _time(comm: Communicator, machine: Machine, call: Call, iterations: int, *, graph: bool) -> float:
@@ -205,15 +200,3 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return str(value) if isinstance(value, int | str) else f"{value:.1f}"
-
-
-def _layouts(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in LAYOUTS:
-            raise argparse.ArgumentTypeError(f"unknown layout {name!r}: pass one of {', '.join(LAYOUTS)}")
-    return names
-
-
-def _counts(text: str) -> list[int]:
-    return [arguments.count_from(1)(each) for each in text.split(",")]

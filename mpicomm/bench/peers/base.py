@@ -37,13 +37,6 @@ class Peer(Protocol):
         """Free everything."""
 
 
-def cuda_major() -> int:
-    """Return the major version of CuPy's CUDA. Packages for another version do not work with it."""
-    import cupy
-
-    return int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
-
-
 def from_first(comm: Communicator, make: Callable[[], T]) -> T:
     """Return the result of ``make`` on rank 0, on all ranks.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,64 +11,64 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import expected
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import BARRIER, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers import nccl_library
 from mpicomm.bench.peers.base import UnsupportedError, from_first
+from mpicomm.devices.cuda import nccl
 
-missing = nccl_library.missing
+missing = nccl.missing
+
+_TYPES = (
+    *("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
+_COLLECTIVES = {
+    "allreduce": "ncclAllReduce",
+    "reduce_scatter": "ncclReduceScatter",
+    "allgather": "ncclAllGather",
+    "bcast": "ncclBroadcast",
+    "reduce": "ncclReduce",
+    "gather": "ncclGather",
+    "scatter": "ncclScatter",
+    "alltoall": "ncclAlltoAll",
+}
+"""The functions by the bench's names of the operations. An older library lacks the last three functions."""
+_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
 class Nccl:
-    """An NCCL communicator of all ranks. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
+    """A `Peer`: an NCCL communicator. If NCCL has functions for gathers, scatters and exchanges, it calls them."""
 
     exact = False
     capturable = True
     result_at_front = False
 
     def __init__(self, comm: Communicator, machine: Machine) -> None:
-        self.version = nccl_library.version()
+        self.version = nccl.version()
         self._machine = machine
-        self._handle = ctypes.c_void_p()
-        identity = from_first(comm, nccl_library.unique_id)
-        nccl_library.call(
-            "ncclCommInitRank",
-            ctypes.byref(self._handle),
-            comm.size,
-            nccl_library.UniqueId.from_buffer_copy(identity),
-            comm.rank,
-        )
+        self._comm = nccl.NcclCommunicator(comm.size, from_first(comm, nccl.unique_id), comm.rank)
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a CuPy array."""
         return self._machine.empty(nbytes)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return NCCL's call."""
-        dtype = nccl_library.type_of(case.dtype)
-        if dtype is None:
-            raise UnsupportedError(f"NCCL has no {case.dtype}")
-        return {"": self._call(case, _address(buffers.send), _address(buffers.receive), dtype)}
+        return {"": self._call(case, _address(buffers.send), _address(buffers.receive), _type_of(case.dtype))}
 
     def on_memory(
         self, function: str, send: int, receive: int, count: int, dtype: np.dtype[Any], *, reduces: bool
     ) -> Call:
         """Return a call of an NCCL function on memory at two addresses, with a sum if it reduces."""
-        number = nccl_library.type_of(dtype)
-        if number is None:
-            raise UnsupportedError(f"NCCL has no {dtype}")
-        reduction = [nccl_library.OPS["sum"]] if reduces else []
-        return _bind(function, send, receive, count, number, *reduction, self._handle, self._machine.stream.ptr)
+        arguments = [_type_of(dtype), *([_OPS["sum"]] if reduces else [])]
+        return _bind(function, send, receive, count, *arguments, self._comm.handle, self._machine.stream.ptr)
 
     def close(self) -> None:
-        """Destroy the communicator."""
-        nccl_library.call("ncclCommDestroy", self._handle)
+        self._comm.destroy()
 
     def _call(self, case: Case, send: int, receive: int, dtype: int) -> Call:
-        operation, end = case.operation, (self._handle, self._machine.stream.ptr)
-        reduction = [nccl_library.OPS[case.op]]
+        operation, end = case.operation, (self._comm.handle, self._machine.stream.ptr)
+        reduction = [_OPS[case.op]]
         if operation is BARRIER:  # as in programs that use NCCL
             return _bind("ncclAllReduce", send, send, 1, dtype, *reduction, *end)
-        function = nccl_library.COLLECTIVES.get(case.name)
-        if function is not None and nccl_library.has(function):
+        function = _COLLECTIVES.get(case.name)
+        if function is not None and nccl.has(function):
             arguments = [*(reduction if operation.reduces else []), *([ROOT] if operation.rooted else [])]
             return _bind(function, send, receive, case.block, dtype, *arguments, *end)
         return _group(
@@ -86,7 +85,7 @@ class Nccl:
 
 def _bind(name: str, *arguments: Any) -> Call:
     """Return a call with arguments that are converted once, because a C program converts none."""
-    function: Callable[..., int] = getattr(nccl_library.load(), name)
+    function: Callable[..., int] = getattr(nccl.load(), name)
     converted = tuple(
         kind(argument) if isinstance(argument, int) else argument
         for kind, argument in zip(function.argtypes, arguments, strict=True)  # type: ignore[attr-defined]
@@ -95,19 +94,19 @@ def _bind(name: str, *arguments: Any) -> Call:
     def run() -> None:
         status = function(*converted)
         if status != 0:
-            nccl_library.check(name, status)
+            nccl.check(name, status)
 
     return run
 
 
 def _group(calls: list[Call]) -> Call:
     def run() -> None:
-        nccl_library.call("ncclGroupStart")
+        nccl.call("ncclGroupStart")
         try:
             for call in calls:
                 call()
         finally:
-            nccl_library.call("ncclGroupEnd")
+            nccl.call("ncclGroupEnd")
 
     return run
 
@@ -125,3 +124,10 @@ def _received(case: Case) -> list[tuple[int, int, int]]:
 
 def _address(array: Any) -> int:
     return 0 if array is None else int(array.data.ptr)
+
+
+def _type_of(dtype: np.dtype[Any]) -> int:
+    """Return NCCL's number of an element type."""
+    if dtype.name not in _TYPES:
+        raise UnsupportedError(f"NCCL has no {dtype}")
+    return _TYPES.index(dtype.name)

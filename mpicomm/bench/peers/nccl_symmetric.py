@@ -7,19 +7,21 @@ from typing import Any
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Machine
-from mpicomm.bench.peers import nccl_library
-from mpicomm.bench.peers.base import cuda_major, view_bytes
+from mpicomm.bench.peers.base import view_bytes
 from mpicomm.bench.peers.nccl import Nccl
+from mpicomm.devices.cuda import nccl
+from mpicomm.devices.cuda.driver import cuda_major
 
 _GRANULARITY = 2 << 20
+_COLLECTIVE_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 
 
 def missing() -> str | None:
     """Return the package to install, or None. Local."""
-    reason = nccl_library.missing()
-    if reason is None and not nccl_library.has("ncclCommWindowRegister"):
+    reason = nccl.missing()
+    if reason is None and not nccl.has("ncclCommWindowRegister"):
         package = f"nvidia-nccl-cu{cuda_major()}>=2.27"
-        return f"NCCL {nccl_library.version()} has no symmetric windows: pip install '{package}'"
+        return f"NCCL {nccl.version()} has no symmetric windows: pip install '{package}'"
     return reason
 
 
@@ -34,22 +36,21 @@ class SymmetricNccl(Nccl):
         """Return registered memory of ncclMemAlloc."""
         memory, window = ctypes.c_void_p(), ctypes.c_void_p()
         whole = -(-nbytes // _GRANULARITY) * _GRANULARITY
-        nccl_library.call("ncclMemAlloc", ctypes.byref(memory), whole)
-        nccl_library.call(
+        nccl.call("ncclMemAlloc", ctypes.byref(memory), whole)
+        nccl.call(
             "ncclCommWindowRegister",
-            self._handle,
+            self._comm.handle,
             memory,
             whole,
             ctypes.byref(window),
-            nccl_library.COLLECTIVE_SYMMETRIC,
+            _COLLECTIVE_SYMMETRIC,
         )
         self._windows.append((memory, window))
         assert memory.value is not None
         return view_bytes(memory.value, nbytes, self)
 
     def close(self) -> None:
-        """Deregister the windows and free the memory."""
         for memory, window in self._windows:
-            nccl_library.call("ncclCommWindowDeregister", self._handle, window)
-            nccl_library.call("ncclMemFree", memory)
+            nccl.call("ncclCommWindowDeregister", self._comm.handle, window)
+            nccl.call("ncclMemFree", memory)
         super().close()

@@ -9,7 +9,8 @@ from typing import Any
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
+from mpicomm.bench.peers.base import UnsupportedError, from_first, view_bytes
+from mpicomm.devices.cuda.driver import cuda_major
 
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the other types have NumPy's names
 
@@ -22,7 +23,7 @@ def missing() -> str | None:
 
 
 class Nvshmem:
-    """NVSHMEM on its symmetric heap."""
+    """A `Peer`: NVSHMEM on its symmetric heap."""
 
     exact = False
     capturable = True
@@ -45,13 +46,11 @@ class Nvshmem:
         self._held: list[Any] = []
 
     def allocate(self, nbytes: int) -> Any:
-        """Return memory of the symmetric heap."""
         memory = self._core.buffer(nbytes)
         self._held.append(memory)
         return view_bytes(int(memory.handle), nbytes, memory)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return NVSHMEM's call for the collectives that it has."""
         if case.operation is BARRIER:
             barrier, stream = self._bindings.barrier_all_on_stream, self._stream
             return {"": lambda: barrier(stream)}
@@ -78,7 +77,6 @@ class Nvshmem:
         return {"": run}
 
     def close(self) -> None:
-        """Free the memory and end NVSHMEM."""
         while self._held:
             self._core.free(self._held.pop())
         self._core.finalize()

@@ -24,7 +24,7 @@ def missing() -> str | None:
 
 
 class PlainMpi:
-    """mpi4py's own methods."""
+    """A `Peer`: mpi4py's own methods."""
 
     exact = False
     capturable = False
@@ -40,7 +40,6 @@ class PlainMpi:
         return self._machine.empty(nbytes)
 
     def prepare(self, case: Case, buffers: CaseBuffers) -> Mapping[str, Call]:
-        """Return MPI's call, between copies if the arrays are on a device."""
         if case.operation.reduces and (types.mpi_datatype(case.dtype) is None or case.op == "avg"):
             raise UnsupportedError(f"MPI has no {case.op} of {case.dtype}")
         if case.dtype.isbuiltin != 1:

@@ -9,8 +9,9 @@ from typing import Any
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import Case, CaseBuffers
-from mpicomm.bench.peers.base import UnsupportedError, cuda_major, view_bytes
+from mpicomm.bench.peers.base import UnsupportedError, view_bytes
 from mpicomm.bench.peers.torch_group import begin_group
+from mpicomm.devices.cuda.driver import cuda_major
 
 
 def missing() -> str | None:
@@ -25,7 +26,7 @@ def missing() -> str | None:
 
 
 class TorchSymmetric:
-    """PyTorch's operations on tensors that all ranks have mapped."""
+    """A `Peer`: PyTorch's operations on tensors that all ranks have mapped."""
 
     exact = False
     capturable = True
@@ -49,7 +50,6 @@ class TorchSymmetric:
         self._tensors: list[Any] = []
 
     def allocate(self, nbytes: int) -> Any:
-        """Return the memory of a symmetric tensor."""
         tensor = self._memory.empty(nbytes, dtype=self._torch.uint8, device=self._device)
         self._memory.rendezvous(tensor, self._group)
         self._tensors.append(tensor)
@@ -71,7 +71,6 @@ class TorchSymmetric:
         return calls
 
     def close(self) -> None:
-        """End the process group."""
         self._tensors.clear()
         self._torch.cuda.set_stream(self._torch.cuda.default_stream(self._device))
         self._dist.destroy_process_group()

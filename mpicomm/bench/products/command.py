@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--eager", action="store_true", help="no graphs, on GPUs")
     peers = arguments.names_from(PEERS, "peer")
     result.add_argument("--compare", type=peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
-    result.add_argument("-J", "--json", type=arguments.output_file, metavar="FILE", help="write the results there")
+    arguments.add_file_arguments(result)
     arguments.add_communicator_arguments(result)
     return result
 
@@ -129,10 +129,7 @@ def _open_peers(names: list[str], comm: Communicator, clock: ProductClock) -> tu
 
 
 def _require_possible(options: argparse.Namespace, comm: Communicator) -> None:
-    if comm.num_nodes > 1:
-        raise InvalidUsageError(
-            f"the bench is for ranks of one node; these {comm.size} are on {comm.num_nodes}: start them on one"
-        )
+    command_line.require_one_node(comm, "the bench is for ranks of one node")
     if comm.device == "cpu" and options.eager:
         raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if comm.device == "cpu" and options.datatype == "bfloat16":

@@ -90,12 +90,10 @@ class EvenPlan(FormPlan):
         self._array, self._into = 0, ""  # the symmetric array of the last call into one, and the text of such calls
 
     def takes(self, sent: Any, received: Any) -> bool:
-        """See `FormPlan`."""
         buffers = (self._sent, sent), (self._received, received)
         return not any(blocks and (len(plain) > 3 or (blocks > 1 and is_counted(plain))) for blocks, plain in buffers)
 
     def fill(self, sent: Any, received: Any) -> bool:
-        """See `FormPlan`."""
         send, receive = sent[0], received[0]
         to, of = self._sent, self._received
         send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
@@ -159,7 +157,6 @@ class BlocksPlan(FormPlan):
         self._call_hash = counted_hash(self._hash, None)
 
     def takes(self, sent: Any, received: Any) -> bool:
-        """See `FormPlan`."""
         lengths = len(sent), len(received)
         return all(
             length == (5 if vector else 3)
@@ -168,7 +165,6 @@ class BlocksPlan(FormPlan):
         )
 
     def fill(self, sent: Any, received: Any) -> bool:
-        """See `FormPlan`."""
         if self._sends and self._receives:
             # The two buffers must not overlap, for any blocks in them.
             of_send, of_receive = self._element_nbytes
@@ -221,7 +217,6 @@ class NeighborPlan(BlocksPlan):
         self._neighbors = form.neighborhood.destinations, form.neighborhood.sources
 
     def takes(self, sent: Any, received: Any) -> bool:
-        """See `FormPlan`."""
         return all(
             len(plain) == (5 if shape == "vector" else 3) and not (shape == "blocks" and is_counted(plain))
             for plain, shape in zip((sent, received), self._shapes, strict=True)

@@ -231,8 +231,8 @@ class HostEngine:
         """Return the function ``reduce(start, count)``, which receives and reduces ``count`` elements."""
         channels, rank = self._channels, self._node.rank
         reducer = self._reducer(reduction.op, dtype)
-        output = _view(reduction.output.pointer, reduction.output.count, dtype)
-        own = _view(reduction.own.pointer, reduction.own.count, dtype) if reduction.own else output
+        output = array_at(reduction.output.pointer, reduction.output.count, dtype)
+        own = array_at(reduction.own.pointer, reduction.own.count, dtype) if reduction.own else output
         others = [source for source in reduction.sources if source != rank]
 
         def reduce(start: int, count: int) -> None:
@@ -251,7 +251,7 @@ class HostEngine:
     def _slot(self, pointer: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         key = (pointer, dtype)
         if key not in self._slots:
-            self._slots[key] = _view(pointer, self._slot_nbytes // dtype.itemsize, dtype)
+            self._slots[key] = array_at(pointer, self._slot_nbytes // dtype.itemsize, dtype)
         return self._slots[key]
 
     def _reducer(self, op: str, dtype: np.dtype[Any]) -> Reducer:
@@ -292,11 +292,6 @@ def _kept(exchange: Exchange, rank: int) -> tuple[int, int, int] | None:
     if source is None or target is None or source.pointer == target.pointer or not source.count:
         return None
     return source.pointer, target.pointer, source.count * exchange.dtype.itemsize
-
-
-def _view(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    # A view of bytes, because the array interface has no names for the types of ml_dtypes.
-    return array_at(pointer, count * dtype.itemsize, _BYTE).view(dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -99,16 +99,13 @@ class CudaBackend(StreamsOfGpu):
         return segments.adopt(self._context, array)
 
     def export(self, segment: Any) -> Exported:
-        """Return the parts of a segment of this process. The caller closes the descriptors."""
         exported: Exported = segment.export()
         return exported
 
     def open(self, parts: Exported) -> CudaSegment:
-        """Map a peer's memory for this GPU. The caller still owns the descriptors."""
         return segments.open_parts(self._context, parts)
 
     def asarray(self, array: Any, name: str = "array") -> Any:
-        """Return ``array`` as a ``cupy.ndarray`` without copying."""
         with self._context.current():
             return as_cupy(array, self._ordinal, name)
 
@@ -126,7 +123,6 @@ class CudaBackend(StreamsOfGpu):
         return table
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
-        """Return the address of a ``stream=`` argument; None if it captures a graph. Raises as `check` does."""
         if self._faults is None or self._faults.error is not None or self._faults.record.state:
             self.check()
         resolved = self.stream(stream, array)
@@ -146,25 +142,21 @@ class CudaBackend(StreamsOfGpu):
                     _copy(target, source, nbytes, stream)
 
     def zero(self, pointer: int, nbytes: int) -> None:
-        """Set bytes to zero, and wait only for that, not for other work of the device."""
         self.fill(pointer, nbytes, 0)
 
     def fill(self, pointer: int, nbytes: int, byte: int) -> None:
-        """Set bytes to ``byte``, and wait only for that, not for other work of the device."""
         if nbytes > 0:
             with self._context.current():
                 call(driver.cuMemsetD8Async, pointer, byte, nbytes, self._stream)
                 call(driver.cuStreamSynchronize, self._stream)
 
     def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
-        """Like `fill`, with a word of four bytes."""
         if nbytes > 0:
             with self._context.current():
                 call(driver.cuMemsetD32Async, pointer, word, nbytes // 4, self._stream)
                 call(driver.cuStreamSynchronize, self._stream)
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Wait for the work of one stream, or of the whole device."""
         with self._context.current():
             if stream is None:
                 call(driver.cuCtxSynchronize)
@@ -172,19 +164,16 @@ class CudaBackend(StreamsOfGpu):
                 call(driver.cuStreamSynchronize, stream)
 
     def signal(self, sent: int, inbox: int, stream: int) -> None:
-        """Add 1 to the counter at ``sent`` and publish it at ``inbox``. Local, stream-ordered, capturable."""
         with self._context.current():
             self._load_kernels().signal.launch(stream, sent, inbox, self.faults.failed)
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
-        """Hold ``stream`` until ``inbox`` has the next count. Local, stream-ordered, capturable; see `check`."""
         with self._context.current():
             faults = self.faults
             wait = self._load_kernels().wait
             wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
 
     def message_steps(self) -> CudaMessageSteps:
-        """Return the steps of messages. The first call loads their kernel, which blocks."""
         if self._steps is None:
             with self.loading():
                 self._steps = self._steps or CudaMessageSteps(
@@ -193,14 +182,9 @@ class CudaBackend(StreamsOfGpu):
         return self._steps
 
     def pack_table(self, table: PackTable) -> int:
-        """Return the address of a table on the device; see `PackTables.pointer_of`."""
         return self._tables.pointer_of(table)
 
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
-        """Pack the regions of a table from ``memory`` to ``packed``, or unpack them. Local, stream-ordered.
-
-        After a wait of this device has run out of time, it unpacks nothing.
-        """
         arguments = table.arguments(self.pack_table(table), memory, packed, self.faults.failed, unpacks=unpacks)
         blocks = blocks_for(table.units, self.multiprocessors)
         self.launch(PACK_KERNEL, arguments, stream, blocks=blocks, threads=PACK_THREADS)
@@ -215,13 +199,11 @@ class CudaBackend(StreamsOfGpu):
         return kernel
 
     def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
-        """Enqueue a kernel whose one parameter is a structure by value. Local, stream-ordered."""
         kernel = self.load(variant)
         with self._context.current():
             kernel.launch_structure(stream, arguments, blocks=blocks, threads=threads)
 
     def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
-        """Return a function that enqueues a kernel again and again, each time with the content of ``arguments``."""
         launch, context = self.load(variant).launcher(arguments).launch, self._context
 
         def enqueue(stream: int, blocks: int, threads: int) -> None:
@@ -236,7 +218,6 @@ class CudaBackend(StreamsOfGpu):
     def fixed_launch(
         self, variant: Variant, arguments: ctypes.Structure, *, blocks: int, threads: int
     ) -> Callable[[int], None]:
-        """Return a function that enqueues a kernel with this content of ``arguments``; not capturable."""
         context = self._context
         with context.current(), relaxed():  # another stream of this thread may capture a graph
             graph = LaunchGraph(self.load(variant), [(blocks, threads, bytes(arguments))])
@@ -251,38 +232,28 @@ class CudaBackend(StreamsOfGpu):
         return enqueue
 
     def check(self) -> None:
-        """Raise `CollectiveTimeoutError` if a wait ran out of time, `PeerError` if ranks made different calls.
-
-        It does not wait for the device.
-        """
         (self._faults or self._fault_page()).check(self.calls)
 
     def untold(self) -> MpicommError | None:
-        """Return the error that `check` would raise, if no check has raised it so far."""
         return None if self._faults is None else self._faults.untold(self.calls)
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
-        """Let every later `check` raise an error of the same class and text."""
         self._fault_page().fail(error)
 
     @property
     def faults(self) -> Faults:
-        """The addresses at which kernels report that they cannot go on."""
         return self._fault_page().faults
 
     @property
     def multiprocessors(self) -> int:
-        """The number of blocks, of any size, that can always run at once."""
         count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
         return int(call(driver.cuDeviceGetAttribute, count, self._ordinal))
 
     @property
     def total_nbytes(self) -> int:
-        """The size of the device's memory in bytes."""
         return int(call(driver.cuDeviceTotalMem, self._ordinal))
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """Return a ``with`` block in which the device's context is current on the calling thread."""
         return self._context.current()
 
     @contextlib.contextmanager
@@ -314,13 +285,11 @@ class CudaBackend(StreamsOfGpu):
         self._tables.restore(LEAST_SUSPENDED_NBYTES)
 
     def create_event(self) -> CudaEvent:
-        """Return an event that other processes can open."""
         flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING | driver.CUevent_flags.CU_EVENT_INTERPROCESS
         with self._context.current():
             return CudaEvent(self._context, call(driver.cuEventCreate, int(flags)))
 
     def open_event(self, exported: bytes) -> CudaEvent:
-        """Open a peer's event."""
         if len(exported) != EVENT_HANDLE_NBYTES:
             raise HandleError(f"event handle has {len(exported)} bytes instead of {EVENT_HANDLE_NBYTES}")
         handle = driver.CUipcEventHandle()
@@ -329,7 +298,6 @@ class CudaBackend(StreamsOfGpu):
             return CudaEvent(self._context, call(driver.cuIpcOpenEventHandle, handle))
 
     def link(self, device: bytes, kind: Kind) -> Link:
-        """Return the link from this GPU to memory of the GPU with that UUID."""
         return link_to(self.info, device, kind, self._devices)
 
     def memory_use(self) -> Iterable[MemoryUse]:

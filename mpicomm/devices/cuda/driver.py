@@ -43,6 +43,13 @@ def newest_cuda() -> tuple[int, int] | None:
         return None
 
 
+def cuda_major() -> int:
+    """Return the major version of CuPy's CUDA. Packages for another version do not work with it."""
+    import cupy
+
+    return int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
+
+
 def is_over(query: Callable[[Any], Any], handle: int) -> bool:
     """Return whether ``cuEventQuery`` or ``cuStreamQuery`` says that work is over; local.
 

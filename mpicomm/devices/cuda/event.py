@@ -15,31 +15,27 @@ EVENT_HANDLE_NBYTES = 64  # sizeof(CUipcEventHandle)
 
 
 class CudaEvent:
-    """A CUDA event that processes share: an event of this process, or an event of a peer."""
+    """An `Event` of CUDA, of this process or of a peer."""
 
     def __init__(self, context: PrimaryContext, event: Any) -> None:
         self._context = context
         self._event = event
 
     def export(self) -> bytes:
-        """Return the event's handle."""
         with self._context.current():
             handle = call(driver.cuIpcGetEventHandle, self._event)
         # The bindings offer an address of the handle, but no accessor for its bytes.
         return ctypes.string_at(handle.getPtr(), EVENT_HANDLE_NBYTES)
 
     def record(self, stream: int) -> None:
-        """Mark the work enqueued on ``stream`` so far. Local, does not block."""
         with self._context.current():
             call(driver.cuEventRecord, self._event, stream)
 
     def wait(self, stream: int) -> None:
-        """Make later work on ``stream`` wait for the latest `record`. Local, does not block."""
         with self._context.current():
             call(driver.cuStreamWaitEvent, stream, self._event, 0)
 
     def close(self) -> None:
-        """Release the event. A second call does nothing."""
         event, self._event = self._event, None
         if event is not None:
             with suppress(DriverShutDownError), self._context.current():

@@ -17,6 +17,7 @@ from mpicomm.devices.host import fence
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
 from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, EXCHANGE, MESSAGE, MISMATCH, OF_RECEIVE, Faults
 from mpicomm.kernels.window import COMES_FIRST, FENCE, LOCK, START, WAIT, late_lock
 
@@ -54,15 +55,7 @@ def called_differently(calls: Sequence[str], ranks: Sequence[int]) -> PeerError:
 class FaultRecord(ctypes.Structure):
     """The host's copy of ``FaultRecord`` in kernels/faults.cuh."""
 
-    _fields_ = [
-        ("state", ctypes.c_uint32),
-        ("operation", ctypes.c_uint32),
-        ("sequence", ctypes.c_uint64),
-        ("block", ctypes.c_uint32),
-        ("peer", ctypes.c_uint32),
-        ("elapsed_ns", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
-    ]
+    _fields_ = [*u32("state", "operation"), *u64("sequence"), *u32("block", "peer"), *u64("elapsed_ns", "failed")]
 
 
 class FaultPage:

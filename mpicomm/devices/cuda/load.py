@@ -24,7 +24,6 @@ class Kernel:
     def __init__(self, function: Any, types: tuple[Any, ...]) -> None:
         from cupy.cuda import driver as cupy_driver  # not above: tests import this module without CuPy
 
-        self._function = function
         self.address = int(function)
         self._types = types
         self._pointers = ctypes.c_void_p * len(types)

@@ -26,7 +26,7 @@ _TOO_LARGE = "make the array smaller, or free others (cupy.get_default_memory_po
 
 
 class CudaSegment:
-    """Memory at ``pointer`` that this process owns or has mapped; subclasses allocate or map it, and release it.
+    """A `Segment` that this process owns or has mapped; subclasses allocate or map it, and release it.
 
     Subclasses call ``__init__`` last. After it `close` may come, at the latest when the backend closes.
     """
@@ -42,7 +42,6 @@ class CudaSegment:
         raise HandleError("this memory is a peer's: only the process that owns it can export it")
 
     def close(self) -> None:
-        """Unmap the memory, and free it if this process owns it. A second call does nothing."""
         if self not in self._context.segments:
             return
         self._context.segments.remove(self)

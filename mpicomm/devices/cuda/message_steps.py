@@ -34,27 +34,22 @@ class CudaMessageSteps:
         self._limits = timeout_ns, faults.record, faults.failed
 
     def copy_in(self, place: int, *, ready: int) -> PlaceCopy:
-        """Return the copy into a slot."""
         return PlaceCopy(self, place, self.argument(ready=ready, sent=1), None)
 
     def copy_out(self, place: int, *, ready: int, done: int, peer: int) -> PlaceCopy:
-        """Return the copy out of a slot."""
         copy = self.argument(ready=ready, done=done, awaits=1, taken=1, peer=peer)
         return PlaceCopy(self, place, copy, self.argument(ready=ready, done=done, awaits=1, peer=peer))
 
     def wait(self, stream: int, *, ready: int, done: int, count: int, blocks: int, peer: int) -> None:
-        """Wait until the words of a message are ``count`` apart."""
         argument = self.argument(ready=ready, done=done, awaits=count, peer=peer)
         if blocks > _MOST_WAITING_BLOCKS:
             self.enqueue(stream, [(1, LANES, argument)])
         self.enqueue(stream, [(blocks, LANES, argument)])
 
     def announce(self, stream: int, *, ready: int, count: int) -> None:
-        """Add to the words of the sender."""
         self.enqueue(stream, [(1, LANES, self.argument(ready=ready, sent=count))])
 
     def release(self, stream: int, *, done: int, count: int) -> None:
-        """Add to the words of the receiver."""
         self.enqueue(stream, [(1, LANES, self.argument(done=done, taken=count))])
 
     def argument(
@@ -117,7 +112,6 @@ class PlaceCopy:
         self._graphed = 0, 0  # the address and the bytes of the copy that has the graph
 
     def __call__(self, stream: int, pointer: int, nbytes: int, /) -> None:
-        """Enqueue the copy of a message."""
         steps, copied = self._steps, (pointer, nbytes)
         if copied == self._graphed and self._graph is not None and runtime.getDevice() == steps.ordinal:
             self._graph.launch(stream)

@@ -64,7 +64,7 @@ class Mark:
 
 
 class CudaSideStreams:
-    """A pool of streams, and of events. All methods are local, for any thread, and do not block."""
+    """The `SideStreams` of one device: a pool of streams, and of events. All methods are for any thread."""
 
     def __init__(self, context: PrimaryContext) -> None:
         self._context = context
@@ -75,7 +75,6 @@ class CudaSideStreams:
         self._events = _EventPool()
 
     def mark(self, stream: int) -> Mark:
-        """Return a mark after the work that ``stream`` has at this call."""
         # This look is cheaper than a change of context, and the device is nearly always this device, because a new
         # Communicator makes its GPU current.
         if runtime.getDevice() == self._ordinal:
@@ -93,7 +92,6 @@ class CudaSideStreams:
         return mark
 
     def wait_stream(self, stream: int, other: int) -> None:
-        """Let later work on ``stream`` wait for the work that the stream ``other`` has at this call."""
         if runtime.getDevice() == self._ordinal:
             self._wait_stream(stream, other)
         else:
@@ -111,17 +109,14 @@ class CudaSideStreams:
                 runtime.streamWaitEvent(stream, mark.ptr)
 
     def passed(self, mark: Mark) -> bool:
-        """Return whether the work before a mark is done."""
         with self._context.current():
             return is_over(driver.cuEventQuery, mark.ptr)
 
     def wait(self, mark: Mark) -> None:
-        """Block until the work before a mark is done."""
         with self._context.current():
             call(driver.cuEventSynchronize, mark.ptr)
 
     def follow(self, stream: int, mark: Mark) -> None:
-        """Let later work on ``stream`` wait for a mark."""
         if runtime.getDevice() == self._ordinal:
             runtime.streamWaitEvent(stream, mark.ptr)
         else:
@@ -129,7 +124,6 @@ class CudaSideStreams:
                 runtime.streamWaitEvent(stream, mark.ptr)
 
     def take(self, after: Mark | None = None) -> int:
-        """Return an idle stream that only the caller uses, until `give_back`. Its work follows the mark ``after``."""
         with self._lock, self._context.current():
             # Not a stream that is still at work, because its work may wait for a peer. Later work on the stream would
             # wait, too, and two ranks could wait for each other in a circle.
@@ -146,7 +140,6 @@ class CudaSideStreams:
         return stream
 
     def give_back(self, stream: int) -> None:
-        """Let `take` return the stream again after the work on it is done."""
         with self._lock:
             self._free.append(stream)
 

@@ -15,7 +15,7 @@ from mpicomm.devices.stream_threads import StreamThreads
 
 
 class StreamsOfGpu:
-    """The streams of GPU ``ordinal``, in the context that the backend holds."""
+    """The part of a `GpuBackend` for the streams of GPU ``ordinal``, in the context that the backend holds."""
 
     def __init__(self, ordinal: int, context: PrimaryContext) -> None:
         self._ordinal = ordinal
@@ -55,7 +55,6 @@ class StreamsOfGpu:
         return several and not self.is_capturing(stream)
 
     def is_capturing(self, stream: int) -> bool:
-        """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
         # This look is cheaper than a change of context, and the device is nearly always this device, because a new
         # Communicator makes its GPU current.
         if runtime.getDevice() == self._ordinal:

@@ -93,7 +93,7 @@ class Timeline:
 
 
 class StreamInterval:
-    """A part of a stream's work, from one event to another."""
+    """An `Interval` of a stream's work, from one event to another."""
 
     __slots__ = ("_timeline", "base", "start", "stop", "stream")
 
@@ -108,15 +108,10 @@ class StreamInterval:
         self.stop = stop
 
     def extend(self) -> None:
-        """Let the interval end after the work that the stream has at this call. Local, does not block."""
         with contextlib.suppress(HandleError), self._timeline.guarded():
             runtime.eventRecord(self.stop.ptr, self.stream)
 
     def times_ns(self) -> tuple[int, int] | None:
-        """Return begin and end of the interval, by the host's clock; None before its end. Local, does not block.
-
-        No further call follows after it has returned times. Raises `HandleError` if the device has failed.
-        """
         with self._timeline.guarded():
             if not is_over(driver.cuEventQuery, self.stop.ptr):
                 return None

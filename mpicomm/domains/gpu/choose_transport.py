@@ -10,6 +10,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.cuda_aware import query_cuda_aware
 from mpicomm.devices.base import GpuBackend
 from mpicomm.domains.gpu.mapped_transport import MappedTransport
+from mpicomm.domains.gpu.nccl_transport import NcclTransport, require_possible
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import Transfers
 from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
@@ -54,11 +55,38 @@ def choose_transport(
     if len(set(requests)) > 1:
         said = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(requests))
         raise InvalidUsageError(f"MPICOMM_INTERNODE differs between ranks: {said}; set the same on all")
+
+    def mapped() -> Transport:
+        if channels is None:
+            raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
+        return MappedTransport(channels(), backend)
+
+    def nccl() -> Transport:
+        group.agree("engine nccl", lambda: require_possible(uuids))
+        made: list[NcclTransport] = []
+        try:
+            group.agree("engine nccl: start", lambda: made.append(NcclTransport(group, backend, on_failure)))
+        except BaseException:
+            for transport in made:  # it started on this rank, and failed on another rank
+                transport.abort()
+            raise
+        return made[0]
+
+    def cuda_aware() -> Transport:
+        group.agree("engine mpi", _require_cuda_aware)
+        return CudaAwareTransport(transfers, backend)
+
+    opens: dict[str, Callable[[], Transport]] = {
+        "mapped": mapped,
+        "nccl": nccl,
+        "mpi": cuda_aware,
+        "pinned": lambda: PinnedTransport(transfers, backend),
+    }
     request = requests[0]
     rejected: dict[str, str] = {}
     for name in environment.INTERNODE if request == "auto" else [request]:
         try:
-            transport = _open(name, group, transfers, backend, uuids, channels, on_failure)
+            transport = opens[name]()
         except MpicommError as error:
             if group.broken is not None:
                 raise
@@ -69,46 +97,6 @@ def choose_transport(
             _announce(group, transport, rejected)
             return TransportChoice(transport, rejected)
     raise AssertionError("the engine pinned works everywhere")
-
-
-def _open(
-    name: str,
-    group: Group,
-    transfers: Transfers,
-    backend: GpuBackend,
-    uuids: tuple[bytes, ...],
-    channels: Callable[[], MappedChannels] | None,
-    on_failure: Callable[[Failure], None],
-) -> Transport:
-    if name == "mapped":
-        if channels is None:
-            raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
-        return MappedTransport(channels(), backend)
-    if name == "pinned":
-        return PinnedTransport(transfers, backend)
-    if name == "mpi":
-        group.agree("engine mpi", _require_cuda_aware)
-        return CudaAwareTransport(transfers, backend)
-    # Only this transport needs NCCL, because NCCL imports a library of hundreds of MB.
-    from mpicomm.domains.gpu.nccl_library import load, require_possible
-    from mpicomm.domains.gpu.nccl_transport import NcclTransport
-
-    def require() -> None:
-        try:
-            load()
-        except ImportError as error:
-            raise BackendUnavailableError(f'{error}: pip install -e ".[nccl]"') from error
-        require_possible(uuids)
-
-    group.agree("engine nccl", require)
-    made: list[NcclTransport] = []
-    try:
-        group.agree("engine nccl: start", lambda: made.append(NcclTransport(group, backend, on_failure)))
-    except BaseException:
-        for transport in made:  # it started on this rank, and failed on another rank
-            transport.abort()
-        raise
-    return made[0]
 
 
 def _require_cuda_aware() -> None:

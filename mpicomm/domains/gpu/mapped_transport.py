@@ -14,7 +14,7 @@ from mpicomm.errors import MpicommError
 
 
 class MappedTransport:
-    """The transport for ranks of one node, which map each other's memory. Construction is local."""
+    """The `Transport` for ranks of one node, which map each other's memory. Construction is local."""
 
     name: Name = "mapped"
     capturable = True
@@ -47,7 +47,6 @@ class MappedTransport:
         """Do nothing, because waits for signals have a deadline."""
 
     def close(self) -> None:
-        """See `Transport`."""
         with self._backend.current():
             self._out.close()
             self._into.close()

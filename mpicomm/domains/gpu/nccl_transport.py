@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.devices.cuda.local_event import LocalEvent
-from mpicomm.domains.gpu import nccl_library
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.domains.transport import Name
-from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
+from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
+
+T = TypeVar("T")
 
 _LOOK_S = 0.05  # the time between two looks of the watch at the work in flight
 _LOOK_AT_ERRORS_S = 0.5
@@ -34,7 +38,7 @@ class _Watched:
 
 
 class NcclTransport:
-    """Sends and receives of one NCCL communicator. Construction is collective over ``group``.
+    """The `Transport` by sends and receives of one NCCL communicator. Construction is collective over ``group``.
 
     NCCL's kernels wait for their peers without a limit. So a thread watches the network steps. It acts if a step takes
     longer than ``timeout_s`` from its begin on the stream, or if NCCL reports that a peer is gone. Then it aborts the
@@ -54,15 +58,14 @@ class NcclTransport:
         self._backend = backend
         self._timeout_s = group.timeout_s
         self._on_failure = on_failure
-        library = nccl_library.load()
-        ids = group.exchange("NCCL: id", lambda: library.unique_id() if group.rank == 0 else b"")
+        ids = group.exchange("NCCL: id", lambda: nccl.unique_id() if group.rank == 0 else b"")
 
-        def create() -> nccl_library.NcclCommunicator:
+        def create() -> nccl.NcclCommunicator:
             with backend.current():
-                return library.create(group.size, ids[0], group.rank)
+                return nccl.NcclCommunicator(group.size, ids[0], group.rank)
 
         # `bounded`, because NCCL waits without a limit for ranks that do not come.
-        self._nccl = nccl_library.bounded(create, group.timeout_s, "NCCL: not all ranks came to create a communicator")
+        self._nccl = bounded(create, group.timeout_s, "NCCL: not all ranks came to create a communicator")
         self._peers: set[int] = set()
         self._lock = threading.Lock()
         self._failed = False
@@ -95,7 +98,7 @@ class NcclTransport:
                 exchange()
             else:
                 what = f"{call}: not all of the ranks {', '.join(map(str, ranks))} came to connect"
-                nccl_library.bounded(exchange, self._timeout_s, what)
+                bounded(exchange, self._timeout_s, what)
                 self._peers.update(ranks)
         end = side.mark(beside)
         if not capturing:
@@ -115,7 +118,6 @@ class NcclTransport:
         self.close()
 
     def close(self) -> None:
-        """See `Transport`."""
         self._stop_watching()
         if not self._failed:
             self._nccl.destroy()
@@ -179,3 +181,39 @@ def _plain(messages: tuple[NetworkMessage, ...]) -> list[tuple[int, int, int]]:
 
 
 def _nothing() -> None: ...
+
+
+def require_possible(uuids: Sequence[bytes]) -> None:
+    """Raise `BackendUnavailableError` if there is no NCCL, or if it refuses ranks because two have the same GPU."""
+    reason = nccl.missing()
+    if reason is not None:
+        raise BackendUnavailableError(f"NCCL is {reason}")
+    if len(set(uuids)) < len(uuids) and "NCCL_HOSTID" not in os.environ:
+        raise BackendUnavailableError(
+            "ranks share a GPU, which NCCL refuses: start one rank for each GPU, or give each rank another NCCL_HOSTID"
+        )
+
+
+def bounded(act: Callable[[], T], timeout_s: float, what: str) -> T:
+    """Return the result of ``act``, which another thread calls. Raises `CollectiveTimeoutError` when time is up.
+
+    NCCL offers no other way out of a call that waits for a peer. The thread stays in the call, and ends with the
+    process.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="mpicomm-nccl-call", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise CollectiveTimeoutError(f"{what} within {timeout_s:g} s")
+    if errors:
+        raise HandleError(f"NCCL: {errors[0]}") from errors[0]
+    return results[0]

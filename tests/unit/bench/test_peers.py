@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mpicomm.bench.peers import nccl_library, nccl_symmetric, nvshmem_host, torch_symmetric
+from mpicomm.bench.peers import nccl_symmetric, nvshmem_host, torch_symmetric
+from mpicomm.devices.cuda import nccl
 
 
 @pytest.fixture(params=[12, 13])
@@ -22,18 +23,17 @@ def major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def test_packages_fit_the_cuda_in_use(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_library, "_path", lambda: "libnccl-of-nowhere.so")
-    nccl_library.load.cache_clear()
-    for module in (nccl_library, nccl_symmetric):
-        assert str(module.missing()).endswith(f": pip install nvidia-nccl-cu{major}")
+    monkeypatch.setattr(nccl, "_path", lambda: "libnccl-of-nowhere.so")
+    nccl.load.cache_clear()
+    assert str(nccl_symmetric.missing()).endswith(f": pip install nvidia-nccl-cu{major}")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert nvshmem_host.missing() == f"not installed: pip install nvshmem4py-cu{major}"
 
 
 def test_a_nccl_without_windows_is_too_old(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_library, "missing", lambda: None)
-    monkeypatch.setattr(nccl_library, "has", lambda name: False)
-    monkeypatch.setattr(nccl_library, "version", lambda: "2.26.5")
+    monkeypatch.setattr(nccl, "missing", lambda: None)
+    monkeypatch.setattr(nccl, "has", lambda name: False)
+    monkeypatch.setattr(nccl, "version", lambda: "2.26.5")
     reason = f"NCCL 2.26.5 has no symmetric windows: pip install 'nvidia-nccl-cu{major}>=2.27'"
     assert nccl_symmetric.missing() == reason
 

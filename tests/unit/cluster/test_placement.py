@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.cluster import placement
 from mpicomm.cluster.agreement import Group, group_by_node
-from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parse_cpulist, parts_of
+from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parts_of
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda import driver as cuda_driver
 from mpicomm.devices.host import NO_DEVICE, HostBackend
@@ -309,31 +309,6 @@ def test_the_cpu_has_the_host_backend() -> None:
     backend = Placement([place(device="cpu")], 0).create_backend()
     assert isinstance(backend, HostBackend)
     assert backend.device == "cpu"
-
-
-# ---- parse_cpulist
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"),
-    [
-        ("", set()),
-        ("\n", set()),
-        ("5", {5}),
-        ("0-3,8\n", {0, 1, 2, 3, 8}),
-        ("0,2,4-4", {0, 2, 4}),
-        ("9-11,127", {9, 10, 11, 127}),
-    ],
-)
-def test_cpulists(text: str, cores: set[int]) -> None:
-    assert parse_cpulist(text) == cores
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 9))))
-def test_cpulists_of_any_ranges(ranges: list[tuple[int, int]]) -> None:
-    text = ",".join(f"{first}-{first + more}" if more else f"{first}" for first, more in ranges)
-    assert parse_cpulist(text) == {core for first, more in ranges for core in range(first, first + more + 1)}
 
 
 # ---- groups of ranks

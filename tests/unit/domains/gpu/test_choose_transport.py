@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +23,8 @@ Choose = Callable[[Callable[[], Any] | None], Any]
 def choose(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Choose:
     """Choose for one rank, without NCCL, and with an MPI that takes no device pointers."""
     monkeypatch.delenv("MPICOMM_INTERNODE", raising=False)
-    for name in ("nccl", "nccl.core", "cupy.cuda.nccl"):
-        monkeypatch.setitem(sys.modules, name, None)
+    nccl = importlib.import_module("mpicomm.devices.cuda.nccl")
+    monkeypatch.setattr(nccl, "missing", lambda: "not installed: pip install nvidia-nccl-cu13")
     module = importlib.import_module("mpicomm.domains.gpu.choose_transport")
     backend: Any = SimpleNamespace(current=contextlib.nullcontext, side_streams=SimpleNamespace(take=lambda: 1))
     transfers: Any = None
@@ -44,7 +43,7 @@ def test_other_engines_follow_on_several_nodes(choose: Choose) -> None:
     assert choice.transport.name == "pinned"
     assert list(choice.rejected) == ["mapped", "nccl", "mpi"]
     assert "the ranks are on several nodes" in choice.rejected["mapped"]
-    assert 'pip install -e ".[nccl]"' in choice.rejected["nccl"]
+    assert "pip install nvidia-nccl-cu13" in choice.rejected["nccl"]
 
 
 def test_other_engines_follow_if_memory_cannot_be_mapped(choose: Choose) -> None:
@@ -79,15 +78,16 @@ def test_nccl_is_aborted_if_another_rank_could_not_start_it(cuda: FakeCuda, monk
             if step == "engine nccl: start":
                 raise HandleError("rank 1 could not start NCCL")
 
-    choose, transport, library = (
-        importlib.import_module(f"mpicomm.domains.gpu.{name}")
-        for name in ("choose_transport", "nccl_transport", "nccl_library")
+    choose, transport, nccl = (
+        importlib.import_module(f"mpicomm.{name}")
+        for name in ("domains.gpu.choose_transport", "domains.gpu.nccl_transport", "devices.cuda.nccl")
     )
     calls: list[str] = []
     comm = SimpleNamespace(abort=lambda: calls.append("abort"), destroy=lambda: calls.append("destroy"))
-    nccl = SimpleNamespace(unique_id=lambda: b"", create=lambda size, unique_id, rank: comm)
     monkeypatch.setenv("MPICOMM_INTERNODE", "nccl")
-    monkeypatch.setattr(library, "load", lambda: nccl)
+    monkeypatch.setattr(nccl, "missing", lambda: None)
+    monkeypatch.setattr(nccl, "unique_id", lambda: b"")
+    monkeypatch.setattr(nccl, "NcclCommunicator", lambda size, unique_id, rank: comm)
     monkeypatch.setattr(transport, "BesideStream", lambda: SimpleNamespace(close=lambda: None))
     backend: Any = SimpleNamespace(current=contextlib.nullcontext, prepare_thread=lambda: None)
     group, transfers = AnotherRankFails(MPI.COMM_SELF, [0], 5.0), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
@@ -20,13 +21,7 @@ PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
 class ChunkLink(ctypes.Structure):
     """The host's copy of ``Link`` in exchange.cu: the message to, or from, one rank."""
 
-    _fields_ = [
-        ("pointer", ctypes.c_uint64),
-        ("nbytes", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64),
-        ("tag", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-    ]
+    _fields_ = [*u64("pointer", "nbytes", "stride"), *u32("tag", "unused")]
 
 
 class ExchangeArguments(ctypes.Structure):
@@ -36,15 +31,10 @@ class ExchangeArguments(ctypes.Structure):
         ("team", Team),
         ("sends", ChunkLink * MAX_RANKS),
         ("receives", ChunkLink * MAX_RANKS),
-        ("own", ctypes.c_uint64),
-        ("output", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("credits", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
+        *u64("own", "output", "counts", "credits", "flags"),
         ("slots", ctypes.c_uint64 * MAX_RANKS),
-        ("slot_nbytes", ctypes.c_uint64),
-        ("channels", ctypes.c_uint32),
-        ("num_sources", ctypes.c_uint32),
+        *u64("slot_nbytes"),
+        *u32("channels", "num_sources"),
         ("sources", ctypes.c_uint32 * MAX_RANKS),
     ]
 

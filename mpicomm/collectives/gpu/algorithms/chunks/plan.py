@@ -21,21 +21,17 @@ class ChunkedOneShot(Algorithm):
     name = "one_shot"
 
     def serves(self, operation: Operation) -> bool:
-        """See `Algorithm`."""
         return True
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        """See `Algorithm`."""
         return (slots_of(node.arena.layout),) if call.one_shot.longest_nbytes else ()
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        """See `Algorithm`."""
         if call.one_shot.longest_nbytes:
             yield from _launched(call, node, [call.one_shot])
             yield from moved(call.one_shot)
 
     def template(self, form: Form, node: Node) -> Template | None:
-        """See `Algorithm`."""
         return ChunkCalls(form, node) if form.is_even else None
 
 
@@ -46,19 +42,15 @@ class Ring(Algorithm):
     in_rank_order = False
 
     def serves(self, operation: Operation) -> bool:
-        """See `Algorithm`."""
         return operation.ring is not None
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
-        """See `Algorithm`."""
         return ring_refusal(call.buffers.op)
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        """See `Algorithm`."""
         return (slots_of(node.arena.layout),)
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        """See `Algorithm`."""
         assert call.operation.ring is not None
         return _launched(call, node, call.operation.ring(call.buffers))
 

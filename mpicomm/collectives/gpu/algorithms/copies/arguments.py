@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.kernels.variant import Variant
@@ -17,13 +18,7 @@ REDUCTION_THREADS = 512  # kReductionThreads in local_reduction.cu; a test compa
 class LocalReductionArguments(ctypes.Structure):
     """The host's copy of ``LocalReduction`` in local_reduction.cu."""
 
-    _fields_ = [
-        ("sources", ctypes.c_uint64 * MAX_RANKS),
-        ("output", ctypes.c_uint64),
-        ("nbytes", ctypes.c_uint64),
-        ("num_sources", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-    ]
+    _fields_ = [("sources", ctypes.c_uint64 * MAX_RANKS), *u64("output", "nbytes"), *u32("num_sources", "unused")]
 
 
 def local_reduction_kernel(reduction: tuple[str, str]) -> Variant:

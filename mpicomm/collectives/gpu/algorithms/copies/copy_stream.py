@@ -5,7 +5,7 @@ from __future__ import annotations
 from cupy.cuda import runtime
 
 from mpicomm.collectives.gpu.algorithms.steps import Copy
-from mpicomm.devices.cuda.forked_stream import ForkedStream
+from mpicomm.devices.cuda.beside_stream import ForkedStream
 from mpicomm.devices.cuda.stream_order import Enqueue
 
 

@@ -81,16 +81,13 @@ class CopyEngines(Algorithm):
     into_memory = True
 
     def serves(self, operation: Operation) -> bool:
-        """See `Algorithm`."""
         return bool(operation.copies)
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        """See `Algorithm`."""
         nbytes = _copying(call, node).staging_nbytes
         return (_request(nbytes),) if nbytes else ()
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        """See `Algorithm`."""
         template, barriers = DirectTemplate.of(node), 0  # counted, because ranks without a part have fewer steps
         for action in _actions(call, node):
             if isinstance(action, Barrier):

@@ -20,15 +20,12 @@ class IntoMemory(Algorithm):
     into_memory = True
 
     def serves(self, operation: Operation) -> bool:
-        """See `Algorithm`."""
         return operation.into_all and not operation.reduces
 
     def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
-        """See `Algorithm`."""
         return (int(most_copied_nbytes(form.operation, node)) + 1, inf) if symmetric else None
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
-        """See `Algorithm`."""
         if call.memory is None:
             return "the output is not symmetric memory on all ranks"
         if node.size == 1:
@@ -37,13 +34,11 @@ class IntoMemory(Algorithm):
         return None if call.one_shot.longest_nbytes > most_copied else "packets are faster for so few bytes"
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        """See `Algorithm`."""
         assert call.memory is not None
         exchange, tag = call.one_shot, call.tag(into_memory=True)
         yield DirectTemplate.of(node).launch(exchange, call.memory, tag, nbytes=exchange.longest_nbytes)
 
     def template(self, form: Form, node: Node) -> Template | None:
-        """See `Algorithm`."""
         return DirectCalls(form, node)
 
 

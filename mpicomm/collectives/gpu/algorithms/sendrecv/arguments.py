@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
@@ -22,15 +23,7 @@ SENDRECV_SLOT_NBYTES = 64 * 1024
 class SendrecvSide(ctypes.Structure):
     """The host's copy of ``Side`` in sendrecv.cu: a message that this rank sends or receives."""
 
-    _fields_ = [
-        ("pointer", ctypes.c_uint64),
-        ("nbytes", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64),
-        ("peer", ctypes.c_uint32),
-        ("blocks", ctypes.c_uint32),
-        ("tag", ctypes.c_uint32),
-        ("mask", ctypes.c_uint32),
-    ]
+    _fields_ = [*u64("pointer", "nbytes", "stride"), *u32("peer", "blocks", "tag", "mask")]
 
 
 class SendrecvArguments(ctypes.Structure):
@@ -41,11 +34,8 @@ class SendrecvArguments(ctypes.Structure):
         ("sent", SendrecvSide),
         ("received", SendrecvSide),
         ("memory", ctypes.c_uint64 * MAX_RANKS),
-        ("credits", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("slots", ctypes.c_uint64),
-        ("channels", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        *u64("credits", "flags", "slots"),
+        *u32("channels", "unused"),
     ]
 
 

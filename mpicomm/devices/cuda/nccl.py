@@ -1,50 +1,36 @@
-"""NCCL's C functions that the bench calls, from the library of PyTorch, of a CUDA package, or of the system."""
+"""NCCL's C functions, from the library of PyTorch, of a CUDA package, of CuPy, or of the system."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mpicomm.bench.peers.base import cuda_major
+from mpicomm.devices.cuda.driver import cuda_major
 
 _pointer, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-UNIQUE_ID_NBYTES = 128
-COLLECTIVE_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
-
-_TYPES = (
-    *("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"),
-    *("float8_e4m3fn", "float8_e5m2"),
-)
-COLLECTIVES = {
-    "allreduce": "ncclAllReduce",
-    "reduce_scatter": "ncclReduceScatter",
-    "allgather": "ncclAllGather",
-    "bcast": "ncclBroadcast",
-    "reduce": "ncclReduce",
-    "gather": "ncclGather",
-    "scatter": "ncclScatter",
-    "alltoall": "ncclAlltoAll",
-}
-"""The functions by the bench's names of the operations. An older library lacks the last three functions."""
-OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+_BYTES = 1  # ncclUint8
+_NO_ERRORS = (0, 7)  # ncclSuccess and ncclInProgress
 
 
 class UniqueId(ctypes.Structure):
     """ncclUniqueId, passed by value."""
 
-    _fields_ = [("internal", ctypes.c_byte * UNIQUE_ID_NBYTES)]
+    _fields_ = [("internal", ctypes.c_byte * 128)]
 
 
+_TEXTS: dict[str, list[Any]] = {"ncclGetErrorString": [_int], "ncclGetLastError": [_pointer]}
 _SIGNATURES: dict[str, list[Any]] = {
     "ncclGetVersion": [_pointer],
     "ncclGetUniqueId": [_pointer],
     "ncclCommInitRank": [_pointer, _int, UniqueId, _int],
     "ncclCommDestroy": [_pointer],
+    "ncclCommAbort": [_pointer],
+    "ncclCommGetAsyncError": [_pointer, _pointer],
     "ncclGroupStart": [],
     "ncclGroupEnd": [],
     "ncclAllReduce": [_pointer, _pointer, _size, _int, _int, _pointer, _pointer],
@@ -70,12 +56,10 @@ _NEWER: dict[str, list[Any]] = {  # since NCCL 2.27 and 2.28
 def load() -> Any:
     """Return the library. Raises OSError if there is none."""
     library = ctypes.CDLL(_path())
-    library.ncclGetErrorString.argtypes = [_int]
-    library.ncclGetErrorString.restype = ctypes.c_char_p
-    for name, arguments in {**_SIGNATURES, **_NEWER}.items():
-        if name in _SIGNATURES or hasattr(library, name):
+    for name, arguments in {**_SIGNATURES, **_NEWER, **_TEXTS}.items():
+        if name not in _NEWER or hasattr(library, name):
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, _int
+            function.argtypes, function.restype = arguments, ctypes.c_char_p if name in _TEXTS else _int
     return library
 
 
@@ -88,6 +72,8 @@ def _path() -> str:
         path = Path(folder) / "lib" / "libnccl.so.2"
         if path.exists():
             return str(path)
+    with suppress(ImportError):
+        importlib.import_module("cupy.cuda.nccl")  # loads a library that only CuPy knows
     return "libnccl.so.2"
 
 
@@ -130,6 +116,39 @@ def unique_id() -> bytes:
     return bytes(value)
 
 
-def type_of(dtype: np.dtype[Any]) -> int | None:
-    """Return NCCL's number of an element type, or None if it has none."""
-    return _TYPES.index(dtype.name) if dtype.name in _TYPES else None
+class NcclCommunicator:
+    """A communicator of NCCL. Construction blocks until all ranks have come. The device must be current.
+
+    Other calls may block until a peer comes, too.
+    """
+
+    def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
+        self.handle = ctypes.c_void_p()
+        identity = UniqueId.from_buffer_copy(unique_id)
+        call("ncclCommInitRank", ctypes.byref(self.handle), size, identity, rank)
+
+    def exchange(
+        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
+    ) -> None:
+        """Enqueue sends and receives of bytes, each (peer, pointer, nbytes), as one group."""
+        call("ncclGroupStart")
+        try:
+            for name, messages in (("ncclSend", sends), ("ncclRecv", receives)):
+                for peer, pointer, nbytes in messages:
+                    call(name, pointer, nbytes, _BYTES, peer, self.handle, stream)
+        finally:  # in an open group NCCL only collects the calls of this thread
+            call("ncclGroupEnd")
+
+    def problem(self) -> str:
+        """Return the error of work that was enqueued, or "". It does not block."""
+        status = ctypes.c_int()
+        call("ncclCommGetAsyncError", self.handle, ctypes.byref(status))
+        return "" if status.value in _NO_ERRORS else str(load().ncclGetLastError(self.handle).decode())
+
+    def abort(self) -> None:
+        """End all work that is enqueued, even if a peer does not come, and destroy the communicator."""
+        call("ncclCommAbort", self.handle)
+
+    def destroy(self) -> None:
+        """Destroy the communicator; its work must be over."""
+        call("ncclCommDestroy", self.handle)
