@@ -41,7 +41,7 @@ def test_each_command_answers_help_and_writes_nothing(tmp_path: Path) -> None:
 def test_each_program_answers_help_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(PROGRAMS) > 15
     monkeypatch.chdir(tmp_path)
-    job, ended = run_in_turn(1, *([program, "--help"] for program in PROGRAMS))
+    job, ended = run_in_turn(1, *((program, "--help") for program in PROGRAMS))
     assert (job.returncode, job.stderr) == (0, "")
     for program, (said, code) in zip(PROGRAMS, ended, strict=True):
         assert code == 0, program
