@@ -42,6 +42,7 @@ def main() -> None:
 
     for program in json.loads(sys.argv[1]):
         sys.argv, code = program, 0
+        sys.path[0] = str(Path(program[0]).parent)  # as Python does, so that a program finds the files beside it
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:

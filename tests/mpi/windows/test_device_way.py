@@ -2,85 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, KernelCompileError
-from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
 from mpicomm.devices.host_memory import HostSegment
-from mpicomm.session import Session
-from tests.helpers.fakes.message_devices import DeviceArray
-from tests.helpers.fakes.window_devices import WindowDevice
-from tests.helpers.rigs.communicators import communicator
-
-COUNT = 40
-
-
-class Rig:
-    """A window of int64 on every rank, whose parts hold -1."""
-
-    def __init__(self, comm: mpicomm.Communicator, device: WindowDevice, dtype: Any) -> None:
-        self.comm, self.device, self.dtype = comm, device, np.dtype(dtype)
-        self.rank, self.size = comm.rank, comm.size
-        self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        nbytes = COUNT * self.dtype.itemsize
-        self.win = mpicomm.Win.Allocate(nbytes, self.dtype.itemsize, MPI.INFO_NULL, comm)
-        self.part = self.win.tomemory().view(self.dtype)
-        self.part[:] = -1
-        MPI.Intracomm.Barrier(comm)
-
-    def of(self, values: Any, dtype: Any = None) -> DeviceArray:
-        return DeviceArray(self.device, np.array(values, self.dtype if dtype is None else dtype))
-
-    def mine(self) -> list[Any]:
-        """Return this rank's part after all work of the device."""
-        self.device.synchronize()
-        self.device.check()
-        found: list[Any] = self.part.tolist()
-        return found
-
-    def barrier(self) -> None:
-        """Wait for the work of all ranks."""
-        self.device.synchronize()
-        MPI.Intracomm.Barrier(self.comm)
-
-
-@contextlib.contextmanager
-def rig_of(
-    dtype: Any = np.int64, *, timeout_s: float = 20, atomics: Callable[[int], bool] = lambda rank: True
-) -> Iterator[Rig]:
-    with communicator("cpu") as parent:
-        comm = parent.Dup()
-        was = comm._session.placement
-        device = WindowDevice(comm.rank, timeout_s)
-        placement = Placement([replace(place, device=0, handle="ipc") for place in was.places], was.rank)
-        session = Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device))
-        session.links = lambda: tuple(  # type: ignore[method-assign]
-            Link("PCIe" if not atomics(rank) else "NVLink", native_atomics=atomics(rank)) for rank in range(comm.size)
-        )
-        comm._begin(session)
-        rig = Rig(comm, device, dtype)
-        yield rig
-        if device.missed is None:
-            rig.barrier()
-            rig.win.Free()
-        comm.Free()
-        assert device.closed
+from tests.helpers.rigs.window_rigs import COUNT, placed, window_rig
 
 
 def spread(count: int, datatype: MPI.Datatype = MPI.INT64_T) -> MPI.Datatype:
@@ -88,7 +26,7 @@ def spread(count: int, datatype: MPI.Datatype = MPI.INT64_T) -> MPI.Datatype:
 
 
 def test_data_goes_around_in_the_order_of_streams() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win = rig.win
         win.Fence()
         for turn in range(10):
@@ -104,7 +42,7 @@ def test_data_goes_around_in_the_order_of_streams() -> None:
 
 
 def test_synchronisations_follow_accesses_on_other_streams_and_precede_them() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win, late, seen = rig.win, rig.of([7]), rig.of([0])
         win.Fence(stream=2)
         rig.device.enqueue(1, lambda: time.sleep(0.1))
@@ -125,7 +63,7 @@ def test_synchronisations_follow_accesses_on_other_streams_and_precede_them() ->
 
 @pytest.mark.parametrize("of_host", [False, True])
 def test_derived_datatypes_and_host_arrays_go_through_scratch_memory(of_host: bool) -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         make: Any = (lambda values: np.array(values, np.int64)) if of_host else rig.of
         win, three = rig.win, spread(3)
         given, seen = make(np.arange(8)), make(np.zeros(8))
@@ -146,7 +84,7 @@ def test_derived_datatypes_and_host_arrays_go_through_scratch_memory(of_host: bo
 
 
 def test_groups_wait_and_test() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win = rig.win
         everyone = win.Get_group()
         right, left = everyone.Incl([rig.right]), everyone.Incl([rig.left])
@@ -166,7 +104,7 @@ def test_groups_wait_and_test() -> None:
 
 
 def test_test_sees_a_complete_whose_device_is_busy() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win, everyone = rig.win, rig.win.Get_group()
         right, left = everyone.Incl([rig.right]), everyone.Incl([rig.left])
         for turn in range(3):
@@ -188,7 +126,7 @@ def test_test_sees_a_complete_whose_device_is_busy() -> None:
 
 
 def test_locks_keep_other_ranks_out() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win, number = rig.win, rig.of([0])
         for turn in range(8):
             win.Lock(0, stream=turn % 2)
@@ -207,16 +145,9 @@ def test_locks_keep_other_ranks_out() -> None:
         assert rig.mine()[1] == 5
 
 
-def placed(rig: Rig, values: npt.NDArray[Any]) -> Any:
-    """Return a device buffer that does not begin at a multiple of its elements' size."""
-    holder = DeviceArray(rig.device, np.zeros(values.nbytes + 1, np.uint8))
-    holder.memory[1:] = values.view(np.uint8)
-    return MPI.memory.fromaddress(holder.memory.ctypes.data + 1, values.nbytes), holder
-
-
 @pytest.mark.parametrize("origin", ["device", "host", "misaligned"])
 def test_accumulates_combine_and_fetch(origin: str) -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win, values = rig.win, np.arange(4) + 10
         holder: Any = None
         given: Any = values if origin == "host" else rig.of(values)
@@ -240,7 +171,7 @@ def test_accumulates_combine_and_fetch(origin: str) -> None:
 
 @pytest.mark.parametrize("of_host", [False, True])
 def test_accumulates_take_derived_datatypes(of_host: bool) -> None:
-    with rig_of(np.float32) as rig:
+    with window_rig(np.float32) as rig:
         win, three = rig.win, spread(3, MPI.FLOAT)
         numbers = np.arange(6, dtype=np.float32)
         given: Any = numbers if of_host else rig.of(numbers)
@@ -260,7 +191,7 @@ def test_accumulates_take_derived_datatypes(of_host: bool) -> None:
 
 @pytest.mark.parametrize("of_host", [False, True])
 def test_numbers_are_fetched_and_swapped(of_host: bool) -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         make: Any = (lambda value: np.array([value])) if of_host else (lambda value: rig.of([value]))
         win, before = rig.win, [make(0) for _ in range(5)]
         win.Lock_all()
@@ -281,7 +212,7 @@ def test_numbers_are_fetched_and_swapped(of_host: bool) -> None:
 
 
 def test_requests_are_done_with_their_work() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         rig.win.Lock(rig.rank)
         requests = [rig.win.Rput(rig.of([each]), rig.rank, each, stream=each) for each in range(4)]
         requests.append(rig.win.Raccumulate(rig.of([6]), rig.rank, 8))
@@ -291,7 +222,7 @@ def test_requests_are_done_with_their_work() -> None:
 
 
 def test_graphs_take_device_arrays_and_refuse_copies_to_the_host() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         rig.win.Fence()
         rig.device.capturing = True
         rig.win.Put(rig.of([4]), rig.rank, 1, stream=5)
@@ -303,7 +234,7 @@ def test_graphs_take_device_arrays_and_refuse_copies_to_the_host() -> None:
 
 
 def test_elements_that_kernels_cannot_update_are_refused() -> None:
-    with rig_of(np.float32) as rig:
+    with window_rig(np.float32) as rig:
         win = rig.win
         win.Fence()
         with pytest.raises(InvalidUsageError, match="do not lie at multiples of 8 bytes"):
@@ -322,7 +253,7 @@ def test_elements_that_kernels_cannot_update_are_refused() -> None:
 
 
 def test_links_without_atomics_carry_puts_and_refuse_accumulates_and_locks() -> None:
-    with rig_of(atomics=lambda rank: False) as rig:
+    with window_rig(atomics=lambda rank: False) as rig:
         win = rig.win
         win.Fence()
         win.Put(rig.of([3]), rig.right)
@@ -344,7 +275,7 @@ def test_links_without_atomics_carry_puts_and_refuse_accumulates_and_locks() -> 
 
 @pytest.mark.mpi(min_size=2)
 def test_kernels_that_do_not_load_on_one_rank_make_no_window() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         load = rig.device.load
 
         def fail(variant: Any) -> object:
@@ -359,7 +290,7 @@ def test_kernels_that_do_not_load_on_one_rank_make_no_window() -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_memory_of_two_kinds_is_refused_on_all_ranks() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         memory: Any = rig.of([1, 2]) if rig.rank == 0 else np.zeros(2, np.int64)
         with pytest.raises(InvalidUsageError, match="memory is device memory on rank 0 and host memory on rank"):
             mpicomm.Win.Create(memory, 8, MPI.INFO_NULL, rig.comm)
@@ -380,7 +311,7 @@ def test_memory_of_two_kinds_is_refused_on_all_ranks() -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_rank_that_does_not_come_fails_the_device() -> None:
-    with rig_of(timeout_s=0.3) as rig:
+    with window_rig(timeout_s=0.3) as rig:
         if rig.rank == 1:
             rig.win.Fence()
             rig.device.synchronize()
@@ -392,7 +323,7 @@ def test_rank_that_does_not_come_fails_the_device() -> None:
 
 def test_memory_that_only_a_message_hands_over_cannot_be_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual memory of a GPU has descriptors, which open only in a process to which a message has carried them."""
-    with rig_of() as rig:
+    with window_rig() as rig:
         win = mpicomm.Win.Create_dynamic(comm=rig.comm)
         descriptors, attached = [Descriptor.of(os.memfd_create, "virtual")], rig.of([1, 2])
         segment = HostSegment(attached.memory.view(np.uint8))

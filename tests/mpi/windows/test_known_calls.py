@@ -10,11 +10,11 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from tests.mpi.windows.test_device_way import COUNT, Rig, placed, rig_of
+from tests.helpers.rigs.window_rigs import COUNT, WindowRig, placed, window_rig
 
 
 def test_known_calls_take_other_addresses_counts_and_targets() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win = rig.win
         win.Fence()
         for turn, values in enumerate(([1], [2, 3], [4, 5, 6], [7])):
@@ -36,7 +36,7 @@ def test_known_calls_take_other_addresses_counts_and_targets() -> None:
 
 
 def test_known_calls_take_mpis_forms_of_buffers_and_targets() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win, seen = rig.win, rig.of([0, 0])
         win.Lock(rig.rank)
         for turn in range(3):
@@ -63,7 +63,7 @@ def test_known_calls_take_mpis_forms_of_buffers_and_targets() -> None:
 
 
 def test_known_updates_keep_operations_results_and_targets_apart() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win, before = rig.win, [rig.of([0] * count) for count in (1, 2, 1)]
         win.Lock(rig.rank)
         for _ in range(2):
@@ -79,7 +79,7 @@ def test_known_updates_keep_operations_results_and_targets_apart() -> None:
         assert sums == 3  # a launch for each operation, however many calls
 
 
-def known_calls(rig: Rig) -> list[tuple[Callable[[Any, Any, Any], object], int]]:
+def known_calls(rig: WindowRig) -> list[tuple[Callable[[Any, Any, Any], object], int]]:
     """Return known calls of an origin, a result and a displacement, and the lengths of their buffers."""
     win, rank = rig.win, rig.rank
     calls: list[tuple[Callable[[Any, Any, Any], object], int]] = [
@@ -95,7 +95,7 @@ def known_calls(rig: Rig) -> list[tuple[Callable[[Any, Any, Any], object], int]]
 
 
 def test_known_calls_raise_the_errors_of_other_calls() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win = rig.win
         win.Lock(rig.rank)
         calls = known_calls(rig)
@@ -132,7 +132,7 @@ def test_known_calls_raise_the_errors_of_other_calls() -> None:
 
 
 def test_known_updates_leave_misaligned_elements_to_other_calls() -> None:
-    with rig_of(np.float32) as rig:
+    with window_rig(np.float32) as rig:
         win = rig.win
         win.Lock(rig.rank)
         for _ in range(2):
@@ -148,7 +148,7 @@ def test_known_updates_leave_misaligned_elements_to_other_calls() -> None:
 
 
 def test_updates_that_repeat_are_made_ready_and_other_updates_come_between() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         win, one, before = rig.win, rig.of([1]), rig.of([0])
         win.Lock(rig.rank)
         for turn in range(30):
@@ -168,7 +168,7 @@ def test_updates_that_repeat_are_made_ready_and_other_updates_come_between() -> 
 
 
 def test_known_calls_are_captured() -> None:
-    with rig_of() as rig:
+    with window_rig() as rig:
         rig.win.Fence()
         x = rig.of([4])
         rig.win.Put(x, rig.rank, 1)

@@ -4,35 +4,46 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
+from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import ROOT, environment
 
 SCRIPTS = ROOT / "scripts"
-COMMANDS = [[str(path)] for path in SCRIPTS.iterdir() if path.is_file() and os.access(path, os.X_OK)]
-PROGRAMS = [
-    [sys.executable, str(path)] for path in SCRIPTS.rglob("*.py") if "argparse.ArgumentParser(" in path.read_text()
-]
+COMMANDS = [path for path in SCRIPTS.iterdir() if path.is_file() and os.access(path, os.X_OK)]
+PROGRAMS = [path for path in SCRIPTS.rglob("*.py") if "argparse.ArgumentParser(" in path.read_text()]
 
 
-def test_each_script_answers_help_and_writes_nothing(tmp_path: Path) -> None:
-    assert len(COMMANDS) == 5 and len(PROGRAMS) > 15
-    jobs = {
-        command[-1]: subprocess.Popen(
-            [*command, "--help"],
+def require_names_itself(script: Path, said: str) -> None:
+    name = script.relative_to(ROOT)
+    assert str(name) in said or name.stem in said, script
+
+
+def test_each_command_answers_help_and_writes_nothing(tmp_path: Path) -> None:
+    assert len(COMMANDS) == 5
+    for command in COMMANDS:
+        job = subprocess.run(
+            [command, "--help"],
             cwd=tmp_path,
             env=environment(),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
+            timeout=100,
         )
-        for command in (*COMMANDS, *PROGRAMS)
-    }
-    answers = {script: (*job.communicate(timeout=100), job.returncode) for script, job in jobs.items()}
-    for script, (said, complaint, code) in answers.items():
-        name = Path(script).relative_to(ROOT)
-        assert (code, complaint) == (0, ""), script
-        assert str(name) in said or name.stem in said, script
+        assert (job.returncode, job.stderr) == (0, ""), command
+        require_names_itself(command, job.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_program_answers_help_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(PROGRAMS) > 15
+    monkeypatch.chdir(tmp_path)
+    job, ended = run_in_turn(1, *((program, "--help") for program in PROGRAMS))
+    assert (job.returncode, job.stderr) == (0, "")
+    for program, (said, code) in zip(PROGRAMS, ended, strict=True):
+        assert code == 0, program
+        require_names_itself(program, said)
     assert list(tmp_path.iterdir()) == []

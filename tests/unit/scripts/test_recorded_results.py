@@ -38,13 +38,13 @@ def job(nprocs: int, *arguments: str, **variables: str) -> None:
 def test_rows_of_long_runs_share_a_table(project: Path) -> None:
     file = project / "scripts/results/soak-here.json"
     soak = ("-m", "mpi4py", str(ROOT / "scripts/testing/soak.py"), "--device=cpu", f"--json={file}")
-    job(2, *soak, "--communicators=100")
-    job(2, *soak, "--registrations=100")
+    job(2, *soak, "--communicators=20")
+    job(2, *soak, "--registrations=20")
     run(project, "scripts/testing/fuzz.py", "--packets=300", f"--json={file}")
     run(project, "scripts/testing/soak_deaths.py", "--device=cpu", "--trials=3", f"--json={file}")
     shown = tables(project).split("[soak-here.json]")[1].split("###")[0]
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| ")][2:]
-    assert [row[2] for row in rows] == ["100 communicators", "100 registrations", "300", "3"]
+    assert [row[2] for row in rows] == ["20 communicators", "20 registrations", "300", "3"]
     assert all("no wrong bit" in row[3] for row in rows[:2])
     assert "survivors raised after at most 0." in rows[3][3]
 

@@ -32,6 +32,10 @@ from tests.helpers.inputs.kernel_sources import INCLUDES
 from tests.helpers.references.reductions import SENTINELS
 
 
+# For a device newer than NVRTC the result is PTX. The compiler has checked all assertions by then.
+WITHOUT_ASSEMBLER = (99, 0)
+
+
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -216,7 +220,7 @@ def require_agreement(
         "-DMPICOMM_RESULT=float32",
         "-DMPICOMM_BY_TOKEN=true",
     )
-    compile_kernel(source, (9, 0), (*reduction, *options, *INCLUDES))
+    compile_kernel(source, WITHOUT_ASSEMBLER, (*reduction, *options, *INCLUDES))
 
 
 @pytest.mark.parametrize("steps", ["one", "few", "laps"])
@@ -230,7 +234,7 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
     source = tmp_path / "check.cu"
     # Without the kernel of packets.cu, because the compiler takes long for it.
     source.write_text(f'#include "packet_worker.cuh"\nstatic_assert(mpicomm::kWorkers == {workers});')
-    compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))
+    compile_kernel(source, WITHOUT_ASSEMBLER, (*variant.options, *INCLUDES))
     for dtype in ("bfloat16", "float32"):
         wire = packets.wire_options("int8", moves=False, codes_result=True)
         variant = packets.packet_kernel((dtype, "sum"), size, "sentinel", steps, fan_out=fan_out, wire=wire)
@@ -243,4 +247,4 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
         }
         lines = [f"static_assert(mpicomm::{name} == {value});" for name, value in constants.items()]
         source.write_text("\n".join(['#include "packet_worker.cuh"', *lines]))
-        compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))
+        compile_kernel(source, WITHOUT_ASSEMBLER, (*variant.options, *INCLUDES))

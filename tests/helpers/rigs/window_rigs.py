@@ -1,0 +1,81 @@
+"""Windows of GPUs on ranks whose devices are made of threads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.cluster.placement import Placement
+from mpicomm.devices.base import GpuBackend, Link
+from mpicomm.session import Session
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.fakes.window_devices import WindowDevice
+from tests.helpers.rigs.communicators import communicator
+
+COUNT = 40
+
+
+class WindowRig:
+    """A window of int64 on every rank, whose parts hold -1."""
+
+    def __init__(self, comm: mpicomm.Communicator, device: WindowDevice, dtype: Any) -> None:
+        self.comm, self.device, self.dtype = comm, device, np.dtype(dtype)
+        self.rank, self.size = comm.rank, comm.size
+        self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        nbytes = COUNT * self.dtype.itemsize
+        self.win = mpicomm.Win.Allocate(nbytes, self.dtype.itemsize, MPI.INFO_NULL, comm)
+        self.part = self.win.tomemory().view(self.dtype)
+        self.part[:] = -1
+        MPI.Intracomm.Barrier(comm)
+
+    def of(self, values: Any, dtype: Any = None) -> DeviceArray:
+        return DeviceArray(self.device, np.array(values, self.dtype if dtype is None else dtype))
+
+    def mine(self) -> list[Any]:
+        """Return this rank's part after all work of the device."""
+        self.device.synchronize()
+        self.device.check()
+        found: list[Any] = self.part.tolist()
+        return found
+
+    def barrier(self) -> None:
+        """Wait for the work of all ranks."""
+        self.device.synchronize()
+        MPI.Intracomm.Barrier(self.comm)
+
+
+@contextlib.contextmanager
+def window_rig(
+    dtype: Any = np.int64, *, timeout_s: float = 20, atomics: Callable[[int], bool] = lambda rank: True
+) -> Iterator[WindowRig]:
+    with communicator("cpu") as parent:
+        comm = parent.Dup()
+        was = comm._session.placement
+        device = WindowDevice(comm.rank, timeout_s)
+        placement = Placement([replace(place, device=0, handle="ipc") for place in was.places], was.rank)
+        session = Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device))
+        session.links = lambda: tuple(  # type: ignore[method-assign]
+            Link("PCIe" if not atomics(rank) else "NVLink", native_atomics=atomics(rank)) for rank in range(comm.size)
+        )
+        comm._begin(session)
+        rig = WindowRig(comm, device, dtype)
+        yield rig
+        if device.missed is None:
+            rig.barrier()
+            rig.win.Free()
+        comm.Free()
+        assert device.closed
+
+
+def placed(rig: WindowRig, values: npt.NDArray[Any]) -> Any:
+    """Return a device buffer that does not begin at a multiple of its elements' size."""
+    holder = DeviceArray(rig.device, np.zeros(values.nbytes + 1, np.uint8))
+    holder.memory[1:] = values.view(np.uint8)
+    return MPI.memory.fromaddress(holder.memory.ctypes.data + 1, values.nbytes), holder
