@@ -269,7 +269,8 @@ class StreamWork(Work):
 
     # A work has few attributes, because the host takes longer to set one than to record an event.
     ptr = 0
-    """The event of the mark."""
+    """The event after the call. It goes back to ``side.idle``, except if it is the event of `mark`."""
+    mark: Any = None
     side: StreamSource
     stream: torch.cuda.Stream | None = None
     """The stream of the call; None for the stream of the group."""
@@ -298,7 +299,7 @@ class StreamWork(Work):
         if self.kept is not None:
             for tensor in self.kept[1]:
                 tensor.record_stream(self.side.stream)
-        if self.ptr:
+        if self.ptr and self.mark is None:
             # A stream that waits for the event waits for the record at that time, whatever comes later. This is no
             # object with a finalizer, because the garbage collector may call the finalizers of both in any order.
             self.side.idle.append(self.ptr)

@@ -41,6 +41,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
+from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
@@ -357,6 +358,10 @@ class DeviceEngine:
             return self._order.completion()
         with self._backend.current():
             return self._order.completion()
+
+    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
+        """See `StreamOrder.hand_over`."""
+        return self._order.hand_over(replacement)
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Make a plan a graph and enqueue it."""

@@ -40,6 +40,7 @@ class StreamOrder:
         self._awaited = self._recorded  # the event to wait for before the next piece
         self._handed: Any = None  # the event that `completion` gave away last; the next piece may wait for it
         self._stream = 0  # the stream on which `_awaited` was recorded
+        self._is_handed = True  # whether `hand_over` has nothing to give
         # The events of captures, by capture, because no stream outside can wait for an event that a capture recorded.
         # The capture with the latest piece comes last. If there are too many captures, the first gives up its event,
         # because the driver does not say which captures are over.
@@ -70,7 +71,9 @@ class StreamOrder:
             finally:
                 self._awaited = self._recorded
                 self._stream = stream
+            self._is_handed = False
             return True
+        self._is_handed = True
         capture = capture_of(stream)
         event = self._captured.get(capture)
         if event is not None:
@@ -96,11 +99,25 @@ class StreamOrder:
 
         Call it at most once for each piece, and not for pieces of captures. Local. The device must be current.
         """
-        # `_handed` keeps the event, because the caller may drop the function. The next streamWaitEvent is for this
-        # event, so the event must still exist then.
-        self._handed, self._eager = self._eager, self._completions.take()
-        self._recorded = self._eager.ptr
-        return self._completions.of(self._handed)
+        return self._completions.of(self._hand_over(self._completions.take()))
+
+    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
+        """Return the event after the piece that was enqueued last; None for a piece of a capture. Local.
+
+        The next piece records ``replacement``, or a new event. It may be an event of an earlier call, which may be the
+        latest: the next piece waits for the event before it records the event again. No other code records the event.
+        Call it at most once for each piece. The device must be current.
+        """
+        return None if self._is_handed else self._hand_over(replacement or self._completions.take())
+
+    def _hand_over(self, replacement: LocalEvent) -> LocalEvent:
+        # `_handed` keeps the event, because the caller may drop it. The next streamWaitEvent is for this event, so the
+        # event must still exist then.
+        self._handed, self._eager = self._eager, replacement
+        self._recorded = replacement.ptr
+        self._is_handed = True
+        handed: LocalEvent = self._handed
+        return handed
 
     def close(self) -> None:
         """Destroy the events. A second call does nothing."""
