@@ -132,7 +132,7 @@ class Streams:
     def _work(self, outputs: Tensors, name: str) -> StreamWork:
         # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
         work = StreamWork()
-        work.side, work.name, work._outputs = self, name, list(outputs)
+        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, 0, None, list(outputs)
         return work
 
     def _mark(self, work: StreamWork, address: int) -> None:
