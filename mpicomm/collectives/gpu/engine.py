@@ -361,7 +361,10 @@ class DeviceEngine:
 
     def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
         """See `StreamOrder.hand_over`."""
-        return self._order.hand_over(replacement)
+        if replacement is not None:
+            return self._order.hand_over(replacement)
+        with self._backend.current():  # for a new event
+            return self._order.hand_over(None)
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Make a plan a graph and enqueue it."""

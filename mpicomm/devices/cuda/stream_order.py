@@ -99,24 +99,27 @@ class StreamOrder:
 
         Call it at most once for each piece, and not for pieces of captures. Local. The device must be current.
         """
-        return self._completions.of(self._hand_over(self._completions.take()))
+        self._is_handed = False
+        event = self.hand_over(None)
+        assert event is not None
+        return self._completions.of(event)
 
     def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
         """Return the event after the piece that was enqueued last; None for a piece of a capture. Local.
 
         The next piece records ``replacement``, or a new event. It may be an event of an earlier call, which may be the
         latest: the next piece waits for the event before it records the event again. No other code records the event.
-        Call it at most once for each piece. The device must be current.
+        Call it at most once for each piece. The device must be current if there is no replacement.
         """
-        return None if self._is_handed else self._hand_over(replacement or self._completions.take())
-
-    def _hand_over(self, replacement: LocalEvent) -> LocalEvent:
+        if self._is_handed:
+            return None
+        if replacement is None:
+            replacement = self._completions.take()
         # `_handed` keeps the event, because the caller may drop it. The next streamWaitEvent is for this event, so the
         # event must still exist then.
-        self._handed, self._eager = self._eager, replacement
-        self._recorded = replacement.ptr
-        self._is_handed = True
-        handed: LocalEvent = self._handed
+        handed: LocalEvent = self._eager
+        self._handed = handed
+        self._eager, self._recorded, self._is_handed = replacement, replacement.ptr, True
         return handed
 
     def close(self) -> None:
