@@ -330,6 +330,7 @@ class DeviceEngine:
             if meets:
                 self._calls.meet()
         if not plan.steps:
+            self._order.pass_over()
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
         eager = plan.launch or (partial(self._launch, plan) if again and not meets else plan.enqueue)

@@ -105,7 +105,7 @@ class StreamOrder:
         return self._completions.of(event)
 
     def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
-        """Return the event after the piece that was enqueued last; None for a piece of a capture. Local.
+        """Return the event after the latest piece; None for a piece of a capture, and after `pass_over`. Local.
 
         The next piece records ``replacement``, or a new event. It may be an event of an earlier call, which may be the
         latest: the next piece waits for the event before it records the event again. No other code records the event.
@@ -121,6 +121,10 @@ class StreamOrder:
         self._handed = handed
         self._eager, self._recorded, self._is_handed = replacement, replacement.ptr, True
         return handed
+
+    def pass_over(self) -> None:
+        """Let `hand_over` return None, because the latest call has no piece. Local."""
+        self._is_handed = True
 
     def close(self) -> None:
         """Destroy the events. A second call does nothing."""
