@@ -117,17 +117,17 @@ class KnownCalls:
 
         The plan of the form refuses negative counts.
         """
-        if splits:
-            counts = tuple(splits)
-            if tensor.dim() != 1:
-                rows = tensor.shape[0] if tensor.dim() else 1
-                if sum(counts) != rows:
-                    return None
-                of_row = total // rows if rows else 0
-                counts = tuple([count * of_row for count in counts])
-            return counts if sum(counts) == total and len(counts) == self._size else None
-        size = self._size
-        return None if (tensor.shape[0] if tensor.dim() else 1) % size else (total // size,) * size
+        size, dimensions = self._size, tensor.dim()
+        rows = total if dimensions == 1 else tensor.shape[0] if dimensions else 1
+        if not splits:
+            return None if rows % size else (total // size,) * size
+        counts = tuple(splits)
+        if sum(counts) != rows or len(counts) != size:
+            return None
+        if dimensions == 1:
+            return counts
+        of_row = total // rows if rows else 0
+        return tuple([count * of_row for count in counts])
 
     def _enqueue(
         self,

@@ -38,9 +38,9 @@ class Streams:
         backend.lasting_streams.add(self._address)  # PyTorch never destroys the streams of its pool
         self._begin = self.marks.mark(self._address)
         self._ends: dict[int, Any] = {}
-        """The marks of all works, by their events."""
+        """The events after known calls, by their addresses."""
         self.idle: list[int] = []
-        """The events of marks that no work has."""
+        """The events after known calls that no work has."""
         self.devices = [torch.device("cuda", comm.device)]
 
     def enqueue(self, call: TensorCall, given: Given) -> None:
@@ -54,10 +54,12 @@ class Streams:
         """Enqueue a call on the group's stream. The current stream does not wait for it."""
         current, address = current_stream(self.gpu), self._address
         try:
-            self._enqueue_beside(call, given, current)
+            known = self._enqueue_beside(call, given, current)
             if self._pool.is_in_use:
                 self._note_use((*outputs, *inputs))
-            work = self._work(address, outputs, name)
+            work = self._work(outputs, name)
+            if not (known and self._ends_at_event(work)):
+                self._mark(work, address)
         except BaseException:
             self.marks.wait_stream(current, address)  # a capture can end only after its streams have joined again
             raise
@@ -69,7 +71,8 @@ class Streams:
     def here(self, outputs: Tensors, name: str, limit: timedelta) -> StreamWork:
         """Return a work for the work of the current stream so far. A wait for it waits on the host. Local."""
         stream = torch.cuda.current_stream(self.gpu)
-        work = self._work(stream.cuda_stream, outputs, name)
+        work = self._work(outputs, name)
+        self._mark(work, stream.cuda_stream)
         work.stream, work.limit = stream, limit
         return work
 
@@ -115,28 +118,46 @@ class Streams:
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    def _enqueue_beside(self, call: TensorCall, given: Given, current: int) -> None:
-        """Enqueue a call on the group's stream."""
+    def _enqueue_beside(self, call: TensorCall, given: Given, current: int) -> bool:
+        """Enqueue a call on the group's stream; return whether it is known."""
         # This orders the call after earlier work of the caller's stream. It pairs with the mark or event at the end of
         # the call, which orders later work of that stream after the call. One thread at a time uses the mark, because
         # it has the turn.
         self.marks.wait_stream_again(self._begin, self._address, current)
-        if not call.known(self._address, *given):
-            call_on(self.stream, call.carry_out, *given)
+        if call.known(self._address, *given):
+            return True
+        call_on(self.stream, call.carry_out, *given)
+        return False
 
-    def _work(self, address: int, outputs: Tensors, name: str) -> StreamWork:
-        """Return the work of a call that ends at the work that the stream with this address has so far."""
+    def _work(self, outputs: Tensors, name: str) -> StreamWork:
         # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
         work = StreamWork()
-        work.side, work.name, work._outputs = self, name, list(outputs)
-        try:
-            work.ptr = self.idle.pop()
-        except IndexError:  # a test beforehand is not enough: a work of another thread may take the last event
-            mark = self.marks.mark(address)
-            self._ends[mark.ptr] = mark
-            work.ptr = mark.ptr
-        self.marks.mark_again(work, address)
+        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, 0, None, list(outputs)
         return work
+
+    def _mark(self, work: StreamWork, address: int) -> None:
+        """Let ``work`` end at the work that the stream with this address has so far."""
+        work.mark = mark = self.marks.mark(address)
+        work.ptr = mark.ptr
+
+    def _ends_at_event(self, work: StreamWork) -> bool:
+        """Give ``work`` the event that the engine has recorded after a known call; return whether there is one.
+
+        Another mark would take one more call of the driver.
+        """
+        gpu: Any = self.comm._collectives.engines.gpu
+        try:
+            idle = self._ends[self.idle.pop()]
+        except IndexError:  # a test beforehand is not enough: a work of another thread may take the last event
+            idle = None
+        event = gpu.engine.hand_over(idle)
+        if event is None:
+            if idle is not None:
+                self.idle.append(idle.ptr)
+            return False
+        pointer = work.ptr = event.ptr
+        self._ends[pointer] = event
+        return True
 
     def _note_use(self, tensors: Tensors) -> None:
         """Let the pool reuse the memory of ``tensors`` only after the work that the group's stream has now."""

@@ -30,6 +30,10 @@ class Work(c10d.Work):
     Calls of the classes below may still be in progress.
     """
 
+    # Attributes that every work has are slots, because the host takes twice as long to make a work with a dictionary.
+    # The dictionary holds other attributes, and exists from the first of them on.
+    __slots__ = ("__dict__", "_outputs")
+
     _error: BaseException | None = None
     _future: torch.futures.Future[Any] | None = None
     _source = -1
@@ -267,15 +271,17 @@ class StreamWork(Work):
     `record_stream` protects the memory of tensors without such a wait, and takes longer.
     """
 
-    # A work has few attributes, because the host takes longer to set one than to record an event.
-    ptr = 0
-    """The event of the mark."""
+    __slots__ = ("kept", "name", "ptr", "side")
+
+    ptr: int
+    """The event after the call. It goes back to ``side.idle``, except if it is the event of `mark`."""
     side: StreamSource
-    stream: torch.cuda.Stream | None = None
-    """The stream of the call; None for the stream of the group."""
-    kept: tuple[int, Tensors] | None = None
+    kept: tuple[int, Tensors] | None
     """The address of the current stream when the call began, and the tensors of the call."""
     name: str
+    mark: Any = None
+    stream: torch.cuda.Stream | None = None
+    """The stream of the call; None for the stream of the group."""
     limit: timedelta | None = None
     """The time that the host waits in `wait`. `FOREVER` is no limit. If it is None, the host does not wait."""
 
@@ -298,7 +304,7 @@ class StreamWork(Work):
         if self.kept is not None:
             for tensor in self.kept[1]:
                 tensor.record_stream(self.side.stream)
-        if self.ptr:
+        if self.ptr and self.mark is None:
             # A stream that waits for the event waits for the record at that time, whatever comes later. This is no
             # object with a finalizer, because the garbage collector may call the finalizers of both in any order.
             self.side.idle.append(self.ptr)

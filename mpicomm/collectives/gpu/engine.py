@@ -41,6 +41,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
+from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
@@ -329,6 +330,7 @@ class DeviceEngine:
             if meets:
                 self._calls.meet()
         if not plan.steps:
+            self._order.pass_over()
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
         eager = plan.launch or (partial(self._launch, plan) if again and not meets else plan.enqueue)
@@ -357,6 +359,13 @@ class DeviceEngine:
             return self._order.completion()
         with self._backend.current():
             return self._order.completion()
+
+    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
+        """See `StreamOrder.hand_over`."""
+        if replacement is not None:
+            return self._order.hand_over(replacement)
+        with self._backend.current():  # for a new event
+            return self._order.hand_over(None)
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Make a plan a graph and enqueue it."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.choose import AlgorithmChoice
+    from mpicomm.devices.cuda.local_event import LocalEvent
     from mpicomm.session import Session
     from mpicomm.symmetric.registry import Mappings
 
@@ -64,6 +65,9 @@ class Engine(Protocol):
 
     def completion(self) -> Callable[[], bool]:
         """See `DeviceEngine.completion`."""
+
+    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
+        """See `StreamOrder.hand_over`."""
 
 
 class KnownCall(NamedTuple):

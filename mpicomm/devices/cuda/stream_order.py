@@ -40,6 +40,7 @@ class StreamOrder:
         self._awaited = self._recorded  # the event to wait for before the next piece
         self._handed: Any = None  # the event that `completion` gave away last; the next piece may wait for it
         self._stream = 0  # the stream on which `_awaited` was recorded
+        self._is_handed = True  # whether `hand_over` has nothing to give
         # The events of captures, by capture, because no stream outside can wait for an event that a capture recorded.
         # The capture with the latest piece comes last. If there are too many captures, the first gives up its event,
         # because the driver does not say which captures are over.
@@ -70,7 +71,9 @@ class StreamOrder:
             finally:
                 self._awaited = self._recorded
                 self._stream = stream
+            self._is_handed = False
             return True
+        self._is_handed = True
         capture = capture_of(stream)
         event = self._captured.get(capture)
         if event is not None:
@@ -96,11 +99,32 @@ class StreamOrder:
 
         Call it at most once for each piece, and not for pieces of captures. Local. The device must be current.
         """
-        # `_handed` keeps the event, because the caller may drop the function. The next streamWaitEvent is for this
-        # event, so the event must still exist then.
-        self._handed, self._eager = self._eager, self._completions.take()
-        self._recorded = self._eager.ptr
-        return self._completions.of(self._handed)
+        self._is_handed = False
+        event = self.hand_over(None)
+        assert event is not None
+        return self._completions.of(event)
+
+    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
+        """Return the event after the latest piece; None for a piece of a capture, and after `pass_over`. Local.
+
+        The next piece records ``replacement``, or a new event. It may be an event of an earlier call, which may be the
+        latest: the next piece waits for the event before it records the event again. No other code records the event.
+        Call it at most once for each piece. The device must be current if there is no replacement.
+        """
+        if self._is_handed:
+            return None
+        if replacement is None:
+            replacement = self._completions.take()
+        # `_handed` keeps the event, because the caller may drop it. The next streamWaitEvent is for this event, so the
+        # event must still exist then.
+        handed: LocalEvent = self._eager
+        self._handed = handed
+        self._eager, self._recorded, self._is_handed = replacement, replacement.ptr, True
+        return handed
+
+    def pass_over(self) -> None:
+        """Let `hand_over` return None, because the latest call has no piece. Local."""
+        self._is_handed = True
 
     def close(self) -> None:
         """Destroy the events. A second call does nothing."""

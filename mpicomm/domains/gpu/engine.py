@@ -24,6 +24,7 @@ from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.driver import DriverShutDownError
+from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.layout import DomainLayout
@@ -234,6 +235,10 @@ class DomainsEngine:
         """Return a function that says whether all earlier work is done; callable in any thread. Local."""
         with self._backend.current():
             return self._order.completion()
+
+    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
+        """Return None, because this engine may leave a call to the engine of its peer domain, which has the event."""
+        return None
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the scratch memory of this rank; local.

@@ -75,6 +75,16 @@ def test_the_whole_input_counts_as_the_longest_message_if_counts_lie_on_the_devi
         rig.engine.prepare_call(call, Mappings(), "two_shot")
 
 
+def test_only_a_call_with_work_hands_an_event_over(rig: Rig) -> None:
+    """The event of an earlier call may be on another stream, so it does not follow a call without work."""
+    nothing = rig.engine.prepare_alone("a call without work", [])
+    rig.enqueue(rig.alltoallv(4096))
+    assert rig.engine.hand_over(None) is not None
+    rig.enqueue(rig.alltoallv(4096))
+    rig.enqueue(nothing)
+    assert rig.engine.hand_over(None) is None
+
+
 def test_the_engine_says_its_memory(rig: Rig) -> None:
     def held() -> list[MemoryUse]:
         return [use for use in rig.engine.memory_use() if use.device_nbytes]

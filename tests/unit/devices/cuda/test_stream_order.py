@@ -46,6 +46,36 @@ def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, ord
     assert carried_out == list(range(60))
 
 
+@pytest.mark.parametrize("cuda", range(50), indirect=True)
+def test_an_event_that_was_handed_over_may_come_back_at_any_time(cuda: FakeCuda, order: Any) -> None:
+    carried_out: list[int] = []
+    held: list[tuple[Place, Any]] = []
+    idle: list[Any] = []
+    for piece in range(60):
+        stream = cuda.rng.choice(STREAMS)
+        order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None)
+        if cuda.rng.random() < 0.7:
+            event = order.hand_over(idle.pop() if idle else None)
+            held.append((cuda.end_of(stream), event))
+            assert order.hand_over(None) is None  # the event has an owner
+        elif cuda.rng.random() < 0.3:
+            order.completion()
+        cuda.go_on()
+        for place, event in held:
+            assert (cuda.cuEventQuery(event.ptr) == (0,)) == cuda.is_over(place)
+        while held and cuda.rng.random() < 0.6:
+            idle.append(held.pop()[1])  # often the event for which the next piece waits
+    cuda.finish()
+    assert carried_out == list(range(60))
+
+
+def test_a_piece_of_a_capture_has_no_event_to_hand_over(cuda: FakeCuda, order: Any) -> None:
+    order.enqueue(1, partial(cuda.enqueue, act=int), None)
+    cuda.captures = {2: 7}
+    order.enqueue(2, None, partial(cuda.enqueue, act=int))
+    assert order.hand_over(None) is None
+
+
 @pytest.mark.parametrize(("stream", "waits"), [(0, 0), (1, 0), (3, 2)])
 def test_only_a_stream_that_may_be_another_one_waits_for_itself(
     cuda: FakeCuda, order: Any, monkeypatch: pytest.MonkeyPatch, stream: int, waits: int

@@ -148,10 +148,8 @@ class PacketTemplate:
             # MPI lets ranks pass different counts. So the tag of each pair of ranks also contains the bytes that go
             # each way, and how these bytes are cut. A packet that no rank takes would stay in its slot, and a later
             # call would take it as its own data.
-            values += [
-                crc32(_pack_pair(tag, values[low], low_cut, values[high], high_cut))
-                for low, low_cut, high, high_cut in self._ways
-            ]
+            for low, low_cut, high, high_cut in self._ways:
+                values.append(crc32(_pack_pair(tag, values[low], low_cut, values[high], high_cut)))
         pick, (sources, targets) = self._pick, self._bits
         if self._reduces and not values[self._output]:
             pick, sources, targets = self._pick_idle, 0, 0
