@@ -201,7 +201,7 @@ class Dispatcher:
         gpu = self.engines.on_gpu(call.operation)
         plan = gpu.engine.prepare_messages(call.operation, sent, received)
         by_output = call.send is None
-        gpu.add_message(plan, *call, by_output=by_output)
+        gpu.add_message(plan, *call, sent, received, by_output=by_output)
         gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
 
     def again(

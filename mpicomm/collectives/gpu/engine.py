@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -12,7 +12,6 @@ from weakref import WeakSet
 import cupy
 from cupy.cuda import runtime
 
-from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
@@ -23,15 +22,17 @@ from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
 from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS, sendrecv_kernel
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice, Preparation
+from mpicomm.collectives.gpu.device_facts import device_facts
 from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
+from mpicomm.collectives.gpu.message_plan import BY_KERNELS, MessagePlan
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import Plan
@@ -72,22 +73,6 @@ class OwnCall(NamedTuple):
     """It gets the address of each rank's shared memory, and the address of the private memory."""
 
 
-@dataclass(frozen=True)
-class _DeviceFacts:
-    """The facts about a rank's device that the ranks exchange."""
-
-    multiprocessors: int
-    total_nbytes: int
-    uuid: bytes
-    takes_turns: bool
-    """Whether the device runs only one process at a time, so that a kernel has all multiprocessors."""
-
-
-def _device_facts(backend: GpuBackend) -> _DeviceFacts:
-    takes_turns = not environment.multi_process_service()
-    return _DeviceFacts(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, takes_turns)
-
-
 def _packed_nbytes(message: Message | None) -> int:
     """Return the bytes of packed memory that a message needs; 0 unless it has a derived datatype."""
     if message is None or message.elements is None:
@@ -125,7 +110,7 @@ class DeviceEngine:
         self._group = node
         self._backend = backend
         self._call_log = call_log
-        devices = node.exchange("collectives: set-up", lambda: _device_facts(backend))
+        devices = node.exchange("collectives: set-up", lambda: device_facts(backend))
         # All blocks of all ranks must run at once, because they wait for each other. So a launch has only the blocks
         # that the smallest device can hold. Ranks that run side by side on a device share its multiprocessors.
         # Otherwise one rank's waiting blocks could keep out the blocks for which they wait.
@@ -285,7 +270,18 @@ class DeviceEngine:
         after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
         launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
         steps = [*before, *([] if launch is None else [launch]), *after]
-        return self._plan(text, steps, AlgorithmChoice("stream", "kernels match messages"), collective=False)
+        return self._plan(text, steps, BY_KERNELS, collective=False)
+
+    def message_plan(
+        self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
+    ) -> MessagePlan:
+        """Return one plan for all messages between these ranks with these tags, after `prepare_messages`. Local.
+
+        The messages differ in addresses and in numbers of elements.
+        """
+        template = self._sendrecv.template(sent, received, self._arena.region(self._sendrecv.request).pointers)
+        launcher = self._loader.launcher(sendrecv_kernel(), template.arguments, early=False)
+        return MessagePlan(text, template, launcher, element_nbytes)
 
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -16,58 +16,12 @@ from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.choose import AlgorithmChoice
-    from mpicomm.devices.cuda.local_event import LocalEvent
+    from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
     from mpicomm.session import Session
-    from mpicomm.symmetric.registry import Mappings
 
 _MOST = 1024  # calls that are kept
 _MOST_FORMS = 256
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
-
-
-class AnyPlan(Protocol):
-    """A call that an engine can enqueue repeatedly. Its ``str`` is `text`, for errors."""
-
-    @property
-    def text(self) -> str:
-        """The text of the call, for errors."""
-
-    @property
-    def choice(self) -> AlgorithmChoice:
-        """The algorithm of the call."""
-
-    @property
-    def is_old(self) -> bool:
-        """Whether the call has to be planned again."""
-
-
-class Engine(Protocol):
-    """An engine for device arrays: `DeviceEngine`, or the engine of several peer domains together."""
-
-    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
-        """See `DeviceEngine.prepare_call`."""
-
-    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> AnyFormPlan | None:
-        """See `DeviceEngine.form_plan`."""
-
-    def prepare_barrier(self) -> AnyPlan:
-        """See `DeviceEngine.prepare_barrier`."""
-
-    def require_same(self, text: str) -> None:
-        """See `DeviceEngine.require_same`."""
-
-    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan:
-        """See `DeviceEngine.prepare_messages`."""
-
-    def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
-        """See `DeviceEngine.enqueue`."""
-
-    def completion(self) -> Callable[[], bool]:
-        """See `DeviceEngine.completion`."""
-
-    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
-        """See `StreamOrder.hand_over`."""
 
 
 class KnownCall(NamedTuple):
@@ -80,16 +34,6 @@ class KnownCall(NamedTuple):
     """Whether the library of the receive buffer decides the stream, because MPI ignores the send buffer."""
     by_address: bool = False
     """Whether an address names a buffer. The caller's later work on the buffer may be on any stream."""
-
-
-class AnyFormPlan(AnyPlan, Protocol):
-    """Calls of one form that an engine can enqueue."""
-
-    def takes(self, sent: Any, received: Any) -> bool:
-        """See `FormPlan.takes`."""
-
-    def fill(self, sent: Any, received: Any) -> bool:
-        """See `FormPlan.fill`."""
 
 
 class _Form:
@@ -171,8 +115,6 @@ class PlanCache:
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
-                if self._session.mappings.version != self._version:
-                    self._forget_memory()
                 return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, finish))
             return self.find_plain(operation, algorithm, sent, received, op, root, finish)
         except TypeError:  # a root that is a list, for example; `Call` refuses it
@@ -180,7 +122,7 @@ class PlanCache:
 
     def find_plain(
         self,
-        operation: Operation,
+        operation: Operation | str,
         algorithm: str,
         sent: PlainArray | PlainBlocks,
         received: PlainArray | PlainBlocks,
@@ -211,14 +153,15 @@ class PlanCache:
     def find_message(
         self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]
     ) -> KnownCall | None:
-        """Return a message in stream order that was sent before; None for all others.
+        """Return a message in stream order that was sent before, or whose kind was; None for all others.
 
         ``route`` is its destination, the tag there, its source, and the tag from there.
         """
-        if self._session.mappings.version != self._version:
-            self._forget_memory()
         try:
-            return self._of_key(self._key_of_message(operation, send, receive, route))
+            sent, received = plain_array(send), plain_array(receive)
+            if sent is None or received is None:
+                return self._of_key(self._key_of_message(operation, send, receive, route))
+            return self.find_plain(operation, "stream", sent, received, None, 0, route)
         except TypeError:  # a rank that is a list, for example; who reads the message refuses it
             return None
 
@@ -312,12 +255,7 @@ class PlanCache:
         if received is None:
             key = self._key(*call)
         else:
-            kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
-            form = self._forms.get(kinds)
-            if form is None:
-                if len(self._forms) >= _MOST_FORMS:
-                    self._forms.clear()
-                form = self._forms[kinds] = _Form(op)
+            form = self._form((operation, sent[2], received[2], id(op), root, finish, algorithm), op)
             key = operation, sent, received, id(op), root, finish, algorithm
             # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of
             # these kinds have another form.
@@ -335,11 +273,37 @@ class PlanCache:
         send: Any,
         receive: Any,
         route: tuple[int, int, int, int],
+        to_peer: Message | None,
+        from_peer: Message | None,
         *,
         by_output: bool,
     ) -> None:
-        """Keep the plan of a message with the arguments of `find_message`, if they can be recognised; local."""
-        self._keep(self._key_of_message(operation, send, receive, route), KnownCall(plan, None, by_output))
+        """Keep the plan of a message with the arguments of `find_message`, if they can be recognised; local.
+
+        ``to_peer`` and ``from_peer`` are the messages of the call. From now on `find_message` also finds others of its
+        kind.
+        """
+        sent, received = plain_array(send), plain_array(receive)
+        if sent is None or received is None:
+            key: Hashable = self._key_of_message(operation, send, receive, route)
+        else:
+            key = operation, sent, received, id(None), 0, route, "stream"
+            form = self._form((operation, sent[2], received[2], id(None), 0, route, "stream"), None)
+            ends = (sent, to_peer), (received, from_peer)
+            # The lengths of blocks add up in another way, and an empty message does not tell the bytes of an element.
+            if form.fill is None and all(len(plain) == 3 and (end is None or end.span.count) for plain, end in ends):
+                send_nbytes, receive_nbytes = (0 if end is None else end.span.count // plain[1] for plain, end in ends)
+                kind = self.engine.message_plan(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
+                form.fill, form.filled = kind.fill, KnownCall(kind, None, by_output)
+        self._keep(key, KnownCall(plan, None, by_output))
+
+    def _form(self, kinds: Hashable, op: MPI.Op | None) -> _Form:
+        form = self._forms.get(kinds)
+        if form is None:
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms.clear()
+            form = self._forms[kinds] = _Form(op)
+        return form
 
     def _keep(self, key: Hashable, call: KnownCall) -> None:
         if key is not None:
@@ -353,6 +317,8 @@ class PlanCache:
         self._calls.clear()
 
     def _of_key(self, key: Hashable) -> KnownCall | None:
+        if self._session.mappings.version != self._version:
+            self._forget_memory()
         kept = None if key is None else self._calls.get(hash(key))
         return None if kept is None or kept.key != key or kept.call.plan.is_old else kept.call
 

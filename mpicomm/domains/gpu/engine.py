@@ -17,6 +17,7 @@ from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.message_plan import MessagePlan
 from mpicomm.collectives.gpu.pack_launches import pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
@@ -183,14 +184,22 @@ class DomainsEngine:
         """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's domain."""
         return self._engine.prepare_messages(text, sent, received)
 
-    def enqueue(self, plan: DomainsPlan | Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+    def message_plan(
+        self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
+    ) -> MessagePlan:
+        """See `DeviceEngine.message_plan`."""
+        return self._engine.message_plan(text, sent, received, element_nbytes)
+
+    def enqueue(
+        self, plan: DomainsPlan | Plan | MessagePlan, stream: int, *, again: bool = False, meets: bool = False
+    ) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
         ``meets`` is for plans of one domain, because only their data lets the ranks of several domains meet. If the
         transport blocks the host, this returns after the network messages of all ranks have come, and raises
         `InvalidUsageError` in a capture.
         """
-        if isinstance(plan, Plan):
+        if isinstance(plan, Plan | MessagePlan):
             return self._engine.enqueue(plan, stream, again=again, meets=meets)
         if not self._transport.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Sequence
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.chunks.template import CHANNEL_NBYTES, stride_of, threads_for
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
     SENDRECV_SLOT_NBYTES,
     SENDRECV_SLOTS,
-    SENDRECV_THREADS,
     SendrecvArguments,
-    SendrecvSide,
     sendrecv_kernel,
 )
+from mpicomm.collectives.gpu.algorithms.sendrecv.template import SendrecvTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.kernels.team import Team
+from mpicomm.mpi.span import Span
 
 
 def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
@@ -43,32 +40,18 @@ class SendrecvPlanner:
             team=team, credits=layout.credits, flags=layout.flags, slots=layout.slots, channels=layout.channels
         )
 
-    def launch(self, sent: Message | None, received: Message | None, memory: Sequence[int]) -> Launch | None:
-        """Return the launch for a message to a peer and a message from a peer; None if both are empty.
+    def template(self, sent: Message | None, received: Message | None, memory: Sequence[int]) -> SendrecvTemplate:
+        """Return the template for a message to a peer and a message from a peer.
 
         ``memory`` has the address of each rank's memory.
         """
         arguments = SendrecvArguments.from_buffer_copy(self._empty)
         arguments.memory[: len(memory)] = memory
-        sides = arguments.sent, arguments.received
-        for side, message in zip(sides, (sent, received), strict=True):
-            if message is not None and message.span.count > 0:
-                self._fill(side, message)
-        blocks = sum(side.blocks for side in sides)
-        if blocks == 0:
-            return None
-        longest = min(max(side.stride for side in sides), SENDRECV_SLOT_NBYTES)
-        return Launch(sendrecv_kernel(), arguments, blocks=blocks, threads=threads_for(longest, SENDRECV_THREADS))
+        return SendrecvTemplate(arguments, self.layout.channels, sent, received)
 
-    def _fill(self, side: SendrecvSide, message: Message) -> None:
-        nbytes = message.span.count
-        side.pointer, side.nbytes, side.peer = message.span.pointer, nbytes, message.peer
-        # The cut depends only on the bytes and the layout, because both ranks must cut alike.
-        side.stride = stride_of(nbytes, min(self.layout.channels, -(-nbytes // CHANNEL_NBYTES)))
-        side.blocks = -(-nbytes // side.stride)
-        side.tag = _half(nbytes) << 16 | (0 if message.tag is None else _half(message.tag))
-        side.mask = 0xFFFF0000 if message.tag is None else 0xFFFFFFFF
-
-
-def _half(number: int) -> int:
-    return zlib.crc32(struct.pack("<Q", number)) & 0xFFFF
+    def launch(self, sent: Message | None, received: Message | None, memory: Sequence[int]) -> Launch | None:
+        """Return the launch for two messages, as `template` takes them; None if both are empty."""
+        template = self.template(sent, received, memory)
+        send, receive = (Span(0, 0) if message is None else message.span for message in (sent, received))
+        blocks, threads = template.fill(send.pointer, send.count, receive.pointer, receive.count)
+        return Launch(sendrecv_kernel(), template.arguments, blocks, threads) if blocks else None

@@ -1,0 +1,73 @@
+"""Engine: the interface of the engines for device arrays, and of the plans that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.call import Call
+    from mpicomm.collectives.exchange import Message
+    from mpicomm.collectives.gpu.choose import AlgorithmChoice
+    from mpicomm.collectives.gpu.message_plan import MessagePlan
+    from mpicomm.devices.cuda.local_event import LocalEvent
+    from mpicomm.symmetric.registry import Mappings
+
+
+class AnyPlan(Protocol):
+    """A call that an engine can enqueue repeatedly. Its ``str`` is `text`, for errors."""
+
+    @property
+    def text(self) -> str:
+        """The text of the call, for errors."""
+
+    @property
+    def choice(self) -> AlgorithmChoice:
+        """The algorithm of the call."""
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the call has to be planned again."""
+
+
+class AnyFormPlan(AnyPlan, Protocol):
+    """Calls of one form that an engine can enqueue."""
+
+    def takes(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan.takes`."""
+
+    def fill(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan.fill`."""
+
+
+class Engine(Protocol):
+    """An engine for device arrays: `DeviceEngine`, or the engine of several peer domains together."""
+
+    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
+        """See `DeviceEngine.prepare_call`."""
+
+    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> AnyFormPlan | None:
+        """See `DeviceEngine.form_plan`."""
+
+    def prepare_barrier(self) -> AnyPlan:
+        """See `DeviceEngine.prepare_barrier`."""
+
+    def require_same(self, text: str) -> None:
+        """See `DeviceEngine.require_same`."""
+
+    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan:
+        """See `DeviceEngine.prepare_messages`."""
+
+    def message_plan(
+        self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
+    ) -> MessagePlan:
+        """See `DeviceEngine.message_plan`."""
+
+    def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+        """See `DeviceEngine.enqueue`."""
+
+    def completion(self) -> Callable[[], bool]:
+        """See `DeviceEngine.completion`."""
+
+    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
+        """See `StreamOrder.hand_over`."""
