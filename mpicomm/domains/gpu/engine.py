@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -190,16 +191,14 @@ class DomainsEngine:
         """See `DeviceEngine.message_plan`."""
         return self._engine.message_plan(text, sent, received, element_nbytes)
 
-    def enqueue(
-        self, plan: DomainsPlan | Plan | MessagePlan, stream: int, *, again: bool = False, meets: bool = False
-    ) -> bool:
+    def enqueue(self, plan: DomainsPlan | Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
         ``meets`` is for plans of one domain, because only their data lets the ranks of several domains meet. If the
         transport blocks the host, this returns after the network messages of all ranks have come, and raises
         `InvalidUsageError` in a capture.
         """
-        if isinstance(plan, Plan | MessagePlan):
+        if not isinstance(plan, DomainsPlan):  # it is a plan of one domain
             return self._engine.enqueue(plan, stream, again=again, meets=meets)
         if not self._transport.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(
