@@ -19,12 +19,9 @@ from mpicomm.cli import options as command_line
 from mpicomm.collectives.wire import CODES, as_wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import check_legal
-from mpicomm.mpi.types import covered_dtype
+from mpicomm.mpi.types import COVERED, covered_dtype
 
-DTYPES = (
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
-)
+DTYPES = tuple(name for name in COVERED if name not in ("bool", "complex64", "complex128"))
 _OF_MODELS = (
     *("model", "network", "sources", "against"),
     *("collective", "minbytes", "maxbytes", "stepfactor", "json", "plot"),

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 from rich.console import Console
@@ -23,6 +23,8 @@ from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli.arguments import has_matplotlib, require_matplotlib, required_sizes
 from mpicomm.cli.machine import format_uuid
 from mpicomm.errors import InvalidUsageError, MpicommError
+
+T = TypeVar("T")
 
 _TOGETHER_S = 0.5
 _FORWARD_S = 0.2  # an MPI launcher that has to abort drops output that it has not forwarded yet
@@ -107,6 +109,27 @@ def require_one_node(comm: Communicator, why: str) -> None:
     """Raise `InvalidUsageError`, on all ranks, if they are on several nodes. ``why`` begins the error."""
     if comm.num_nodes > 1:
         raise InvalidUsageError(f"{why}; these {comm.size} ranks are on {comm.num_nodes} nodes: start them on one")
+
+
+def on_first_rank(comm: Communicator, make: Callable[[], T]) -> T:
+    """Return the result of ``make`` on rank 0, on all ranks. If it fails, all ranks raise the error. Collective.
+
+    The error of another library becomes a RuntimeError, because its class may not go through MPI.
+    """
+    made: Any = None
+    failure: Exception | None = None
+    if comm.rank == 0:
+        try:
+            made = make()
+        except MpicommError as error:
+            failure = error
+        except Exception as error:  # another library may raise any class
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
+    result, failure = comm.bcast((made, failure))
+    if failure is not None:
+        raise failure
+    checked: T = result
+    return checked
 
 
 def show(*lines: str) -> None:

@@ -19,7 +19,7 @@ _PURPOSE = "slots between peer domains"
 
 
 class MappedChannels:
-    """Two slots for each other rank of the node, in this rank's memory. Construction is collective over ``node``.
+    """`Suspendable` memory: two slots for each other rank of the node. Construction is collective over ``node``.
 
     A sender waits until its slot is free, copies a chunk into the slot, and signals. The receiver waits for the signal,
     copies the chunk out, and signals that the slot is free. Chunk k of a network message goes through channel k modulo
@@ -70,19 +70,15 @@ class MappedChannels:
                 self._signal(self._free[channel], peer, into)
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
-        """Return the memory of this rank's slots; local."""
         return (MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes),)
 
     def memories(self) -> tuple[SharedSegments, ...]:
-        """Return the memory of the slots; local."""
         return (self._segments,)
 
     def close_peers(self) -> None:
-        """Unmap the peers' slots; local."""
         self._segments.close_peers()
 
     def close_own(self) -> None:
-        """Free this rank's slots; local, after every peer's `close_peers`."""
         self._segments.close_own()
 
     def _chunks(self, messages: Iterable[NetworkMessage], start: int) -> Iterable[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ _ALIVE_S = 0.25  # in this time a waiting rank shows that it is alive, even if r
 
 
 class NetworkWaits:
-    """A line for each rank of a domain: the rank of another domain for which it waits, and a count that goes on.
+    """`Shared` lines, for each rank of a domain: the rank of another domain that it awaits, and a count that goes on.
 
     If a rank waits too long for a rank of its domain, another rank may be the missing one: the awaited rank may itself
     wait for a rank of another domain. A rank that has stopped in such a wait does not count on, so it is missing
@@ -62,14 +62,11 @@ class NetworkWaits:
         return sorted({rank for rank, alive in waiting() if alive})
 
     def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of this rank's line; local."""
         return (MemoryUse("waits", host_nbytes=self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
-        """Unmap the peers' lines; local."""
         self._lines.clear()
         self._segments.close_peers()
 
     def close_own(self) -> None:
-        """Free this rank's line; local, after every peer's `close_peers`."""
         self._segments.close_own()

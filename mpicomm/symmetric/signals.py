@@ -44,7 +44,7 @@ class SignalPad:
 
 
 class SignalPads:
-    """The pads of one communicator, cut from shared chunks. All ranks take pads and return them in the same order."""
+    """The `Suspendable` pads of a communicator, cut from chunks. All ranks take and return them in the same order."""
 
     def __init__(self, node: Group, backend: Backend, kind: Kind) -> None:
         self._node = node
@@ -89,19 +89,15 @@ class SignalPads:
         heapq.heappush(self._free, pad.number)
 
     def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of this rank's chunks; local."""
         return [MemoryUse.of_kind("signal pads", self._kind, chunk.own.nbytes) for chunk in self._chunks]
 
     def memories(self) -> Iterable[SharedSegments]:
-        """Return the memories of all chunks; local."""
         return self._chunks
 
     def close_peers(self) -> None:
-        """Unmap the peers' chunks; local."""
         for chunk in self._chunks:
             chunk.close_peers()
 
     def close_own(self) -> None:
-        """Free this rank's chunks; local, after every peer's `close_peers`."""
         for chunk in self._chunks:
             chunk.close_own()

@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.bench.machine import GpuMachine
@@ -81,17 +80,7 @@ def require_possible(comm: Communicator, ranks: Sequence[RankInfo]) -> None:
 
 def open_table(comm: Communicator, output: Path | None, device: str) -> tuple[Path, Tuning]:
     """Return the file to write and the table in it. Collective. Raises `InvalidUsageError` on all ranks."""
-    found: Any = None
-    if comm.rank == 0:
-        try:
-            found = _open_table(output, device)
-        except InvalidUsageError as error:
-            found = error
-    found = comm.bcast(found)
-    if isinstance(found, InvalidUsageError):
-        raise found
-    path, table = found
-    return path, table
+    return command_line.on_first_rank(comm, lambda: _open_table(output, device))
 
 
 def main() -> int:

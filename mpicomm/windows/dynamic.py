@@ -92,14 +92,12 @@ class DynamicMemory(WindowMemory):
         return segment
 
     def close_peers(self) -> None:
-        """Unmap the memory of the peers."""
         super().close_peers()
         while self._opened:
             self._opened.popitem()[1][1].close()
         self._directory.close_peers()
 
     def close_own(self) -> None:
-        """Give up the memory of this rank; it stays the caller's."""
         super().close_own()
         for address in list(self._attached):
             self._close_attached(address)

@@ -39,7 +39,7 @@ Provider = Callable[[], Segment]
 
 
 class WindowMemory:
-    """The mapped parts of all ranks. The session of the communicator keeps and releases it."""
+    """The `Suspendable` parts of all ranks. The session of the communicator keeps it."""
 
     def __init__(
         self, owner: Owner, parts: list[Part], segments: SharedSegments, boards: SharedSegments, *, allocated: bool
@@ -93,18 +93,15 @@ class WindowMemory:
         return (MemoryUse.of_kind("windows", kind, own + self._board_segments.own.nbytes),)
 
     def memories(self) -> Iterable[SharedSegments]:
-        """Return the memories of boards and parts; local."""
         return (self._board_segments, self._segments) if self._allocated else (self._board_segments,)
 
     def close_peers(self) -> None:
-        """Unmap the peers' parts; local, the first step of a close."""
         self.closed = True
         self.row.close()
         self._segments.close_peers()
         self._board_segments.close_peers()
 
     def close_own(self) -> None:
-        """Free this rank's part; local, the last step of a close, after every peer's `close_peers`."""
         self._segments.close_own()
         self._board_segments.close_own()
 

@@ -284,11 +284,9 @@ class Window(Synchronisation):
 
     def completion(self, local: LocalBuffer | None, stream: Any) -> Callable[[], bool]:
         """Return a function that says whether the last call on ``local`` is done."""
-        return (
-            (lambda: True)
-            if local is None
-            else self._backend.completion(self._resolve(stream, self._array_of(local))[0])
-        )
+        if local is None:
+            return lambda: True
+        return self._backend.completion(self._resolve(stream, self._array_of(local))[0])
 
     def prepare_thread(self) -> None:
         """Prepare a thread of mpicomm for work on the device."""

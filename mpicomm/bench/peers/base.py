@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call
 from mpicomm.bench.operations import Case, CaseBuffers
-
-T = TypeVar("T")
 
 
 class UnsupportedError(Exception):
@@ -35,25 +32,6 @@ class Peer(Protocol):
 
     def close(self) -> None:
         """Free everything."""
-
-
-def from_first(comm: Communicator, make: Callable[[], T]) -> T:
-    """Return the result of ``make`` on rank 0, on all ranks.
-
-    If it fails, raise RuntimeError on all ranks. Collective.
-    """
-    made: Any = None
-    failure = None
-    if comm.rank == 0:
-        try:
-            made = make()
-        except Exception as error:  # another library may raise any class
-            failure = f"{type(error).__name__}: {error}"
-    result, failure = comm.bcast((made, failure))
-    if failure is not None:
-        raise RuntimeError(failure)
-    checked: T = result
-    return checked
 
 
 def view_bytes(pointer: int, nbytes: int, owner: object) -> Any:

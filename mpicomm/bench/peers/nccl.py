@@ -11,7 +11,8 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import expected
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import BARRIER, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers.base import UnsupportedError, from_first
+from mpicomm.bench.peers.base import UnsupportedError
+from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda import nccl
 
 missing = nccl.missing
@@ -44,7 +45,7 @@ class Nccl:
     def __init__(self, comm: Communicator, machine: Machine) -> None:
         self.version = nccl.version()
         self._machine = machine
-        self._comm = nccl.NcclCommunicator(comm.size, from_first(comm, nccl.unique_id), comm.rank)
+        self._comm = nccl.NcclCommunicator(comm.size, command_line.on_first_rank(comm, nccl.unique_id), comm.rank)
 
     def allocate(self, nbytes: int) -> Any:
         return self._machine.empty(nbytes)

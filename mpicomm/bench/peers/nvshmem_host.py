@@ -9,7 +9,8 @@ from typing import Any
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers.base import UnsupportedError, from_first, view_bytes
+from mpicomm.bench.peers.base import UnsupportedError, view_bytes
+from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda.driver import cuda_major
 
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the other types have NumPy's names
@@ -39,7 +40,7 @@ class Nvshmem:
         device = Device(comm.device)
         device.set_current()
         unique = core.get_unique_id(empty=True)
-        unique._data[:] = from_first(comm, lambda: core.get_unique_id()._data)
+        unique._data[:] = command_line.on_first_rank(comm, lambda: core.get_unique_id()._data)
         core.init(device=device, uid=unique, rank=comm.rank, nranks=comm.size, initializer_method="uid")
         self.version = str(core.get_version())
         self._team = core.Teams.TEAM_WORLD

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.peers.base import from_first
+from mpicomm.cli import options as command_line
 
 
 def begin_group(comm: Communicator, **options: Any) -> None:
@@ -23,6 +23,6 @@ def begin_group(comm: Communicator, **options: Any) -> None:
         stores.append(dist.TCPStore("127.0.0.1", 0, comm.size, True, wait_for_workers=False))
         return int(stores[0].port)
 
-    port = from_first(comm, serve)
+    port = command_line.on_first_rank(comm, serve)
     store = stores[0] if stores else dist.TCPStore("127.0.0.1", port, comm.size, False)
     dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size, **options)

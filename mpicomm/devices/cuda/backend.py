@@ -16,7 +16,6 @@ from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.base import DifferingCalls, Launch, Link, Scratch
-from mpicomm.devices.cuda import segments
 from mpicomm.devices.cuda.arrays import as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
 from mpicomm.devices.cuda.context import PrimaryContext
@@ -26,14 +25,14 @@ from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.launch_graph import LaunchGraph
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
-from mpicomm.devices.cuda.memory import CudaSegment
 from mpicomm.devices.cuda.message_steps import CudaMessageSteps
 from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.scratch_memory import LEAST_SUSPENDED_NBYTES, ScratchMemory
+from mpicomm.devices.cuda.segments import SegmentsOfGpu
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
 from mpicomm.devices.cuda.signal_kernels import SignalKernels
 from mpicomm.devices.cuda.streams_of_gpu import StreamsOfGpu
-from mpicomm.devices.handle import Exported, Kind
+from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
@@ -41,10 +40,8 @@ from mpicomm.kernels.team import Faults
 from mpicomm.kernels.variant import Variant
 
 
-class CudaBackend(StreamsOfGpu):
+class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
     """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, and keep the current device of the thread."""
-
-    kinds = segments.KINDS
 
     def __init__(self, ordinal: int, timeout_s: float) -> None:
         devices = visible_devices()
@@ -89,21 +86,6 @@ class CudaBackend(StreamsOfGpu):
         # threads of the user keep their mode, because a capture in CUDA's default mode shall watch their calls. Also, a
         # change of mode around each query takes several times as long as the query.
         relax()
-
-    def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
-        """Allocate memory in whole blocks of 2 MiB that hold nothing else."""
-        return segments.allocate(self._context, kind, nbytes)
-
-    def adopt(self, array: Any) -> CudaSegment:
-        """Return the memory of a C-contiguous ``cupy.ndarray``. Peers open the whole allocations that hold it."""
-        return segments.adopt(self._context, array)
-
-    def export(self, segment: Any) -> Exported:
-        exported: Exported = segment.export()
-        return exported
-
-    def open(self, parts: Exported) -> CudaSegment:
-        return segments.open_parts(self._context, parts)
 
     def asarray(self, array: Any, name: str = "array") -> Any:
         with self._context.current():
