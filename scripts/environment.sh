@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it, which set -e: $root, $python, prepare_environment and use_open_mpi.
+# Sourced by the scripts beside it, which set -e: $root, $python, $idly, prepare_environment and use_open_mpi.
 # A script that is started with --help prints the comment at its head, and ends before it installs anything.
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
@@ -20,6 +20,13 @@ refuse() {
 if [[ ${1-} == @(-h|--help) ]]; then
   print_usage
   exit
+fi
+
+# "${idly[@]}" COMMAND...: runs it only while no other program wants the processor. A program that is merely nice keeps
+# the processor for some milliseconds from a rank that other ranks wait for.
+idly=(chrt --idle 0)
+if ! "${idly[@]}" true 2>/dev/null; then
+  idly=(nice -n 19)
 fi
 
 # prepare_environment EXTRA...: makes .venv hold the project with these extras, and with CuPy where a driver can run it.

@@ -28,7 +28,7 @@ DEVICES = {"cpu": ON_HOST, "cuda": {}} if torch.cuda.is_available() else {"cpu":
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("nprocs", [2, 4])
+@pytest.mark.parametrize("nprocs", [2, 3])  # three divides no power of two
 def test_ranks_compute_the_results_of_one_rank(nprocs: int, device: str, tmp_path: Path) -> None:
     pictures = {mode: tmp_path / f"{mode}.svg" for mode in AVERAGES}
     given = [
@@ -58,13 +58,19 @@ def errors_of(result: subprocess.CompletedProcess[str], device: str) -> str:
 
 
 def test_results_that_differ_from_one_ranks_results_are_found(tmp_path: Path) -> None:
-    """Gradients without an average, and at the end layers without the sum of their parts."""
-    source, given = TRAIN.read_text(), []
+    """Gradients that no rank averages, derivatives of other weights, and at the end layers without the sum of parts."""
+    source = TRAIN.read_text()
+    given: list[tuple[str | Path, ...]] = []
     for mode, line in AVERAGES.items():
         assert source.count(line) == 1
         broken = tmp_path / f"{mode}_alone.py"
         broken.write_text(source.replace(line, "pass"))
         given.append((broken, "--mode", mode, "--epochs=3", "--check"))
+    source, weights = EXPERTS.read_text(), "back.weights[rows, None]"
+    assert source.count(weights) == 1
+    other_weights = tmp_path / "other_weights.py"
+    other_weights.write_text(source.replace(weights, "1"))
+    given.append((other_weights,))
     source, layer = SPREAD.read_text(), '"2": RowwiseParallel()'
     assert source.count(layer) == 1
     not_added = tmp_path / "not_added.py"
@@ -74,15 +80,10 @@ def test_results_that_differ_from_one_ranks_results_are_found(tmp_path: Path) ->
         )
     )
     job, ended = run_in_turn(2, *given, (not_added,), **ON_HOST)
-    assert [code for _, code in ended] == [1] * len(AVERAGES), job.stdout + job.stderr
-    assert all(output.endswith("1e-04 is allowed\n") for output, _ in ended)
+    assert [code for _, code in ended] == [1] * len(given), job.stdout + job.stderr
+    assert all(output.endswith("1e-04 is allowed\n") for output, _ in ended[: len(AVERAGES)])
+    assert " is allowed\n" in ended[-1][0]
     assert job.returncode != 0 and "Tensor-likes are not close" in job.stderr
-
-
-def test_three_ranks_spread_layers() -> None:
-    """Three divides no power of two."""
-    job = run_job(3, str(SPREAD), **ON_HOST)
-    assert (job.returncode, job.stderr) == (0, "") and job.stdout.startswith("3 ranks, 33% of the parameters on each: ")
 
 
 def test_a_layer_without_its_bias_is_found(tmp_path: Path) -> None:
@@ -106,12 +107,3 @@ def test_ranks_train_experts_as_one_rank_does(nprocs: int, device: str, tmp_path
         assert re.match(said, output), output
         assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", output), output
     assert "<svg" in picture.read_text()
-
-
-def test_derivatives_of_other_weights_are_found(tmp_path: Path) -> None:
-    source, weights = EXPERTS.read_text(), "back.weights[rows, None]"
-    assert source.count(weights) == 1
-    broken = tmp_path / "other_weights.py"
-    broken.write_text(source.replace(weights, "1"))
-    job = run_job(2, str(broken), **ON_HOST)
-    assert job.returncode != 0 and " is allowed\n" in job.stdout, job.stdout + job.stderr
