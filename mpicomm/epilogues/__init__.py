@@ -82,8 +82,8 @@ def rms_norm(
     to multiples of 128 rows and 4 groups. The padding stays as it is. The scale of a group with NaN or infinity is NaN.
 
     In "one_shot" and "two_shot" on GPUs the kernel that reduces computes it, for rows of whole 16 bytes. "one_shot"
-    needs rows of up to 32 KiB, or a row for each block of the kernel. "two_shot" needs more rows for each rank than the
-    kernel has blocks. In other calls on GPUs one more kernel follows and computes it, with the same bits.
+    needs rows of up to 32 KiB, or a row for each block of the kernel. "two_shot" needs a row of each rank for each
+    block of the kernel. In other calls on GPUs one more kernel follows and computes it, with the same bits.
     """
     return Norm("rms_norm", residual, weight, None, eps, linear_bias, CodeArguments(scales, scale, scale_layout))
 

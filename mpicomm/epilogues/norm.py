@@ -248,7 +248,7 @@ class BoundNorm(BoundEpilogue):
                 h = residuals[rows].astype(wide)
                 if self._centred:
                     h = h - self._mean(h)
-                normal = h / np.sqrt(self._mean(h * h) + wide.type(self._eps)) * weight
+                normal = h * (wide.type(1) / np.sqrt(self._mean(h * h) + wide.type(self._eps))) * weight
                 if bias is not None:
                     normal = normal + bias
                 if self._codes is not None:

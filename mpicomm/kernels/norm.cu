@@ -37,8 +37,8 @@ struct RowOfBlock {
   u64 hidden;
   bool aligned;
 
-  // Calls a function for each packet of this thread, as `end_row` needs it: with the packet's first
-  // element and the number of its elements.
+  // Calls a function for each packet of this thread, as `statistics_of` needs it: with the packet's
+  // first element and the number of its elements.
   template <class Work>
   MPICOMM_DEVICE void for_each_packet(const Work& work) const {
     const u64 lane = threadIdx.x % kLanes * kElements;
@@ -62,12 +62,12 @@ struct RowOfBlock {
     return sum;
   }
 
-  // Calls a function for each packet of h: see `end_row`.
+  // Calls a function for each packet of h: see `statistics_of`.
   template <class Work>
   MPICOMM_DEVICE void operator()(const Work& work) const {
     for_each_packet([&](u64 at, u64 count) {
-      Elements h{};
-      if (count > 0) h = load_elements(residual, aligned, at, hidden);  // this thread has stored it
+      Elements h[1] = {};
+      if (count > 0) h[0] = load_elements(residual, aligned, at, hidden);  // this thread has stored it
       work(at, h, count);
     });
   }
@@ -81,7 +81,9 @@ MPICOMM_DEVICE void normalise(const NormKernel& x, u64 row, u32 turn, Sums<1>& s
   const RowOfBlock of{source, residual, hidden, aligned};
   sums.of[turn][0][threadIdx.x] = of.add(x.norm);
   meet_at_end(1, true);
-  end_row(x.norm, sums, 0, turn, threadIdx.x, 1, row, of);
+  const State total = total_of(sums.of[turn][0], threadIdx.x);
+  const Statistics statistics = statistics_of(x.norm, sums, total, turn, threadIdx.x, 1, row, of);
+  normalise_rows<1>(x.norm, {row}, 1, {statistics}, of);
 }
 
 }  // namespace mpicomm

@@ -3,8 +3,10 @@
 // MPICOMM_RESULT.
 //
 //     h = value + linear_bias + residual, rounded            the new residual
-//     out = h / sqrt(mean of h * h + eps) * weight           without MPICOMM_CENTRED
-//     out = (h - mean) / sqrt(mean of (h - mean)^2 + eps) * weight + bias
+//     out = h * (1 / sqrt(mean of h * h + eps)) * weight     without MPICOMM_CENTRED
+//     out = (h - mean) * (1 / sqrt(mean of (h - mean)^2 + eps)) * weight + bias
+//
+// One division serves a row, because a division takes many instructions.
 //
 // With MPICOMM_CODES the row becomes codes of `out * scale` (scaled_codes.cuh).
 //
@@ -70,6 +72,11 @@ using State = typename Number<Element>::Value;
 
 constexpr bool kScaledGroups = kScales && kGroup > 0;
 constexpr bool kScaledRows = kScales && kGroup == 0;
+
+// The rows that end together. Their loads are in flight at once. Rows with more work end one after the
+// other, because a thread lacks the registers for several rows.
+template <u32 shards>
+constexpr u32 kTogether = kCentred || kCodes || shards > 4 ? 1 : shards;
 
 // The sums of the threads of a row, or of rows of several shards, in shared memory. Two rows of a
 // shard use them in turns.
@@ -163,30 +170,36 @@ MPICOMM_DEVICE State total_of(const State (&all)[kNormThreads], u32 thread) {
 // The numbers of a row by which its elements become normal.
 struct Statistics {
   State mean = 0;     // only if the row is centred
-  State root = 1;     // of the mean of the squares, with eps
+  State scale = 1;    // 1 / the root of the mean of the squares, with eps
   float factor = 1;   // of the results before they become codes
   float inverse = 1;  // of the scale of the row
 };
 
-// The results for the first `count` elements of a packet of h at element `at`. The others are 0.
+// The weights for the first `count` elements of a packet at element `at` of each row.
+struct Weights {
+  Run<Weight, kElements> weight{};
+  Run<Weight, kElements> bias{};
+
+  MPICOMM_DEVICE Weights(const Norm& norm, u64 at, u64 count) {
+    if (count == 0) return;
+    weight = load_run<Weight, kElements>(norm.weight + at * sizeof(Weight), count);
+    if constexpr (kBias) bias = load_run<Weight, kElements>(norm.bias + at * sizeof(Weight), count);
+  }
+};
+
+// The results for the first `count` elements of a packet of h. The others are 0.
 struct Normals {
   State of[kElements];
 
-  MPICOMM_DEVICE Normals(const Norm& norm, u64 at, const Elements& h, u64 count, const Statistics& row) {
-    Run<Weight, kElements> weight{};
-    [[maybe_unused]] Run<Weight, kElements> bias{};
-    if (count > 0) {
-      weight = load_run<Weight, kElements>(norm.weight + at * sizeof(Weight), count);
-      if constexpr (kBias) bias = load_run<Weight, kElements>(norm.bias + at * sizeof(Weight), count);
-    }
+  MPICOMM_DEVICE Normals(const Weights& weights, const Elements& h, u64 count, const Statistics& row) {
 #pragma unroll
     for (u32 e = 0; e < kElements; ++e) {
       of[e] = 0;
       if (e >= count) continue;
       State value = Number<Element>::decode(h.of[e]);
       if constexpr (kCentred) value -= row.mean;
-      value = value / row.root * fn::element<State>(weight.of, e);
-      if constexpr (kBias) value += fn::element<State>(bias.of, e);
+      value = value * row.scale * fn::element<State>(weights.weight.of, e);
+      if constexpr (kBias) value += fn::element<State>(weights.bias.of, e);
       if constexpr (kCodes) value *= row.factor;
       of[e] = value;
     }
@@ -220,9 +233,14 @@ MPICOMM_DEVICE void store_codes(const Norm& norm, u64 row, u64 at, const Normals
 // Stores the result for the first `count` elements of a packet of h, which begins at element `at`
 // of row `row`.
 MPICOMM_DEVICE void store_normal(
-    const Norm& norm, u64 row, u64 at, const Elements& h, u64 count, const Statistics& statistics) {
-  if (!kScaledGroups && count == 0) return;
-  const Normals normals(norm, at, h, count, statistics);
+    const Norm& norm,
+    u64 row,
+    u64 at,
+    const Weights& weights,
+    const Elements& h,
+    u64 count,
+    const Statistics& statistics) {
+  const Normals normals(weights, h, count, statistics);
 #if defined(MPICOMM_CODES)
   store_codes(norm, row, at, normals, count, statistics.inverse);
 #else
@@ -236,36 +254,36 @@ MPICOMM_DEVICE void store_normal(
 #endif
 }
 
-// Normalises row `row`, after its threads have met with their sums in `sums.of[turn][shard]`.
-// `for_each` calls a function for each packet of h that this thread has: with the packet's first
-// element, the packet, and the number of its elements. All threads of a warp make equally many calls,
-// some of them for no elements. A thread calls `for_each` in all passes with the same packets.
+// Returns the statistics of row `row`, after its threads have met at its end. `total` is the sum of
+// their sums, and `place` is 0 and 1 in turns for the rows of these threads. `for_each` calls a
+// function for each packet that this thread has: with the packet's first element, the packet of h in
+// an array, and the number of its elements. All threads of a warp make equally many calls, some of
+// them for no elements. A thread calls `for_each` in all passes with the same packets.
 template <u32 shards, class ForEach>
-MPICOMM_DEVICE void end_row(
+MPICOMM_DEVICE Statistics statistics_of(
     const Norm& norm,
-    Sums<shards>& sums,
-    u32 shard,
-    u32 turn,
-    u32 thread,
+    [[maybe_unused]] Sums<shards>& sums,
+    State total,
+    [[maybe_unused]] u32 place,
+    [[maybe_unused]] u32 thread,
     [[maybe_unused]] u32 barrier,
-    u64 row,
-    const ForEach& for_each) {
+    [[maybe_unused]] u64 row,
+    [[maybe_unused]] const ForEach& for_each) {
   const State hidden = static_cast<State>(norm.hidden), eps = static_cast<State>(norm.eps);
   Statistics of;
-  // Two rows that follow each other have a barrier in between: the barrier below, or the barrier of
-  // `meet_at_end`. So a slow thread has read these before another thread stores the next but one.
-  [[maybe_unused]] const u32 place = (turn + shard) % 2;
-  of.mean = total_of(sums.of[turn][shard], thread) / hidden;
+  of.mean = total / hidden;
   if constexpr (kCentred) {
     State sum = 0;
-    for_each([&](u64, const Elements& h, u64 count) { sum = with_squares(sum, h, count, of.mean); });
+    for_each([&](u64, const Elements(&h)[1], u64 count) { sum = with_squares(sum, h[0], count, of.mean); });
+    // Two rows that follow each other have a barrier in between: the barrier below, or the barrier of
+    // `meet_at_end`. So a slow thread has read a place before another thread stores the next but one.
     auto& squares = sums.squares[place];
     squares[thread] = sum;
     // Publishes the sums of all threads, as in `meet_at_end`.
     meet(barrier, kNormThreads, true);
-    if constexpr (kCentred) of.root = fn::sqrt(total_of(squares, thread) / hidden + eps);
+    if constexpr (kCentred) of.scale = 1 / fn::sqrt(total_of(squares, thread) / hidden + eps);
   } else {
-    of.root = fn::sqrt(of.mean + eps);
+    of.scale = 1 / fn::sqrt(of.mean + eps);
   }
 #if defined(MPICOMM_CODES)
   of.factor = norm.scale_at != nullptr ? *norm.scale_at : static_cast<float>(norm.scale);
@@ -273,8 +291,8 @@ MPICOMM_DEVICE void end_row(
 #if defined(MPICOMM_SCALES)
   if constexpr (kScaledRows) {
     u32 peak = 0;
-    for_each([&](u64 at, const Elements& h, u64 count) {
-      peak = with_magnitudes(peak, Normals(norm, at, h, count, of).of);
+    for_each([&](u64 at, const Elements(&h)[1], u64 count) {
+      peak = with_magnitudes(peak, Normals(Weights(norm, at, count), h[0], count, of).of);
     });
     peak = peak_of_lanes(peak, kLanes);
     u32* const peaks = sums.peaks[place];
@@ -290,7 +308,22 @@ MPICOMM_DEVICE void end_row(
     }
   }
 #endif
-  for_each([&](u64 at, const Elements& h, u64 count) { store_normal(norm, row, at, h, count, of); });
+  return of;
+}
+
+// Normalises rows that end together. `present` of them exist. `for_each` is as above, and its arrays
+// have a packet of each row.
+template <u32 n, class ForEach>
+MPICOMM_DEVICE void normalise_rows(
+    const Norm& norm, const u64 (&rows)[n], u32 present, const Statistics (&of)[n], const ForEach& for_each) {
+  for_each([&](u64 at, const Elements(&h)[n], u64 count) {
+    if (!kScaledGroups && count == 0) return;
+    const Weights weights(norm, at, count);
+#pragma unroll
+    for (u32 each = 0; each < n; ++each) {
+      if (each < present) store_normal(norm, rows[each], at, weights, h[each], count, of[each]);
+    }
+  });
 }
 
 }  // namespace mpicomm

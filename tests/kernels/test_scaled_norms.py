@@ -94,9 +94,13 @@ def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array
     return rng.standard_normal(count).astype(dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_after_the_reduction(builds: Builds, case: Case) -> None:
-    machine, rng, rows = Machine(builds, 1), np.random.default_rng(case.hidden), 5
+# A tile of scales has 128 rows, in four groups of 32.
+AFTER = [*((case, 5) for case in CASES), (CASES[7], 161)]
+
+
+@pytest.mark.parametrize(("case", "rows"), AFTER, ids=str)
+def test_the_kernel_after_the_reduction(builds: Builds, case: Case, rows: int) -> None:
+    machine, rng = Machine(builds, 1), np.random.default_rng(case.hidden)
     epilogue, residual, scales = epilogue_of(case, rows, rng)
     count = rows * case.hidden // (2 if case.result == "uint8" else 1)
     values = numbers(dtype_named(case.dtype), rows * case.hidden, rng)

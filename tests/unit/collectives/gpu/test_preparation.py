@@ -143,8 +143,10 @@ def test_rows_are_normalised_by_the_kernel_of_one_hop_or_by_the_next_one() -> No
     (of_shards,) = rig.steps(32 * 1024, "two_shot", hidden=1024)
     assert isinstance(of_shards, Launch) and of_shards.variant.entry == "mpicomm_packets"
     assert of_shards.arguments.steps == 2 and of_shards.arguments.finish.rows_of_shard == 11
+    (of_eight,) = rig.steps(24 * 1024, "two_shot", hidden=1024)  # a row of each rank for each of 8 blocks
+    assert isinstance(of_eight, Launch) and of_eight.variant.entry == "mpicomm_packets"
     for count, asked, hidden in (
-        (24 * 1024, "two_shot", 1024),
+        (21 * 1024, "two_shot", 1024),
         (99, "two_shot", 33),
         (99, "one_shot", 33),
         (16384, "one_shot", 16384),

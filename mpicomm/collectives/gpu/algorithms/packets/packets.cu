@@ -104,9 +104,9 @@ MPICOMM_DEVICE u32 sum_of_both(const Packets& x) { return x.laps - (kRows ? 4 : 
 MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (sum_of_both(x) + 1) / 4; }
 MPICOMM_DEVICE u32 period_of(const Packets& x) { return sum_of_both(x) - slack_of(x); }
 
-// `m` are the messages, part of `x` if the host knows their lengths, else shared memory. `sums` are shared
-// memory for rows.
-MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
+// `m` are the messages, part of `x` if the host knows their lengths, else shared memory. `memory` is
+// shared memory for rows.
+MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
@@ -213,7 +213,7 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowSums* sums) {
     return;
   }
 
-  Rows rows(finish_of(x), sums, thread, workers);
+  Rows rows(finish_of(x), memory, thread, workers);
   u64 b_at = 0, c_at = 0;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   u32 paces_at = reuses ? period_of(x) + slack_of(x) : ~0u;  // the next turn that needs a fence to be over first
@@ -363,14 +363,14 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kThreads, 1)
 
 MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets packets) {
 #if defined(MPICOMM_WEIGHT)
-  __shared__ mpicomm::RowSums sums[mpicomm::kGroups];
+  __shared__ mpicomm::RowMemory memory[mpicomm::kGroups];
 #else
-  mpicomm::RowSums* const sums = nullptr;
+  mpicomm::RowMemory* const memory = nullptr;
 #endif
 #if defined(MPICOMM_COUNTED)
   __shared__ mpicomm::Messages messages;
 #else
   const mpicomm::Packets& messages = packets;
 #endif
-  mpicomm::run(packets, messages, sums);
+  mpicomm::run(packets, messages, memory);
 }

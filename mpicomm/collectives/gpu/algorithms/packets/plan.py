@@ -169,9 +169,9 @@ class _Finish(NamedTuple):
         fused = fused_in(call, shards)
         if fused is None or fused.rows is None:
             return cls(fused)
-        if shards > 1 and fused.rows.count <= most_blocks_of(node):
-            # Each block would end one row of each shard, after the last packet. A later kernel is faster, because it
-            # has blocks for all rows at once.
+        if shards > 1 and fused.rows.count < most_blocks_of(node):
+            # Some blocks would end a row of each shard, after the last packet, and others none. A later kernel has
+            # blocks for all rows at once.
             return cls()
         rows = row_geometry(fused.rows, most_blocks_of(node), node.size, fan_out=shards > 1)
         return cls() if rows is None else cls(fused, rows)

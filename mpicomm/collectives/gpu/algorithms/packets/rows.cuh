@@ -71,7 +71,19 @@ struct Course {
   MPICOMM_DEVICE static void look_back(u64, u64&, u64&) {}  // this step does not determine the earlier steps
 };
 
-using RowSums = Sums<kShards>;
+constexpr u32 kAtOnce = kTogether<kShards>;
+
+// The packets of h in the first kKept steps of a row stay in shared memory until the row ends. A thread
+// reads later packets from the residual. A kernel has 48 KiB, and more than 4 steps are rare.
+constexpr u32 kStepNbytes = kShards * kNormThreads * kPacketNbytes;
+constexpr u32 kMostKept = (48 * 1024 / kGroups - sizeof(Sums<kShards>)) / kStepNbytes;
+constexpr u32 kKept = kMostKept < 4 ? kMostKept : 4;
+
+// The shared memory of a group.
+struct RowMemory {
+  Sums<kShards> sums;
+  Elements kept[kKept > 0 ? kKept * kShards * kNormThreads : 1];  // by step, shard and thread
+};
 
 // Whether rows end in the next turn, or else in the turn of their last step.
 constexpr bool kEndsLater = kFanOut;
@@ -80,17 +92,16 @@ constexpr bool kEndsLater = kFanOut;
 // the step of stage C.
 struct Rows {
   const Norm& norm;
-  RowSums& sums;
+  RowMemory& memory;
   Course course;
   u32 barrier;   // of the group
   u32 turn = 0;  // the index of the sums that these rows use
   bool ends = false;  // whether the rows of the last step end in this turn
   State sum[kShards] = {};
-  Elements h{};  // of the last unit, if there is one shard
 
-  MPICOMM_DEVICE Rows(const Finish& finish, RowSums* all, u32 worker, u32 workers)
+  MPICOMM_DEVICE Rows(const Finish& finish, RowMemory* all, u32 worker, u32 workers)
       : norm(finish.norm),
-        sums(all[worker / kNormThreads]),
+        memory(all[worker / kNormThreads]),
         course(finish, worker, workers),
         barrier(1 + worker / kNormThreads) {}
 
@@ -105,6 +116,10 @@ struct Rows {
     return load_unit(norm.residual, width_of(norm.residual), first_of(shard) + at, nbytes());
   }
 
+  MPICOMM_DEVICE Elements& kept(u32 part, u32 shard) const {
+    return memory.kept[(part * kShards + shard) * kNormThreads + course.thread];
+  }
+
   // Loads the residual at offset `at` of each of `shards`, which are bits.
   MPICOMM_DEVICE void load_residuals(Packet (&residuals)[kShards], u32 shards, u64 at) const {
 #pragma unroll
@@ -116,10 +131,11 @@ struct Rows {
   // Takes the reduced unit at offset `at` of a shard, and the residual there.
   MPICOMM_DEVICE void add(u32 shard, u64 at, const Packet& reduced, const Packet& residual) {
     const auto value = __builtin_bit_cast(Elements, reduced), old = __builtin_bit_cast(Elements, residual);
-    h = with_residual(norm, course.packet_of(course.part) * kElements, kElements, value, old);
+    const Elements h = with_residual(norm, course.packet_of(course.part) * kElements, kElements, value, old);
     sum[shard] = with_summands(sum[shard], h, kElements);
     const u64 to = first_of(shard) + at;
     store_unit(norm.residual, width_of(norm.residual), to, nbytes(), __builtin_bit_cast(Packet, h));
+    if (course.part < kKept) kept(course.part, shard) = h;
   }
 
   // Ends a step. The rows end after their last step. `ok` is whether the thread has taken all
@@ -138,13 +154,25 @@ struct Rows {
     if (!ends) return true;
 #pragma unroll
     for (u32 shard = 0; shard < kShards; ++shard) {
-      sums.of[turn][shard][course.thread] = sum[shard];
+      memory.sums.of[turn][shard][course.thread] = sum[shard];
       sum[shard] = 0;
     }
     if (!meet_at_end(barrier, true)) return false;
 #pragma unroll 1
-    for (u32 shard = 0; shard < kShards && has_row(shard); ++shard) {
-      end_row(norm, sums, shard, turn, course.thread, barrier, row_of(shard), PacketsOfH{*this, shard});
+    for (u32 first = 0; first < kShards && has_row(first); first += kAtOnce) {
+      u64 rows[kAtOnce];
+      Statistics of[kAtOnce];
+      u32 present = 0;
+#pragma unroll
+      for (u32 each = 0; each < kAtOnce; ++each) {
+        const u32 shard = first + each;
+        rows[each] = row_of(shard), present += has_row(shard);
+        const State total = total_of(memory.sums.of[turn][shard], course.thread);
+        const u32 place = (turn + shard) % 2;
+        of[each] = statistics_of(
+            norm, memory.sums, total, place, course.thread, barrier, rows[each], PacketsOfH{*this, first, 1});
+      }
+      normalise_rows(norm, rows, present, of, PacketsOfH{*this, first, present});
     }
     turn ^= 1, ends = false;
     course.after(0);
@@ -153,20 +181,26 @@ struct Rows {
 
   struct PacketsOfH {
     const Rows& rows;
-    u32 shard;
+    u32 first;    // the shards whose rows end together: the first of them, and how many have a row
+    u32 present;
 
-    // Calls a function for each packet of h: see `end_row`.
+    // Calls a function for each packet of h: see `statistics_of`.
     template <class Work>
     MPICOMM_DEVICE void operator()(const Work& work) const {
       const u32 last = rows.course.parts - 1;
 #pragma unroll 1
       for (u32 part = 0; part <= last; ++part) {
         const u64 at = rows.course.at(part);
-        Elements elements = rows.h;
-        // The loads see the stores of `add`, because this thread has made them.
-        const bool kept = kShards == 1 && part == last;
-        if (!kept && at != kNoUnit) elements = __builtin_bit_cast(Elements, rows.load_residual(shard, at));
-        work(rows.course.packet_of(part) * kElements, elements, at == kNoUnit ? 0 : kElements);
+        Elements h[kAtOnce];
+#pragma unroll
+        for (u32 each = 0; each < kAtOnce; ++each) {
+          h[each] = {};
+          if (at == kNoUnit || each >= present) continue;
+          // The loads see the stores of `add`, because this thread has made them.
+          if (part < kKept) h[each] = rows.kept(part, first + each);
+          else h[each] = __builtin_bit_cast(Elements, rows.load_residual(first + each, at));
+        }
+        work(rows.course.packet_of(part) * kElements, h, at == kNoUnit ? 0 : kElements);
       }
     }
   };
@@ -192,9 +226,9 @@ struct Course {
   }
 };
 
-struct RowSums {};
+struct RowMemory {};
 struct Rows {
-  MPICOMM_DEVICE Rows(const Finish&, RowSums*, u32, u32) {}
+  MPICOMM_DEVICE Rows(const Finish&, RowMemory*, u32, u32) {}
   MPICOMM_DEVICE static void load_residuals(Packet (&)[kShards], u32, u64) {}
   MPICOMM_DEVICE static void add(u32, u64, const Reduced&, const Packet&) {}
   MPICOMM_DEVICE static bool end_step(bool ok) { return ok; }
