@@ -15,7 +15,7 @@ ARRAYS = (
     *("x", "scales", "counts", "offsets", "sources", "weights", "places", "targets", "tokens"),
     *("rows", "topk_ids", "topk_weights", "token_rows", "row_count"),
 )
-INT32, UINT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
+INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 @dataclass
