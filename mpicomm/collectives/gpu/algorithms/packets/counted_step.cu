@@ -92,11 +92,48 @@ MPICOMM_DEVICE_CALL u32 take_escape_of(const Packets& x, u32 launch, u32 peer, P
   return take_escape(x.team, launch, peer, escapes + (reinterpret_cast<u8*>(slot) - inboxes) / kSlotNbytes);
 }
 
+MPICOMM_DEVICE_CALL void refuse_room(const Packets& x, u64 nbytes, u32 peer) {
+  const u64 elements = nbytes / x.counted.itemsize;
+  refuse_counts(x.team, kCountedRoom, elements < kMostReported ? elements : kMostReported, peer);
+}
+// The blocks of `peer` do not follow each other. Gives up if one of them lies outside of its buffer. `mine` are the
+// bytes of this rank's message to it.
+MPICOMM_DEVICE_CALL bool fits_at_places(const Packets& x, u32 launch, u32 peer, u64 mine) {
+  const u64 set = reinterpret_cast<u64>(x.flagged.sets) + launch % 2 * x.flagged.nbytes;
+  const auto load = [&](u32 source, u32 fact) { return load_volatile(shifted(set, fact_offset(source, fact))); };
+  const u64 room = number_in(load(peer, 2 * kRanks)) >> 1;
+  u64 needed = 0;
+  for (u32 source = 0; source < kRanks; ++source) {
+    Pair packet{};
+    const auto absent = [&] {
+      packet = load(peer, kRanks + source);
+      return FlagProtocol::has_come(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;
+    };
+    if (!await_ranks(x.team, launch, absent)) return false;
+    const u64 nbytes = source == x.team.rank ? mine : number_in(load(source, peer)), limit = number_in(packet);
+    if (nbytes > limit && room - limit + nbytes > needed) needed = room - limit + nbytes;
+  }
+  if (needed != 0) refuse_room(x, needed, peer);
+  return needed == 0;
+}
+// Loads every line of the arguments, so that no later instruction waits for one.
+MPICOMM_DEVICE void fetch_arguments(const Packets& x) {
+#if defined(__CUDACC__) && !defined(NO_FETCH)
+  const u32* const words = reinterpret_cast<const u32*>(&x);
+  u32 sum = 0;
+#pragma unroll
+  for (u32 word = 0; word < sizeof(Packets) / 4; word += 16) sum = sum * 3 + words[word];
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x9E3779B9; @p nanosleep.u32 20; }" ::"r"(sum));
+#endif
+}
+MPICOMM_DEVICE_CALL u32 elements_in(u32 nbytes, u32 itemsize) { return nbytes / itemsize; }
+MPICOMM_DEVICE u32 shift_of(u32 power) { return 31 - __clz(static_cast<int>(power)); }
+
 MPICOMM_DEVICE void work(const Packets& x) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u32 itemsize = static_cast<u32>(x.counted.itemsize), send_room = static_cast<u32>(x.counted.send.room);
-  const u32 room = static_cast<u32>(x.counted.receive.room);
+  const u32 room_nbytes = static_cast<u32>(x.counted.receive.room) * itemsize;
   u32 number_at = (blockIdx.x * workers + thread) * kPacketNbytes;
   OwnCounts own;
   own.find(x, rank);
@@ -116,6 +153,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
   MPICOMM_PIN(parity);
   MPICOMM_PIN(flag_parity);
   MPICOMM_PIN32(number_at);
+  fetch_arguments(x);
   STAMPS
   STAMP(0);
 
@@ -190,24 +228,22 @@ MPICOMM_DEVICE void work(const Packets& x) {
 #pragma unroll
     for (u32 d = 1; d < kRanks; ++d) {
       const bool has_length = FlagProtocol::has_come(lengths[d], flag);
-      const bool awaits = at < static_cast<u64>(static_cast<u32>(lengths[d].first)) * itemsize;
-      if (!has_length || (awaits && !Protocol::has_come(packets[d], {}))) missing |= 1u << at_distance(rank, d);
+      if (!has_length || (at < static_cast<u32>(lengths[d].first) && !Protocol::has_come(packets[d], {}))) missing |= 1u << at_distance(rank, d);
     }
     return live != 0 ? missing : 0;
   };
   if (!await_ranks(team, launch, absent)) return;
   STAMP(5);
   Each received;
-  received[0] = counts[0];
-  u32 all = counts[0];
-  bool fits = counts[0] <= room;
+  u32 all = received[0] = nbytes[0];
+  bool fits = true;
 #pragma unroll
   for (u32 d = 1; d < kRanks; ++d) {
     received[d] = static_cast<u32>(lengths[d].first);
-    fits = fits && received[d] <= room && static_cast<u32>(lengths[d].second) == 0;
+    fits = fits && received[d] <= room_nbytes && static_cast<u32>(lengths[d].second) == 0;
     all += received[d];
   }
-  if (live != 0 && !(fits && all <= room)) return;
+  if (live != 0 && !(fits && all <= room_nbytes)) return;
 #pragma unroll
   for (u32 each = 1; each <= kRanks; ++each) {
     const u32 d = each % kRanks;
@@ -216,9 +252,8 @@ MPICOMM_DEVICE void work(const Packets& x) {
     for (u32 e = 0; e < kRanks; ++e) {
       if (e != d && at_distance(rank, e) < at_distance(rank, d)) place += received[e];
     }
-    u8* const array = x.counted.receive.buffer + static_cast<u64>(place) * itemsize;
-    const u32 length = received[d] * itemsize;
-    if (at >= length) continue;
+    u8* const array = x.counted.receive.buffer + place;
+    if (at >= received[d]) continue;
     Packet unit = units[d];
     if (d > 0) {
       Pair packet = packets[d];
@@ -230,7 +265,7 @@ MPICOMM_DEVICE void work(const Packets& x) {
       }
       unit = Protocol::unit(packet);
     }
-    store_unit(array, width_of(array), at, length, unit);
+    store_unit(array, width_of(array), at, received[d], unit);
     if (d > 0) Protocol::give_back(shifted(in[d], shift));
   }
   STAMP(6);
@@ -245,7 +280,9 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
   const u32 rank = team.rank, overseer = threadIdx.x - (blockDim.x - kOverseers);
   const bool has_peer = overseer < kRanks && overseer != rank;
   const u32 send_room = static_cast<u32>(x.counted.send.room);
-  u64 room = x.counted.receive.room, flag_parity = x.flagged.nbytes;
+  u64 flag_parity = x.flagged.nbytes;
+  const u32 itemsize = static_cast<u32>(x.counted.itemsize);
+  const u64 room_nbytes = x.counted.receive.room * itemsize;
   OwnCounts own;
   own.find(x, rank);
   const u64 flagged_at = x.flagged.sets - team.arenas[rank];
@@ -260,7 +297,11 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
     MPICOMM_PIN(tells[d]);
     MPICOMM_PIN(hears[d]);
   }
-  MPICOMM_PIN(flag_parity);
+  u64 hears_room = reinterpret_cast<u64>(x.flagged.sets) + fact_offset(overseer, 2 * kRanks);
+  u64 hears_from = reinterpret_cast<u64>(x.flagged.sets) + fact_offset(overseer, rank);
+  MPICOMM_PIN(hears_room);
+  MPICOMM_PIN(hears_from);
+  fetch_arguments(x);
   STAMPS
 
 #if defined(MPICOMM_DRY) && defined(__CUDACC__)
@@ -302,6 +343,7 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
   u32 mine = counts[0];
 #pragma unroll
   for (u32 d = 1; d < kRanks; ++d) mine = overseer == at_distance(rank, d) ? counts[d] : mine;
+  mine *= itemsize;
   if (live != 0) {
     begin_round_of_flags(x.flagged, launch);
     if (blockIdx.x == 0 && has_peer) announce(team, overseer, launch);
@@ -326,62 +368,60 @@ MPICOMM_DEVICE void oversee(const Packets& x) {
     if (has_peer && live != 0) tell(shifted(length_at, flag_shift), mine, launch);
     STAMP(4);
   } else {
-    // Lane f tells fact f to all peers, and hears fact f of all peers.
-    u64 fact = overseer < kRanks ? mine : overseer < 2 * kRanks ? room : room << 1 | 1;
-    u64 facts[kRanks];
-    facts[0] = fact;
-    bool come = true;
-    if (overseer < kFactsOfRank) {
-      if (live != 0) {
+    // Lane f tells fact f to all peers.
+    const u64 fact = overseer < kRanks ? mine : overseer < 2 * kRanks ? room_nbytes : room_nbytes << 1 | 1;
+    if (overseer < kFactsOfRank && live != 0) {
 #pragma unroll
-        for (u32 d = 1; d < kRanks; ++d) tell(shifted(tells[d], flag_shift), fact, launch);
-      }
-      STAMP(4);
-      Pair packets[kRanks];
-      const u32 flag = FlagProtocol::flag(launch);
-      const auto absent = [&] {
-        u32 missing = 0;
-#pragma unroll
-        for (u32 d = 1; d < kRanks; ++d) packets[d] = load_volatile(shifted(hears[d], flag_shift));
-#pragma unroll
-        for (u32 d = 1; d < kRanks; ++d) {
-          if (!FlagProtocol::has_come(packets[d], flag)) missing |= 1u << at_distance(rank, d);
-        }
-        return live != 0 ? missing : 0;
-      };
-      come = await_ranks(team, launch, absent);
-#pragma unroll
-      for (u32 d = 1; d < kRanks; ++d) facts[d] = number_in(packets[d]);
+      for (u32 d = 1; d < kRanks; ++d) tell(shifted(tells[d], flag_shift), fact, launch);
     }
-    if (!__all_sync(kWarp, come)) return;
-    STAMP(5);
-    // Lane r judges rank r. It has all counts of messages to rank r.
-    u64 all = 0, its_room = 0, received = 0;
+    if (overseer < kRanks) {
+    // Lane r judges rank r. It hears the lengths of all messages to rank r, the room of rank r, and the length of the
+    // message from there.
+    if (has_peer && live != 0 && theirs.differ_from(ours, launch - 1)) refuse(team, overseer, launch - 1);
+    STAMP(4);
+    Pair lengths[kRanks]{}, room_of{}, from_there{};
+    u32 said = kSame;
+    const u32 flag = FlagProtocol::flag(launch);
+    const u64* const announced = announcements(team, rank, overseer) + launch % 2;
+    const auto absent = [&] {
+      u32 missing = 0;
+      u64 word = 0;
 #pragma unroll
-    for (u32 d = 0; d < kRanks; ++d) {
-      all += facts[d];
-      const u64 said = __shfl_sync(kWarp, facts[d], 2 * kRanks), to_me = __shfl_sync(kWarp, facts[d], rank);
-      if (overseer == at_distance(rank, d)) its_room = said >> 1, received = to_me;
-    }
-    if (overseer < kRanks && live != 0) {
-      if (all > its_room) {
-        refuse_counts(team, kCountedRoom, all < kMostReported ? all : kMostReported, overseer);
-      } else if (x.counted.receive.wide_counts != 0) {
-        static_cast<u64*>(x.counted.receive.counts)[overseer] = received;
-      } else {
-        static_cast<u32*>(x.counted.receive.counts)[overseer] = static_cast<u32>(received);
-      }
-      STAMP(6);
+      for (u32 d = 1; d < kRanks; ++d) lengths[d] = load_volatile(shifted(hears[d], flag_shift));
       if (has_peer) {
-        if (theirs.differ_from(ours, launch - 1)) refuse(team, overseer, launch - 1);
-        u32 said = kAbsent;
-        const auto absent = [&] {
-          said = look_at(team, overseer, launch);
-          return said == kAbsent ? 1u << overseer : 0u;
-        };
-        if (await_ranks(team, launch, absent) && said == kDifferent) refuse(team, overseer, launch);
+        room_of = load_volatile(shifted(hears_room, flag_shift));
+        from_there = load_volatile(shifted(hears_from, flag_shift));
+        word = load_relaxed(announced);
       }
-      STAMP(7);
+#pragma unroll
+      for (u32 d = 1; d < kRanks; ++d) {
+        if (!FlagProtocol::has_come(lengths[d], flag)) missing |= 1u << at_distance(rank, d);
+      }
+      if (has_peer) {
+        said = judge(team, overseer, launch, word);
+        if (said == kAbsent || !FlagProtocol::has_come(room_of, flag) || !FlagProtocol::has_come(from_there, flag)) missing |= 1u << overseer;
+      }
+      return live != 0 ? missing : 0;
+    };
+    if (!await_ranks(team, launch, absent)) return;
+    STAMP(5);
+    u64 all = mine;
+#pragma unroll
+    for (u32 d = 1; d < kRanks; ++d) all += number_in(lengths[d]);
+    const u64 room_fact = has_peer ? number_in(room_of) : room_nbytes << 1 | 1;
+    const u32 received = has_peer ? static_cast<u32>(from_there.first) : mine;
+    if (live != 0) {
+      if (said == kDifferent) {
+        refuse(team, overseer, launch);
+      } else if (all > room_fact >> 1 && (room_fact & 1) != 0) {
+        refuse_room(x, all, overseer);
+      } else if ((room_fact & 1) != 0 || fits_at_places(x, launch, overseer, mine)) {
+        const u32 number = (itemsize & (itemsize - 1)) == 0 ? received >> shift_of(itemsize) : elements_in(received, itemsize);
+        if (x.counted.receive.wide_counts != 0) static_cast<u64*>(x.counted.receive.counts)[overseer] = number;
+        else static_cast<u32*>(x.counted.receive.counts)[overseer] = number;
+      }
+    }
+    STAMP(6);
     }
   }
 #if defined(MPICOMM_DRY) && defined(__CUDACC__)
