@@ -216,6 +216,10 @@ MPICOMM_DEVICE void work(const Packets& x) {
   if (live != 0) let_successor_start();
 #endif
   if (live != 0) count_launch(team, count, thread, workers);
+#if !defined(POLL_ALL)
+  // No message reaches beyond the buffer. Polls of idle threads would delay packets.
+  if (live != 0 && at >= room_nbytes) return;
+#endif
   Pair packets[kRanks], lengths[kRanks];
   const u32 flag = FlagProtocol::flag(launch);
   const auto absent = [&] {
