@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.collectives.gpu.algorithms.packets.counted import counted_launch
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
@@ -34,6 +36,8 @@ class CountedCall:
     wide: tuple[bool, bool] = (False, True)
     """Whether the counts to send, and the counts that come, have 64 bits."""
     host_displs: bool = False
+    escaped: bool = False
+    """Whether all words of the messages are `ABSENT`, so that every packet needs an escape."""
     tag: int = 5
 
 
@@ -50,7 +54,8 @@ class CountedRig(PacketRig):
         ranks, counts = range(self.size), call.counts
         dtype = np.dtype(call.dtype)
         checks = []
-        blocks = [[_content(rng, int(max(0, counts[a][b])), dtype) for b in ranks] for a in ranks]
+        content = _absent if call.escaped else partial(_content, rng)
+        blocks = [[content(int(max(0, counts[a][b])), dtype) for b in ranks] for a in ranks]
         for rank in ranks:
             starts = _starts(counts[rank]) if call.send_displs is None else call.send_displs[rank]
             size = max([0, *(int(s + max(0, n)) for s, n in zip(starts, counts[rank], strict=True))])
@@ -117,3 +122,8 @@ def _starts(counts: Array) -> Array:
 
 def _content(rng: np.random.Generator, count: int, dtype: np.dtype[Any]) -> Array:
     return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype)
+
+
+def _absent(count: int, dtype: np.dtype[Any]) -> Array:
+    nbytes = count * dtype.itemsize
+    return np.full(-(-nbytes // 4), ABSENT, np.uint32).view(np.uint8)[:nbytes].view(dtype)

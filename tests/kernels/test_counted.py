@@ -57,6 +57,36 @@ def random_call(rng: np.random.Generator, size: int, lengths: Sequence[int] = LE
     )
 
 
+def step_call(rng: np.random.Generator, size: int, *, most: int = 0) -> CountedCall:
+    """A call whose messages take one step on all ranks, with ``most`` elements from a rank to another at most."""
+    dtype = np.dtype(rng.choice(["float32", "int16", "complex128", "int8", "V12"]))
+    room = SMALL.threads * 16 // dtype.itemsize
+    counts = rng.integers(0, (most or room // size) + 1, (size, size)) * rng.integers(0, 2, (size, size))
+    wide = bool(rng.integers(2)), bool(rng.integers(2))
+    return CountedCall(counts, room=room, dtype=dtype, wide=wide, escaped=bool(rng.integers(2)))
+
+
+def run_steps(
+    builds: Builds,
+    size: int,
+    *,
+    seed: int = 0,
+    changes: Sequence[Change] = (),
+    timeout_s: float = 20,
+    calls: int = 24,
+    start: int = 0,
+) -> None:
+    """Random calls of one step, one after the other."""
+    rig, rng = rig_of(builds, size, changes, timeout_s), np.random.default_rng((size, seed))
+    if start:
+        rig.start_at(start)
+        rig.fill_with_old_flags(rng)
+    checks = [rig.enqueue(step_call(rng, size), rng, nap_us=1000) for _ in range(calls)]
+    rig.machine.run(seed=seed, jitter_us=300, limit_s=40)
+    for check in checks:
+        check()
+
+
 def run(
     builds: Builds,
     size: int,
@@ -85,6 +115,27 @@ def test_every_rank_gets_its_blocks_and_their_counts(builds: Builds, size: int, 
     run(builds, size, laps=laps)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_messages_of_one_step(builds: Builds, size: int) -> None:
+    run_steps(builds, size)
+
+
+def test_one_step_while_numbers_begin_again(builds: Builds) -> None:
+    run_steps(builds, 3, start=STARTS["2^30"], calls=120)
+
+
+def test_ranks_with_room_for_one_step_beside_ranks_with_more_room(builds: Builds) -> None:
+    rig, rng = rig_of(builds, 3), np.random.default_rng(1)
+    checks = []
+    for _ in range(8):
+        counts = rng.integers(0, _STEP // 4, (3, 3))
+        counts[rng.integers(3)] += _STEP // 8  # this rank sends more than a step to all ranks together
+        checks.append(rig.enqueue(CountedCall(counts), rng, nap_us=1000))
+    rig.machine.run(jitter_us=300)
+    for check in checks:
+        check()
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.integers(1, 4), seed=st.integers(0, 2**32 - 1), most=st.sampled_from([1, 9, _STEP, 3 * _INBOX]))
 def test_random_calls_have_the_results_of_numpy(builds: Builds, size: int, seed: int, most: int) -> None:
@@ -103,6 +154,10 @@ def test_resets_of_slots_as_late_as_fences_allow(builds: Builds) -> None:
 
 def test_no_race(watched_builds: Builds) -> None:
     run(watched_builds, 3, calls=10)
+
+
+def test_no_race_in_one_step(watched_builds: Builds) -> None:
+    run_steps(watched_builds, 3, calls=10)
 
 
 def _failed(
@@ -131,6 +186,17 @@ def test_a_negative_count_is_an_error_on_all_ranks(builds: Builds) -> None:
 
 def test_too_little_room_is_an_error_on_all_ranks_and_nothing_is_written(builds: Builds) -> None:
     _failed(builds, CountedCall(COUNTS_OF_THREE, room=509), COUNTED_ROOM, 1, 510)
+
+
+def test_too_little_room_for_messages_of_one_step(builds: Builds) -> None:
+    counts = COUNTS_OF_THREE.copy()
+    counts[1][1] = 50
+    _failed(builds, CountedCall(counts, room=59), COUNTED_ROOM, 1, 60)
+
+
+def test_a_negative_count_of_messages_of_one_step(builds: Builds) -> None:
+    for wide in (False, True):
+        _failed(builds, CountedCall(np.array([[1, 2], [-1, 3]]), room=9, wide=(wide, True)), COUNTS, 1, 10)
 
 
 def test_a_block_outside_of_the_output_is_an_error_on_all_ranks(builds: Builds) -> None:
@@ -182,6 +248,26 @@ def test_a_mistake_is_caught(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=rf"{CAUGHT}|exit codes"):
         for seed in range(10):
             run(builds, 3, seed=seed, changes=[MISTAKES[name], *late], timeout_s=2, laps=7)
+
+
+MISTAKES_OF_ONE_STEP = {
+    "lengths taken before they have come": Change("counted_step.cu", "!has_length || (at <", "(at <"),
+    "packets taken before they have come": Change("counted_step.cu", "!Protocol::has_come(packets[d], {})", "false"),
+    "one set of lengths instead of two": Change(
+        "counted_step.cu", "x.inbox_nbytes, flag_parity = x.flagged.nbytes;", "x.inbox_nbytes, flag_parity = 0;"
+    ),
+    "one set of slots instead of two": Change("counted_step.cu", "u64 parity = kStages", "u64 parity = 0 * kStages"),
+    "slots not put back": Change("counted_step.cu", "if (d > 0) Protocol::give_back(shifted(in[d], shift));", ""),
+    "no wait for the last launch": Change("counted_step.cu", "if (has_peer && is_behind()) {", "if (false) {"),
+    "escapes not taken": Change("counted_step.cu", "if (Protocol::has_escape(packet)) {", "if (false) {"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES_OF_ONE_STEP)
+def test_a_mistake_in_one_step_is_caught(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=rf"{CAUGHT}|exit codes"):
+        for seed in range(10):
+            run_steps(builds, 3, seed=seed, changes=[MISTAKES_OF_ONE_STEP[name]], timeout_s=2)
 
 
 def test_a_missing_look_at_the_room_is_caught(builds: Builds) -> None:

@@ -148,6 +148,12 @@ def packet_kernel(
     return Variant(_SOURCE, "mpicomm_packets", options)
 
 
+def counted_step_kernel(size: int) -> Variant:
+    """Return the kernel for messages with counts on the device that take one step."""
+    options = (f"-DMPICOMM_RANKS={size}", *_PROTOCOLS["sentinel"], *_STEPS["one"], "-DMPICOMM_COUNTED")
+    return Variant(_SOURCE.with_name("counted_step.cu"), "mpicomm_counted_step", options)
+
+
 def wire_options(wire: str, *, moves: bool, codes_result: bool, alike: bool = False) -> tuple[str, ...]:
     """Return the options of a kernel whose packets have codes of the type ``wire``: see units.cuh.
 

@@ -9,6 +9,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     SLOT_NBYTES,
     CountedPacketArguments,
     CountedSideArguments,
+    counted_step_kernel,
     packet_kernel,
 )
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
@@ -38,6 +39,10 @@ def counted_launch(node: Node, buffers: CountedBuffers, tag: int, inboxes: Inbox
     kernel = packet_kernel(
         None, node.size, "sentinel", "paced", fan_out=False, host_slots=node.host_slots, counted=True
     )
+    send, receive = buffers.send, buffers.receive
+    step = geometry.threads * SLOT_NBYTES // buffers.itemsize
+    if send.displs is None and receive.displs is None and max(send.room, receive.room) <= step:
+        kernel = counted_step_kernel(node.size)
     return Launch(kernel, arguments, geometry.blocks, geometry.workers + OVERSEERS, node.early)
 
 
