@@ -1,4 +1,4 @@
-// Senders of experts share out the parts of rows, and publish them in runs.
+// Senders of experts share out the parts of rows, and publish them in runs. Few parts need no runs.
 //
 // Tickets. A warp begins with one run, and then takes the next run that no warp has, because some multiprocessors reach
 // the links sooner than others. Its ticket is the number of runs that warps have taken before. Each launch clears the
