@@ -64,8 +64,8 @@ def blocks_of_modes(most: int) -> BlocksOfModes:
         return Blocks(senders, receivers)
 
     return {
-        "dispatch of few": cut(44, 88),
-        "dispatch": cut(80, 176),
+        "dispatch of few": cut(76, 56),
+        "dispatch": cut(78, 178),
         "combine of few": cut(128, 128),
         "combine": cut(88, 168),
     }

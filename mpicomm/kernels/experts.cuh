@@ -26,7 +26,8 @@
 // Parts. A row travels in parts, of up to kPartPackets packets for each lane of a warp. A warp stores
 // some parts into the memory of peers, and then a flag for each part and peer. A release waits until
 // all earlier stores of the warp have arrived, so a warp with many parts stores several of them
-// before it. Warps release at different times, so the links stay busy.
+// before it. Warps release at different times, so the links stay busy. If each warp of a dispatch has at
+// most one part, the warps of a block release their parts together.
 //
 // Launches. The launches of an Experts object, dispatches and combines, have numbers, alike on all
 // ranks (team.cuh). The flags of a launch are its number.
@@ -304,7 +305,7 @@ MPICOMM_DEVICE bool peers_are_ready(const Experts& x, u32 operation, const Turn&
 
 // Whether `peer` has published a part. __syncwarp follows.
 MPICOMM_DEVICE bool has_part(const Experts& x, u64 flags, const Turn& turn, u32 peer, u32 seat, u32 part) {
-  // Pairs with the release in `Unpublished::publish`. A plain load could see the flag while later loads see
+  // Pairs with the releases in `Unpublished`. A plain load could see the flag while later loads see
   // the row of an earlier launch. The flag is equal: the peer stores a later number into this seat only
   // after this launch has ended here.
   return load_acquire(flag_in(x, flags, x.team.rank, peer, seat, part)) == turn.number;

@@ -50,10 +50,8 @@ struct Counts {
     const u64 number = static_cast<u64>(block) * kWarps + of_warp;
     return static_cast<u32>(quotient(number * shares.all, blocks * kWarps));
   }
-  MPICOMM_DEVICE void share_tokens() {
-    u32 most = 0;
-#pragma unroll 1
-    for (u32 source = 0; source < size(); ++source) most = layout.tokens[source] > most ? layout.tokens[source] : most;
+  // `most` is the largest number of tokens of a source.
+  MPICOMM_DEVICE void share_tokens(u32 most) {
     shares.all = most * size();
     shares.begin = first_token(warp);
     shares.end = first_token(warp + 1);
@@ -94,6 +92,9 @@ struct Counts {
 
   // Learns the number of tokens of each source, on all threads of the block.
   MPICOMM_DEVICE bool count_tokens() {
+    // Most often all ranks have as many tokens as this rank. Then the divisions of the shares end before the
+    // numbers come.
+    share_tokens(x.num_tokens);
     bool ok = true;
     if (thread < size()) {
       Packet unit{};
@@ -102,7 +103,10 @@ struct Counts {
       if (ok && block == 0) x.tokens[thread] = unit.words[0];
     }
     if (!__syncthreads_and(ok)) return false;
-    share_tokens();
+    u32 most = 0;
+#pragma unroll 1
+    for (u32 source = 0; source < size(); ++source) most = layout.tokens[source] > most ? layout.tokens[source] : most;
+    if (most != x.num_tokens) share_tokens(most);
     return true;
   }
 

@@ -150,18 +150,21 @@ MPICOMM_DEVICE u32 peers_of(const Dispatch& x, const LoadedPart& loaded, u32 lan
   return targets & ~(1u << team.rank);
 }
 
-MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
+MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn, u64** flags) {
   const Experts& experts = x.experts;
   const Team& team = experts.team;
   const u32 lane = threadIdx.x % kLanes;
   Routes routes(x);
   const u64 begun = awaited(experts, turn, x.num_tokens);
   const auto wait = [&](u32 peer) { return await_begun(experts, kDispatch, turn, peer, begun); };
-  if (!begin_launch(experts, kDispatches, turn, wait)) return;
-  routes.send(turn);
-  // Rows of this block leave after its routes. Otherwise the routes would wait in the links behind rows,
-  // and receivers lay out nothing before they know all routes.
-  __syncthreads();
+  const auto ready = [&] {
+    if (!begin_launch(experts, kDispatches, turn, wait)) return false;
+    routes.send(turn);
+    // Rows of this block leave after its routes. Otherwise the routes would wait in the links behind rows,
+    // and receivers lay out nothing before they know all routes.
+    __syncthreads();
+    return true;
+  };
   const auto prepare = [&](u64 unit) { return load_part(x, unit, lane); };
   const auto store = [&](const LoadedPart& loaded, u32 i, Unpublished& unpublished) {
     const Part range(experts, loaded.part, lane);
@@ -176,8 +179,14 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn) {
     unpublished.note(experts, experts.row_flags, i, peers, seat, loaded.part, lane);
   };
   const u64 units = static_cast<u64>(x.num_tokens) * experts.parts;
-  // Warps begin in distant places, so all receivers have work from the beginning.
-  each_run<true>(experts, turn, units, true, prepare, [] { return true; }, store);
+  if (units <= static_cast<u64>(experts.senders) * kWarps) {
+    // The first warps of all blocks come first, as in RunsOfWarp.
+    const u64 unit = threadIdx.x / kLanes * experts.senders + blockIdx.x;
+    send_at_most_one(team, turn, units, unit, prepare, ready, store, flags);
+  } else {
+    // Warps begin in distant places, so all receivers have work from the beginning.
+    each_run<true>(experts, turn, units, true, prepare, ready, store);
+  }
   if (blockIdx.x == 0 && threadIdx.x == 0) routes.renew(turn);
 }
 
@@ -190,9 +199,10 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kDispatchThreads, 2)
 
 MPICOMM_KERNEL void mpicomm_experts_dispatch(const __grid_constant__ mpicomm::Dispatch x) {
   __shared__ mpicomm::Layout layout;
+  __shared__ mpicomm::u64* flags[mpicomm::kWarps * mpicomm::kMaxRanks];
   const mpicomm::Turn turn = mpicomm::turn_of(x.experts.team, mpicomm::kDispatches);
   if (blockIdx.x < x.experts.senders) {
-    mpicomm::send(x, turn);
+    mpicomm::send(x, turn, flags);
   } else if (mpicomm::begin_launch(x.experts, mpicomm::kDispatches, turn)) {
     mpicomm::Receiver{{x, turn, layout}}.run();
   }

@@ -1,4 +1,4 @@
-// Senders of experts share out the parts of rows, and publish them in runs.
+// Senders of experts share out the parts of rows, and publish them in runs. Few parts need no runs.
 //
 // Tickets. A warp begins with one run, and then takes the next run that no warp has, because some multiprocessors reach
 // the links sooner than others. Its ticket is the number of runs that warps have taken before. Each launch clears the
@@ -30,6 +30,18 @@ struct Unpublished {
     // arrive before the data, and the peer would take the row of an earlier launch.
     if (flag != nullptr) store_release(flag, turn.number);
     flag = nullptr;
+  }
+  // Publishes the parts of all warps of a block, at most one part of each warp. All threads of the block call it.
+  // `flags`, in shared memory, has room for a flag of each warp and rank. Few warps wait for the stores of all warps,
+  // because warps of one multiprocessor that wait for their stores delay each other.
+  MPICOMM_DEVICE void publish_together(const Team& team, const Turn& turn, u64** flags) const {
+    const u32 lane = threadIdx.x % kLanes;
+    if (lane < team.size) flags[threadIdx.x / kLanes * team.size + lane] = flag;
+    // Orders the stores of all threads, and the flags in shared memory, before the releases.
+    __syncthreads();
+    // Pairs with the acquire in `has_part`, as in `publish`.
+    const bool has_flag = threadIdx.x < blockDim.x / kLanes * team.size;
+    if (has_flag && flags[threadIdx.x] != nullptr) store_release(flags[threadIdx.x], turn.number);
   }
 
  private:
@@ -149,6 +161,19 @@ MPICOMM_DEVICE void each_run(
     if (goes_on) prepared = prepare(mine.first + i);
     if (ends && only_loads) unpublished.publish(turn);
   }
+}
+
+// Sends part `unit`, if there is such a part, by each warp of the sender blocks. All threads of a block call it. It has
+// the functions of `each_run`, and takes less time than runs of one part: a short launch waits for its code.
+template <class Prepare, class Ready, class Store>
+MPICOMM_DEVICE void send_at_most_one(
+    const Team& team, const Turn& turn, u64 parts, u64 unit, Prepare prepare, Ready ready, Store store, u64** flags) {
+  decltype(prepare(unit)) prepared;
+  if (unit < parts) prepared = prepare(unit);
+  if (!ready()) return;
+  Unpublished unpublished;
+  if (unit < parts) store(prepared, 0, unpublished);
+  unpublished.publish_together(team, turn, flags);
 }
 
 }  // namespace mpicomm

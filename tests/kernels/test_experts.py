@@ -275,6 +275,12 @@ RACES = {
         "    // Orders the stores of all lanes before the releases.\n    __syncwarp();",
         "",
     ),
+    "flag of a block turned relaxed": Change(
+        "experts_runs.cuh", "store_release(flags[threadIdx.x], turn", "store_relaxed(flags[threadIdx.x], turn"
+    ),
+    "flags before all warps have stored": Change(
+        "experts_runs.cuh", "before the releases.\n    __syncthreads();", "before the releases.\n"
+    ),
     "row read before its flag": Change(
         "experts_receiver.cuh",
         "        // Orders the loads of all lanes after the acquires.\n        __syncwarp();",
