@@ -21,6 +21,7 @@ from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_THREADS, 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
     OVERSEERS,
     Steps,
+    counted_step_kernel,
     most_workers,
     packet_kernel,
     wire_options,
@@ -88,6 +89,7 @@ BANDWIDTH += [
     for size in (2, 4, 8)
 ]
 BANDWIDTH += [packet_kernel(None, size, "sentinel", "paced", fan_out=False, counted=True) for size in (1, 2, 4, 8)]
+BANDWIDTH += [counted_step_kernel(size) for size in (2, 4, 8)]
 BANDWIDTH += [
     packet_kernel(
         (dtype, "sum"),
@@ -299,6 +301,7 @@ LARGEST_BLOCKS = [
     (epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH), EPILOGUE_THREADS),
     (norm_kernel("float64", norm_options("float32", "float64")), NORM_THREADS),
     (PACK_KERNEL, PACK_THREADS),
+    (counted_step_kernel(8), most_workers(8, fan_out=False, one_step=True) + OVERSEERS),
     (DISPATCH_KERNEL, DISPATCH_THREADS),
     (combine_experts_kernel("bfloat16", "float32", by_token=False), SUM_THREADS),
     (quantize_experts_kernel("float32"), QUANTIZE_THREADS),

@@ -15,6 +15,7 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, MISMATCH, OF_RECEIVE
 from tests.kernels.build import Builds, Change
 from tests.kernels.counted_rig import UNTOUCHED, CountedCall, CountedRig
+from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE
 from tests.kernels.machine import CAUGHT, Array, Machine, RunFailedError
 from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS
@@ -76,12 +77,16 @@ def run_steps(
     calls: int = 24,
     start: int = 0,
 ) -> None:
-    """Random calls of one step, one after the other."""
+    """Random calls of one step, and scans between them, in which the first rank waits for no packet."""
     rig, rng = rig_of(builds, size, changes, timeout_s), np.random.default_rng((size, seed))
     if start:
         rig.start_at(start)
         rig.fill_with_old_flags(rng)
-    checks = [rig.enqueue(step_call(rng, size), rng, nap_us=1000) for _ in range(calls)]
+    others, checks = Calls(rig, rng, nap_us=1000), []
+    for number in range(calls):
+        checks.append(rig.enqueue(step_call(rng, size), rng, nap_us=1000))
+        if size > 1 and number % 4 == 3:
+            checks += [others.scan("float32", "sum", 100) for _ in range(2)]
     rig.machine.run(seed=seed, jitter_us=300, limit_s=40)
     for check in checks:
         check()
@@ -251,15 +256,21 @@ def test_a_mistake_is_caught(builds: Builds, name: str) -> None:
 
 
 MISTAKES_OF_ONE_STEP = {
-    "lengths taken before they have come": Change("counted_step.cu", "!has_length || (at <", "(at <"),
-    "packets taken before they have come": Change("counted_step.cu", "!Protocol::has_come(packets[d], {})", "false"),
-    "one set of lengths instead of two": Change(
-        "counted_step.cu", "x.inbox_nbytes, flag_parity = x.flagged.nbytes;", "x.inbox_nbytes, flag_parity = 0;"
+    "lengths taken before they have come": Change(
+        "counted_step.cu", "if (!knows || (at < static_cast<u32>", "if ((at < static_cast<u32>"
     ),
-    "one set of slots instead of two": Change("counted_step.cu", "u64 parity = kStages", "u64 parity = 0 * kStages"),
-    "slots not put back": Change("counted_step.cu", "if (d > 0) Protocol::give_back(shifted(in[d], shift));", ""),
+    "packets taken before they have come": Change("counted_step.cu", "!Protocol::has_come(packets[d], {})", "false"),
+    "one set of lengths instead of two": Change("counted_step.cu", "flagged_set = launch % 2 *", "flagged_set = 0 *"),
+    "one set of slots instead of two": Change(
+        "counted_step.cu", "u64 set = launch % 2 * kStages", "u64 set = 0 * kStages"
+    ),
+    "slots not put back": Change("counted_step.cu", "    Protocol::give_back(slot);\n", ""),
     "no wait for the last launch": Change("counted_step.cu", "if (has_peer && is_behind()) {", "if (false) {"),
-    "escapes not taken": Change("counted_step.cu", "if (Protocol::has_escape(packet)) {", "if (false) {"),
+    "escapes not taken": Change(
+        "counted_step.cu",
+        "    if (Protocol::has_escape(packet)) {\n      const u32 code",
+        "    if (false) {\n      const u32 code",
+    ),
 }
 
 

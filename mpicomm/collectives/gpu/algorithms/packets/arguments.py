@@ -1,4 +1,4 @@
-"""The kernels of packets.cu: their arguments, their variants, and the bytes and threads that they take."""
+"""The kernels of packets.cu and counted_step.cu: arguments, variants, and the bytes and threads that they take."""
 
 from __future__ import annotations
 
@@ -149,8 +149,11 @@ def packet_kernel(
 
 
 def counted_step_kernel(size: int) -> Variant:
-    """Return the kernel for messages with counts on the device that take one step."""
-    options = (f"-DMPICOMM_RANKS={size}", *_PROTOCOLS["sentinel"], *_STEPS["one"], "-DMPICOMM_COUNTED")
+    """Return the kernel between ``size`` ranks for counts on the device, if the buffers hold no more than a step.
+
+    It takes `CountedPacketArguments`.
+    """
+    options = ("-DMPICOMM_COUNTED", f"-DMPICOMM_RANKS={size}", *_PROTOCOLS["sentinel"], *_STEPS["one"])
     return Variant(_SOURCE.with_name("counted_step.cu"), "mpicomm_counted_step", options)
 
 

@@ -69,6 +69,25 @@ MPICOMM_DEVICE_CALL bool refuse_counts(const Team& team, u32 operation, u64 numb
   return false;
 }
 
+// The slots of lengths and facts in a set of inboxes for LL packets, as offsets in bytes.
+template <u32 ranks>
+struct CountSlots {
+  static constexpr u32 kRoomFact = 2 * ranks, kFacts = 2 * ranks + 1;
+
+  // The length of the message from `source` for this block.
+  MPICOMM_DEVICE static u64 of_length(u32 source) { return (source * kMaxBlocks + blockIdx.x) * sizeof(Pair); }
+  MPICOMM_DEVICE static u64 of_fact(u32 source, u32 fact) {
+    return (ranks * kMaxBlocks + source * kFacts + fact) * sizeof(Pair);
+  }
+};
+
+// Stores a number as a packet of LL, and returns the number of such a packet.
+MPICOMM_DEVICE void store_number(Pair* slot, u64 number, u32 launch) {
+  const Packet unit{{static_cast<u32>(number), static_cast<u32>(number >> 32), 0, 0}};
+  store_volatile(slot, FlagProtocol::packet(unit, FlagProtocol::flag(launch)));
+}
+MPICOMM_DEVICE u64 number_in(const Pair& packet) { return packet.second << 32 | static_cast<u32>(packet.first); }
+
 // The counts of this rank's messages, on lane `rank` of a warp for each rank.
 template <u32 ranks>
 struct SentCounts {
@@ -117,26 +136,20 @@ struct Lengths {
   u32 launch;
   u32 rank;
 
-  static constexpr u32 kRoomFact = 2 * ranks, kFacts = 2 * ranks + 1;
+  using Slots = CountSlots<ranks>;
+  static constexpr u32 kRoomFact = Slots::kRoomFact, kFacts = Slots::kFacts;
 
-  // Packets of LL in the arena of `owner`: first of lengths, then of facts.
-  MPICOMM_DEVICE Pair* slots(u32 owner) const {
+  // A slot in the arena of `owner`.
+  MPICOMM_DEVICE Pair* slot(u32 owner, u64 offset) const {
     const u64 set = inboxes.sets - team.arenas[team.rank] + launch % 2 * inboxes.nbytes;
-    return reinterpret_cast<Pair*>(team.arenas[owner] + set);
+    return reinterpret_cast<Pair*>(team.arenas[owner] + set + offset);
   }
-  MPICOMM_DEVICE Pair* slot_of_length(u32 owner, u32 source) const {
-    return slots(owner) + source * kMaxBlocks + blockIdx.x;
-  }
+  MPICOMM_DEVICE Pair* slot_of_length(u32 owner, u32 source) const { return slot(owner, Slots::of_length(source)); }
   MPICOMM_DEVICE Pair* slot_of_fact(u32 owner, u32 source, u32 fact) const {
-    return slots(owner) + ranks * kMaxBlocks + source * kFacts + fact;
+    return slot(owner, Slots::of_fact(source, fact));
   }
 
-  MPICOMM_DEVICE void tell(Pair* slot, u64 number) const {
-    const Packet unit{{static_cast<u32>(number), static_cast<u32>(number >> 32), 0, 0}};
-    store_volatile(slot, FlagProtocol::packet(unit, FlagProtocol::flag(launch)));
-  }
-
-  // Waits for a number of `peer`. Pairs with the store in `tell`. A packet needs no order, because it holds
+  // Waits for a number of `peer`. Pairs with `store_number`. A packet needs no order, because it holds
   // all of its data.
   MPICOMM_DEVICE bool hear(const Pair* slot, u32 peer, u64& number) const {
     Pair packet{};
@@ -145,14 +158,14 @@ struct Lengths {
       return FlagProtocol::has_come(packet, FlagProtocol::flag(launch)) ? 0u : 1u << peer;
     };
     if (!await_ranks(team, launch, absent)) return false;
-    const Packet unit = FlagProtocol::unit(packet);
-    number = static_cast<u64>(unit.words[1]) << 32 | unit.words[0];
+    number = number_in(packet);
     return true;
   }
 
   // Tells the peer of this lane the length of the message to it.
   MPICOMM_DEVICE void tell_length() const {
-    if (rank < ranks && rank != team.rank) tell(slot_of_length(rank, team.rank), messages.send_nbytes[rank]);
+    if (rank >= ranks || rank == team.rank) return;
+    store_number(slot_of_length(rank, team.rank), messages.send_nbytes[rank], launch);
   }
 
   // Learns the length of the message from this lane's rank. Returns false if the kernel must leave.
@@ -210,7 +223,7 @@ struct Lengths {
     // Orders the facts of all lanes before the loads below.
     __syncwarp(kWarp);
     each_fact([&](u32 peer, u32 fact) {
-      tell(slot_of_fact(peer, team.rank, fact), mine[fact]);
+      store_number(slot_of_fact(peer, team.rank, fact), mine[fact], launch);
       return true;
     });
   }

@@ -1,4 +1,4 @@
-"""Launches of packets.cu for messages with counts on the device."""
+"""Launches of packets.cu and counted_step.cu for messages with counts on the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from mpicomm.collectives.gpu.algorithms.memory import Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     OVERSEERS,
     SLOT_NBYTES,
+    UNIT_NBYTES,
     CountedPacketArguments,
     CountedSideArguments,
     counted_step_kernel,
@@ -21,7 +22,8 @@ from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers
 def counted_launch(node: Node, buffers: CountedBuffers, tag: int, inboxes: Inboxes, geometry: Geometry) -> Launch:
     """Return the launch of a call; ``tag``, ``inboxes`` and ``geometry`` are the same on all ranks.
 
-    The kernel is the kernel for the longest messages, because the host knows no lengths.
+    The host knows no lengths, but it knows how much the buffers of this rank hold. So the kernel of this rank may
+    differ from the kernels of its peers: see counted_step.cu.
     """
     layout, own = node.arena.layout, node.team.arenas[node.rank]
     arguments = CountedPacketArguments(
@@ -36,14 +38,20 @@ def counted_launch(node: Node, buffers: CountedBuffers, tag: int, inboxes: Inbox
     arguments.counted.send = _side(buffers.send)
     arguments.counted.receive = _side(buffers.receive)
     arguments.counted.itemsize = buffers.itemsize
-    kernel = packet_kernel(
-        None, node.size, "sentinel", "paced", fan_out=False, host_slots=node.host_slots, counted=True
+    kernel = (
+        counted_step_kernel(node.size)
+        if _takes_one_step(buffers, geometry)
+        else packet_kernel(
+            None, node.size, "sentinel", "paced", fan_out=False, host_slots=node.host_slots, counted=True
+        )
     )
-    send, receive = buffers.send, buffers.receive
-    step = geometry.threads * SLOT_NBYTES // buffers.itemsize
-    if send.displs is None and receive.displs is None and max(send.room, receive.room) <= step:
-        kernel = counted_step_kernel(node.size)
     return Launch(kernel, arguments, geometry.blocks, geometry.workers + OVERSEERS, node.early)
+
+
+def _takes_one_step(buffers: CountedBuffers, geometry: Geometry) -> bool:
+    """Return whether counted_step.cu can carry all that the buffers of this rank hold."""
+    sides, nbytes = (buffers.send, buffers.receive), geometry.threads * UNIT_NBYTES["sentinel"]
+    return all(side.displs is None and side.room * buffers.itemsize <= nbytes for side in sides)
 
 
 def _side(buffer: CountedBuffer) -> CountedSideArguments:
