@@ -30,8 +30,7 @@ class Work(c10d.Work):
     Calls of the classes below may still be in progress.
     """
 
-    # Attributes that every work has are slots, because the host takes twice as long to make a work with a dictionary.
-    # The dictionary holds other attributes, and exists from the first of them on.
+    # Attributes of every work are slots, because the host takes twice as long to make a work with a dictionary.
     __slots__ = ("__dict__", "_outputs")
 
     _error: BaseException | None = None
@@ -272,7 +271,6 @@ class StreamWork(Work):
     """
 
     __slots__ = ("kept", "name", "ptr", "side")
-
     ptr: int
     """The event after the call. It goes back to ``side.idle``, except if it is the event of `mark`."""
     side: StreamSource
@@ -373,7 +371,6 @@ class JoinedWork(PendingWork):
             part._order.futures[id(self._future)] = parts
         # The value of the joined future has a list of outputs for each call.
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
-
         gpu = next((output.device for output in self._outputs if output.is_cuda), None)
 
         def settle(_: Any) -> None:

@@ -59,6 +59,29 @@ def test_the_stream_that_waits_for_a_work_follows_the_call(world: dist.ProcessGr
     require_same([got], [reduced(case.all(COUNT), Op.SUM)])
 
 
+def test_a_work_follows_the_stream_that_has_begun_the_call_also_if_one_rank_has_nothing_to_do(
+    world: dist.ProcessGroup,
+) -> None:
+    alone, _ = dist.new_subgroups(1)
+    tensor = torch.zeros(COUNT)
+    for _ in range(2):
+        dist.all_reduce(tensor, group=alone)
+    dist.all_gather_into_tensor(torch.zeros(COUNT), tensor, group=alone)
+    begun, waiting = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(begun):
+        keep_busy()
+        tensor.fill_(7)
+        work = dist.all_reduce(tensor, group=alone, async_op=True)
+    assert work is not None
+    with torch.cuda.stream(waiting):
+        work.wait()
+        got = tensor.clone()
+    waiting.synchronize()
+    require_same([got], [torch.full((COUNT,), 7.0)])
+    dist.destroy_process_group(alone)
+
+
 def test_a_callback_of_a_future_follows_the_call(world: dist.ProcessGroup) -> None:
     case = Case(world)
     tensor = case.own(COUNT)
