@@ -27,8 +27,10 @@ from mpicomm.session import Session
 Reread = Callable[[ArrayMemory], Operand]
 """Reads an argument again, as if it were in the given memory."""
 
-BESIDE = "the host copies the host array that is beside an array on a GPU"
-"""The reason of `require_no_graph` for calls with host arrays beside device arrays."""
+BESIDE = (
+    "the host copies the host array beside an array on a GPU: pass arrays on the GPU, or call it outside the capture"
+)
+"""The reason of `require_no_graph` for calls with host arrays beside device arrays, and the way out."""
 _ALIGNED_NBYTES = 16
 
 

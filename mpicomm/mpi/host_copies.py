@@ -103,16 +103,17 @@ class HostCopies:
         self._backend.synchronize(self._stream)
 
 
-BY_MPI = "MPI carries it out on the host"
-"""The reason of `require_no_graph` for calls by MPI."""
+BY_MPI = "MPI carries it out on the host: call it outside the capture"
+"""The reason of `require_no_graph` for calls by MPI, and the way out."""
 
 
 def require_no_graph(operation: str, backend: GpuBackend, stream: int, reason: str) -> None:
-    """Raise `InvalidUsageError` if ``stream`` captures a graph; ``reason`` says why the host is needed. Local."""
+    """Raise `InvalidUsageError` if ``stream`` captures a graph. Local.
+
+    ``reason`` says why the call needs the host, and the way out.
+    """
     if backend.is_capturing(stream):
-        raise InvalidUsageError(
-            f"{operation} cannot be part of a CUDA graph, because {reason}: call it outside the capture"
-        )
+        raise InvalidUsageError(f"{operation} cannot be part of a CUDA graph, because {reason}")
 
 
 def announce(operation: str, reason: str) -> None:

@@ -112,16 +112,14 @@ def test_one_warning_tells_of_host_arrays(rig: Rig, engine: Engine, monkeypatch:
 
 
 def test_a_graph_holds_no_call_with_a_host_array(rig: Rig, engine: Engine) -> None:
+    refused = "{} cannot be part of a CUDA graph, because the host copies the host array beside an array on a GPU: pass"
     rig.device.capturing = True
     try:
         for given in ((np.zeros(2), on_gpu(rig, np.zeros(2))), (on_gpu(rig, np.zeros(2)), np.zeros(2))):
-            with pytest.raises(
-                InvalidUsageError,
-                match=r"Allreduce cannot be part of a CUDA graph, because the host copies the host array",
-            ):
+            with pytest.raises(InvalidUsageError, match=refused.format("Allreduce")):
                 rig.comm.Allreduce(*given)
         if rig.rank == 0:
-            with pytest.raises(InvalidUsageError, match=r"Gather: a host array beside .* CUDA graph"):
+            with pytest.raises(InvalidUsageError, match=refused.format("Gather")):
                 rig.comm.Gather(np.zeros(2), on_gpu(rig, np.zeros(2 * rig.size)))
     finally:
         rig.device.capturing = False
