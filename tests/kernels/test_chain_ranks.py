@@ -26,10 +26,11 @@ def add(rig: ChainRig, rank: int, count: int) -> None:
     rig.run(rank, exchanges, Signature("Reduce", dtype.name, count, "sum", root))
 
 
-def test_ranks_that_disagree_notice(builds: Builds) -> None:
+@pytest.mark.parametrize("counts", [(100, 99), (1, 100)], ids=["same packets", "fewer packets"])
+def test_ranks_that_disagree_notice(builds: Builds, counts: tuple[int, int]) -> None:
     rig = ChainRig(builds, 2, 1)
-    add(rig, 0, 100)
-    add(rig, 1, 99)
+    for rank, count in enumerate(counts):
+        add(rig, rank, count)
     with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=3, sequence=1, block=0, peer=10"):
         rig.machine.run(limit_s=10)
 
