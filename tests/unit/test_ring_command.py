@@ -121,7 +121,7 @@ def test_sizes_that_are_no_multiple_of_anything() -> None:
     [
         (("-b", "12Q"), "argument -b/--minbytes: '12Q' is no size"),
         (("-f", "1"), "argument -f/--stepfactor: '1': use a whole number from 2 up"),
-        (("--json", "/no/such/directory/file"), "argument --json"),
+        (("--json", "/no/such/directory/file"), "argument -J/--json"),
         (("--direction", "up"), "argument --direction"),
         (("--bogus",), "unrecognized arguments: --bogus"),
     ],
