@@ -1,7 +1,7 @@
 """Programs that run in one job, one after the other, because to start Python and to import packages takes longer.
 
-`mpiexec -n N python -m tests.helpers.jobs.in_turn JSON`, where the JSON is a list of programs with their arguments. A program is a
-file, or "-m" and a module.
+`mpiexec -n N python -m tests.helpers.jobs.in_turn JSON`, where the JSON is a list of programs, each with its arguments.
+A program is a file, or "-m" and a module.
 """
 
 from __future__ import annotations
