@@ -31,7 +31,6 @@ from mpicomm.p2p import kernels as p2p
 from tests.helpers.inputs.kernel_sources import INCLUDES
 from tests.helpers.references.reductions import SENTINELS
 
-
 # For a device newer than NVRTC the result is PTX. The compiler has checked all assertions by then.
 WITHOUT_ASSEMBLER = (99, 0)
 
