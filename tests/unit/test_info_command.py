@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import mpi4py
 import numpy as np
@@ -20,6 +22,13 @@ from mpicomm.info import algorithms, tables
 from tests.helpers.jobs.mpiexec import run_job
 
 INFO = ("-m", "mpicomm.info", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def answer() -> dict[str, Any]:
+    """The answer in JSON of two ranks."""
+    found: dict[str, Any] = json.loads(run_job(2, *INFO, "--json", "-").stdout)
+    return found
 
 
 def test_json_is_one_complete_object() -> None:
@@ -54,8 +63,8 @@ def test_tables_for_people() -> None:
     assert job.stdout.count("host arena") == 1  # all ranks have as much
 
 
-def test_memory_of_gpus_and_of_the_host_is_shown_apart() -> None:
-    found = json.loads(run_job(2, *INFO, "--json").stdout)
+def test_memory_of_gpus_and_of_the_host_is_shown_apart(answer: dict[str, Any]) -> None:
+    found = copy.deepcopy(answer)
     found["ranks"][1]["memory"] = [{"purpose": "collectives: arena", "device_nbytes": 43 << 20, "host_nbytes": 4096}]
     console = Console(width=200, file=io.StringIO())
     with console.capture() as captured:
@@ -63,8 +72,8 @@ def test_memory_of_gpus_and_of_the_host_is_shown_apart() -> None:
     assert "collectives: arena │ device: 44,032 KiB, host: 4 KiB" in captured.get()
 
 
-def test_paths_show_their_bandwidth() -> None:
-    found = json.loads(run_job(2, *INFO, "--json", "-").stdout)
+def test_paths_show_their_bandwidth(answer: dict[str, Any]) -> None:
+    found = copy.deepcopy(answer)
     assert found["ranks"][1]["links"][0]["gb_s"] is None
     found["ranks"][0]["links"][1].update(path="NVLink", gb_s=478.116)
     console = Console(width=200, file=io.StringIO())

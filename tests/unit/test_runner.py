@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
+import mpicomm
+from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
 
 HEAD = """
@@ -243,19 +243,20 @@ def test_code_and_modules_run(tmp_path: Path) -> None:
     assert result.returncode == 0 and result.stdout.count("Hello, World!") == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        (["--help"], 0, "usage: mpirun -np N python -m mpicomm SCRIPT"),
-        (["--version"], 0, "mpicomm "),
-        ([], 2, "no program is named"),
-        (["-m"], 2, "-m needs an argument"),
-        (["--what"], 2, "unknown option --what"),
-    ],
-)
-def test_information_and_wrong_options(arguments: list[str], code: int, text: str) -> None:
-    result = run_job(1, "-m", "mpicomm", *arguments)
-    assert result.returncode == code and text in result.stdout + result.stderr
+ANSWERS: list[tuple[list[str], int, str]] = [
+    (["--help"], 0, "usage: mpirun -np N python -m mpicomm SCRIPT"),
+    (["--version"], 0, f"mpicomm {mpicomm.__version__}"),
+    ([], 2, "no program is named"),
+    (["-m"], 2, "-m needs an argument"),
+    (["--what"], 2, "unknown option --what"),
+]
+
+
+def test_information_and_wrong_options() -> None:
+    job, ended = run_in_turn(1, *(("-m", "mpicomm", *arguments) for arguments, _, _ in ANSWERS))
+    assert [code for _, code in ended] == [code for _, code, _ in ANSWERS], job.stderr
+    for (said, code), (_, _, text) in zip(ended, ANSWERS, strict=True):
+        assert text in (job.stderr if code else said)
 
 
 def test_what_was_installed_is_given_back(tmp_path: Path) -> None:

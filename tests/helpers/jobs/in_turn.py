@@ -1,6 +1,7 @@
 """Programs that run in one job, one after the other, because to start Python and to import packages takes longer.
 
 `mpiexec -n N python -m tests.helpers.jobs.in_turn JSON`, where the JSON is a list of programs, each with its arguments.
+A program is a file, or "-m" and a module.
 """
 
 from __future__ import annotations
@@ -41,10 +42,17 @@ def main() -> None:
     from mpi4py import MPI
 
     for program in json.loads(sys.argv[1]):
-        sys.argv, code = program, 0
-        sys.path[0] = str(Path(program[0]).parent)  # as Python does, so that a program finds the files beside it
+        code = 0
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            if program[0] == "-m":
+                sys.argv = program[1:]
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = program
+                sys.path[0] = str(
+                    Path(program[0]).parent
+                )  # as Python does, so that a program finds the files beside it
+                runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:
             if isinstance(end.code, str):  # a program says why it cannot run
                 raise

@@ -15,6 +15,7 @@ import pytest
 import mpicomm
 from mpicomm.bench.options import parser, require_possible
 from mpicomm.errors import InvalidUsageError
+from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
 
 BENCH = ("-m", "mpicomm.bench")
@@ -106,21 +107,20 @@ def test_names_of_nccl_tests_are_understood() -> None:
     assert (options.collective, options.datatype, options.compare) == ("bcast", "float16", ["nccl", "torch"])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("allreduc",), "argument COLLECTIVE: 'allreduc' is no collective"),  # the first rank parses
-        (("allreduce", "-d", "int32", "-o", "avg"), "error: op=avg is not defined for int32"),  # all ranks raise
-        (("allreduce", "-b", "1M", "-e", "1K"), "error: no size to measure: -b 1M is above -e 1K"),
-        (("allreduce", "--algorithm", "magic", "-e", "8"), "error: algorithm='magic' is unknown"),
-    ],
-)
-def test_a_wrong_option_is_said_once(options: tuple[str, ...], message: str) -> None:
-    job = run_job(2, *BENCH, *options, "-D", "cpu")
-    assert job.returncode == 2
-    assert rows(job.stdout) == []
-    assert job.stderr.count(message) == 1
-    assert job.stderr.count("error:") == 1
+WRONG = {
+    ("allreduc",): "argument COLLECTIVE: 'allreduc' is no collective",  # the first rank parses
+    ("allreduce", "-d", "int32", "-o", "avg"): "error: op=avg is not defined for int32",  # all ranks raise
+    ("allreduce", "-b", "1M", "-e", "1K"): "error: no size to measure: -b 1M is above -e 1K",
+    ("allreduce", "--algorithm", "magic", "-e", "8"): "error: algorithm='magic' is unknown",
+}
+
+
+def test_a_wrong_option_is_said_once() -> None:
+    job, ended = run_in_turn(2, *((*BENCH, *options, "-D", "cpu") for options in WRONG))
+    assert [code for _, code in ended] == [2] * len(WRONG), job.stderr
+    assert all(rows(said) == [] for said, _ in ended)
+    assert [job.stderr.count(message) for message in WRONG.values()] == [1] * len(WRONG)
+    assert job.stderr.count("error:") == len(WRONG)
     assert "Traceback" not in job.stderr
 
 

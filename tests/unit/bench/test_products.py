@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
 
 BENCH = ("-m", "mpicomm.bench", "matmul", "-D", "cpu", "-n", "1", "-G", "2", "--shape", "48,32")
@@ -47,16 +48,15 @@ def test_wrong_results_are_counted(tmp_path: Path) -> None:
     assert job.stdout.splitlines()[-1] == "# FAILED: 1 wrong"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--rows", "9"), "--rows 9: 2 ranks cannot share them: pass a multiple of 2"),
-        (("--shape", "8"), "argument --shape: '8': use K,N"),
-        (("--eager",), "--eager is for GPUs"),
-        (("-d", "bfloat16"), "--datatype bfloat16 is for GPUs: on the host pass float32"),
-    ],
-)
-def test_bad_options_are_refused(options: tuple[str, ...], message: str) -> None:
-    job = run_job(2, *BENCH, *options)
-    assert job.returncode == 2
-    assert message in job.stderr
+REFUSED = {
+    ("--rows", "9"): "--rows 9: 2 ranks cannot share them: pass a multiple of 2",
+    ("--shape", "8"): "argument --shape: '8': use K,N",
+    ("--eager",): "--eager is for GPUs",
+    ("-d", "bfloat16"): "--datatype bfloat16 is for GPUs: on the host pass float32",
+}
+
+
+def test_bad_options_are_refused() -> None:
+    job, ended = run_in_turn(2, *((*BENCH, *options) for options in REFUSED))
+    assert [code for _, code in ended] == [2] * len(REFUSED), job.stderr
+    assert all(message in job.stderr for message in REFUSED.values())
