@@ -9,6 +9,7 @@ from mpicomm.errors import KernelCompileError
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
+from mpicomm.collectives.gpu.algorithms.packets.arguments import counted_step_kernel  # noqa: E402
 from mpicomm.devices.cuda import compile as kernel_compile  # noqa: E402
 from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
 from mpicomm.devices.cuda.faults import FaultRecord  # noqa: E402
@@ -66,6 +67,7 @@ def test_every_kernel_compiles(source: Path, capability: tuple[int, int]) -> Non
         "experts_combine": [*reduces, "-DMPICOMM_BY_TOKEN=true"],
         "epilogue": [*reduces, "-DMPICOMM_EPILOGUE=v"],
         "norm": [*reduces, "-DMPICOMM_WEIGHT=float32"],
+        "counted_step": list(counted_step_kernel(4).options),
     }.get(source.stem, [])
     image = compile_kernel(source, capability, options)
     assert image.startswith(b"\x7fELF")
