@@ -53,8 +53,11 @@ BlocksOfModes = dict[str, Blocks]
 """The blocks of "dispatch" and "combine", and of "dispatch of few" and "combine of few" tokens."""
 
 
-def blocks_of_modes(most: int) -> BlocksOfModes:
-    """Return the blocks of launches of at most ``most`` blocks, which is 2 or more."""
+def blocks_of_modes(most: int, *, by_token: bool) -> BlocksOfModes:
+    """Return the blocks of launches of at most ``most`` blocks, which is 2 or more.
+
+    In the layout by expert receivers store a token several times, so more of the blocks receive.
+    """
 
     def cut(senders: int, receivers: int) -> Blocks:
         total = senders + receivers
@@ -64,7 +67,7 @@ def blocks_of_modes(most: int) -> BlocksOfModes:
         return Blocks(senders, receivers)
 
     return {
-        "dispatch of few": cut(76, 56),
+        "dispatch of few": cut(76, 56) if by_token else cut(44, 88),
         "dispatch": cut(78, 178),
         "combine of few": cut(128, 128),
         "combine": cut(88, 168),
@@ -257,7 +260,7 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Expe
     quantizes = [quantize_experts_kernel(shape.dtype.name)] if shape.scales else []
     for variant in (DISPATCH_KERNEL, *combines_of(shape).values(), *quantizes):
         backend.load(variant)
-    return ExpertsLaunches(shape, team, blocks_of_modes(most), multiprocessors)
+    return ExpertsLaunches(shape, team, blocks_of_modes(most, by_token=shape.by_token), multiprocessors)
 
 
 def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int) -> None:

@@ -117,23 +117,10 @@ struct Receiver : Counts {
         // Orders the loads of all lanes after the acquires.
         __syncwarp();
         if ((come >> lane & 1) != 0) pending = false;
-        u32 left = come;
-        const auto load_next = [&] {
+        for (u32 left = come; left != 0; left &= left - 1) {
           const u32 of = __ffs(left) - 1;
-          left &= left - 1;
           const Route taken{__shfl_sync(kWarp, route.source, of), __shfl_sync(kWarp, route.token, of), 0};
-          return CopiedPart(*this, taken, __shfl_sync(kWarp, part, of));
-        };
-        // The loads of two parts are in flight together.
-        while (left != 0) {
-          const CopiedPart one = load_next();
-          if (left == 0) {
-            one.store(*this);
-          } else {
-            const CopiedPart other = load_next();
-            one.store(*this);
-            other.store(*this);
-          }
+          copy_part(taken, __shfl_sync(kWarp, part, of));
         }
       }
     }
@@ -154,31 +141,22 @@ struct Receiver : Counts {
     return lane < x.experts.top_k ? x.places[pair_of(route) + lane] : -1;
   }
 
-  // A part of a row, on its way to its places.
-  struct CopiedPart {
-    u32 part;
-    i32 row;  // as `row_on_lane`
+  MPICOMM_DEVICE void copy_part(const Route& route, u32 part) const {
+    const Experts& experts = x.experts;
+    const Part range(experts, part, lane);
     Packets packets;
-
-    MPICOMM_DEVICE CopiedPart(const Receiver& to, const Route& route, u32 part) : part(part) {
-      const Experts& experts = to.x.experts;
-      const Part range(experts, part, to.lane);
-      if (route.source == to.rank()) {
-        packets.load([&](u64 at) { return to.x.x.at(route.token, at); }, range);
-      } else {
-        const u8* const from = row_in(experts, experts.rows, to.rank(), route.source, to.seat(route));
-        packets.load([&](u64 at) { return from + at; }, range);
-      }
-      row = to.row_on_lane(route);
+    if (route.source == rank()) {
+      packets.load([&](u64 at) { return x.x.at(route.token, at); }, range);
+    } else {
+      const u8* const from = row_in(experts, experts.rows, rank(), route.source, seat(route));
+      packets.load([&](u64 at) { return from + at; }, range);
     }
-    MPICOMM_DEVICE void store(const Receiver& to) const {
-      const Part range(to.x.experts, part, to.lane);
-      for (u32 left = __ballot_sync(kWarp, row >= 0); left != 0; left &= left - 1) {
-        const u64 target = static_cast<u64>(__shfl_sync(kWarp, row, __ffs(left) - 1));
-        packets.store([&](u64 at) { return to.x.rows.at(target, at); }, range);
-      }
+    const i32 row = row_on_lane(route);
+    for (u32 left = __ballot_sync(kWarp, row >= 0); left != 0; left &= left - 1) {
+      const u64 to = static_cast<u64>(__shfl_sync(kWarp, row, __ffs(left) - 1));
+      packets.store([&](u64 at) { return x.rows.at(to, at); }, range);
     }
-  };
+  }
 
   MPICOMM_DEVICE void run() {
     clear_counts();
