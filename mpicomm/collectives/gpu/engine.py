@@ -198,10 +198,7 @@ class DeviceEngine:
         return plan
 
     def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | None:
-        """Return one plan for all calls of a call's form; None if the engine has to plan each call. Local.
-
-        ``mappings`` are the symmetric arrays.
-        """
+        """Return one plan for all calls of a call's form; None if it has no form. ``mappings`` as in `prepare_call`."""
         if self._node.size == 1 or not has_form(call):
             return None
         form = Form(call, self._node.rank, self._node.size)
