@@ -128,7 +128,7 @@ class Call:
         self.wire = checked_wire(arguments.wire, operation.name, self.operands, self.dtype, self.op, size, plain=plain)
         """The codes as which elements travel; None if they travel as they are."""
         self.of_call: Signature | None = None
-        """The facts of a whole call of which this call is a part, in which all ranks must agree."""
+        """The facts of the whole call if this call is a part of it. All ranks must agree in them."""
 
     @property
     def in_place(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from mpicomm.kernels.fields import u64
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import OPTIONS, cpp_name
 from mpicomm.kernels.variant import Variant
@@ -21,7 +22,7 @@ class EpilogueOperands(ctypes.Structure):
 
     _fields_ = [
         ("words", ctypes.c_uint64 * MOST_OPERANDS),
-        ("count", ctypes.c_uint64),
+        *u64("count"),
     ]
 
 
@@ -30,8 +31,7 @@ class PacketEpilogue(ctypes.Structure):
 
     _fields_ = [
         ("operands", EpilogueOperands),
-        ("reduced", ctypes.c_uint64),
-        ("finished", ctypes.c_uint64),
+        *u64("reduced", "finished"),
     ]
 
 
@@ -39,9 +39,7 @@ class EpilogueArguments(ctypes.Structure):
     """The host's copy of ``Epilogue`` in epilogue.cu."""
 
     _fields_ = [
-        ("source", ctypes.c_uint64),
-        ("output", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
+        *u64("source", "output", "failed"),
         ("operands", EpilogueOperands),
     ]
 
@@ -50,17 +48,8 @@ class NormArguments(ctypes.Structure):
     """The host's copy of ``Norm`` in norm.cuh."""
 
     _fields_ = [
-        ("output", ctypes.c_uint64),
-        ("residual", ctypes.c_uint64),
-        ("weight", ctypes.c_uint64),
-        ("bias", ctypes.c_uint64),
-        ("linear_bias", ctypes.c_uint64),
-        ("scales", ctypes.c_uint64),
-        ("scale_at", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("rows_of_shard", ctypes.c_uint64),
-        ("hidden", ctypes.c_uint64),
-        ("tiles", ctypes.c_uint64),
+        *u64("output", "residual", "weight", "bias", "linear_bias", "scales"),
+        *u64("scale_at", "rows", "rows_of_shard", "hidden", "tiles"),
         ("eps", ctypes.c_double),
         ("scale", ctypes.c_double),
     ]
@@ -70,8 +59,7 @@ class NormKernelArguments(ctypes.Structure):
     """The host's copy of ``NormKernel`` in norm.cu."""
 
     _fields_ = [
-        ("source", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
+        *u64("source", "failed"),
         ("norm", NormArguments),
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import cpp_name, options_for
 from mpicomm.kernels.team import HEAD_NBYTES, LANES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
@@ -38,23 +39,9 @@ class ExpertsArguments(ctypes.Structure):
 
     _fields_ = [
         ("team", Team),
-        ("routes", ctypes.c_uint64),
-        ("row_flags", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("sum_flags", ctypes.c_uint64),
-        ("sums", ctypes.c_uint64),
-        ("values", ctypes.c_uint64),
-        ("counted", ctypes.c_uint64),
-        ("histograms", ctypes.c_uint64),
-        ("row_nbytes", ctypes.c_uint64),
-        ("part_nbytes", ctypes.c_uint64),
-        ("parts", ctypes.c_uint32),
-        ("max_tokens", ctypes.c_uint32),
-        ("few_tokens", ctypes.c_uint32),
-        ("seats", ctypes.c_uint32),
-        ("top_k", ctypes.c_uint32),
-        ("senders", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        *u64("routes", "row_flags", "rows", "sum_flags", "sums"),
+        *u64("values", "counted", "histograms", "row_nbytes", "part_nbytes"),
+        *u32("parts", "max_tokens", "few_tokens", "seats", "top_k", "senders", "unused"),
         ("firsts", ctypes.c_uint32 * (MAX_RANKS + 1)),
     ]
 
@@ -62,12 +49,7 @@ class ExpertsArguments(ctypes.Structure):
 class TwoArrays(ctypes.Structure):
     """The host's copy of ``TwoArrays`` in experts_dispatch.cu."""
 
-    _fields_ = [
-        ("first", ctypes.c_uint64),
-        ("second", ctypes.c_uint64),
-        ("first_nbytes", ctypes.c_uint64),
-        ("second_nbytes", ctypes.c_uint64),
-    ]
+    _fields_ = [*u64("first", "second", "first_nbytes", "second_nbytes")]
 
 
 class DispatchArguments(ctypes.Structure):
@@ -77,26 +59,10 @@ class DispatchArguments(ctypes.Structure):
         ("experts", ExpertsArguments),
         ("x", TwoArrays),
         ("rows", TwoArrays),
-        ("ids", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("offsets", ctypes.c_uint64),
-        ("sources", ctypes.c_uint64),
-        ("place_weights", ctypes.c_uint64),
-        ("places", ctypes.c_uint64),
-        ("targets", ctypes.c_uint64),
-        ("tokens", ctypes.c_uint64),
-        ("token_rows", ctypes.c_uint64),
-        ("place_rows", ctypes.c_uint64),
-        ("slot_ids", ctypes.c_uint64),
-        ("slot_weights", ctypes.c_uint64),
-        ("row_count", ctypes.c_uint64),
-        ("capacity", ctypes.c_uint64),
-        ("all_places", ctypes.c_uint64),
-        ("num_tokens", ctypes.c_uint32),
-        ("alignment", ctypes.c_uint32),
-        ("wide_ids", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        *u64("ids", "weights", "counts", "offsets", "sources", "place_weights"),
+        *u64("places", "targets", "tokens", "token_rows", "place_rows", "slot_ids"),
+        *u64("slot_weights", "row_count", "capacity", "all_places"),
+        *u32("num_tokens", "alignment", "wide_ids", "unused"),
     ]
 
 
@@ -105,29 +71,15 @@ class CombineExpertsArguments(ctypes.Structure):
 
     _fields_ = [
         ("experts", ExpertsArguments),
-        ("rows", ctypes.c_uint64),
-        ("row_weights", ctypes.c_uint64),
-        ("places", ctypes.c_uint64),
-        ("token_rows", ctypes.c_uint64),
-        ("targets", ctypes.c_uint64),
-        ("tokens", ctypes.c_uint64),
-        ("values", ctypes.c_uint64),
-        ("output", ctypes.c_uint64),
-        ("slot_values", ctypes.c_uint64),
-        ("num_tokens", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        *u64("rows", "row_weights", "places", "token_rows", "targets", "tokens", "values", "output", "slot_values"),
+        *u32("num_tokens", "unused"),
     ]
 
 
 class QuantizeArguments(ctypes.Structure):
     """The host's copy of ``Quantize`` in experts_quantize.cu."""
 
-    _fields_ = [
-        ("x", ctypes.c_uint64),
-        ("values", ctypes.c_uint64),
-        ("scales", ctypes.c_uint64),
-        ("groups", ctypes.c_uint64),
-    ]
+    _fields_ = [*u64("x", "values", "scales", "groups")]
 
 
 DISPATCH_KERNEL = Variant(SHARED / "experts_dispatch.cu", "mpicomm_experts_dispatch", options_for(None))

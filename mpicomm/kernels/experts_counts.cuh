@@ -6,8 +6,7 @@
 
 namespace mpicomm {
 
-// Up to so many pairs each receiver block counts the pairs of all blocks. That takes less time than
-// to wait for the counts of the other blocks.
+// Up to so many pairs each receiver block counts all pairs, which takes less time than a wait for other blocks.
 constexpr u64 kFewPairs = 8192;
 static_assert(kFewPairs * kMaxBlocks * kWarps < 1ull << 32, "see Counts::count");
 

@@ -1,4 +1,4 @@
-"""Fillings: the algorithms of a form by the length of a call, each of which fills its calls in by itself."""
+"""Fillings: the algorithms of a form by the length of a call. Each algorithm fills in its calls."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class BlocksPlan(FormPlan):
 
 
 class NeighborPlan(BlocksPlan):
-    """The calls of a form with blocks for neighbours, each of which is another rank or none."""
+    """The calls of a form with blocks for neighbours. A neighbour is another rank or no rank."""
 
     def __init__(self, signature: Signature, fillings: Fillings) -> None:
         super().__init__(signature, fillings)

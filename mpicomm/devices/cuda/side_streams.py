@@ -43,7 +43,7 @@ class _EventPool:
             self._events.pop(pointer, None)
 
     def close(self) -> None:
-        """Destroy the events, except those of marks, which go with their marks. A second call does nothing."""
+        """Destroy all events but the marks' events, which end with their marks. A second call does nothing."""
         self._open = False
         while self._idle:
             self._events.pop(self._idle.pop(), None)

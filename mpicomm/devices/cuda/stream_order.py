@@ -99,10 +99,7 @@ class StreamOrder:
 
         Call it at most once for each piece, and not for pieces of captures. Local. The device must be current.
         """
-        self._is_handed = False
-        event = self.hand_over(None)
-        assert event is not None
-        return self._completions.of(event)
+        return self._completions.of(self._give(self._completions.take()))
 
     def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
         """Return the event after the latest piece; None for a piece of a capture, and after `pass_over`. Local.
@@ -113,8 +110,10 @@ class StreamOrder:
         """
         if self._is_handed:
             return None
-        if replacement is None:
-            replacement = self._completions.take()
+        return self._give(self._completions.take() if replacement is None else replacement)
+
+    def _give(self, replacement: LocalEvent) -> LocalEvent:
+        """Return the event after the latest piece, and let the next piece record ``replacement``."""
         # `_handed` keeps the event, because the caller may drop it. The next streamWaitEvent is for this event, so the
         # event must still exist then.
         handed: LocalEvent = self._eager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
@@ -21,10 +22,8 @@ class HopArguments(ctypes.Structure):
     """The host's copy of ``Hop`` in chain.cu: a hop of this rank in the chain."""
 
     _fields_ = [
-        ("own", ctypes.c_uint64),
-        ("output", ctypes.c_uint64),
-        ("receives", ctypes.c_uint32),
-        ("sends", ctypes.c_uint32),
+        *u64("own", "output"),
+        *u32("receives", "sends"),
     ]
 
 
@@ -34,19 +33,10 @@ class ChainArguments(ctypes.Structure):
     _fields_ = [
         ("team", Team),
         ("places", HopArguments * 2),
-        ("nbytes", ctypes.c_uint64),
-        ("batch_nbytes", ctypes.c_uint64),
+        *u64("nbytes", "batch_nbytes"),
         ("memory", ctypes.c_uint64 * MAX_RANKS),
-        ("credits", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("slots", ctypes.c_uint64),
-        ("slot_nbytes", ctypes.c_uint64),
-        ("batches", ctypes.c_uint32),
-        ("channels", ctypes.c_uint32),
-        ("blocks", ctypes.c_uint32),
-        ("previous", ctypes.c_uint32),
-        ("next", ctypes.c_uint32),
-        ("tag", ctypes.c_uint32),
+        *u64("credits", "flags", "slots", "slot_nbytes"),
+        *u32("batches", "channels", "blocks", "previous", "next", "tag"),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+from mpicomm.kernels.fields import u64
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
@@ -22,7 +23,7 @@ ARRIVALS_NBYTES = MAX_BLOCKS * 8
 class Cut(ctypes.Structure):
     """The host's copy of ``Cut`` in direct.cu: a message from one rank to another, cut into parts for blocks."""
 
-    _fields_ = [("nbytes", ctypes.c_uint64), ("part", ctypes.c_uint64)]
+    _fields_ = [*u64("nbytes", "part")]
 
 
 class DirectArguments(ctypes.Structure):
@@ -34,7 +35,7 @@ class DirectArguments(ctypes.Structure):
         ("targets", ctypes.c_uint64 * MAX_RANKS),
         ("going", Cut * MAX_RANKS),
         ("coming", Cut * MAX_RANKS),
-        ("arrivals", ctypes.c_uint64),
+        *u64("arrivals"),
         ("flagged", FlaggedInboxes),
     ]
 

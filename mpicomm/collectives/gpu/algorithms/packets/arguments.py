@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
@@ -52,19 +53,12 @@ class PacketArguments(ctypes.Structure):
         ("receives", ctypes.c_uint64 * MAX_RANKS),
         ("send_nbytes", ctypes.c_uint64 * MAX_RANKS),
         ("receive_nbytes", ctypes.c_uint64 * MAX_RANKS),
-        ("own", ctypes.c_uint64),
-        ("output", ctypes.c_uint64),
-        ("output_nbytes", ctypes.c_uint64),
-        ("steps", ctypes.c_uint32),
-        ("laps", ctypes.c_uint32),
-        ("sources", ctypes.c_uint32),
-        ("targets", ctypes.c_uint32),
-        ("paced", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        *u64("own", "output", "output_nbytes"),
+        *u32("steps", "laps", "sources", "targets", "paced", "unused"),
         ("inboxes", ctypes.c_uint64 * MAX_RANKS),
-        ("inbox_nbytes", ctypes.c_uint64),
+        *u64("inbox_nbytes"),
         ("flagged", FlaggedInboxes),
-        ("fences", ctypes.c_uint64),
+        *u64("fences"),
     ]
 
 
@@ -72,22 +66,16 @@ class CountedSideArguments(ctypes.Structure):
     """The host's copy of ``CountedSide`` in counted.cuh."""
 
     _fields_ = [
-        ("buffer", ctypes.c_uint64),
-        ("room", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("displs", ctypes.c_uint64),
+        *u64("buffer", "room", "counts", "displs"),
         ("known", ctypes.c_int64 * MAX_RANKS),
-        ("wide_counts", ctypes.c_uint32),
-        ("wide_displs", ctypes.c_uint32),
-        ("follows", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        *u32("wide_counts", "wide_displs", "follows", "unused"),
     ]
 
 
 class CountedArguments(ctypes.Structure):
     """The host's copy of ``Counted`` in counted.cuh."""
 
-    _fields_ = [("send", CountedSideArguments), ("receive", CountedSideArguments), ("itemsize", ctypes.c_uint64)]
+    _fields_ = [("send", CountedSideArguments), ("receive", CountedSideArguments), *u64("itemsize")]
 
 
 class CountedPacketArguments(PacketArguments):

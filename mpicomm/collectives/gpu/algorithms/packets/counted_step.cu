@@ -86,16 +86,14 @@ MPICOMM_DEVICE u32 offset_of(const OfEach& nbytes, u32 rank, u32 distance) {
   return offset;
 }
 
-// Stores a packet in a slot of `peer`.
+// Stores a packet with an escape in a slot of `peer`. It is a call, because escapes are rare and code takes time.
 MPICOMM_DEVICE_CALL void push_escaped(const Packets& x, u32 peer, Pair* slot, Pair packet) {
-  u8* const inboxes = x.inboxes[peer];
-  const u64 begin = reinterpret_cast<u8*>(slot) - inboxes;
-  store_escaped(slot, inboxes + 2 * kStages * kRanks * x.inbox_nbytes + begin / kSlotNbytes, packet);
+  store_escaped(slot, escape_of(x, peer, slot), packet);
 }
+
+// Takes the escape of a slot of this rank. Returns 0 if the kernel must leave.
 MPICOMM_DEVICE_CALL u32 take_escape_of(const Packets& x, u32 launch, u32 peer, Pair* slot) {
-  u8* const inboxes = x.inboxes[x.team.rank];
-  const u64 begin = reinterpret_cast<u8*>(slot) - inboxes;
-  return take_escape(x.team, launch, peer, inboxes + 2 * kStages * kRanks * x.inbox_nbytes + begin / kSlotNbytes);
+  return take_escape(x.team, launch, peer, escape_of(x, x.team.rank, slot));
 }
 
 MPICOMM_DEVICE void work(const Packets& x) {

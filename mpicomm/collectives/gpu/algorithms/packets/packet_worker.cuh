@@ -122,6 +122,13 @@ struct Outgoing {
   }
 };
 
+// The escape of a slot of `owner`. Escapes follow the inboxes, in the order of the slots.
+MPICOMM_DEVICE u8* escape_of(const Packets& x, u32 owner, const Pair* slot) {
+  u8* const inboxes = x.inboxes[owner];
+  const u64 begin = reinterpret_cast<const u8*>(slot) - inboxes;
+  return inboxes + 2 * kStages * kRanks * x.inbox_nbytes + begin / kSlotNbytes;
+}
+
 // Waits for the escape of a packet of `rank` and takes it. Returns 0 if the kernel must leave.
 MPICOMM_DEVICE_CALL u32 take_escape(const Team& team, u32 launch, u32 rank, u8* escape) {
   u32 code = 0;
@@ -162,12 +169,7 @@ struct Worker {
     return reinterpret_cast<Pair*>(x.inboxes[owner] + inbox * x.inbox_nbytes) + first;
   }
 
-  // The escape of a slot. Escapes follow the inboxes, in the order of the slots.
-  MPICOMM_DEVICE u8* escape(u32 owner, const Pair* slot) const {
-    u8* const inboxes = x.inboxes[owner];
-    const u64 begin = reinterpret_cast<const u8*>(slot) - inboxes;
-    return inboxes + 2 * kStages * kRanks * x.inbox_nbytes + begin / kSlotNbytes;
-  }
+  MPICOMM_DEVICE u8* escape(u32 owner, const Pair* slot) const { return escape_of(x, owner, slot); }
 
   // The rank of an entry.
   MPICOMM_DEVICE u32 rank_of(u32 entry) const { return kRanks == 2 ? 1 - x.team.rank : entry; }
