@@ -9,7 +9,7 @@ from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x33796C706D6F6368
+MAGIC = 0x34796C706D6F6368
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -47,24 +47,18 @@ NUMBER = 14  # tells this communicator from other communicators of the same proc
 POSTS = 15  # how many other collective calls this rank has begun: kernels or mapped memory carry these out
 POST = 16  # the last of these calls: the position of its text plus 1
 OFFSET = 17  # the number that replaces `OFFSET_IN_TEXT` in its text
-# Words of the row of a window. Its collective calls are its fences. A set of ranks has bit r for rank r.
-LOCKS = 18  # the set of ranks whose lock this rank has asked for, and not given up
-ALONE = 19  # the ranks in LOCKS whose lock is exclusive
-HELD = 20  # the ranks in LOCKS whose lock this rank holds, as far as the host knows: none on GPUs
-LOCKED_SINCE = 21  # when this rank asked for the last lock, in nanoseconds of the monotonic clock
-IS_WINDOW = 22  # 1 in the row of a window
-WORDS = 23
+IS_WINDOW = 18  # 1 in the row of a window, whose collective calls are its fences
+WORDS = 19
 # Texts of a row, in bytes.
 NAME = slice(8 * WORDS, 272)
 NODE_RANKS = slice(272, ROW_NBYTES)
 # The row of a window has counts in the place of the ranks of the node, because all ranks of a window are on one node.
 # Each is a list of bytes, one for each rank of the window. The counts wrap around.
 MOST_RANKS = 56
-_COUNTS_AT = NODE_RANKS.start
-POSTED, STARTED, COMPLETED, WAITED = (
-    slice(_COUNTS_AT + number * MOST_RANKS, _COUNTS_AT + (number + 1) * MOST_RANKS) for number in range(4)
-)
-"""How often this rank has named a rank in Post, Start, Complete and Wait."""
+POSTED = slice(NODE_RANKS.start, NODE_RANKS.start + MOST_RANKS)
+"""How often this rank has named a rank in Post."""
+COMPLETED = slice(POSTED.stop, POSTED.stop + MOST_RANKS)
+"""How often this rank has named a rank in Complete."""
 
 COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user

@@ -235,29 +235,12 @@ class WindowRow(CommunicatorRow):
 
     __slots__ = ()
 
-    def lock(self, ranks: int, *, alone: bool) -> None:
-        """Say that this rank asks for the locks of a set of ranks."""
-        words = self.words
-        words[layout.LOCKED_SINCE] = _monotonic_ns()
-        words[layout.ALONE] |= ranks if alone else 0
-        words[layout.LOCKS] |= ranks
-
-    def hold(self, ranks: int) -> None:
-        """Say that this rank has got the locks."""
-        self.words[layout.HELD] |= ranks
-
-    def unlock(self, ranks: int) -> None:
-        """Say that this rank gives the locks up."""
-        words = self.words
-        for word in (layout.HELD, layout.LOCKS, layout.ALONE):
-            words[word] &= ~ranks
-
     def posted(self, rank: int) -> int:
         """Return how often this rank has named ``rank`` in Post, modulo 256."""
         return self._row.bytes[layout.POSTED][rank]
 
     def count(self, counts: slice, ranks: int) -> None:
-        """Count a call that names a set of ranks; ``counts`` is `layout.POSTED` or the like."""
+        """Count a call that names a set of ranks; ``counts`` is `layout.POSTED` or `layout.COMPLETED`."""
         numbers = self._row.bytes[counts]
         for rank in range(ranks.bit_length()):
             if ranks >> rank & 1:

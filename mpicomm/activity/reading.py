@@ -32,25 +32,6 @@ class BlockedMessage:
 
 
 @dataclass(frozen=True)
-class WindowUse:
-    """The locks and the groups of a rank in a window. All tuples are ranks."""
-
-    locks: tuple[int, ...]
-    """The rank has asked for their locks, and has not given them up."""
-    alone: tuple[int, ...]
-    """The ranks of ``locks`` whose lock is exclusive."""
-    held: tuple[int, ...]
-    """The ranks of ``locks`` whose lock the rank holds, as far as its host knows."""
-    locked_since_ns: int
-    """When the rank asked for the last lock."""
-    posted: bytes
-    """How often the rank has named each rank in Post, modulo 256; so for the other calls."""
-    started: bytes
-    completed: bytes
-    waited: bytes
-
-
-@dataclass(frozen=True)
 class RankCalls:
     """The calls of one rank of a communicator. Times are in nanoseconds of the monotonic clock."""
 
@@ -75,8 +56,8 @@ class RankCalls:
     """How many of the begun calls MPI carries out."""
     last_post: str = ""
     """The last call that MPI does not carry out; "" if there was none, or if its text is lost."""
-    window: WindowUse | None = None
-    """None for a communicator."""
+    completed: bytes = b""
+    """How often the rank has named each rank in Complete, modulo 256; empty for a communicator."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +168,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
         None if send.peer == layout.NOBODY else send,
         words[layout.CALLS_BY_MPI],
         _filled(memory, words, layout.POST),
-        _window(memory, at, words) if words[layout.IS_WINDOW] else None,
+        memory[at + layout.COMPLETED.start : at + layout.COMPLETED.stop] if words[layout.IS_WINDOW] else b"",
     )
 
 
@@ -202,16 +183,6 @@ def call_by_mpi(pid: int, own: memoryview) -> str:
     if calls is None or calls.since_ns is not None or calls.by_mpi <= own[layout.CALLS_BY_MPI]:
         return ""
     return calls.last
-
-
-def _window(memory: mmap.mmap, at: int, words: memoryview) -> WindowUse:
-    locks, alone, held = (
-        tuple(rank for rank in range(layout.MOST_RANKS) if words[word] >> rank & 1)
-        for word in (layout.LOCKS, layout.ALONE, layout.HELD)
-    )
-    counts = (layout.POSTED, layout.STARTED, layout.COMPLETED, layout.WAITED)
-    numbers = (bytes(memory[at + each.start : at + each.stop]) for each in counts)
-    return WindowUse(locks, alone, held, words[layout.LOCKED_SINCE], *numbers)
 
 
 def _filled(memory: mmap.mmap, words: memoryview, word: int) -> str:

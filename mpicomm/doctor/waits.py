@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpicomm.activity.order import WAY_OUT, in_different_orders, orders
 from mpicomm.activity.ranks import ranks_as_text
-from mpicomm.activity.reading import BlockedMessage, RankCalls, Step, WindowUse
+from mpicomm.activity.reading import BlockedMessage, RankCalls, Step
 from mpicomm.doctor.running import Job, Rank
 from mpicomm.errors import name_ranks
 
@@ -64,7 +64,7 @@ class Look:
 
     def waits(self) -> list[RankWait]:
         """Return all waits. Waits that may cause the others come first, and among equals the longest."""
-        found = [*self._for_steps(), *self._for_collectives(), *self._for_messages(), *self._for_windows()]
+        found = [*self._for_steps(), *self._for_collectives(), *self._for_messages()]
         return sorted(found, key=lambda wait: (not wait.is_first, -wait.seconds))
 
     def lines(self) -> list[Line]:
@@ -73,8 +73,7 @@ class Look:
         for members in self._communicators.values():
             most = max(calls.made for _, calls in members.values())
             for rank, calls in members.values():
-                locks = calls.window is not None and calls.window.locks
-                if calls.made or most or calls.receive or calls.send or locks:
+                if calls.made or most or calls.receive or calls.send:
                     found.append(self._line(members, rank, calls))
         # The lines of one communicator follow each other. A communicator with trouble comes first.
         troubled = {line.communicator for line in found if line.waits}
@@ -143,45 +142,6 @@ class Look:
                     peers = [members[message.peer]] if message.peer in members else []
                     text = ". ".join([said, *(self._at(*peer) for peer in peers)])
                     yield self._wait(text, self._watched(rank), False, [peer for peer, _ in peers])
-
-    def _for_windows(self) -> Iterator[RankWait]:
-        for members in self._communicators.values():
-            for rank, calls in members.values():
-                for call, peers in self._waits_in_window(members, rank, calls):
-                    said = f"rank {calls.rank} waits in {call} of {calls.name} for {name_ranks(peers)}"
-                    use, known = calls.window, call.startswith("Win.Lock")
-                    seconds = _seconds(rank, use.locked_since_ns) if use and known else self._watched(rank)
-                    late = [members[peer] for peer in peers if peer in members]
-                    text = ". ".join([said, *(self._at(*peer) for peer in late)])
-                    yield self._wait(text, seconds, known, [peer for peer, _ in late])
-
-    def _waits_in_window(
-        self, members: Mapping[int, tuple[Rank, RankCalls]], rank: Rank, calls: RankCalls
-    ) -> Iterator[tuple[str, list[int]]]:
-        """Yield the calls of a window in which a rank has waited since the first look, and the ranks that it awaits."""
-        use, earlier = calls.window, self._earlier(rank, calls)
-        if use is None or earlier is None or earlier.window != use:
-            return
-        uses = {index: other.window for index, (_, other) in members.items() if other.window is not None}
-        for call, mine, theirs in (
-            ("Win.Start", use.started, {index: other.posted for index, other in uses.items()}),
-            ("Win.Wait", use.waited, {index: other.completed for index, other in uses.items()}),
-        ):
-            late = [index for index, counts in theirs.items() if _is_behind(counts[calls.rank], mine[index])]
-            if late:
-                yield call, sorted(late)
-        for owner in set(use.locks) - set(use.held):
-            asked = [
-                (index, other)
-                for index, other in uses.items()
-                if index != calls.rank and owner in other.locks and owner in (*use.alone, *other.alone)
-            ]
-            peers = [index for index, other in asked if owner in other.held]
-            if not peers and all(_is_one_call(other, calls.size) for other in (use, *(other for _, other in asked))):
-                # The host of a GPU does not know who holds a lock. A rank waits for all that have asked before it.
-                peers = [index for index, other in asked if other.locked_since_ns < use.locked_since_ns]
-            if peers:
-                yield f"Win.Lock of rank {owner}", sorted(peers)
 
     def _disordered(self, members: Mapping[int, tuple[Rank, RankCalls]]) -> list[RankCalls]:
         """Return the ranks that wait in MPI for each other in calls of different orders; else an empty list."""
@@ -267,8 +227,6 @@ class Look:
             for message, verb in ((calls.receive, "receives from"), (calls.send, "sends to")):
                 if message is not None and self._lasts(rank, calls, message):
                     return f"{verb} {_peer(calls, message)} of {calls.name}"
-            for call, peers in self._waits_in_window(self._communicators[calls.key], rank, calls):
-                return f"is in {call} of {calls.name}, which waits for {name_ranks(peers)}"
         return ""
 
     def _does(self, rank: Rank) -> str:
@@ -314,24 +272,12 @@ class Look:
         for message, name in ((calls.receive, "receive"), (calls.send, "send")):
             if message is not None and self._lasts(rank, calls, message):
                 call, number, seconds, waits_for = name, message.number, None, _peer(calls, message)
-        for name, peers in self._waits_in_window(members, rank, calls):
-            call, number, seconds, waits_for = name, 0, None, name_ranks(peers)
         does = self._says(rank)
         if not waits_for and calls.on_gpu and calls.since_ns is not None:
             does = f"has enqueued it, and {does}"
         return Line(
             calls.name, calls.rank, rank.process.pid, call, number, seconds, waits_for, does, bool(waits_for or behind)
         )
-
-
-def _is_one_call(use: WindowUse, size: int) -> bool:
-    """Return whether one call has asked for all locks of a rank, so that the time is the time of all locks."""
-    return len(use.locks) in (1, size)
-
-
-def _is_behind(count: int, other: int) -> bool:
-    """Return whether a count is smaller than another one, modulo 256."""
-    return 0 < (other - count) % 256 < 128
 
 
 def _seconds(rank: Rank, since_ns: int) -> float:

@@ -96,7 +96,6 @@ class Synchronisation:
         targets = self._ranks_of(group, "Win.Start")
         self.epochs.start(targets)
         if not assertion & MPI.MODE_NOCHECK:
-            self._row.count(layout.STARTED, set_of(targets))
             with self._synchronising(stream) as where:
                 self.steps.meet(POSTS, 0, set_of(targets), where)
 
@@ -112,7 +111,6 @@ class Synchronisation:
         """Wait for the `complete` of the ranks of `post`; it holds the stream, not the host."""
         self._begin("Win.Wait")
         origins = self.epochs.exposed_to("Win.Wait")
-        self._row.count(layout.WAITED, set_of(origins))
         with self._synchronising(stream) as where:
             self.steps.meet(COMPLETES, 0, set_of(origins), where)
         self._is_waited = self._backend.completion(where)
@@ -140,7 +138,7 @@ class Synchronisation:
         places, key = self._owner.placement.places, self._row.words[layout.KEY]
         for origin in origins:
             calls = calls_of(places[origin].pid, key)
-            if calls is None or calls.window is None or calls.window.completed[self.rank] != self._row.posted(origin):
+            if calls is None or calls.completed[self.rank] != self._row.posted(origin):
                 return False
         return True
 
@@ -169,7 +167,6 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             if rank not in self._nocheck:
                 self.steps.unlock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
-                self._row.unlock(1 << rank)
         self._nocheck.discard(rank)
 
     def lock_all(self, assertion: int, stream: Any) -> None:
@@ -189,7 +186,6 @@ class Synchronisation:
         with self._synchronising(stream) as where:
             if not self._nocheck:
                 self.steps.unlock(self._everyone, where, exclusive=False)
-                self._row.unlock(self._everyone)
         self._nocheck.clear()
 
     def flush(self, what: str, rank: int | None, stream: Any) -> None:
@@ -241,11 +237,8 @@ class Synchronisation:
 
     def _take(self, ranks: int, stream: Any, *, exclusive: bool, yields: bool) -> None:
         """Take the locks of a set of ranks."""
-        self._row.lock(ranks, alone=exclusive)
         with self._synchronising(stream) as where:
             self.steps.lock(ranks, where, exclusive=exclusive, yields=yields)
-        if self._gpu is None:
-            self._row.hold(ranks)
 
     @contextlib.contextmanager
     def _synchronising(self, stream: Any) -> Iterator[int]:

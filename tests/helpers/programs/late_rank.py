@@ -24,8 +24,6 @@ CALLS = (
     "Create_group",
     "Create_group in MPI",
     "Win.Fence",
-    "Win.Lock",
-    "Win.Wait",
     "nothing",
     "progress",
     "Free",
@@ -61,28 +59,6 @@ def main(folder: Path) -> None:
         elif world.rank == 0:
             receive()
 
-    def fence() -> None:
-        """Fence; then the late rank takes a lock, for which rank 0 waits in its next call."""
-        windows[0].Fence(MPI.MODE_NOSUCCEED)
-        if is_late:
-            windows[0].Lock(0)
-        world.Barrier()  # rank 0 may not take the lock before
-
-    def lock() -> None:
-        if world.rank == 0:
-            windows[0].Lock(0)
-        if is_late or world.rank == 0:
-            windows[0].Unlock(0)
-
-    def complete() -> None:
-        everyone = windows[0].Get_group()
-        if is_late:
-            windows[0].Start(everyone.Incl([0]))
-            windows[0].Complete()
-        elif world.rank == 0:
-            windows[0].Post(everyone.Incl([LATE]))
-            windows[0].Wait()
-
     def group(parent: MPI.Intracomm) -> None:
         """Make a communicator of the first rank and the late rank, and not of rank 1."""
         if world.rank in (0, LATE):
@@ -113,9 +89,7 @@ def main(folder: Path) -> None:
         "Split": lambda: parts.append(comm.Split(0)),
         "Create_group": lambda: group(comm),
         "Create_group in MPI": lambda: group(parts[0]),  # it is not set up, so the wait is MPI's
-        "Win.Fence": fence,
-        "Win.Lock": lock,
-        "Win.Wait": complete,
+        "Win.Fence": lambda: windows[0].Fence(MPI.MODE_NOSUCCEED),
         "nothing": lambda: wait(folder / "go-nothing"),
         "progress": progress,
         "Free": free,

@@ -74,21 +74,13 @@ def test_windows_have_rows_of_their_own() -> None:
     row.open(heading.of_windows())
     assert of("ranks 61-62").key != of("window of ranks 61-62").key
     row.post("Win.Fence")
-    row.lock(0b10, alone=True)
-    row.lock(0b01, alone=False)
-    row.hold(0b10)
     posted = of("window of ranks 61-62")
-    assert (posted.made, posted.last, of("ranks 61-62").window) == (1, "Win.Fence", None)
-    assert posted.window is not None and posted.window.locked_since_ns > 0
-    assert (posted.window.locks, posted.window.alone, posted.window.held) == ((0, 1), (1,), (1,))
-    row.unlock(0b11)
-    for times, counts in enumerate((layout.POSTED, layout.STARTED, layout.COMPLETED, layout.WAITED), 255):
+    assert (posted.made, posted.last, of("ranks 61-62").completed) == (1, "Win.Fence", b"")
+    for times, counts in ((255, layout.POSTED), (258, layout.COMPLETED)):
         for _ in range(times):
             row.count(counts, 0b10)
-    use = of("window of ranks 61-62").window
-    assert use is not None and use.locks == use.alone == use.held == ()
-    for count, found in zip((255, 0, 1, 2), (use.posted, use.started, use.completed, use.waited), strict=True):
-        assert found == bytes([0, count]) + bytes(layout.MOST_RANKS - 2)
+    assert (row.posted(0), row.posted(1)) == (0, 255)
+    assert of("window of ranks 61-62").completed == bytes([0, 2]) + bytes(layout.MOST_RANKS - 2)
     row.close()
     communicator.close()
 

@@ -98,8 +98,6 @@ SAID = {
     "Create_group": "rank 2 of MPI.COMM_WORLD has not come: rank 0 waits in 'Create_group'. Rank 2 (process {late})",
     "Create_group in MPI": "rank 2 of MPI.COMM_WORLD has not come: rank 0 waits in 'Create_group'. Rank 2 (process ",
     "Win.Fence": "rank 2 is behind: it has made 0 calls of window of world, the others 1 (Win.Fence)",
-    "Win.Lock": "rank 0 waits in Win.Lock of rank 0 of window of world for rank 2. Rank 2 (process {late}) sleeps",
-    "Win.Wait": "rank 0 waits in Win.Wait of window of world for rank 2. Rank 2 (process {late}) sleeps",
     "Free": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'Free'. Rank 2 (process {late}) sleeps",
     "MPI_Finalize": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'MPI_Finalize'",
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpicomm.activity.reading import Activity, BlockedMessage, RankCalls, Step, WindowUse
+from mpicomm.activity.reading import Activity, BlockedMessage, RankCalls, Step
 from mpicomm.doctor.processes import Process
 from mpicomm.doctor.running import Job, Rank
 from mpicomm.doctor.waits import Look
@@ -198,74 +198,3 @@ def test_lines_begin_with_the_communicator_in_which_ranks_wait() -> None:
 def test_a_call_on_a_gpu_may_be_only_enqueued() -> None:
     ranks = [rank(0, replace(calls(0, 5), on_gpu=True))]
     assert [line.does for line in look(ranks).lines()] == ["has enqueued it, and sleeps"]
-
-
-def use(
-    *locks: int, alone: Sequence[int] = (), held: Sequence[int] = (), ago_s: float = 5.0, **counts: Sequence[int]
-) -> WindowUse:
-    four = (bytes(counts.get(name, ())).ljust(56, b"\0") for name in ("posted", "started", "completed", "waited"))
-    return WindowUse(locks, tuple(alone), tuple(held), NOW_NS - int(ago_s * 1e9), *four)
-
-
-def in_window(number: int, window: WindowUse, *, on_gpu: bool = False) -> Rank:
-    return rank(
-        number, replace(calls(number, 0, ""), name="window of world", since_ns=None, window=window, on_gpu=on_gpu)
-    )
-
-
-def test_ranks_wait_for_the_holder_of_a_lock() -> None:
-    holder = in_window(1, use(0, alone=(0,), held=(0,), ago_s=9.0))
-    ranks = [in_window(0, use(0, ago_s=4.0)), holder, in_window(2, use(0, 1, 2, ago_s=5.0))]
-    waits = look(ranks).waits()
-    assert [(wait.text, wait.seconds, wait.known, wait.pids) for wait in waits] == [
-        (
-            f"rank {each} waits in Win.Lock of rank 0 of window of world for rank 1. Rank 1 (process 1001) sleeps",
-            s,
-            True,
-            (1001,),
-        )
-        for each, s in ((2, 5.0), (0, 4.0))
-    ]
-    assert [(line.rank, line.call, line.waits_for) for line in look(ranks).lines()] == [
-        (0, "Win.Lock of rank 0", "rank 1"),
-        (1, "none yet", ""),
-        (2, "Win.Lock of rank 0", "rank 1"),
-    ]
-
-
-def test_ranks_that_share_a_lock_do_not_wait() -> None:
-    ranks = [in_window(0, use(0, held=(0,), ago_s=9.0)), in_window(1, use(0, 1, 2))]
-    assert texts(*ranks) == []
-    ranks[1] = in_window(1, use(0, alone=(0,)))
-    assert texts(*ranks) == [
-        "rank 1 waits in Win.Lock of rank 0 of window of world for rank 0. Rank 0 (process 1000) sleeps"
-    ]
-
-
-def test_locks_of_gpus_are_held_by_the_ranks_that_have_asked_first() -> None:
-    first, second = (in_window(each, use(2, alone=(2,), ago_s=9.0 - each), on_gpu=True) for each in range(2))
-    assert texts(first, second) == [
-        "rank 1 waits in Win.Lock of rank 2 of window of world for rank 0. Rank 0 (process 1000) sleeps"
-    ]
-    several = in_window(0, use(1, 2, alone=(1, 2), ago_s=9.0), on_gpu=True)
-    assert texts(several, second) == []  # the time is the time of only one of its locks
-
-
-def test_a_rank_that_has_asked_for_a_lock_since_the_first_look_does_not_wait_yet() -> None:
-    ranks = [in_window(0, use(0, alone=(0,), held=(0,))), in_window(1, use(0, alone=(0,), ago_s=1.0))]
-    assert look(ranks, [earlier(ranks[0]), earlier(in_window(1, use()))]).waits() == []
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_ranks_wait_for_groups_of_windows(on_gpu: bool) -> None:
-    # Rank 0 has completed three epochs for rank 1, as rank 1 awaits. Rank 2 has completed none of two.
-    done = use(completed=[0, 3]), use(completed=[0, 0])
-    waiting = use(waited=[3, 0, 2])
-    ranks = [in_window(0, done[0]), in_window(1, waiting, on_gpu=on_gpu), in_window(2, done[1])]
-    (wait,) = look(ranks).waits()
-    assert wait.text == "rank 1 waits in Win.Wait of window of world for rank 2. Rank 2 (process 1002) sleeps"
-    assert (wait.seconds, wait.known, wait.pids) == (3.0, False, (1002,))
-    starts = [in_window(0, use(started=[0, 1, 1])), in_window(1, use(posted=[0])), in_window(2, use(posted=[255]))]
-    assert [each.partition(".")[0] for each in texts(*starts)] == ["rank 0 waits in Win"]
-    assert "Win.Start of window of world for ranks 1, 2." in texts(*starts)[0]
-    assert texts(in_window(0, use(started=[0, 1])), in_window(1, use(posted=[2]))) == []  # rank 1 is ahead
