@@ -24,7 +24,7 @@ class _Offer:
     """The description of a rank's memories for the other ranks."""
 
     signature: Hashable
-    packets: tuple[tuple[bytes, ...], ...]
+    handles: tuple[tuple[MemoryHandle, ...], ...]
     """The handles of each memory."""
     descriptors: int
     address: Address | None  # for the exchange of descriptors, if the memories have any
@@ -79,21 +79,20 @@ class HandleExchange:
         return self._swap.address
 
     def _offer(self, signature: Hashable, memories: Iterable[Exported]) -> _Offer:
-        packets: list[tuple[bytes, ...]] = []
+        handles: list[tuple[MemoryHandle, ...]] = []
         for parts in memories:  # the next memory may fail, so the descriptors of this memory get their owner first
             for _, fd in parts:
                 if fd is not None:
                     self._own_fds.append(fd)
                     self._temporary.callback(fd.close)
-            packets.append(tuple(handle.pack() for handle, _ in parts))
-        return _Offer(signature, tuple(packets), len(self._own_fds), self._listen() if self._own_fds else None)
+            handles.append(tuple(handle for handle, _ in parts))
+        return _Offer(signature, tuple(handles), len(self._own_fds), self._listen() if self._own_fds else None)
 
     def _open(self, open_peer: Callable[[int, list[Exported]], None], sealed: bool) -> None:
         received: dict[int, list[Descriptor]] = {}
         if self._swap is not None:
             counts = [offer.descriptors for offer in self._offers]
-            # Before this rank looks at a packet, because its peers wait for its descriptors even if a packet is
-            # damaged. Half the deadline, so that the ranks have time to agree that a descriptor has not come.
+            # Half the deadline, so that the ranks have time to agree that a descriptor has not come.
             received = self._swap.swap(self._addresses, self._own_fds, counts, self._node.timeout_s / 2)
             for fds in received.values():
                 for fd in fds:
@@ -101,7 +100,7 @@ class HandleExchange:
         for index, offer in enumerate(self._offers):
             if index != self._node.rank:
                 with _naming(self._node.ranks[index]):
-                    open_peer(index, _with_descriptors(offer.packets, received.get(index, []), sealed))
+                    open_peer(index, _with_descriptors(offer.handles, received.get(index, []), sealed))
 
 
 @contextlib.contextmanager
@@ -113,18 +112,17 @@ def _naming(rank: int) -> Iterator[None]:
         raise HandleError(f"memory of rank {rank}: {error}") from error
 
 
-def _with_descriptors(packets: Sequence[Sequence[bytes]], fds: list[Descriptor], sealed: bool) -> list[Exported]:
+def _with_descriptors(handles: Sequence[Sequence[MemoryHandle]], fds: list[Descriptor], sealed: bool) -> list[Exported]:
     """Return the parts of each memory, each with the next descriptor if its handle is of `FD_KINDS`."""
     descriptors = iter(fds)
 
-    def part(packet: bytes) -> tuple[MemoryHandle, Descriptor | None]:
-        handle = MemoryHandle.unpack(packet)
+    def part(handle: MemoryHandle) -> tuple[MemoryHandle, Descriptor | None]:
         descriptor = next(descriptors, None) if handle.kind in FD_KINDS else None
         if sealed and descriptor is not None and handle.kind in SEALED_KINDS:
             require_sealed(descriptor)
         return handle, descriptor
 
-    return [tuple(map(part, each)) for each in packets]
+    return [tuple(map(part, each)) for each in handles]
 
 
 def _require_same_signature(what: str, node: Group, offers: list[_Offer]) -> None:

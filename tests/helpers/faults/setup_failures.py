@@ -11,7 +11,6 @@ from mpi4py import MPI
 
 from mpicomm import HandleError
 from mpicomm.devices import host
-from mpicomm.devices.handle import MemoryHandle
 from tests.helpers.faults.raising import raises_everywhere
 
 WORLD = MPI.COMM_WORLD
@@ -72,7 +71,6 @@ def fails_everywhere(
 ALLOCATE = {
     "allocate": backend_method("allocate"),
     "export": backend_method("export"),
-    "pack": attribute(MemoryHandle, "pack"),
 }
 VIEW = {"view": backend_method("view")}
 ZERO = {"zero": backend_method("zero")}

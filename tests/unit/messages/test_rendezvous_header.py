@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from mpicomm.devices.handle import PACKET_NBYTES
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.rendezvous_header import (
@@ -21,7 +22,7 @@ from mpicomm.messages.rendezvous_header import (
 )
 
 SECRET = os.urandom(32)
-PACKET = os.urandom(132)
+PACKET = os.urandom(PACKET_NBYTES)
 LONG = 2 * KERNEL_NBYTES
 DESCRIBED = RendezvousHeader(LONG + 20, PACKET, 32, (Extent(PACKET, 2**33, LONG), Extent(PACKET[::-1], 0, 20)))
 
