@@ -15,6 +15,7 @@ from mpicomm.cli.launch import launch_of
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.driver import NoGpuError, visible_devices
 from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.p2p.matrix import link_matrices
 from mpicomm.p2p.options import NBYTES_ON_GPUS, forbid_rank_arguments, parser
 from mpicomm.p2p.report import NOTES, Report
 
@@ -55,10 +56,7 @@ def _in_one_process(options: argparse.Namespace) -> int:
     from mpicomm.p2p.one_process import OneProcess
 
     job = OneProcess(devices, options)
-    for matrix in job.attributes:
-        report.add(matrix)
-    report.add_rings(list(job.rings()))
-    for matrix in job.matrices():
+    for matrix in (*link_matrices(job.links), *job.matrices()):
         report.add(matrix)
     _write(options, devices, report, job.wrong)
     if options.plot:

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Iterator
 from functools import partial
 
-from mpicomm.api.communicator import Communicator, RankInfo
+from mpicomm.api.communicator import Communicator
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
-from mpicomm.p2p.matrix import Cell, Matrix, fill
+from mpicomm.p2p.matrix import Cell, Matrix, fill, link_matrices
 from mpicomm.p2p.movers import GET, PUT, GpuMover, Memory, mover_of
 from mpicomm.p2p.options import NBYTES_ON_GPUS, NBYTES_ON_HOST, parser
 from mpicomm.p2p.report import NOTES, Report
@@ -113,17 +113,6 @@ def _moves(direction: str, source: int, target: int) -> dict[int, int]:
     return {source: target} if direction == PUT else {target: source}
 
 
-def link_matrices(ranks: list[RankInfo]) -> list[Matrix]:
-    """Return the matrices of the links between ranks: the path, and CUDA's attributes of GPUs."""
-    fields = ("path", "access", "performance_rank", "native_atomics")
-    titles = ("path to memory", "peer access", "performance rank (0 is the fastest)", "native atomics")
-    matrices = [
-        Matrix(title, "", [[getattr(link, name) for link in info.links] for info in ranks])
-        for title, name in zip(titles, fields, strict=True)
-    ]
-    return [each for each in matrices if any(cell is not None for row in each.cells for cell in row)]
-
-
 def main() -> int:
     """Run the command line on this rank. Collective."""
     options = command_line.parse_args(parser())
@@ -135,7 +124,7 @@ def main() -> int:
     ranks = comm.allgather(comm.describe())
     title, *lines = header("p2p", ranks, options.handle)
     report.say(title, *lines)
-    for matrix in link_matrices(ranks):
+    for matrix in link_matrices([info.links for info in ranks]):
         report.add(matrix)
     job = BetweenRanks(comm, options.bytes, options.iters, options.rounds)
     for matrix in job.matrices():

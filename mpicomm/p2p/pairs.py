@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,9 @@ from cupy.cuda import runtime
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.errors import HandleError
 from mpicomm.kernels.team import LINE_NBYTES
-from mpicomm.p2p.gpu import Gpu, pinned
+from mpicomm.p2p.gpu import Gpu
 
 _POISON = 0xA5
-_SLOTS = 4
-_SLOT_NBYTES = 8 << 20
 _WORDS = LINE_NBYTES // 4  # from one line to the next, because words of two kernels must not share a line
 
 
@@ -38,8 +36,7 @@ class End:
             self._words = cupy.zeros(3 * _WORDS, np.uint32)
             self.gpu.pattern.write(self.data, self.ordinal, 0)
         self.zero = self._words[2 * _WORDS :].data.ptr
-        # Transfers number 0 and 1 have two streams to write and two streams to read.
-        self.streams = [self.gpu.stream, *(self.gpu.new_stream() for _ in range(3))]
+        self.streams = [self.gpu.stream, self.gpu.new_stream()]  # for transfers number 0 and 1
         self.gpu.synchronize()
 
     def poison(self) -> None:
@@ -123,46 +120,17 @@ def store_or_load(transfer: Transfer, stream: Any, *, loads: bool) -> None:
     worker.gpu.copy(stream, transfer.target.window.data.ptr, transfer.source.data.data.ptr, transfer.nbytes)
 
 
-class ThroughHost:
-    """Kernels of the source store into pinned host memory, and kernels of the target load from there, in chunks."""
-
-    def __init__(self) -> None:
-        self._slots = pinned(2 * _SLOTS * _SLOT_NBYTES, np.uint8).reshape(2, _SLOTS, _SLOT_NBYTES)
-        self._words = pinned(2 * _WORDS, np.uint32)
-
-    def copy(self, transfer: Transfer, stream: Any) -> None:
-        """Enqueue a transfer. The stream of the source waits for its end."""
-        source, target = transfer.source, transfer.target
-        reader = target.streams[2 + transfer.number]
-        read: list[Any] = []
-        for start in range(0, transfer.nbytes, _SLOT_NBYTES):
-            slot = self._slots[transfer.number, len(read) % _SLOTS].ctypes.data
-            nbytes = min(_SLOT_NBYTES, transfer.nbytes - start)
-            if len(read) >= _SLOTS:
-                stream.wait_event(read[-_SLOTS])  # the target has read the earlier chunk in this slot
-            source.gpu.copy(stream, slot, source.data.data.ptr + start, nbytes)
-            reader.wait_event(_mark(source, stream))
-            target.gpu.copy(reader, target.window.data.ptr + start, slot, nbytes)
-            read.append(_mark(target, reader))
-        stream.wait_event(read[-1])
-
-    def cleared_words(self) -> tuple[int, int]:
-        """Set two words of the host to 0, and return their addresses."""
-        self._words[:] = 0
-        return self._words.ctypes.data, self._words[_WORDS:].ctypes.data
-
-
 COPY_ENGINES = CopyWay("copy engines", False, copy_engine)
 STORES = CopyWay("kernels that store", False, lambda transfer, stream: store_or_load(transfer, stream, loads=False))
 LOADS = CopyWay("kernels that load", True, lambda transfer, stream: store_or_load(transfer, stream, loads=True))
 
 
-def store_us(host: ThroughHost | None, source: End, target: End) -> float | None:
+def store_us(source: End, target: End) -> float | None:
     """Return the time from a store of a word by a kernel of the source until a kernel of the target sees it.
 
-    A word lies on the GPU with the kernel that polls it, or in host memory. Return None if the kernels did not meet.
+    A word lies on the GPU with the kernel that polls it. Return None if the kernels did not meet.
     """
-    mine, theirs = host.cleared_words() if host else (source.cleared_word(0), target.cleared_word(1))
+    mine, theirs = source.cleared_word(0), target.cleared_word(1)
     target.gpu.answer(target.streams[1], theirs, mine)
     source.gpu.serve(source.streams[0], mine, theirs)
     for end in (source, target):
@@ -176,29 +144,24 @@ def load_us(source: End, target: End) -> float:
 
 
 @contextmanager
-def peer_access(pairs: Iterable[tuple[End, End]]) -> Iterator[None]:
-    """Let the two GPUs of each pair access each other's memory inside a ``with`` block. Raises `HandleError`."""
-    ordered = sorted({(a.ordinal, b.ordinal) for one, other in pairs for a, b in ((one, other), (other, one))})
-    enabled: list[tuple[int, int]] = []
-    try:
-        for own, peer in ordered:
-            if own != peer:
-                _enable(own, peer)
-                enabled.append((own, peer))
+def peer_access(one: End, other: End) -> Iterator[None]:
+    """Let two GPUs access each other's memory inside a ``with`` block. Raises `HandleError`."""
+    both = [(one.ordinal, other.ordinal), (other.ordinal, one.ordinal)] if one is not other else []
+    with ExitStack() as enabled:
+        for own, peer in both:
+            try:
+                with cupy.cuda.Device(own):
+                    runtime.deviceEnablePeerAccess(peer)
+            except runtime.CUDARuntimeError as error:
+                raise HandleError(f"GPU {own} gets no access to memory of GPU {peer}: {error}") from None
+            enabled.callback(_disable, own, peer)
         yield
-    finally:
-        for own, peer in enabled:
-            with cupy.cuda.Device(own):
-                cupy.cuda.Device().synchronize()
-                runtime.deviceDisablePeerAccess(peer)
 
 
-def _enable(own: int, peer: int) -> None:
-    try:
-        with cupy.cuda.Device(own):
-            runtime.deviceEnablePeerAccess(peer)
-    except runtime.CUDARuntimeError as error:
-        raise HandleError(f"GPU {own} gets no access to memory of GPU {peer}: {error}") from None
+def _disable(own: int, peer: int) -> None:
+    with cupy.cuda.Device(own):
+        cupy.cuda.Device().synchronize()
+        runtime.deviceDisablePeerAccess(peer)
 
 
 def _mark(end: End, stream: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +20,6 @@ NOTES = (
 _FILE_WIDTH = 1000  # wide enough to fold no cell, if no terminal sets the width
 
 
-@dataclass(frozen=True)
-class RingResult:
-    """A ring in one way, in which each GPU sends to the next GPU. Without a ring ``way`` is the reason."""
-
-    way: str
-    gb_s: float | None = None
-    """The bytes that each GPU sent, divided by the time."""
-    wrong: int | None = None
-
-
 @dataclass
 class Report:
     """The measurements so far. ``end`` is "GPU" or "rank". Only the process with ``shows`` prints."""
@@ -38,7 +27,6 @@ class Report:
     end: str
     shows: bool = True
     matrices: list[Matrix] = field(default_factory=list)
-    rings: list[RingResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._console = Console(
@@ -59,22 +47,10 @@ class Report:
             self._console.print(f"{matrix.title} ({matrix.unit})" if matrix.unit else matrix.title)
             self._console.print(table_of(matrix, self.end))
 
-    def add_rings(self, rings: Sequence[RingResult]) -> None:
-        """Keep the rings, and print them."""
-        self.rings += rings
-        table = Table()
-        for name in ("way", "GB/s", "wrong bytes"):
-            table.add_column(name, justify="left" if name == "way" else "right")
-        for ring in rings:
-            table.add_row(ring.way, *map(format_cell, (ring.gb_s, ring.wrong)))
-        self._console.print("Ring: each GPU sends to the next")
-        self._console.print(table)
-
     def record(self, wrong: int) -> dict[str, Any]:
         """Return the results for the JSON file."""
         return {
             "matrices": [matrix.record for matrix in self.matrices],
-            "rings": [{"way": ring.way, "gb_s": ring.gb_s, "wrong": ring.wrong} for ring in self.rings],
             "wrong": wrong,
             "ok": wrong == 0,
         }

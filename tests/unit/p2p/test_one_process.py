@@ -29,7 +29,7 @@ from tests.helpers.fakes.fake_gpus import (
 )
 from tests.helpers.jobs.mpiexec import environment
 
-NBYTES = 40 << 20  # one chunk more than there are slots in host memory
+NBYTES = 40 << 20
 Command = Callable[..., tuple[int, str, dict[str, Any]]]
 
 
@@ -73,47 +73,36 @@ def test_bandwidths_and_latencies_of_two_gpus(command: Command) -> None:
     assert cells(found, "Bandwidth, one way, copy engines, through host memory") == close_to(OWN, HOST, HOST)
     both = cells(found, "Bandwidth, both ways, copy engines, through host memory")
     assert both == close_to(2 * OWN, 2 * HOST, 2 * HOST)
-    # The target loads a chunk while the source stores the next one: all but the first chunk of 8 MiB are hidden.
-    through = (HOST + KERNEL) * 5 / 6
-    assert cells(found, "Bandwidth, one way, kernels, through host memory") == close_to(through, through, through)
     for memory in ("peer access", "through host memory"):
         assert cells(found, f"Latency, copy engines, {memory}") == close_to(*[COPY_US] * 3)
-        assert cells(found, f"Latency, a kernel's store, {memory}") == close_to(*[STORE_US] * 3)
+    assert cells(found, "Latency, a kernel's store, peer access") == close_to(*[STORE_US] * 3)
     assert cells(found, "Latency, a kernel's load, peer access") == close_to(*[LOAD_US] * 3)
-    assert len(found["matrices"]) == 4 + 10 + 5
-    assert [ring["wrong"] for ring in found["rings"]] == [0] * 5
+    assert len(found["matrices"]) == 4 + 8 + 4
 
 
-def test_attributes(command: Command) -> None:
+def test_links(command: Command) -> None:
     _, text, found = command(FakeGpus(3, apart=(0, 1)))
-    assert cells(found, "peer access") == [[None, False, True], [False, None, True], [True, True, None]]
+    own = "same device"
+    assert cells(found, "path to memory") == [[own, "PCIe", "PCIe"], ["PCIe", own, "PCIe"], ["PCIe", "PCIe", own]]
+    assert cells(found, "peer access") == [[True, False, True], [False, True, True], [True, True, True]]
     assert cells(found, "performance rank (0 is the fastest)") == [[None, 0, 1], [0, None, 0], [1, 0, None]]
-    assert cells(found, "native atomics") == [[None, False, False], [False, None, False], [False, False, None]]
-    assert cells(found, "access to CUDA arrays") == cells(found, "peer access")
-    assert "│ 0          │   - │  no │ yes │" in text
+    assert cells(found, "native atomics") == [[True, False, False], [False, True, False], [False, False, True]]
+    assert "│ 0          │ yes │  no │ yes │" in text
 
 
 def test_gpus_without_peer_access_are_measured_through_the_host(command: Command) -> None:
-    status, text, found = command(FakeGpus(3, apart=(0, 1)))
+    status, _, found = command(FakeGpus(3, apart=(0, 1)))
     assert status == 0
     for matrix in found["matrices"][4:]:
         missing = [(a, b) for a, row in enumerate(matrix["cells"]) for b, cell in enumerate(row) if cell is None]
         assert missing == ([(0, 1), (1, 0)] if matrix["title"].endswith("peer access") else [])
-    assert [ring["way"] for ring in found["rings"]] == [
-        "GPU 0 has no peer access to GPU 1",
-        "copy engines, through host memory",
-        "kernels, through host memory",
-    ]
-    assert "GPU 0 has no peer access to GPU 1" in text
 
 
 def test_one_gpu(command: Command) -> None:
     status, _, found = command(FakeGpus(1))
     assert status == 0
     assert all(len(matrix["cells"]) == len(matrix["cells"][0]) == 1 for matrix in found["matrices"])
-    assert [matrix["title"] for matrix in found["matrices"] if matrix["cells"] == [[None]]] == [
-        matrix["title"] for matrix in found["matrices"][:4]
-    ]
+    assert all(matrix["cells"] != [[None]] for matrix in found["matrices"])
 
 
 @pytest.mark.parametrize("fault", ["corrupts", "loses"])
@@ -124,8 +113,6 @@ def test_copies_that_do_wrong_or_nothing_are_found(command: Command, fault: str,
     status, text, found = command(gpus)
     assert (status, found["ok"]) == (1, False)
     assert text.splitlines()[-1] == f"FAILED: {found['wrong']} wrong bytes"
-    for ring in found["rings"]:
-        assert (ring["wrong"] > 0) == (kind == ("engine" if ring["way"].startswith("copy engines") else "kernel"))
 
 
 def test_a_picture(command: Command, tmp_path: Path) -> None:
