@@ -38,7 +38,6 @@ class Channel:
         self._recorder = recorder
         self._calls = 0
         self._children: Counter[tuple[int, ...]] = Counter()
-        recorder.counts.append(self.counts)
 
     @classmethod
     def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Channel | None:

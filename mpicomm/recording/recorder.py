@@ -12,7 +12,7 @@ from mpicomm import environment, log
 from mpicomm.errors import MpicommError
 from mpicomm.recording.ranges import Ranges
 from mpicomm.recording.record import Interval, Record, hear_of_slow_way
-from mpicomm.recording.statistics import Counts, total
+from mpicomm.recording.statistics import Counts
 from mpicomm.recording.trace_file import TraceFile
 
 NVTX = "nvtx"
@@ -28,8 +28,7 @@ class Recorder:
 
     def __init__(self, settings: environment.Recording, number: int, *, reports: bool) -> None:
         self.settings = settings
-        self.counts: list[Counts] = []
-        """The counts of all communicators."""
+        self._total = Counts()  # of all communicators
         self._reports = reports and settings.stats
         self._process = os.getpid()
         self._pending: deque[tuple[Record, Interval, int, Counts]] = deque()
@@ -46,6 +45,7 @@ class Recorder:
         """Take the record of a call that is over on the host; ``ordinal`` is the device of its streams."""
         if not record.nested:
             counts.add(record)
+            self._total.add(record)
         if self.file is not None:
             self.file.add_call(record)
         self._pending.extend((record, interval, ordinal, counts) for interval in record.intervals)
@@ -67,7 +67,8 @@ class Recorder:
                 return
             # The first interval is on the call's stream, which waits for the work on other streams.
             if not record.nested and interval is record.intervals[0]:
-                counts.add_device_time(record, times[1] - times[0])
+                for each in (counts, self._total):
+                    each.add_device_time(record, times[1] - times[0])
             if self.file is not None:
                 self.file.add_device_time(record, ordinal, interval.stream, *times)
 
@@ -96,4 +97,4 @@ class Recorder:
 
             # A file has no width. The table is for people, and stdout stays the program's.
             width = None if sys.stderr.isatty() else 140
-            total(counts.statistics() for counts in self.counts).print(Console(stderr=True, width=width))
+            self._total.statistics().print(Console(stderr=True, width=width))

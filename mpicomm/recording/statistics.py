@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpicomm.recording.record import Record
@@ -133,30 +132,6 @@ class Counts:
         if row is None:
             row = self._rows.setdefault(key, _Sums())
         return row
-
-
-def total(parts: Iterable[Statistics]) -> Statistics:
-    """Return the sums over several communicators."""
-    rows: dict[tuple[str, str, str, str], CallStatistics] = {}
-    slow_ways: Counter[tuple[str, str]] = Counter()
-    for part in parts:
-        slow_ways.update(part.slow_ways)
-        for row in part.rows:
-            key = row.operation, row.sizes, row.algorithm, row.error
-            known = rows.get(key)
-            rows[key] = row if known is None else _sum(known, row)
-    return Statistics(tuple(rows.values()), dict(slow_ways))
-
-
-def _sum(first: CallStatistics, second: CallStatistics) -> CallStatistics:
-    return replace(
-        first,
-        calls=first.calls + second.calls,
-        nbytes=first.nbytes + second.nbytes,
-        host_s=first.host_s + second.host_s,
-        device_s=first.device_s + second.device_s,
-        longest_s=max(first.longest_s, second.longest_s),
-    )
 
 
 def _size_class(place: int) -> str:
