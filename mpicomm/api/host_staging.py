@@ -25,6 +25,7 @@ from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import is_on_device
+from mpicomm.mpi.partitioned import PartitionedRequest
 from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
 
 Places = tuple[tuple[int, str], ...]
@@ -66,7 +67,7 @@ _RECEIVE_BUFFERS = ("recvbuf", "inoutbuf", "outbuf")
 _RECEIVE_INTO_BUF = frozenset((
     "Recv", "Irecv", "Recv_init", "Sendrecv_replace", "Isendrecv_replace", *BCAST.methods,
 ))  # fmt: skip
-_HOST_ALONE = frozenset(("Attach_buffer", "Iagree", "Psend_init", "Precv_init"))
+_HOST_ALONE = frozenset(("Attach_buffer", "Iagree"))
 """Methods with memory that MPI uses after the call, so that host copies cannot stand for it."""
 
 
@@ -154,6 +155,9 @@ def _through_host(called: Any, cls: type, operation: str, given: dict[str, Any],
     if operation in _HOST_ALONE:
         raise InvalidUsageError(f"{operation} takes only host arrays, because MPI keeps the memory: copy to the host")
     announce(operation, "only MPI has the call")
+    if operation in ("Psend_init", "Precv_init"):
+        call = functools.partial(getattr(cls, operation), called)
+        return PartitionedRequest.prepare(operation, call, given, backend, _completer())
     if operation.endswith("_init"):
         given.pop("info", None)  # hints are for MPI's persistent requests
         started = f"I{operation.removesuffix('_init').lower()}"

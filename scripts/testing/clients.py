@@ -50,8 +50,8 @@ class Program:
         return " ".join((*self.module, self.path, *self.arguments)).strip()
 
 
-# MPI.File, windows of host memory, and partitioned messages take no device memory.
-_ON_GPU = ("--cupy", "-e", "test_io", "-e", "test_rma", "-e", "test_p2p_buf_part")
+# MPI.File, and windows of host memory, take no device memory.
+_ON_GPU = ("--cupy", "-e", "test_io", "-e", "test_rma")
 
 
 def _tests(pattern: str, *options: str) -> Program:

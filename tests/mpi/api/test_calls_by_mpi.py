@@ -17,7 +17,7 @@ from mpicomm import InvalidUsageError
 from mpicomm.api.host_staging import BUFFERS, MAKERS, wrap
 from tests.helpers.fakes import fake_driver
 from tests.helpers.references.reductions import Array
-from tests.helpers.rigs.communicators import communicator
+from tests.helpers.rigs.communicators import array_module, communicator
 
 
 class FakeDeviceArray:
@@ -200,8 +200,8 @@ def test_a_wrapped_communicator_takes_objects_without_a_buffer() -> None:
 
 
 def test_partitions_to_oneself(device: str) -> None:
-    with communicator(device, MPI.COMM_SELF) as comm:
-        sent, received = np.arange(6.0), np.zeros(6)
+    with communicator(device, MPI.COMM_SELF) as comm, array_module(comm) as xp:
+        sent, received = xp.arange(6.0), xp.zeros(6)
         send, receive = comm.Psend_init(sent, 2, 0), comm.Precv_init(received, 2, 0, 0)
         for _ in range(2):
             sent += 1

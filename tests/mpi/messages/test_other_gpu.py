@@ -62,6 +62,12 @@ def test_exchanges(rig: Rig, foreign: Foreign, method: str) -> None:
     refused(f"{method}_replace: buf", getattr(rig.comm, f"{method}_replace"), foreign, rig.right)
 
 
+def test_calls_that_only_mpi_has(rig: Rig, foreign: Foreign) -> None:
+    for method in ("Psend_init", "Precv_init"):
+        if hasattr(MPI.Comm, method):
+            refused("buf", getattr(rig.comm, method), foreign, 1, rig.right)
+
+
 def test_a_refused_receive_loses_no_message(rig: Rig, foreign: Foreign) -> None:
     sent = [rig.comm.Isend(rig.of(rig.rank, COUNT, number), rig.right, number) for number in range(3)]
     refused("Recv: buf", rig.comm.Recv, foreign, rig.left, 0)
