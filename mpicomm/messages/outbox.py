@@ -55,8 +55,8 @@ class Outbox:
     """A range of bytes, which grows by blocks. Each message takes a *slot*, which may lie in several blocks.
 
     When a message is over, its slot stays for the next message of about its length, because programs repeat lengths.
-    The outbox gives up all such *idle* slots if another message has no room. It grows only if the messages in flight
-    leave no room, and waits for receivers only if it is full.
+    The outbox gives up all such *idle* slots if another length has too little room for them. It grows only if the
+    messages in flight leave no room, and waits for receivers only if it is full.
 
     All blocks together have at most ``most_nbytes``.
     """
@@ -179,9 +179,10 @@ class Outbox:
         """
         self._make_idle(self._in_flight.look())
         place = self._take_idle(room)
-        if place is None:
+        if not self._idle.get(room):
+            # The next message would have to look, too, because slots of other lengths have the memory.
             self._give_up_idle()
-            place = self._new_place(room, whole=whole)
+            place = place or self._new_place(room, whole=whole)
         return place
 
     def _make_idle(self, over: list[OutboxSlot]) -> None:

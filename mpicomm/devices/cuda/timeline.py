@@ -58,19 +58,22 @@ class Timeline:
         return None  # the call itself says which error has happened
 
     def _compare(self, limit_ns: int) -> None:
-        """Compare the clocks by an event, which happens between its record and the answer that it is over."""
+        """Compare the clocks by an event, which happens between an answer that it is not over and the next answer.
+
+        Its record says little about its time, because another process that uses the GPU may delay it by milliseconds.
+        """
         shortest = limit_ns
         for _ in range(_ROUNDS):
             event = self._take()
-            begin = self._now_ns()
+            begin = before = asked = self._now_ns()
             runtime.eventRecord(event.ptr, self._stream.ptr)
-            while not is_over(driver.cuEventQuery, event.ptr) and self._now_ns() - begin < limit_ns:
-                pass
-            taken = self._now_ns() - begin
-            if taken < shortest:
-                shortest, self._base = taken, (event, begin + taken // 2)
-            if taken >= limit_ns:
+            while not (over := is_over(driver.cuEventQuery, event.ptr)) and asked - begin < limit_ns:
+                before, asked = asked, self._now_ns()
+            if not over:
                 break
+            taken = self._now_ns() - before
+            if taken < shortest:
+                shortest, self._base = taken, (event, before + taken // 2)
         self._next_ns = self._now_ns() + _READ_EVERY_NS
 
     def _take(self) -> LocalEvent:

@@ -119,13 +119,21 @@ class LateDevice(ThreadDevice):
     """A device whose copies read memory after the host has asked ``late`` times whether they are over."""
 
     late = 0
+    asked_in_vain = 0
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._copy = partial(ctypes.memmove, target, source, nbytes)
 
     def completion(self, stream: int) -> Callable[[], bool]:
         polls = iter((False,) * self.late)
-        return lambda: next(polls, True) and bool(self._copy())
+
+        def is_over() -> bool:
+            if next(polls, True):
+                return bool(self._copy())
+            self.asked_in_vain += 1
+            return False
+
+        return is_over
 
 
 @pytest.mark.parametrize("late", range(6))
@@ -138,6 +146,23 @@ def test_a_look_that_began_before_the_last_message_was_read_may_find_all_read(no
             finish(box, header)
     for _ in range(300):
         finish(box, box.reserve(40_000))
+    box.close()
+    device.close()
+
+
+@pytest.mark.parametrize("shorter", [40_000, 1 << 20])
+def test_messages_seldom_wait_for_looks_after_many_shorter_messages(no_leaks: None, shorter: int) -> None:
+    """Shorter messages fill all of the outbox but the room for one message of another length."""
+    device = LateDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
+    box = Outbox(cast(GpuBackend, device), SECRET)
+    count = (outbox.FIRST_BLOCK_NBYTES - (4 << 20)) // max(shorter, 64 << 10)
+    for header in [box.reserve(shorter) for _ in range(count)]:
+        finish(box, header)
+    device.late = 1
+    for _ in range(100):
+        finish(box, box.reserve(4 << 20))
+    assert device.asked_in_vain < 30
+    assert box.memory_use().device_nbytes - 2 * DONE == outbox.FIRST_BLOCK_NBYTES
     box.close()
     device.close()
 

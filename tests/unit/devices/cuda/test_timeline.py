@@ -80,6 +80,38 @@ def test_the_last_comparison_stays_if_other_work_delays_the_next(cuda: FakeCuda,
     assert interval.times_ns() == by_host(2_000_000, 2_000_000)
 
 
+def test_an_event_that_comes_late_is_compared_by_the_answers_around_it(
+    cuda: FakeCuda, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, record, left = cuda.cuEventQuery, cuda.eventRecord, 0
+
+    def record_and_delay(event: int, stream: int) -> None:
+        nonlocal left
+        work(cuda, stream, 1)
+        record(event, stream)
+        left = 1000
+
+    def answer_later(event: int) -> tuple[int]:
+        nonlocal left
+        left -= 1
+        cuda.now_us += 2  # the time of a query
+        if left == 0:
+            cuda.finish()
+        return query(event)
+
+    monkeypatch.setattr(cuda, "eventRecord", record_and_delay)
+    monkeypatch.setattr(cuda, "cuEventQuery", answer_later)
+    timeline = make()
+    monkeypatch.undo()
+    interval = timeline.begin(STREAM)
+    work(cuda, STREAM, 4)
+    interval.extend()
+    begin_us = cuda.now_us
+    cuda.finish()
+    (start_ns, stop_ns), (expected_ns, _) = interval.times_ns(), by_host(begin_us, 0)
+    assert abs(start_ns - expected_ns) <= 5_000 and stop_ns - start_ns == 4_000
+
+
 def test_work_of_a_capture_has_no_time(cuda: FakeCuda, make: Callable[[], Any]) -> None:
     timeline = make()
     cuda.captures[STREAM] = 7
