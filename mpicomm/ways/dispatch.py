@@ -17,8 +17,8 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.host import crossover, selection
-from mpicomm.collectives.host.fast_path import PlainCheck, at_once, plain_calls
+from mpicomm.collectives.host import selection
+from mpicomm.collectives.host.fast_path import at_once, plain_calls
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
@@ -73,10 +73,10 @@ class Dispatcher:
         self._epilogue = WithEpilogue(reader, self._carry)
         self._codes = AsCodes(session, reader, self._mapped)
         self._copies = OnCopies(session, reader, completer, self._carry, self.prepare)
-        self._processes = frozenset((place.host, place.pid) for place in placement.places)
-        self.at_once: dict[str, PlainCheck] = {}
+        facts = self._size, self._rank, self._nodes
+        self._plain = plain_calls(*facts)
+        self.at_once = at_once(*facts, on_gpus=witness.is_needed)
         """The checks of the calls that methods hand to MPI without this class: see `fast_path.at_once`."""
-        self._check_with(crossover.known(self._processes) if self._size == 2 else 0)
 
     def run(
         self,
@@ -237,7 +237,7 @@ class Dispatcher:
         return self._way_of(call, blocking=blocking).enqueue(call, blocking=blocking)
 
     def _way_of(self, call: Call, *, blocking: bool) -> Way:
-        """Return the way of a call. Local, except if two ranks first measure their crossover, which is collective."""
+        """Return the way of a call. Local."""
         if call.on_device and call.dtype is not None and call.algorithm != "mpi":
             return self._gpus
         if call.device_array is not None:
@@ -247,27 +247,13 @@ class Dispatcher:
             return self._epilogue
         if call.wire is not None:
             return self._codes
-        if self._is_for_mpi(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
+        if blocking:
+            by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes)
+        else:
+            by_mpi = selection.becomes_mpi_request(call, call.algorithm)
+        if by_mpi:
             return self._mpi
         return self._mapped
-
-    def _is_for_mpi(self, call: Call) -> bool:
-        def goes_to_mpi() -> bool:
-            return selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, self._crossover)
-
-        measured = self._crossover or self._nodes > 1 or call.algorithm != "auto"
-        if goes_to_mpi() or measured or not selection.depends_on_crossover(call, self._size):
-            return goes_to_mpi()
-        engine = self.engines.on_host(call.operation.name)
-        self._check_with(crossover.learn(self._comm, engine, self._processes))
-        return goes_to_mpi()
-
-    def _check_with(self, crossover: int) -> None:
-        """Take the crossover of two ranks, which is 0 before its measurement. Local."""
-        self._crossover = crossover
-        facts = self._size, self._rank, self._nodes, crossover
-        self._plain = plain_calls(*facts)
-        self.at_once.update(at_once(*facts, on_gpus=self._witness.is_needed))
 
     def _is_plain(self, operation: Operation, method: str, given: Arguments, stream: Any, algorithm: str) -> bool:
         """Return whether a call is certainly MPI's, and needs no exchange of counts before. Local."""

@@ -16,11 +16,10 @@ import numpy as np
 from mpi4py import MPI
 from numpy import may_share_memory, ndarray
 
-from mpicomm.collectives.host.selection import NEVER, OPS_OF_CROSSOVER, mapped_from
+from mpicomm.collectives.host.selection import NEVER, mapped_from
 from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
 from mpicomm.devices.memory_location import has_driver
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.ops import op_name
 from mpicomm.mpi.plain_arrays import parts_of
 from mpicomm.mpi.types import numpy_dtype
 
@@ -50,22 +49,20 @@ _OWN_OBJECTS = {
 
 
 @lru_cache(maxsize=64)
-def plain_calls(size: int, rank: int, nodes: int, crossover: int = 0) -> dict[str, PlainCheck]:
+def plain_calls(size: int, rank: int, nodes: int) -> dict[str, PlainCheck]:
     """Return the checks of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
 
-    ``crossover`` is 0 before it is measured. The answers agree with `selection.goes_to_mpi`, which decides on ranks
-    that pass their buffers in other forms.
+    The answers agree with `selection.goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
     """
     checks: dict[str, PlainCheck] = {}
     for name, row in OPERATIONS.items():
-        least, of_others = (mapped_from(row, op, size, nodes, crossover) for op in (OPS_OF_CROSSOVER[0], None))
-        checks[name] = _check(row, size, rank, least, of_others)
-        checks[row.nonblocking] = _check(row, size, rank, NEVER, NEVER)
+        checks[name] = _check(row, size, rank, mapped_from(row, size, nodes))
+        checks[row.nonblocking] = _check(row, size, rank, NEVER)
     return checks
 
 
 @lru_cache(maxsize=64)
-def at_once(size: int, rank: int, nodes: int, crossover: int = 0, *, on_gpus: bool = False) -> dict[str, PlainCheck]:
+def at_once(size: int, rank: int, nodes: int, *, on_gpus: bool = False) -> dict[str, PlainCheck]:
     """Return the checks of `plain_calls` for calls that go to MPI at once. Local.
 
     Two kinds of call never do. On GPUs, if ranks may have no data, a rank first tells such ranks where the call is: see
@@ -77,7 +74,7 @@ def at_once(size: int, rank: int, nodes: int, crossover: int = 0, *, on_gpus: bo
         if row.of_neighbors or (on_gpus and row.counts != "same")
         for name in row.methods
     }
-    checks = plain_calls(size, rank, nodes, crossover)
+    checks = plain_calls(size, rank, nodes)
     return {name: _never if name in not_at_once else check for name, check in checks.items()}
 
 
@@ -104,11 +101,8 @@ def _never(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
     return False
 
 
-def _check(row: Operation, size: int, rank: int, least: int, least_of_others: int) -> PlainCheck:
-    """Return the check of a collective that goes through mapped memory from ``least`` bytes on.
-
-    ``least_of_others`` is for operations that do not depend on the crossover.
-    """
+def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
+    """Return the check of a collective that goes through mapped memory from ``least`` bytes on."""
     if row.send == "typed" or not row.in_mpi:
         return _never
     reduces = row.reduces
@@ -119,11 +113,7 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
     reads_in_place = not reduces or row.send == "one"  # else a list counts the blocks in another way
     blocks: dict[str, int] = {"one": 1, "blocks": size} if reads_in_place and not only_arrays else {}
     sends, receives = blocks.get(row.send, 0), blocks.get(row.receive, 0)
-    always = min(least, least_of_others)
     gathers = row.rooted == "receive"
-
-    def is_small(nbytes: int, op: Any) -> bool:
-        return nbytes < (least if op_name(op) in OPS_OF_CROSSOVER else least_of_others)
 
     def is_plain(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
         if type(send) is type(receive) is ndarray:
@@ -148,7 +138,7 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
         if not reduces:
             return array.dtype in MPI_TYPES
         nbytes = array.nbytes
-        return array.dtype in MPI_TYPES and type(op) is _Op and (nbytes < always or is_small(nbytes, op))
+        return array.dtype in MPI_TYPES and type(op) is _Op and nbytes < least
 
     def is_plain_in_lists(send: Any, receive: Any, op: Any) -> bool:
         if only_arrays or (reduces and type(op) is not _Op):
@@ -170,7 +160,7 @@ def _check(row: Operation, size: int, rank: int, least: int, least_of_others: in
         else:  # MPI may miss that a rank sends more to itself than it receives
             b = one[0]
             apart = block == one[2] and ((a.base is b.base is None and a is not b) or are_apart(a, b))
-        return apart and (not reduces or nbytes < always or is_small(nbytes, op))
+        return apart and (not reduces or nbytes < least)
 
     return is_plain
 

@@ -27,10 +27,10 @@ NEVER = 1 << 63
 """More bytes than a call has."""
 
 _MAPPED_FROM = {
-    "Allreduce": (256 * _KIB, _MIB),
+    "Allreduce": (_MIB, _MIB),
     "Reduce": (128 * _KIB, 128 * _KIB),
-    "Reduce_scatter": (_MIB, 16 * _MIB),
-    "Reduce_scatter_block": (_MIB, 16 * _MIB),
+    "Reduce_scatter": (4 * _MIB, 16 * _MIB),
+    "Reduce_scatter_block": (4 * _MIB, 16 * _MIB),
     "Scan": (256 * _KIB, 256 * _KIB),
     "Exscan": (128 * _KIB, 256 * _KIB),
 }
@@ -38,49 +38,21 @@ _MAPPED_FROM = {
 at any size. One rank may pass a derived datatype, which only MPI knows, while another rank passes plain elements. Also,
 MPI copies once in Allgather, Alltoall and Bcast, but mapped memory copies twice."""
 
-_CROSSOVERS = {"Allreduce": 1, "Reduce_scatter": 4, "Reduce_scatter_block": 4}
-"""The collectives for which the fewest bytes between two ranks depend on the caches, as multiples of the crossover in
-crossover.py. The bytes in `_MAPPED_FROM` hold for cores that share a cache."""
-_LARGEST_CROSSOVER = 8 * _MIB
-_FIXED_CROSSOVER = _MIB
-"""The crossover of all operations except `OPS_OF_CROSSOVER`."""
-
-OPS_OF_CROSSOVER = ("sum", "prod")
-"""The operations that depend on the crossover. Other operations do not, because their results would then depend on the
-machine: MPI may lose a NaN in MAX and MIN."""
-
 _TWO_SHOT_FROM = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
 
 
-def mapped_from(operation: Operation, op: str | None, size: int, nodes: int, crossover: int) -> int:
+def mapped_from(operation: Operation, size: int, nodes: int) -> int:
     """Return the fewest bytes with which a collective goes through mapped memory; `NEVER` if it does not. Local.
 
-    ``crossover`` is 0 before it is measured. Ranks of several nodes cannot map each other's memory.
+    Ranks of several nodes cannot map each other's memory.
     """
     if not operation.in_mpi:
         return 0
     if nodes > 1 or size == 1:
         return NEVER
     few, many = _MAPPED_FROM.get(operation.name, (NEVER, NEVER))
-    if size > 2:
-        return many
-    factor = _CROSSOVERS.get(operation.name, 0)
-    return max(few, factor * (crossover if op in OPS_OF_CROSSOVER else _FIXED_CROSSOVER))
-
-
-def use_mapped(operation: Operation, op: str | None, nbytes: int, size: int, nodes: int, crossover: int) -> bool:
-    """Return whether mapped memory is faster than MPI for a collective that MPI can carry out; local.
-
-    ``nbytes`` is `Call.nbytes`, the same number on all ranks.
-    """
-    return nbytes >= mapped_from(operation, op, size, nodes, crossover)
-
-
-def depends_on_crossover(call: Call, size: int) -> bool:
-    """Return whether the crossover decides between MPI and mapped memory; local, with the same answer on all ranks."""
-    below = _CROSSOVERS.get(call.operation.name, 0) * _LARGEST_CROSSOVER
-    return size == 2 and (call.nbytes or 0) < below and call.op in OPS_OF_CROSSOVER
+    return many if size > 2 else few
 
 
 def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -> bool:
@@ -96,12 +68,12 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
     return types.mpi_datatype(dtype) is not None
 
 
-def goes_to_mpi(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -> bool:
+def goes_to_mpi(call: Call, algorithm: str, size: int, nodes: int) -> bool:
     """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks."""
     if call.dtype is None or algorithm == "mpi":
         return True
     if algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op):
-        return call.nbytes is None or not use_mapped(call.operation, call.op, call.nbytes, size, nodes, crossover)
+        return call.nbytes is None or call.nbytes < mapped_from(call.operation, size, nodes)
     return False
 
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.host.fast_path import at_once, plain_calls
-from mpicomm.collectives.host.selection import use_mapped
+from mpicomm.collectives.host.selection import mapped_from
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
 SIZES = (2, 3, 8)
@@ -28,24 +28,22 @@ class OnDevice:
     base = None
 
 
-def plain(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2, nodes: int = 1, **facts: int) -> bool:
-    return plain_calls(size, RANK, nodes, **facts)[method](send, receive, op)
+def plain(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2, nodes: int = 1) -> bool:
+    return plain_calls(size, RANK, nodes)[method](send, receive, op)
 
 
 @EVERY
 @pytest.mark.parametrize("op", [MPI.SUM, MPI.MAX], ids=["sum", "max"])
-@pytest.mark.parametrize("crossover", [0, MIB, 8 * MIB])
 @pytest.mark.parametrize("size", SIZES)
-def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, crossover: int, size: int) -> None:
+def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, size: int) -> None:
     if operation.send == "typed" or not operation.in_mpi:
         assert not plain(operation.name, np.zeros(1), np.zeros(1))
         return
-    name = "sum" if op == MPI.SUM else "max"
     for nbytes in (8, 1 << 10, 1 << 17, MIB - 8, MIB, 1 << 22, 1 << 25):
-        mapped = use_mapped(operation, name, nbytes, size, 1, crossover)
+        mapped = nbytes >= mapped_from(operation, size, 1)
         send, receive = np.empty(nbytes // 8), np.empty(nbytes // 8)
-        assert plain(operation.name, send, receive, op, size, crossover=crossover) == (not mapped)
-        assert plain(operation.nonblocking, send, receive, op, size, crossover=crossover)
+        assert plain(operation.name, send, receive, op, size) == (not mapped)
+        assert plain(operation.nonblocking, send, receive, op, size)
         assert plain(operation.name, send, receive, op, size, 2)
 
 
