@@ -44,8 +44,6 @@ class HostDomains:
         require_order(call, self._layout)
         buffers = call.buffers(self._engine.scratch(call.scratch_nbytes))
         schedule = schedule_of(call.operation, call.nbytes or 0, self._layout, algorithm)
-        if buffers.op:
-            self._engine.require_reduction(buffers.op, buffers.dtype)
 
         def planned() -> Iterator[list[Step]]:
             for number, part in enumerate(schedule(buffers, self._layout)):

@@ -94,24 +94,16 @@ class HostEngine:
         It returns when this rank has copied all its data into slots, and has received and reduced its output. All ranks
         pass the same ``signature`` and the same number of exchanges.
 
-        Raises `InvalidUsageError` for a reduction that is not defined, before this rank sends anything. Raises
-        `PeerError` if ranks called different things. Raises `CollectiveTimeoutError` with the rank that did not come
-        within the node's ``timeout_s``. The last two errors have the same text on all ranks of the node (`AgreedError`
+        Raises `PeerError` if ranks called different things. Raises `CollectiveTimeoutError` with the rank that did not
+        come within the node's ``timeout_s``. Both errors have the same text on all ranks of the node (`AgreedError`
         names the exception). A rank that did not have to wait raises them at its next call.
         """
-        for exchange in exchanges:
-            if exchange.reduction is not None:
-                self.require_reduction(exchange.reduction.op, exchange.dtype)
 
         def work() -> None:
             for exchange in exchanges:
                 self.carry_out(exchange)
 
         self.call(work, signature)
-
-    def require_reduction(self, op: str, dtype: np.dtype[Any]) -> None:
-        """Raise `InvalidUsageError` for a reduction that is not defined; local."""
-        self._reducer(op, dtype)
 
     def scratch(self, nbytes: int) -> Span | None:
         """Return memory that only this rank uses, valid until the next call; None for 0 bytes. Local."""

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import is_own, own_op
 from mpicomm.mpi.types import is_narrow
 
@@ -48,30 +47,6 @@ _FLOAT32 = np.dtype(np.float32)
 _BLOCK_NBYTES = 128 * 1024
 
 
-def is_supported(op: str, dtype: np.dtype[Any]) -> bool:
-    """Return whether ``op`` is defined on ``dtype``; local."""
-    if is_own(op):
-        return own_op(op).undefined(dtype.name) is None
-    if op not in _UFUNCS:
-        return False
-    kind = "f" if is_narrow(dtype) else dtype.kind
-    if not dtype.isnative or kind not in "biufc":
-        return False
-    if op in {"band", "bor", "bxor"}:
-        return kind in "biu"
-    if op in {"max", "min"}:
-        return kind != "c"
-    return op != "avg" or kind in "fc"
-
-
-def require_supported(op: str, dtype: np.dtype[Any]) -> None:
-    """Raise `InvalidUsageError` unless ``op`` is defined on ``dtype``."""
-    if is_own(op):
-        own_op(op).require_defined(dtype.name)
-    if not is_supported(op, dtype):
-        raise InvalidUsageError(f"op={op!r} is not defined on {dtype.name}: use another op, or convert the data")
-
-
 def _own_function(op: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
     """Return an operation of the user on arrays of ``dtype``, as a function with the signature of a ufunc."""
     expression = own_op(op)
@@ -87,10 +62,9 @@ def _own_function(op: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
 
 
 class Reducer:
-    """Reduces with one operation on one dtype. Raises `InvalidUsageError` if the dtype does not have the operation."""
+    """Reduces with one operation on one dtype, for which it is defined: see `mpicomm.mpi.ops.check_legal`."""
 
     def __init__(self, op: str, dtype: np.dtype[Any]) -> None:
-        require_supported(op, dtype)
         self._average = op == "avg"
         self._dtype = _FLOAT32 if is_narrow(dtype) else dtype
         self._ufunc: Callable[..., Any] = _own_function(op, self._dtype) if is_own(op) else _UFUNCS[op]
