@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 import mpicomm
 comm = mpicomm.Communicator(device="cpu", timeout_s=1)
-count = 140_000 if comm.rank == 0 else 10
+count = 400_000 if comm.rank == 0 else 10
 try:
     comm.Allreduce(np.ones(count), np.zeros(count))
 except mpicomm.CollectiveTimeoutError as error:
