@@ -1,4 +1,4 @@
-"""The right results of calls whose elements travel as codes of 8 bits, one block at a time."""
+"""The right results of calls whose elements travel as codes of 8 bits."""
 
 from __future__ import annotations
 
@@ -16,27 +16,24 @@ ERROR = {"float8_e4m3fn": 1 / 16, "int8": 1 / 127}  # as the docstring of Allred
 
 def through_codes(values: Array, codes: str) -> npt.NDArray[np.float32]:
     """Return the values for which the codes of ``values`` stand."""
+    blocks = np.zeros((-(-values.size // BLOCK), BLOCK), np.float32)
     with np.errstate(all="ignore"):
-        wide = values.astype(np.float32)
-    blocks = [_through(wide[start : start + BLOCK], codes) for start in range(0, wide.size, BLOCK)]
-    return np.concatenate([np.empty(0, np.float32), *blocks])
-
-
-def _through(block: npt.NDArray[np.float32], codes: str) -> npt.NDArray[np.float32]:
-    largest = float(np.max(np.abs(block)))
-    if not np.isfinite(largest):
-        return np.full_like(block, np.nan)
-    exponent = max(-126, int(np.frexp(largest)[1]) - 12)
-    while largest > LARGEST[codes] * 2.0**exponent:
-        exponent += 1
-    scaled = block.astype(np.float64) / 2.0**exponent
+        blocks.reshape(-1)[: values.size] = values
+    largest = np.abs(blocks).max(axis=1, keepdims=True).astype(np.float64)
+    finite = np.isfinite(largest)
+    largest[~finite] = 0
+    exponents = np.maximum(-126, np.frexp(largest)[1] - 12)
+    while (too_large := largest > LARGEST[codes] * 2.0**exponents).any():
+        exponents += too_large
+    scaled = np.where(finite, blocks, 0) / 2.0**exponents
     if codes == "int8":
         coded = np.rint(scaled) + 0.0  # codes of integers have one zero
     else:
         import ml_dtypes
 
         coded = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    return (coded * 2.0**exponent).astype(np.float32)
+    decoded = np.where(finite, coded * 2.0**exponents, np.nan).astype(np.float32)
+    return decoded.reshape(-1)[: values.size]
 
 
 def coded_sum(parts: Sequence[Array], codes: str, op: str = "sum", *, again: bool = True) -> Array:

@@ -38,18 +38,19 @@ def test_sums_have_the_bits_of_the_reference(comm: mpicomm.Communicator, xp: Any
     dtype = dtype_or_skip(name)
     for count in COUNTS:
         given = parts(comm.size, count, name)
+        total, average = (expected_sum(given, codes, op) for op in ("sum", "avg"))
         for number, algorithm in enumerate(("auto", "one_shot", "two_shot")):
             send = Placed(xp, given[comm.rank], offset=(0, dtype.itemsize, 3 * dtype.itemsize)[number])
-            for op, word in ((MPI.SUM, "sum"), (mpicomm.AVG, "avg")):
+            for op, expected in ((MPI.SUM, total), (mpicomm.AVG, average)):
                 receive = Placed(xp, np.zeros(count, dtype), offset=dtype.itemsize * number)
                 for _ in range(2):  # known calls take a shorter way
                     comm.Allreduce(send.array, receive.array, op, algorithm=algorithm, wire_dtype=codes)
                 comm.check()
-                require_equal(receive.get(), expected_sum(given, codes, word))
+                require_equal(receive.get(), expected)
         place = Placed(xp, given[comm.rank])
         comm.Allreduce(MPI.IN_PLACE, place.array, wire_dtype=codes)
         comm.check()
-        require_equal(place.get(), expected_sum(given, codes))
+        require_equal(place.get(), total)
         receive = Placed(xp, np.zeros(count, dtype))
         comm.Allreduce(send.array, receive.array, wire_dtype=(codes, None))
         comm.check()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.jobs.in_turn import run_in_turn
-from tests.helpers.jobs.mpiexec import ROOT, run_job
+from tests.helpers.jobs.mpiexec import ROOT
 
 TRAIN = ROOT / "examples/train_torch.py"
 SPREAD = ROOT / "examples/tensor_parallel.py"
@@ -23,32 +24,79 @@ AVERAGES = {
 """The line of each mode without which the ranks do not average their gradients."""
 
 
+CAUGHT = """
+import runpy, sys
+import torch.distributed as dist
+try:
+    runpy.run_path({program!r}, run_name="__main__")
+except AssertionError as error:
+    print(error)
+    dist.destroy_process_group()
+    sys.exit(1)
+"""
+"""A program with an error that all ranks raise, and that must not end the job."""
+RANKS = 3  # it divides no power of two, and 8 experts not evenly
+
 ON_HOST = {"MPICOMM_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 DEVICES = {"cpu": ON_HOST, "cuda": {}} if torch.cuda.is_available() else {"cpu": ON_HOST}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("nprocs", [2, 3])  # three divides no power of two
-def test_ranks_compute_the_results_of_one_rank(nprocs: int, device: str, tmp_path: Path) -> None:
-    pictures = {mode: tmp_path / f"{mode}.svg" for mode in AVERAGES}
-    given = [
-        (TRAIN, "--mode", mode, "--epochs=3", "--check", f"--plot={picture}") for mode, picture in pictures.items()
-    ]
-    coded = (TRAIN, "--mode", "ddp", "--wire-dtype", "float8_e4m3fn", "--epochs=3", "--check")
-    job, ended = run_in_turn(nprocs, *given, coded, (SPREAD,), **DEVICES[device])
-    assert job.returncode == 0 and errors_of(job, device) == ""
-    assert [code for _, code in ended] == [0] * (len(AVERAGES) + 2)
-    *trainings, with_codes, layers = (output for output, _ in ended)
-    assert re.search(r"\nlosses of one rank differ by at most [1-9]\S+; 2e-02 is allowed$", with_codes.rstrip())
-    for mode, training in zip(AVERAGES, trainings, strict=True):
-        trained, compared = training.splitlines()
-        found = re.fullmatch(rf"{nprocs} ranks, {mode}: \d+ samples/s, loss ([0-9.]+), ([0-9.]+)% read right", trained)
-        assert found, trained
-        assert float(found[1]) < 2.1 and float(found[2]) > 70, "it learns nothing: guesses have a loss of 2.3 and 10 %"
-        assert re.fullmatch(r"losses of one rank differ by at most \S+; 1e-04 is allowed", compared)
-        assert "<svg" in pictures[mode].read_text()
-    assert layers.startswith(f"{nprocs} ranks, {100 // nprocs}% of the parameters on each: ")
-    assert layers.endswith(" us, the results of one rank\n")
+@dataclass(frozen=True)
+class Ended:
+    """What a program has said and drawn."""
+
+    output: str
+    picture: str
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """The outputs of the programs, and the pictures that some draw, by names, from one job."""
+    folder = tmp_path_factory.mktemp("pictures")
+    trainings = [(mode, (TRAIN, "--mode", mode, "--epochs=3", "--check")) for mode in AVERAGES]
+    drawn = {name: folder / f"{name}.svg" for name in (*AVERAGES, "experts")}
+    programs: dict[str, tuple[str | Path, ...]] = {
+        **dict(trainings),
+        "codes": (TRAIN, "--mode", "ddp", "--wire-dtype", "float8_e4m3fn", "--epochs=3", "--check"),
+        "layers": (SPREAD,),
+        "experts": (EXPERTS,),
+        "experts of PyTorch": (EXPERTS, "--torch"),
+    }
+    given = [(*words, *([f"--plot={drawn[name]}"] if name in drawn else [])) for name, words in programs.items()]
+    job, said = run_in_turn(RANKS, *given, **DEVICES[request.param])
+    assert job.returncode == 0 and errors_of(job, request.param) == ""
+    assert [code for _, code in said] == [0] * len(programs), said
+    pictures = [drawn[name].read_text() if name in drawn else "" for name in programs]
+    return {name: Ended(output, picture) for name, (output, _), picture in zip(programs, said, pictures, strict=True)}
+
+
+@pytest.mark.parametrize("mode", AVERAGES)
+def test_ranks_train_as_one_rank_does(ended: dict[str, Ended], mode: str) -> None:
+    trained, compared = ended[mode].output.splitlines()
+    found = re.fullmatch(rf"{RANKS} ranks, {mode}: \d+ samples/s, loss ([0-9.]+), ([0-9.]+)% read right", trained)
+    assert found, trained
+    assert float(found[1]) < 2.1 and float(found[2]) > 70, "it learns nothing: guesses have a loss of 2.3 and 10 %"
+    assert re.fullmatch(r"losses of one rank differ by at most \S+; 1e-04 is allowed", compared)
+    assert "<svg" in ended[mode].picture
+
+
+def test_ranks_train_with_codes_nearly_as_one_rank_does(ended: dict[str, Ended]) -> None:
+    said = r"\nlosses of one rank differ by at most [1-9]\S+; 2e-02 is allowed$"
+    assert re.search(said, ended["codes"].output.rstrip())
+
+
+def test_layers_on_all_ranks_compute_the_results_of_one_rank(ended: dict[str, Ended]) -> None:
+    output = ended["layers"].output
+    assert output.startswith(f"{RANKS} ranks, {100 // RANKS}% of the parameters on each: ")
+    assert output.endswith(" us, the results of one rank\n")
+
+
+@pytest.mark.parametrize("name", ["experts", "experts of PyTorch"])
+def test_ranks_train_experts_as_one_rank_does(ended: dict[str, Ended], name: str) -> None:
+    output = ended[name].output
+    assert re.match(rf"{RANKS} ranks trained 8 experts in 60 steps, and read \d\d.\d% of new digits\n", output), output
+    assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", output), output
+    assert "<svg" in ended["experts"].picture
 
 
 def errors_of(result: subprocess.CompletedProcess[str], device: str) -> str:
@@ -58,7 +106,7 @@ def errors_of(result: subprocess.CompletedProcess[str], device: str) -> str:
 
 
 def test_results_that_differ_from_one_ranks_results_are_found(tmp_path: Path) -> None:
-    """Gradients that no rank averages, derivatives of other weights, and at the end layers without the sum of parts."""
+    """Gradients that no rank averages, derivatives of other weights, and layers without a bias or the sum of parts."""
     source = TRAIN.read_text()
     given: list[tuple[str | Path, ...]] = []
     for mode, line in AVERAGES.items():
@@ -71,39 +119,18 @@ def test_results_that_differ_from_one_ranks_results_are_found(tmp_path: Path) ->
     other_weights = tmp_path / "other_weights.py"
     other_weights.write_text(source.replace(weights, "1"))
     given.append((other_weights,))
-    source, layer = SPREAD.read_text(), '"2": RowwiseParallel()'
-    assert source.count(layer) == 1
-    not_added = tmp_path / "not_added.py"
-    not_added.write_text(
-        source.replace(layer, '"2": RowwiseParallel(output_layouts=Partial())').replace(
-            "import mpicomm.torch\n", "import mpicomm.torch\nfrom torch.distributed.tensor import Partial\n"
-        )
-    )
-    job, ended = run_in_turn(2, *given, (not_added,), **ON_HOST)
+    source, bias, layer = SPREAD.read_text(), "columns.t(), bias)", '"2": RowwiseParallel()'
+    partial = '"2": RowwiseParallel(output_layouts=__import__("torch").distributed.tensor.Partial())'
+    for name, line, wrong in (("no_bias", bias, "columns.t(), bias * 0)"), ("not_added", layer, partial)):
+        assert source.count(line) == 1
+        broken = tmp_path / f"{name}.py"
+        broken.write_text(source.replace(line, wrong))
+        caught = tmp_path / f"{name}_caught.py"
+        caught.write_text(CAUGHT.format(program=str(broken)))
+        given.append((caught,))
+    job, ended = run_in_turn(2, *given, **ON_HOST)
     assert [code for _, code in ended] == [1] * len(given), job.stdout + job.stderr
-    assert all(output.endswith("1e-04 is allowed\n") for output, _ in ended[: len(AVERAGES)])
-    assert " is allowed\n" in ended[-1][0]
-    assert job.returncode != 0 and "Tensor-likes are not close" in job.stderr
-
-
-def test_a_layer_without_its_bias_is_found(tmp_path: Path) -> None:
-    source, call = SPREAD.read_text(), "allgather_matmul(mine, columns.t(), bias)"
-    assert source.count(call) == 1
-    broken = tmp_path / "without_bias.py"
-    broken.write_text(source.replace(call, "allgather_matmul(mine, columns.t(), bias * 0)"))
-    job = run_job(2, str(broken), **ON_HOST)
-    assert job.returncode != 0 and "Tensor-likes are not close" in job.stderr
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("nprocs", [2, 4])
-def test_ranks_train_experts_as_one_rank_does(nprocs: int, device: str, tmp_path: Path) -> None:
-    picture = tmp_path / "experts.svg"
-    job, ended = run_in_turn(nprocs, (EXPERTS, f"--plot={picture}"), (EXPERTS, "--torch"), **DEVICES[device])
-    assert job.returncode == 0 and errors_of(job, device) == ""
-    for output, code in ended:
-        assert code == 0, output
-        said = rf"{nprocs} ranks trained 8 experts in 60 steps, and read \d\d.\d% of new digits\n"
-        assert re.match(said, output), output
-        assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", output), output
-    assert "<svg" in picture.read_text()
+    trainings, experts, layers = ended[: len(AVERAGES)], ended[len(AVERAGES)], ended[len(AVERAGES) + 1 :]
+    assert all(output.endswith("1e-04 is allowed\n") for output, _ in trainings)
+    assert " is allowed\n" in experts[0]
+    assert all("Tensor-likes are not close" in output for output, _ in layers)
