@@ -25,7 +25,6 @@ SPIN_S = 200e-6
 
 Requests = Sequence[MPI.Request]
 _NULL = MPI.REQUEST_NULL
-_replaced = False
 
 
 class Driven:
@@ -69,12 +68,9 @@ class Driven:
 _ASKED = (Driven, MPI.Grequest)
 
 
+@functools.cache  # only the first call does anything
 def replace_list_calls() -> None:
     """Let mpi4py's calls on lists of requests take requests of this package. Local."""
-    global _replaced
-    if _replaced:
-        return
-    _replaced = True
     for owner, name, made in _replacements():
         replace(owner, name, made)
 

@@ -31,16 +31,20 @@ _start_request = MPI.Grequest.Start
 _new_request = MPI.Grequest.__new__
 
 
-class DeferredWork:
-    """Work that MPI does not know, and the generalized request that is completed with it.
+class DeferredRequest(Driven, MPI.Grequest):
+    """An MPI request (a generalized request) for work that MPI does not know.
 
     The work is done when ``done`` has returned true and ``finish`` has run after it. After that neither is called
-    again.
+    again. All waits and tests raise the error of the work, also ``MPI.Request.Waitall`` and the others in
+    request_lists.py.
 
-    A message has a ``status``, which then holds the result for the request's status. `DeferredWork.cancel` calls
-    ``cancel``, never while ``done`` runs. If the message is cancelled, ``done`` returns true.
+    A message has a ``status``, which then holds the result for the request's status. `Cancel` calls ``cancel``, never
+    while ``done`` runs. If the message is cancelled, ``done`` returns true.
     """
 
+    _done: Callable[[], bool]
+    _finish: Callable[[], None]
+    _turn: threading.Lock
     _status: MPI.Status | None = None
     _cancel: Callable[[], None] | None = None
     _error: BaseException | None = None
@@ -57,27 +61,34 @@ class DeferredWork:
     A completer that misses a change may also complete the work.
     """
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         done: Callable[[], bool],
         finish: Callable[[], None],
         status: MPI.Status | None = None,
         cancel: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Self:
+        """Return a request for work."""
         replace_list_calls()
+        self: Self
         if status is None:  # a request without callbacks takes two thirds of the time
-            self.request = _start_request(None, None, None)
+            self = _new_request(cls, _start_request(None, None, None))
         else:
-            self._status = status
             # mpi4py never reports a request without a callback for cancelling as cancelled. This callback does nothing,
             # because MPI holds its lock while it calls back, and the thread that has the turn may wait for that lock.
-            # DeferredRequest.Cancel calls `cancel`.
-            self.request = MPI.Grequest.Start(self._say, None, lambda completed: None)
+            # `Cancel` calls ``cancel``.
+            self = _new_request(cls, _start_request(lambda said: self._say(said), None, lambda completed: None))
+            self._status = status
         if cancel is not None:
             self._cancel = cancel
         self._done = done
         self._finish = finish
         self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
+        return self
+
+    def is_active(self) -> bool:
+        return bool(self)
 
     def advance(self, until_s: float = 0.0) -> bool:
         """Return whether the work is done, and complete the request if it is. Look until the clock shows ``until_s``.
@@ -95,14 +106,14 @@ class DeferredWork:
                 if over:
                     self.over = True
                     self.kept = None
-                    self.request.Complete()
+                    self.Complete()
                 elif time.perf_counter() >= until_s:
                     return False
                 else:
                     os.sched_yield()  # to the rank that this rank waits for, if ranks share cores
         return True
 
-    def test(self) -> bool:
+    def look(self) -> bool:
         """As `advance`, for a caller that calls `require_success` when the work is done."""
         over = self.advance()
         self._raised_by_caller = over
@@ -123,12 +134,12 @@ class DeferredWork:
         finally:
             self.driven = False  # after a Ctrl-C the program may wait in MPI
 
-    def complete(self) -> None:
+    def settle(self) -> None:
         """Wait for the work. The request raises its error later, as if a completer had completed it."""
         self.drive()
         self._raised_by_caller = False
 
-    def cancel(self) -> None:
+    def withdraw(self) -> None:
         """Cancel a message that has not come yet, if that is possible."""
         with self._turn:
             if self._cancel is not None and not self.over:
@@ -153,51 +164,26 @@ class DeferredWork:
         if isinstance(self._error, MPI.Exception) and not self._raised_by_caller:
             raise self._error  # mpi4py hands it to MPI, which raises it in the waiting thread
 
-
-class DeferredRequest(Driven, MPI.Grequest):
-    """An MPI request (a generalized request) for `DeferredWork`.
-
-    All waits and tests raise the error of the work, also ``MPI.Request.Waitall`` and the others in request_lists.py.
-    """
-
-    work: DeferredWork
-
-    def __new__(cls, work: DeferredWork) -> Self:
-        """Wrap the generalized request of ``work``."""
-        self: Self = _new_request(cls, work.request)
-        self.work = work
-        return self
-
-    def is_active(self) -> bool:
-        return bool(self)
-
-    def advance(self) -> bool:
-        return self.work.advance()
-
-    def has_failed(self) -> bool:
-        return self.work.has_failed()
-
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises the error of the work."""
-        work = self.work
-        work.drive()
+        self.drive()
         _wait(self, status)
-        if work._error is not None:
-            raise work._error
+        if self._error is not None:
+            raise self._error
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the work is done. Raises the error of the work."""
-        self.work.test()
+        self.look()
         done = _test(self, status)
         if done:
-            self.work.require_success()
+            self.require_success()
         return done
 
     def Cancel(self) -> None:
         """Cancel a receive if its message has not come yet, as in mpi4py. Other work is left unchanged."""
         super().Cancel()
-        self.work.cancel()
+        self.withdraw()
 
 
 class Completer:
@@ -215,18 +201,18 @@ class Completer:
 
     def __init__(self) -> None:
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._pending: deque[DeferredWork] = deque()
+        self._pending: deque[DeferredRequest] = deque()
         self._running = False
         self._beginning_or_ending = threading.Lock()
 
-    def add(self, work: DeferredWork, prepare_thread: Callable[[], None]) -> DeferredWork:
+    def add(self, work: DeferredRequest, prepare_thread: Callable[[], None]) -> DeferredRequest:
         """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``prepare_thread``.
 
         On a thread without a device any call of the CUDA runtime makes a context on the first GPU. For each rank with
         another GPU this costs half a GiB of memory.
         """
         if not self._threaded:
-            work.complete()
+            work.settle()
             return work
         self._pending.append(work)
         # This test follows the append above, and it is the only test without the lock: see `_may_end`.
@@ -276,13 +262,13 @@ class PersistentRequest(Driven, MPI.Prequest):
     ``MPI.REQUEST_NULL``.
     """
 
-    _begin: Callable[[], DeferredWork] | None
-    _started: DeferredWork | None
+    _begin: Callable[[], DeferredRequest] | None
+    _started: DeferredRequest | None
     _handle: Any
     _release: Callable[[], object] | None
 
     @classmethod
-    def of(cls, begin: Callable[[], DeferredWork], release: Callable[[], object] | None = None) -> Self:
+    def of(cls, begin: Callable[[], DeferredRequest], release: Callable[[], object] | None = None) -> Self:
         """Return a request that calls ``begin`` at each start, and ``release`` when it is freed."""
         replace_list_calls()
         self = cls()
@@ -325,7 +311,7 @@ class PersistentRequest(Driven, MPI.Prequest):
             raise RefusedByMpiError("Start: this persistent request is active; call Wait first", MPI.ERR_REQUEST)
         self._started = started = self._begin()
         # MPI's calls on lists of requests read only the handle, and write MPI.REQUEST_NULL into it.
-        self._handle.value = started.request.handle
+        self._handle.value = started.handle
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the started call is done. Return at once if none is started. Raises the error of the call."""
@@ -338,7 +324,7 @@ class PersistentRequest(Driven, MPI.Prequest):
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the started call is done, or true if none is started. Raises the error of the call."""
         if self._started is not None:
-            self._started.test()
+            self._started.look()
         done = _test(self, status)
         if done:
             self._raise()
@@ -348,7 +334,7 @@ class PersistentRequest(Driven, MPI.Prequest):
         """Cancel a started receive if its message has not come yet, as in mpi4py."""
         super().Cancel()
         if self._started is not None:
-            self._started.cancel()
+            self._started.withdraw()
 
     def Free(self) -> None:
         """Free the request, after a wait for the started call. A second call does nothing."""

@@ -30,10 +30,12 @@ class StreamOrder:
     once. The program that launches a graph orders the graph, in the usual way: on one stream, or with events.
     """
 
-    def __init__(self, lasting: Set[int] = frozenset((0,))) -> None:
-        """``lasting`` are the addresses of streams that the process never destroys."""
+    def __init__(
+        self, current: Callable[[], contextlib.AbstractContextManager[None]], lasting: Set[int] = frozenset((0,))
+    ) -> None:
+        """``current`` makes the device current. The process never destroys the streams at the addresses ``lasting``."""
         self._lasting = lasting
-        self._completions = Completions()
+        self._completions = Completions(current)
         self._eager: Any = self._completions.take()
         # Addresses of events, because every call uses them.
         self._recorded: int = self._eager.ptr  # the event to record after the next piece, outside of captures
@@ -97,7 +99,7 @@ class StreamOrder:
     def completion(self) -> Callable[[], bool]:
         """Return a function that says whether the piece that was enqueued last is done; for any thread.
 
-        Call it at most once for each piece, and not for pieces of captures. Local. The device must be current.
+        Call it at most once for each piece, and not for pieces of captures. Local.
         """
         return self._completions.of(self._give(self._completions.take()))
 
@@ -106,7 +108,7 @@ class StreamOrder:
 
         The next piece records ``replacement``, or a new event. It may be an event of an earlier call, which may be the
         latest: the next piece waits for the event before it records the event again. No other code records the event.
-        Call it at most once for each piece. The device must be current if there is no replacement.
+        Call it at most once for each piece.
         """
         if self._is_handed:
             return None

@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.mpi import requests
-from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 
 LONG_S = 20
 
@@ -16,7 +16,8 @@ LONG_S = 20
 def complete(request: MPI.Request) -> None:
     """Wait for a request of MPI as MPI does, which does not know the work."""
     until = time.monotonic() + LONG_S
-    while not MPI.Request.Testall([request]):
+    plain = MPI.Request.fromhandle(request.handle)
+    while not MPI.Request.Testall([plain]):
         assert time.monotonic() < until, "no thread has completed the work"
         time.sleep(0)
 
@@ -36,16 +37,16 @@ def nothing() -> None:
     """Stand in for a function that makes a device current."""
 
 
-def done_after(looks: int) -> DeferredWork:
+def done_after(looks: int) -> DeferredRequest:
     """Work that is done after so many looks."""
     left = iter(range(looks))
-    return DeferredWork(lambda: next(left, None) is None, lambda: None)
+    return DeferredRequest.of(lambda: next(left, None) is None, lambda: None)
 
 
 def test_work_is_completed_without_a_wait() -> None:
     completer = Completer()
     for looks in (0, 1, 5):
-        complete(completer.add(done_after(looks), nothing).request)
+        complete(completer.add(done_after(looks), nothing))
 
 
 def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:
@@ -55,8 +56,8 @@ def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:
         seen.append((what, threading.current_thread().name))
         return True
 
-    work = DeferredWork(lambda: note("looks"), nothing)
-    complete(Completer().add(work, lambda: nothing() if note("has a device") else None).request)
+    work = DeferredRequest.of(lambda: note("looks"), nothing)
+    complete(Completer().add(work, lambda: nothing() if note("has a device") else None))
     assert seen == [("has a device", "mpicomm completer"), ("looks", "mpicomm completer")]
 
 
@@ -66,7 +67,7 @@ def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(requests, "_LINGER_S", 0)
     completer = Completer()
     for number in range(2000):
-        complete(completer.add(done_after(number % 3), nothing).request)
+        complete(completer.add(done_after(number % 3), nothing))
 
 
 def test_the_thread_that_ends_sees_work_added_before() -> None:
@@ -78,7 +79,7 @@ def test_the_thread_that_ends_sees_work_added_before() -> None:
     assert completer._running
     completer._pending.clear()
     assert completer._may_end()
-    complete(completer.add(work, nothing).request)  # by a new thread
+    complete(completer.add(work, nothing))  # by a new thread
 
 
 def test_there_is_one_thread_and_none_in_the_end() -> None:
@@ -87,7 +88,7 @@ def test_there_is_one_thread_and_none_in_the_end() -> None:
     several = [completer.add(done_after(3), nothing) for _ in range(50)]
     assert completers() == 1
     for work in several:
-        complete(work.request)
+        complete(work)
     settle(lambda: completers() == 0)
 
 
@@ -98,14 +99,14 @@ def test_the_thread_does_not_drive_the_work_of_another_one() -> None:
         asked.append(threading.current_thread().name)
         return True
 
-    completer, work = Completer(), DeferredWork(ask, nothing)
+    completer, work = Completer(), DeferredRequest.of(ask, nothing)
     work.driven = True
     completer.add(work, nothing)
     for _ in range(3):  # each look takes all pending work
-        complete(completer.add(done_after(1), nothing).request)
+        complete(completer.add(done_after(1), nothing))
     assert asked == []
     work.driven = False  # as after a Ctrl-C
-    complete(work.request)
+    complete(work)
     assert asked == ["mpicomm completer"]
 
 
@@ -118,7 +119,7 @@ def test_who_drives_work_says_so_for_as_long() -> None:
             raise KeyboardInterrupt
         return False
 
-    work = DeferredWork(ask, nothing)
+    work = DeferredRequest.of(ask, nothing)
     work.drive()
     assert said == [True, True, True]
     assert not work.driven
@@ -149,7 +150,7 @@ def test_pauses_are_short_while_there_was_something_to_complete(monkeypatch: pyt
 
     monkeypatch.setattr(requests, "time", Clock)
     completer = Completer()
-    completer._pending += [DeferredWork(lambda: False, nothing), DeferredWork(lambda: done, nothing)]
+    completer._pending += [DeferredRequest.of(lambda: False, nothing), DeferredRequest.of(lambda: done, nothing)]
     with pytest.raises(EndOfTestError):
         completer._run(nothing)
     assert pauses[:99] == [50e-6] * 99
@@ -163,8 +164,8 @@ def test_what_went_wrong_is_raised_by_wait_and_test(where: str) -> None:
         raise ValueError("it went wrong")
 
     for way in ("Wait", "Test"):
-        work = DeferredWork(fail, lambda: None) if where == "done" else DeferredWork(lambda: True, fail)  # type: ignore[arg-type]
-        request = DeferredRequest(Completer().add(work, nothing))
+        work = DeferredRequest.of(fail, lambda: None) if where == "done" else DeferredRequest.of(lambda: True, fail)  # type: ignore[arg-type]
+        request = Completer().add(work, nothing)
         with pytest.raises(ValueError, match="it went wrong"):
             getattr(request, way)()
         assert request == MPI.REQUEST_NULL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ STREAMS = (1, 2, 3, 4)
 @pytest.fixture
 def order(cuda: FakeCuda) -> Iterator[Any]:
     """An order in which two of the streams are lasting."""
-    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder({0, 1, 2})
+    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder(nullcontext, {0, 1, 2})
     yield order
     order.close()
 
