@@ -35,7 +35,7 @@ class DeviceWindowCalls(HostWindowCalls):
         self._flavor = flavor
         self._group = group
         self._window = Window(memory, array, group.Dup, session.links)
-        self._completer = Completer()
+        self._completer = Completer(by_itself=True)
 
     def Free(self) -> None:
         """Free the window after a wait for this rank's device. Collective, blocking.

@@ -197,9 +197,13 @@ class Completer:
     collective wait for the interpreter's lock, longer than the start takes. Each poll also keeps that lock from other
     threads. So the pauses are short only after the thread has completed work. If `Wait` drives all work of a program,
     the pauses are long.
+
+    ``by_itself`` says that the work goes on without a poll, as work of a stream does. Then all pauses are long, and the
+    thread looks at work only after a whole pause, because `Wait` has often completed it by then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_itself: bool = False) -> None:
+        self._by_itself = by_itself
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._pending: deque[DeferredRequest] = deque()
         self._running = False
@@ -228,10 +232,11 @@ class Completer:
     def _run(self, prepare_thread: Callable[[], None]) -> None:
         prepare_thread()
         now = busy = needed = time.perf_counter()
+        found = 0  # the work that the last poll has left, first in the queue
         while True:
-            time.sleep(_PAUSE_S if now - needed < _NEEDED_S else _LONG_PAUSE_S)
+            time.sleep(_PAUSE_S if now - needed < _NEEDED_S and not self._by_itself else _LONG_PAUSE_S)
             now = time.perf_counter()
-            for _ in range(len(self._pending)):
+            for _ in range(found if self._by_itself else len(self._pending)):
                 work = self._pending.popleft()
                 if work.over:  # `Wait` or `Test` has completed it
                     continue
@@ -240,6 +245,7 @@ class Completer:
                     needed = now
                 else:
                     self._pending.append(work)
+            found = len(self._pending)
             if now - busy > _LINGER_S and self._may_end():
                 return
 

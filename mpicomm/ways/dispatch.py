@@ -26,7 +26,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes
 from mpicomm.ways.by_mpi import MpiWay
@@ -66,13 +66,12 @@ class Dispatcher:
         self.engines = engines = Engines(session)
         self._witness = witness = Witness(session, engines)
         self._reader = reader = Reader(comm, session, witness)
-        completer = Completer()
         self._mpi = MpiWay(comm, session, reader, witness)
-        self._gpus = OnGpus(session, engines, completer, witness)
+        self._gpus = OnGpus(session, engines, witness)
         self._mapped = InMappedMemory(engines, witness)
         self._epilogue = WithEpilogue(reader, self._carry)
         self._codes = AsCodes(session, reader, self._mapped)
-        self._copies = OnCopies(session, reader, completer, self._carry, self.prepare)
+        self._copies = OnCopies(session, reader, self._carry, self.prepare)
         self._processes = frozenset((place.host, place.pid) for place in placement.places)
         self.at_once: dict[str, PlainCheck] = {}
         """The checks of the calls that methods hand to MPI without this class: see `fast_path.at_once`."""

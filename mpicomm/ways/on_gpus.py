@@ -19,10 +19,10 @@ from mpicomm.ways.witness import Witness
 class OnGpus:
     """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps the plan for equal calls."""
 
-    def __init__(self, session: Session, engines: Engines, completer: Completer, witness: Witness) -> None:
+    def __init__(self, session: Session, engines: Engines, witness: Witness) -> None:
         self._session = session
         self._engines = engines
-        self._completer = completer
+        self._completer = Completer(by_itself=True)
         self._witness = witness
 
     def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:

@@ -69,10 +69,10 @@ class OnCopies:
     arrays would not take part.
     """
 
-    def __init__(self, session: Session, reader: Reader, completer: Completer, carry: Carry, prepare: Prepare) -> None:
+    def __init__(self, session: Session, reader: Reader, carry: Carry, prepare: Prepare) -> None:
         self._session = session
         self._reader = reader
-        self._completer = completer
+        self._completer = Completer()
         self._carry = carry
         self._prepare = prepare
 

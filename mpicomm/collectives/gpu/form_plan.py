@@ -276,8 +276,8 @@ class MessagePlan(FilledPlan):
         return True
 
 
-# Each of these functions adds the bytes and the addresses of a buffer's blocks for all ranks to the two lists. It returns
-# whether the blocks are in the buffer. ``nbytes`` are the bytes of an element.
+# Each of these functions adds the bytes and the addresses of a buffer's blocks to the two lists. It returns whether the
+# blocks are in the buffer. ``nbytes`` are the bytes of an element.
 
 
 def _add_nothing(buffer: Any, lengths: list[int], begins: list[int]) -> bool:

@@ -128,8 +128,7 @@ class Known:
         session: Any = self._calls._session
         session.backend.check, session.backend.prepare_thread = (lambda: None), lambda: None
         engines: Any = SimpleNamespace(gpu=self._calls)
-        completer: Any = SimpleNamespace(add=lambda request, prepare_thread: request)
-        way = OnGpus(session, engines, completer, SimpleNamespace())  # type: ignore[arg-type]
+        way = OnGpus(session, engines, SimpleNamespace())  # type: ignore[arg-type]
         fields = [getattr(given, name) for name in Arguments.__slots__]
         request = way.start_known(OPERATIONS[operation], 7, "auto", tuple(fields))
         assert request is not None

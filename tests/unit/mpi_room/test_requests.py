@@ -127,35 +127,83 @@ def test_who_drives_work_says_so_for_as_long() -> None:
         work.require_success()
 
 
-def test_pauses_are_short_while_there_was_something_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+class EndOfTestError(Exception):
+    """Ends the loop of a completer's thread, which the thread of a test plays."""
+
+
+class Clock:
+    """The clock of a completer's thread. Only its pauses take time."""
+
+    def __init__(self, last: int) -> None:
+        self.now_s = 0.0
+        self.pauses: list[float] = []
+        self._last = last
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        self.pauses.append(pause_s)
+        if len(self.pauses) == self._last:
+            raise EndOfTestError
+
+
+def pauses(
+    monkeypatch: pytest.MonkeyPatch, completer: Completer, works: Callable[[Clock], list[DeferredRequest]]
+) -> list[float]:
+    """Play the thread of a completer with some work; return the first 152 pauses."""
     settle(lambda: completers() == 0)  # a thread of another test would use this test's clock
-    now, pauses, done = 0.0, [], False
-
-    class EndOfTestError(Exception):
-        """Ends the loop of the completer's thread, which this thread plays."""
-
-    class Clock:
-        @staticmethod
-        def perf_counter() -> float:
-            return now
-
-        @staticmethod
-        def sleep(pause_s: float) -> None:
-            nonlocal now, done
-            now += pause_s
-            pauses.append(pause_s)
-            done = len(pauses) == 150
-            if len(pauses) == 152:
-                raise EndOfTestError
-
-    monkeypatch.setattr(requests, "time", Clock)
-    completer = Completer()
-    completer._pending += [DeferredRequest.of(lambda: False, nothing), DeferredRequest.of(lambda: done, nothing)]
+    clock = Clock(152)
+    monkeypatch.setattr(requests, "time", clock)
+    completer._pending += works(clock)
     with pytest.raises(EndOfTestError):
         completer._run(nothing)
-    assert pauses[:99] == [50e-6] * 99
-    assert pauses[105:150] == [1e-3] * 45
-    assert pauses[150:] == [50e-6] * 2  # short again, because the thread has completed work
+    return clock.pauses
+
+
+def two_works(clock: Clock) -> list[DeferredRequest]:
+    """Work that is never done, and work that is done after 150 pauses."""
+    return [
+        DeferredRequest.of(lambda: False, nothing),
+        DeferredRequest.of(lambda: len(clock.pauses) == 150, nothing),
+    ]
+
+
+def test_pauses_are_short_while_there_was_something_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pauses(monkeypatch, Completer(), two_works)
+    assert made[:99] == [50e-6] * 99
+    assert made[105:150] == [1e-3] * 45
+    assert made[150:] == [50e-6] * 2  # short again, because the thread has completed work
+
+
+def test_pauses_are_long_if_work_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pauses(monkeypatch, Completer(by_itself=True), two_works) == [1e-3] * 152
+
+
+def test_work_that_goes_on_by_itself_is_not_looked_at_in_the_first_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Wait` has usually completed it by then, and a look would keep the interpreter's lock from the program."""
+    completer = Completer(by_itself=True)
+    first: list[int] = []
+    second: list[int] = []
+    """The pauses before each look at two works. The second comes after two looks at the first."""
+
+    def works(clock: Clock) -> list[DeferredRequest]:
+        def second_is_done() -> bool:
+            second.append(len(clock.pauses))
+            return True
+
+        def first_is_done() -> bool:
+            first.append(len(clock.pauses))
+            if len(first) == 2:
+                completer._pending.append(DeferredRequest.of(second_is_done, nothing))
+            return len(first) == 4
+
+        return [DeferredRequest.of(first_is_done, nothing), DeferredRequest.of(lambda: False, nothing)]
+
+    pauses(monkeypatch, completer, works)
+    assert first == [2, 3, 4, 5]
+    assert second == [4]  # it came in the third look
 
 
 @pytest.mark.parametrize("where", ["done", "finish"])
