@@ -30,6 +30,8 @@ _NULL = MPI.REQUEST_NULL
 class Driven:
     """A request that advances only in a thread that asks for it. The classes of requests inherit from it."""
 
+    __slots__ = ()
+
     def is_active(self) -> bool:
         """Return whether there is something to wait for. Otherwise the request counts as null."""
         raise NotImplementedError

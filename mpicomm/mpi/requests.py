@@ -42,20 +42,34 @@ class DeferredRequest(Driven, MPI.Grequest):
     while ``done`` runs. If the message is cancelled, ``done`` returns true.
     """
 
+    # A subclass of mpi4py's class would keep these in a dictionary, which takes longer. A recorded request needs one.
+    __slots__ = (
+        "__dict__",
+        "_cancel",
+        "_done",
+        "_error",
+        "_finish",
+        "_raised_by_caller",
+        "_status",
+        "_turn",
+        "driven",
+        "kept",
+        "over",
+    )
     _done: Callable[[], bool]
     _finish: Callable[[], None]
     _turn: threading.Lock
-    _status: MPI.Status | None = None
-    _cancel: Callable[[], None] | None = None
-    _error: BaseException | None = None
-    _raised_by_caller = False
-    kept: Any = None
+    _status: MPI.Status | None
+    _cancel: Callable[[], None] | None
+    _error: BaseException | None
+    _raised_by_caller: bool
+    kept: Any
     """The buffers, which live until the work is done.
 
     A caller may drop its own references, as in ``Ibcast(x + 1)``.
     """
-    over = False
-    driven = False
+    over: bool
+    driven: bool
     """Whether a thread drives the work, so that the completer skips it.
 
     A completer that misses a change may also complete the work.
@@ -79,9 +93,10 @@ class DeferredRequest(Driven, MPI.Grequest):
             # because MPI holds its lock while it calls back, and the thread that has the turn may wait for that lock.
             # `Cancel` calls ``cancel``.
             self = _new_request(cls, _start_request(lambda said: self._say(said), None, lambda completed: None))
-            self._status = status
-        if cancel is not None:
-            self._cancel = cancel
+        self._status = status
+        self._cancel = cancel
+        self._error = self.kept = None
+        self._raised_by_caller = self.over = self.driven = False
         self._done = done
         self._finish = finish
         self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
