@@ -67,11 +67,10 @@ class Engine(Protocol):
     ) -> MessagePlan:
         """See `DeviceEngine.message_plan`."""
 
-    def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+    def enqueue(
+        self, plan: Any, stream: int, *, again: bool = False, meets: bool = False, event: LocalEvent | None = None
+    ) -> bool:
         """See `DeviceEngine.enqueue`."""
 
     def completion(self) -> Callable[[], bool]:
         """See `DeviceEngine.completion`."""
-
-    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
-        """See `StreamOrder.hand_over`."""

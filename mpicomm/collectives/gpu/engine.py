@@ -41,6 +41,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
+from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
@@ -162,7 +163,6 @@ class DeviceEngine:
             self._copies = CopyStream()
             self._loader = StepLoader(backend, kernels_of(backend.info), self._copies)
         self.completion = self._order.completion
-        self.hand_over = self._order.hand_over
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
@@ -297,13 +297,16 @@ class DeviceEngine:
         self._plans.add(plan)
         return plan
 
-    def enqueue(self, plan: Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+    def enqueue(
+        self, plan: Plan, stream: int, *, again: bool = False, meets: bool = False, event: LocalEvent | None = None
+    ) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
         After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.
 
-        Return whether this call has enqueued work that `completion` reports. A captured call enqueues no work, and a
-        rank without a part in the call enqueues none. ``again`` says that the plan was enqueued before. Then the plan
+        Return whether this call has enqueued work, after which it has recorded ``event``. Without ``event``
+        `completion` reports the work. A captured call enqueues no work, and a rank without a part in the call enqueues
+        none. ``again`` says that the plan was enqueued before. Then the plan
         becomes a graph, which is cheaper from the next time on. With ``meets`` this blocks until all ranks launch this
         call.
 
@@ -322,17 +325,16 @@ class DeviceEngine:
             if meets:
                 self._calls.meet()
         if not plan.steps:
-            self._order.pass_over()
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
         eager = plan.launch or (partial(self._launch, plan) if again and not meets else plan.enqueue)
         # This check is cheaper than a change of context. It nearly always succeeds, because creating a Communicator
         # makes its GPU the current device.
         if runtime.getDevice() == self._ordinal:
-            pending = self._order.enqueue(stream, eager, plan.enqueue)
+            pending = self._order.enqueue(stream, eager, plan.enqueue, event)
         else:
             with self._backend.current():
-                pending = self._order.enqueue(stream, eager, plan.enqueue)
+                pending = self._order.enqueue(stream, eager, plan.enqueue, event)
         if plan.private_nbytes is not None and self._longest.count(plan.private_nbytes):
             self._enlarge_inboxes(plan)
         return pending

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.any_engine import AnyFilledPlan, AnyPlan, Engine
+    from mpicomm.devices.cuda.local_event import LocalEvent
     from mpicomm.session import Session
 
 _MOST = 1024  # calls of a form that are kept, and calls without a form
@@ -170,13 +171,13 @@ class PlanCache:
             self.await_address(stream, resolved)
         return pending
 
-    def enqueue_at(self, call: KnownCall, stream: int) -> None:
+    def enqueue_at(self, call: KnownCall, stream: int, event: LocalEvent | None = None) -> bool:
         """As `enqueue`, for a call on tensors on the stream with the address ``stream``."""
         session, plan = self._session, call.plan
         backend: Any = session.backend
         session.require_usable(plan)
         backend.note(stream)
-        self.engine.enqueue(plan, stream, again=True)
+        return self.engine.enqueue(plan, stream, again=True, event=event)
 
     def await_address(self, stream: Any, resolved: int) -> None:
         """Wait for a call on memory that an address names, because no library knows which stream uses it next."""

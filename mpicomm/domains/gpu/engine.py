@@ -191,7 +191,15 @@ class DomainsEngine:
         """See `DeviceEngine.message_plan`."""
         return self._engine.message_plan(text, sent, received, element_nbytes)
 
-    def enqueue(self, plan: DomainsPlan | Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+    def enqueue(
+        self,
+        plan: DomainsPlan | Any,
+        stream: int,
+        *,
+        again: bool = False,
+        meets: bool = False,
+        event: LocalEvent | None = None,
+    ) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
         ``meets`` is for plans of one domain, because only their data lets the ranks of several domains meet. If the
@@ -199,7 +207,7 @@ class DomainsEngine:
         `InvalidUsageError` in a capture.
         """
         if not isinstance(plan, DomainsPlan):  # it is a plan of one domain
-            return self._engine.enqueue(plan, stream, again=again, meets=meets)
+            return self._engine.enqueue(plan, stream, again=again, meets=meets, event=event)
         if not self._transport.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(
                 f"{plan.text}: the engine {self._transport.name} between peer domains blocks the host and cannot be "
@@ -207,7 +215,7 @@ class DomainsEngine:
             )
         enqueue = partial(self._enqueue, plan, again)
         with self._backend.current():
-            return self._order.enqueue(stream, enqueue, enqueue)
+            return self._order.enqueue(stream, enqueue, enqueue, event)
 
     def _enqueue(self, plan: DomainsPlan, again: bool, stream: int) -> None:
         def start(network_step: NetworkStep) -> Callable[[], object]:
@@ -238,10 +246,6 @@ class DomainsEngine:
         rank = self._layout.rank
         said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
         return PeerError(said, ranks=[rank])
-
-    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
-        """Return None, because this engine may leave a call to the engine of its peer domain, which has the event."""
-        return None
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the scratch memory of this rank; local.
