@@ -23,7 +23,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     wire_options,
 )
 from mpicomm.collectives.gpu.algorithms.packets.coded import Coding
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, Stepped
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.epilogues.base import Fused
@@ -139,7 +139,7 @@ class PacketTemplate:
         them. ``tag`` is made of the facts in which all ranks must agree. These three last are the same on all ranks.
         """
         if nbytes <= way.step_nbytes:
-            filled, steps, laps, paced = way.in_one_step, 1, 1, 0
+            filled, steps, laps, paced = way.in_one_step
         else:
             filled, steps, laps, paced = self._in_steps(values, longest, nbytes, way)
         if self._has_one_tag:
@@ -189,12 +189,8 @@ class PacketTemplate:
             wire=wire,
         )
 
-    def longest_with_peers(self, values: list[int]) -> int:
-        """Return the most bytes that go one way between this rank and a peer."""
-        return max(self._of_others(values))
-
-    def _in_steps(self, values: list[int], longest: int, nbytes: int, way: PacketWay) -> tuple[Filled, int, int, int]:
-        """Return the launch of a call in several steps, its steps, the steps of its inboxes, and as `_paced`."""
+    def _in_steps(self, values: list[int], longest: int, nbytes: int, way: PacketWay) -> Stepped:
+        """Return the launch of a call that takes several steps on some rank."""
         of, cut_by, steps, laps = self._cut
         if nbytes != of or way is not cut_by:  # calls of any length always have the same cut
             steps, laps = self._steps(nbytes, way)
