@@ -101,33 +101,30 @@ class KnownCalls:
         input_splits: Sequence[int],
     ) -> KnownCall | None:
         """See `TensorCollectives.all_to_all`."""
-        if not type(output) is type(given) is torch.Tensor:
-            return None
-        received, sent = plain_tensor(output), plain_tensor(given)
+        received, sent = self._in_blocks(output, output_splits), self._in_blocks(given, input_splits)
         if received is None or sent is None or received[2] != sent[2]:
             return None
-        into = self._counts_of(output, received[1], output_splits)
-        out_of = self._counts_of(given, sent[1], input_splits)
-        if into is None or out_of is None:
-            return None
-        return self._find(ALLTOALLV, in_blocks(sent, out_of), in_blocks(received, into))
+        return self._find(ALLTOALLV, sent, received)
 
-    def _counts_of(self, tensor: torch.Tensor, total: int, splits: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the elements for each rank of a tensor with ``total`` elements; None for wrong splits.
+    def _in_blocks(self, tensor: torch.Tensor, splits: Sequence[int]) -> PlainBlocks | None:
+        """Return a tensor with a block for each rank; None if it is no plain tensor, or the splits are wrong.
 
         The plan of the form refuses negative counts.
         """
-        size, dimensions = self._size, tensor.dim()
+        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
+        if plain is None:
+            return None
+        total, size, dimensions = plain[1], self._size, tensor.dim()
         rows = total if dimensions == 1 else tensor.shape[0] if dimensions else 1
         if not splits:
-            return None if rows % size else (total // size,) * size
+            return None if rows % size else in_blocks(plain, (total // size,) * size)
         counts = tuple(splits)
         if sum(counts) != rows or len(counts) != size:
             return None
-        if dimensions == 1:
-            return counts
-        of_row = total // rows if rows else 0
-        return tuple([count * of_row for count in counts])
+        if dimensions != 1:
+            of_row = total // rows if rows else 0
+            counts = tuple([count * of_row for count in counts])
+        return in_blocks(plain, counts)
 
     def _find(
         self,

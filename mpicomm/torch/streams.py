@@ -95,9 +95,14 @@ class Streams:
 
         ``tensors`` are the tensors of the call.
         """
+        # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
+        # return futures of this class, too.
+        future: torch.futures.Future[Any] = torch._C.Future(self.devices)
+        # With its result PyTorch records an event on the current stream. A stream that takes the value waits for it.
         if not beside:
             self.enqueue(call, given)
-            return self._future(value)
+            future.set_result(value)
+            return future
         # There is no work, because its creation and its mark would take the host half as long as the call.
         current, side = current_stream(self.gpu), self.stream
         try:
@@ -106,10 +111,11 @@ class Streams:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.is_in_use:
                 self._note_use(tensors)
-            return call_on(side, self._future, value)
+            call_on(side, future.set_result, value)
         except BaseException:
             self.marks.wait_stream(current, self._address)  # as above
             raise
+        return future
 
     def barrier(self, limit: timedelta) -> StreamWork:
         """Enqueue a barrier on the current stream. A wait for its work waits on the host. Collective."""
@@ -165,11 +171,3 @@ class Streams:
         if not torch.cuda.is_current_stream_capturing():  # both streams capture, or none
             # This is no method of a work, because a work keeps the tensors.
             self._pool.used(tensors, partial(self.marks.follow, mark=self.marks.mark(self._address)))
-
-    def _future(self, value: torch.Tensor | Tensors) -> torch.futures.Future[Any]:
-        # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
-        # return futures of this class, too.
-        future: torch.futures.Future[Any] = torch._C.Future(self.devices)
-        # PyTorch records an event on the current stream, and a stream that takes the value waits for the event.
-        future.set_result(value)
-        return future
