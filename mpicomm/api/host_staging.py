@@ -26,7 +26,7 @@ from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.partitioned import PartitionedRequest
-from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 
 Places = tuple[tuple[int, str], ...]
 """The buffers among the arguments of a method: the position and the name of each."""
@@ -163,7 +163,7 @@ def _through_host(called: Any, cls: type, operation: str, given: dict[str, Any],
         started = f"I{operation.removesuffix('_init').lower()}"
         return PersistentRequest.of(lambda: _start(called, cls, started, given, buffers, backend))
     if operation[0] == "I" and operation != "Improbe":
-        return DeferredRequest(_start(called, cls, operation, given, buffers, backend))
+        return _start(called, cls, operation, given, buffers, backend)
     return on_host_copies(functools.partial(getattr(cls, operation), called), operation, given, buffers, backend)
 
 
@@ -200,7 +200,7 @@ def _copies(operation: str, given: dict[str, Any], buffers: Sequence[str], backe
 
 def _start(
     called: Any, cls: type, operation: str, given: dict[str, Any], buffers: list[str], backend: GpuBackend
-) -> DeferredWork:
+) -> DeferredRequest:
     """Start MPI's nonblocking call on host copies. The work is done when the device arrays hold the result."""
     copies = _copies(operation, given, buffers, backend)
     request: MPI.Request = getattr(cls, operation)(called, **copies.arguments)
@@ -211,7 +211,7 @@ def _start(
         if status is None or not status.Is_cancelled():
             copies.back()
 
-    work = DeferredWork(lambda: request.Test(status), finish, status, request.Cancel)
+    work = DeferredRequest.of(lambda: request.Test(status), finish, status, request.Cancel)
     work.kept = (copies, given)
     return _completer().add(work, backend.prepare_thread)
 

@@ -52,11 +52,8 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Allreduce`; return its request."""
         finish = as_epilogue(epilogue, operands) if epilogue is not None or operands else None
-        if (
-            finish is stream is wire_dtype is None
-            and algorithm == "auto"
-            and self._plain["Iallreduce"](sendbuf, recvbuf, op)
-        ):
+        wire = as_wire(wire_dtype) if wire_dtype is not None else None
+        if finish is stream is wire is None and algorithm == "auto" and self._plain["Iallreduce"](sendbuf, recvbuf, op):
             row = self._row
             row[CALLS_BY_MPI] += 1
             row[CALL] = _ALLREDUCE
@@ -65,7 +62,7 @@ class NonblockingCollectives(MPI.Intracomm):
             except REFUSALS as error:
                 return self._collectives.start_again(error, rows.ALLREDUCE, sendbuf, recvbuf, op)
         return self._collectives.start(
-            rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish, wire=as_wire(wire_dtype)
+            rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish, wire=wire
         )
 
     # scripts/write_methods.py writes all that follows, from the table of operations.

@@ -12,7 +12,7 @@ from mpicomm.messages.calls import Messages
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import DeferredWork, PersistentRequest
+from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 
 _bsend_init = MPI.Intracomm.Bsend_init
 _recv_init = MPI.Intracomm.Recv_init
@@ -63,11 +63,11 @@ class PersistentMessages(MPI.Intracomm):
         if received is None:
             return _persistent(host_calls.call(_recv_init, self, buf, source, tag, writable=True))
 
-        def begin() -> DeferredWork:
+        def begin() -> DeferredRequest:
             # The stream may capture a graph at this Start, so each Start reads the buffer again.
             _, end = messages.read("Recv_init", buf, stream, source, receives=True)
             assert end is not None
-            return messages.start_receive(end, messages.posted(source, tag)).work
+            return messages.start_receive(end, messages.posted(source, tag))
 
         return PersistentRequest.of(begin)
 
@@ -90,10 +90,10 @@ class PersistentMessages(MPI.Intracomm):
             refuse_stream(operation, stream)
             return _persistent(host_calls.call(prepare, self, buf, dest, tag))
 
-        def begin() -> DeferredWork:
+        def begin() -> DeferredRequest:
             _, sent = messages.read(operation, buf, stream, dest)  # again, because the stream may capture a graph
             assert sent is not None
-            return messages.start_send(start, sent, dest, tag).work
+            return messages.start_send(start, sent, dest, tag)
 
         return PersistentRequest.of(begin)
 

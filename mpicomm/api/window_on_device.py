@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.api.window_on_host import HostWindowCalls
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork
+from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.session import Session
 from mpicomm.windows.buffers import LocalBuffer
 from mpicomm.windows.dynamic import DynamicMemory
@@ -35,7 +35,7 @@ class DeviceWindowCalls(HostWindowCalls):
         self._flavor = flavor
         self._group = group
         self._window = Window(memory, array, group.Dup, session.links)
-        self._completer = Completer()
+        self._completer = Completer(by_itself=True)
 
     def Free(self) -> None:
         """Free the window after a wait for this rank's device. Collective, blocking.
@@ -151,11 +151,11 @@ class DeviceWindowCalls(HostWindowCalls):
 
     def _started(self, local: LocalBuffer | None, stream: Any) -> MPI.Request:
         window = self._window
-        work = DeferredWork(window.completion(local, stream), lambda: None)
+        work = DeferredRequest.of(window.completion(local, stream), lambda: None)
         if not work.advance():
             work.kept = local
             self._completer.add(work, window.prepare_thread)
-        return DeferredRequest(work)
+        return work
 
     # Synchronisation.
 

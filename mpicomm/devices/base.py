@@ -211,6 +211,9 @@ class SideStreams(Protocol):
     def mark(self, stream: int) -> Any:
         """Return a mark after the work that ``stream`` has at this call."""
 
+    def event(self) -> Any:
+        """Return a new event, which the caller keeps. An engine records it."""
+
     def mark_again(self, mark: Any, stream: int) -> Any:
         """Return a mark as `mark` does, and use ``mark`` for it, which the caller gives up; it is cheaper."""
 

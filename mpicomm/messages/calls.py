@@ -25,7 +25,7 @@ from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of, is_host_view
-from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork
+from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.mpi.shown import sendrecv
 
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
@@ -98,7 +98,7 @@ class Messages:
             buffer = self._outgoing.buffer(send, sent, dest, copies)
             request = buffer.hand_over(send, self._comm, dest, tag)
             pending = PendingSend(buffer, request, device.completion(copies))
-        return self._request(DeferredWork(pending.done, device.check), device)
+        return self._completer.add(DeferredRequest.of(pending.done, device.check), device.prepare_thread)
 
     def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive into a NumPy array.
@@ -158,7 +158,8 @@ class Messages:
         device, mark = buffer.rendezvous.device, self._mark(received)
         request, correct = incoming.irecv_into(buffer.memory.spec)
         pending = PendingReceive(buffer, request, correct, mark, before)
-        return self._request(DeferredWork(pending.done, device.check, pending.status, pending.cancel), device)
+        work = DeferredRequest.of(pending.done, device.check, pending.status, pending.cancel)
+        return self._completer.add(work, device.prepare_thread)
 
     def exchange(
         self,
@@ -280,6 +281,3 @@ class Messages:
         if received.device is None or received.stream is None:
             return None
         return received.device.side_streams.mark(received.stream)
-
-    def _request(self, work: DeferredWork, device: GpuBackend) -> DeferredRequest:
-        return DeferredRequest(self._completer.add(work, device.prepare_thread))

@@ -13,7 +13,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import HostCopy, host_copy
-from mpicomm.mpi.requests import Completer, DeferredWork, PersistentRequest
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +47,7 @@ class PartitionedRequest(PersistentRequest):
         request: MPI.Prequest = call(**{**arguments, "buf": copy.spec})  # it raises for a bad number of partitions
         copies = _PartitionCopies(backend, copy, arguments["buf"], arguments["partitions"])
 
-        def begin() -> DeferredWork:
+        def begin() -> DeferredRequest:
             stream = copies.stream()
             if receives:
                 copies.move([0], stream, whole=True)  # MPI does not write the gaps of a datatype
@@ -59,7 +59,7 @@ class PartitionedRequest(PersistentRequest):
                 if receives:
                     self._take(set(range(copies.partitions)) - self._taken, stream)
 
-            work = DeferredWork(lambda: request.Test(status), finish, status)
+            work = DeferredRequest.of(lambda: request.Test(status), finish, status)
             return threads.add(work, backend.prepare_thread) if _COMPLETES_IN_THREADS else work
 
         self = cls.of(begin)

@@ -25,11 +25,12 @@ SPIN_S = 200e-6
 
 Requests = Sequence[MPI.Request]
 _NULL = MPI.REQUEST_NULL
-_replaced = False
 
 
 class Driven:
     """A request that advances only in a thread that asks for it. The classes of requests inherit from it."""
+
+    __slots__ = ()
 
     def is_active(self) -> bool:
         """Return whether there is something to wait for. Otherwise the request counts as null."""
@@ -69,12 +70,9 @@ class Driven:
 _ASKED = (Driven, MPI.Grequest)
 
 
+@functools.cache  # only the first call does anything
 def replace_list_calls() -> None:
     """Let mpi4py's calls on lists of requests take requests of this package. Local."""
-    global _replaced
-    if _replaced:
-        return
-    _replaced = True
     for owner, name, made in _replacements():
         replace(owner, name, made)
 

@@ -31,53 +31,79 @@ _start_request = MPI.Grequest.Start
 _new_request = MPI.Grequest.__new__
 
 
-class DeferredWork:
-    """Work that MPI does not know, and the generalized request that is completed with it.
+class DeferredRequest(Driven, MPI.Grequest):
+    """An MPI request (a generalized request) for work that MPI does not know.
 
     The work is done when ``done`` has returned true and ``finish`` has run after it. After that neither is called
-    again.
+    again. All waits and tests raise the error of the work, also ``MPI.Request.Waitall`` and the others in
+    request_lists.py.
 
-    A message has a ``status``, which then holds the result for the request's status. `DeferredWork.cancel` calls
-    ``cancel``, never while ``done`` runs. If the message is cancelled, ``done`` returns true.
+    A message has a ``status``, which then holds the result for the request's status. `Cancel` calls ``cancel``, never
+    while ``done`` runs. If the message is cancelled, ``done`` returns true.
     """
 
-    _status: MPI.Status | None = None
-    _cancel: Callable[[], None] | None = None
-    _error: BaseException | None = None
-    _raised_by_caller = False
-    kept: Any = None
+    # A subclass of mpi4py's class would keep these in a dictionary, which takes longer. A recorded request needs one.
+    __slots__ = (
+        "__dict__",
+        "_cancel",
+        "_done",
+        "_error",
+        "_finish",
+        "_raised_by_caller",
+        "_status",
+        "_turn",
+        "driven",
+        "kept",
+        "over",
+    )
+    _done: Callable[[], bool]
+    _finish: Callable[[], None]
+    _turn: threading.Lock
+    _status: MPI.Status | None
+    _cancel: Callable[[], None] | None
+    _error: BaseException | None
+    _raised_by_caller: bool
+    kept: Any
     """The buffers, which live until the work is done.
 
     A caller may drop its own references, as in ``Ibcast(x + 1)``.
     """
-    over = False
-    driven = False
+    over: bool
+    driven: bool
     """Whether a thread drives the work, so that the completer skips it.
 
     A completer that misses a change may also complete the work.
     """
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         done: Callable[[], bool],
         finish: Callable[[], None],
         status: MPI.Status | None = None,
         cancel: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Self:
+        """Return a request for work."""
         replace_list_calls()
+        self: Self
         if status is None:  # a request without callbacks takes two thirds of the time
-            self.request = _start_request(None, None, None)
+            self = _new_request(cls, _start_request(None, None, None))
         else:
-            self._status = status
             # mpi4py never reports a request without a callback for cancelling as cancelled. This callback does nothing,
             # because MPI holds its lock while it calls back, and the thread that has the turn may wait for that lock.
-            # DeferredRequest.Cancel calls `cancel`.
-            self.request = MPI.Grequest.Start(self._say, None, lambda completed: None)
-        if cancel is not None:
-            self._cancel = cancel
+            # `Cancel` calls ``cancel``.
+            self = _new_request(cls, _start_request(lambda said: self._say(said), None, lambda completed: None))
+        self._status = status
+        self._cancel = cancel
+        self._error = self.kept = None
+        self._raised_by_caller = self.over = self.driven = False
         self._done = done
         self._finish = finish
         self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
+        return self
+
+    def is_active(self) -> bool:
+        return bool(self)
 
     def advance(self, until_s: float = 0.0) -> bool:
         """Return whether the work is done, and complete the request if it is. Look until the clock shows ``until_s``.
@@ -95,14 +121,14 @@ class DeferredWork:
                 if over:
                     self.over = True
                     self.kept = None
-                    self.request.Complete()
+                    self.Complete()
                 elif time.perf_counter() >= until_s:
                     return False
                 else:
                     os.sched_yield()  # to the rank that this rank waits for, if ranks share cores
         return True
 
-    def test(self) -> bool:
+    def look(self) -> bool:
         """As `advance`, for a caller that calls `require_success` when the work is done."""
         over = self.advance()
         self._raised_by_caller = over
@@ -123,12 +149,12 @@ class DeferredWork:
         finally:
             self.driven = False  # after a Ctrl-C the program may wait in MPI
 
-    def complete(self) -> None:
+    def settle(self) -> None:
         """Wait for the work. The request raises its error later, as if a completer had completed it."""
         self.drive()
         self._raised_by_caller = False
 
-    def cancel(self) -> None:
+    def withdraw(self) -> None:
         """Cancel a message that has not come yet, if that is possible."""
         with self._turn:
             if self._cancel is not None and not self.over:
@@ -153,51 +179,26 @@ class DeferredWork:
         if isinstance(self._error, MPI.Exception) and not self._raised_by_caller:
             raise self._error  # mpi4py hands it to MPI, which raises it in the waiting thread
 
-
-class DeferredRequest(Driven, MPI.Grequest):
-    """An MPI request (a generalized request) for `DeferredWork`.
-
-    All waits and tests raise the error of the work, also ``MPI.Request.Waitall`` and the others in request_lists.py.
-    """
-
-    work: DeferredWork
-
-    def __new__(cls, work: DeferredWork) -> Self:
-        """Wrap the generalized request of ``work``."""
-        self: Self = _new_request(cls, work.request)
-        self.work = work
-        return self
-
-    def is_active(self) -> bool:
-        return bool(self)
-
-    def advance(self) -> bool:
-        return self.work.advance()
-
-    def has_failed(self) -> bool:
-        return self.work.has_failed()
-
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises the error of the work."""
-        work = self.work
-        work.drive()
+        self.drive()
         _wait(self, status)
-        if work._error is not None:
-            raise work._error
+        if self._error is not None:
+            raise self._error
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the work is done. Raises the error of the work."""
-        self.work.test()
+        self.look()
         done = _test(self, status)
         if done:
-            self.work.require_success()
+            self.require_success()
         return done
 
     def Cancel(self) -> None:
         """Cancel a receive if its message has not come yet, as in mpi4py. Other work is left unchanged."""
         super().Cancel()
-        self.work.cancel()
+        self.withdraw()
 
 
 class Completer:
@@ -211,22 +212,26 @@ class Completer:
     collective wait for the interpreter's lock, longer than the start takes. Each poll also keeps that lock from other
     threads. So the pauses are short only after the thread has completed work. If `Wait` drives all work of a program,
     the pauses are long.
+
+    ``by_itself`` says that the work goes on without a poll, as work of a stream does. Then all pauses are long, and the
+    thread looks at work only after a whole pause, because `Wait` has often completed it by then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_itself: bool = False) -> None:
+        self._by_itself = by_itself
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._pending: deque[DeferredWork] = deque()
+        self._pending: deque[DeferredRequest] = deque()
         self._running = False
         self._beginning_or_ending = threading.Lock()
 
-    def add(self, work: DeferredWork, prepare_thread: Callable[[], None]) -> DeferredWork:
+    def add(self, work: DeferredRequest, prepare_thread: Callable[[], None]) -> DeferredRequest:
         """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``prepare_thread``.
 
         On a thread without a device any call of the CUDA runtime makes a context on the first GPU. For each rank with
         another GPU this costs half a GiB of memory.
         """
         if not self._threaded:
-            work.complete()
+            work.settle()
             return work
         self._pending.append(work)
         # This test follows the append above, and it is the only test without the lock: see `_may_end`.
@@ -242,10 +247,11 @@ class Completer:
     def _run(self, prepare_thread: Callable[[], None]) -> None:
         prepare_thread()
         now = busy = needed = time.perf_counter()
+        found = 0  # the work that the last poll has left, first in the queue
         while True:
-            time.sleep(_PAUSE_S if now - needed < _NEEDED_S else _LONG_PAUSE_S)
+            time.sleep(_PAUSE_S if now - needed < _NEEDED_S and not self._by_itself else _LONG_PAUSE_S)
             now = time.perf_counter()
-            for _ in range(len(self._pending)):
+            for _ in range(found if self._by_itself else len(self._pending)):
                 work = self._pending.popleft()
                 if work.over:  # `Wait` or `Test` has completed it
                     continue
@@ -254,6 +260,7 @@ class Completer:
                     needed = now
                 else:
                     self._pending.append(work)
+            found = len(self._pending)
             if now - busy > _LINGER_S and self._may_end():
                 return
 
@@ -276,13 +283,13 @@ class PersistentRequest(Driven, MPI.Prequest):
     ``MPI.REQUEST_NULL``.
     """
 
-    _begin: Callable[[], DeferredWork] | None
-    _started: DeferredWork | None
+    _begin: Callable[[], DeferredRequest] | None
+    _started: DeferredRequest | None
     _handle: Any
     _release: Callable[[], object] | None
 
     @classmethod
-    def of(cls, begin: Callable[[], DeferredWork], release: Callable[[], object] | None = None) -> Self:
+    def of(cls, begin: Callable[[], DeferredRequest], release: Callable[[], object] | None = None) -> Self:
         """Return a request that calls ``begin`` at each start, and ``release`` when it is freed."""
         replace_list_calls()
         self = cls()
@@ -325,7 +332,7 @@ class PersistentRequest(Driven, MPI.Prequest):
             raise RefusedByMpiError("Start: this persistent request is active; call Wait first", MPI.ERR_REQUEST)
         self._started = started = self._begin()
         # MPI's calls on lists of requests read only the handle, and write MPI.REQUEST_NULL into it.
-        self._handle.value = started.request.handle
+        self._handle.value = started.handle
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the started call is done. Return at once if none is started. Raises the error of the call."""
@@ -338,7 +345,7 @@ class PersistentRequest(Driven, MPI.Prequest):
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the started call is done, or true if none is started. Raises the error of the call."""
         if self._started is not None:
-            self._started.test()
+            self._started.look()
         done = _test(self, status)
         if done:
             self._raise()
@@ -348,7 +355,7 @@ class PersistentRequest(Driven, MPI.Prequest):
         """Cancel a started receive if its message has not come yet, as in mpi4py."""
         super().Cancel()
         if self._started is not None:
-            self._started.cancel()
+            self._started.withdraw()
 
     def Free(self) -> None:
         """Free the request, after a wait for the started call. A second call does nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from mpicomm.torch.current_stream import call_on, current_stream
 from mpicomm.torch.known_calls import TensorCall
 from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.works import StreamWork, Tensors
+
+if TYPE_CHECKING:
+    from mpicomm.devices.cuda.local_event import LocalEvent
 
 
 class Streams:
@@ -37,16 +40,20 @@ class Streams:
         self._address = int(self.stream.cuda_stream)
         backend.lasting_streams.add(self._address)  # PyTorch never destroys the streams of its pool
         self._begin = self.marks.mark(self._address)
-        self._ends: dict[int, Any] = {}
-        """The events after known calls, by their addresses."""
+        self._events: dict[int, LocalEvent] = {}
+        """The events after asynchronous calls, by their addresses."""
         self.idle: list[int] = []
-        """The events after known calls that no work has."""
+        """The events that no work has."""
         self.devices = [torch.device("cuda", comm.device)]
 
     def enqueue(self, call: TensorCall, given: Given) -> None:
         """Enqueue a call on the current stream."""
-        if not call.known(current_stream(self.gpu), *given):
+        known = call.find(*given)
+        if known is None:
             call.carry_out(*given)
+        else:
+            gpu: Any = self.comm._collectives.engines.gpu
+            gpu.enqueue_at(known, current_stream(self.gpu))
 
     def begin(
         self, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors, name: str, limit: timedelta | None
@@ -54,12 +61,17 @@ class Streams:
         """Enqueue a call on the group's stream. The current stream does not wait for it."""
         current, address = current_stream(self.gpu), self._address
         try:
-            known = self._enqueue_beside(call, given, current)
+            event = self._events[self.idle.pop()]
+        except IndexError:  # a test beforehand is not enough: a work of another thread may take the last event
+            event = self._new_event()
+        work = self._work(outputs, name, event.ptr)
+        try:
+            is_recorded = self._enqueue_beside(call, given, current, event)
             if self._pool.is_in_use:
                 self._note_use((*outputs, *inputs))
-            work = self._work(outputs, name)
-            if not (known and self._ends_at_event(work)):
+            if not is_recorded:
                 self._mark(work, address)
+                self.idle.append(event.ptr)
         except BaseException:
             self.marks.wait_stream(current, address)  # a capture can end only after its streams have joined again
             raise
@@ -71,7 +83,7 @@ class Streams:
     def here(self, outputs: Tensors, name: str, limit: timedelta) -> StreamWork:
         """Return a work for the work of the current stream so far. A wait for it waits on the host. Local."""
         stream = torch.cuda.current_stream(self.gpu)
-        work = self._work(outputs, name)
+        work = self._work(outputs, name, 0)
         self._mark(work, stream.cuda_stream)
         work.stream, work.limit = stream, limit
         return work
@@ -83,21 +95,27 @@ class Streams:
 
         ``tensors`` are the tensors of the call.
         """
+        # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
+        # return futures of this class, too.
+        future: torch.futures.Future[Any] = torch._C.Future(self.devices)
+        # With its result PyTorch records an event on the current stream. A stream that takes the value waits for it.
         if not beside:
             self.enqueue(call, given)
-            return self._future(value)
+            future.set_result(value)
+            return future
         # There is no work, because its creation and its mark would take the host half as long as the call.
         current, side = current_stream(self.gpu), self.stream
         try:
-            self._enqueue_beside(call, given, current)
+            self._enqueue_beside(call, given, current, None)
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.is_in_use:
                 self._note_use(tensors)
-            return call_on(side, self._future, value)
+            call_on(side, future.set_result, value)
         except BaseException:
             self.marks.wait_stream(current, self._address)  # as above
             raise
+        return future
 
     def barrier(self, limit: timedelta) -> StreamWork:
         """Enqueue a barrier on the current stream. A wait for its work waits on the host. Collective."""
@@ -118,21 +136,29 @@ class Streams:
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    def _enqueue_beside(self, call: TensorCall, given: Given, current: int) -> bool:
-        """Enqueue a call on the group's stream; return whether it is known."""
+    def _enqueue_beside(self, call: TensorCall, given: Given, current: int, event: LocalEvent | None) -> bool:
+        """Enqueue a call on the group's stream; return whether ``event`` is recorded after it."""
         # This orders the call after earlier work of the caller's stream. It pairs with the mark or event at the end of
         # the call, which orders later work of that stream after the call. One thread at a time uses the mark, because
         # it has the turn.
         self.marks.wait_stream_again(self._begin, self._address, current)
-        if call.known(self._address, *given):
-            return True
-        call_on(self.stream, call.carry_out, *given)
-        return False
+        known = call.find(*given)
+        if known is None:
+            call_on(self.stream, call.carry_out, *given)
+            return False
+        gpu: Any = self.comm._collectives.engines.gpu
+        is_recorded: bool = gpu.enqueue_at(known, self._address, event)
+        return is_recorded
 
-    def _work(self, outputs: Tensors, name: str) -> StreamWork:
+    def _new_event(self) -> LocalEvent:
+        event: LocalEvent = self.marks.event()
+        self._events[event.ptr] = event
+        return event
+
+    def _work(self, outputs: Tensors, name: str, event: int) -> StreamWork:
         # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
         work = StreamWork()
-        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, 0, None, list(outputs)
+        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event, None, list(outputs)
         return work
 
     def _mark(self, work: StreamWork, address: int) -> None:
@@ -140,35 +166,8 @@ class Streams:
         work.mark = mark = self.marks.mark(address)
         work.ptr = mark.ptr
 
-    def _ends_at_event(self, work: StreamWork) -> bool:
-        """Give ``work`` the event that the engine has recorded after a known call; return whether there is one.
-
-        Another mark would take one more call of the driver.
-        """
-        gpu: Any = self.comm._collectives.engines.gpu
-        try:
-            idle = self._ends[self.idle.pop()]
-        except IndexError:  # a test beforehand is not enough: a work of another thread may take the last event
-            idle = None
-        event = gpu.engine.hand_over(idle)
-        if event is None:
-            if idle is not None:
-                self.idle.append(idle.ptr)
-            return False
-        pointer = work.ptr = event.ptr
-        self._ends[pointer] = event
-        return True
-
     def _note_use(self, tensors: Tensors) -> None:
         """Let the pool reuse the memory of ``tensors`` only after the work that the group's stream has now."""
         if not torch.cuda.is_current_stream_capturing():  # both streams capture, or none
             # This is no method of a work, because a work keeps the tensors.
             self._pool.used(tensors, partial(self.marks.follow, mark=self.marks.mark(self._address)))
-
-    def _future(self, value: torch.Tensor | Tensors) -> torch.futures.Future[Any]:
-        # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
-        # return futures of this class, too.
-        future: torch.futures.Future[Any] = torch._C.Future(self.devices)
-        # PyTorch records an event on the current stream, and a stream that takes the value waits for the event.
-        future.set_result(value)
-        return future

@@ -26,7 +26,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
+from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes
 from mpicomm.ways.by_mpi import MpiWay
@@ -66,13 +66,12 @@ class Dispatcher:
         self.engines = engines = Engines(session)
         self._witness = witness = Witness(session, engines)
         self._reader = reader = Reader(comm, session, witness)
-        completer = Completer()
         self._mpi = MpiWay(comm, session, reader, witness)
-        self._gpus = OnGpus(session, engines, completer, witness)
+        self._gpus = OnGpus(session, engines, witness)
         self._mapped = InMappedMemory(engines, witness)
         self._epilogue = WithEpilogue(reader, self._carry)
         self._codes = AsCodes(session, reader, self._mapped)
-        self._copies = OnCopies(session, reader, completer, self._carry, self.prepare)
+        self._copies = OnCopies(session, reader, self._carry, self.prepare)
         facts = self._size, self._rank, self._nodes
         self._plain = plain_calls(*facts)
         self.at_once = at_once(*facts, on_gpus=witness.is_needed)
@@ -100,7 +99,7 @@ class Dispatcher:
             finish = (wire or ()) if epilogue is None else epilogue.key(gpu.identity_of)
             known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
             if known:
-                gpu.run(known, stream, send, receive)
+                gpu.enqueue(known, stream, send, receive, blocking=True)
                 return
         arguments = Arguments(send, receive, op, root, counts, epilogue, wire)
         if self._is_plain(operation, operation.name, arguments, stream, algorithm):
@@ -123,20 +122,20 @@ class Dispatcher:
     ) -> MPI.Request:
         """Start a nonblocking collective, with the arguments of `run`."""
         given = send, receive, op, root, counts, epilogue, wire
-        work = self._begin_known(operation, stream, algorithm, given)
-        if work is None:
+        request = self._gpus.start_known(operation, stream, algorithm, given)
+        if request is None:
             arguments = Arguments(*given)
             begun: Begun
             if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
                 begun = self._mpi.carry_out(operation, arguments, blocking=False)
             else:
                 begun = self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=False)
-            if isinstance(begun, MPI.Request):
+            if begun is not None and not isinstance(begun, DeferredRequest):
                 return begun
-            work = _work(begun)
-        if not work.over:  # after its end nothing reads the buffers
-            work.kept = given
-        return DeferredRequest(work)
+            request = _deferred(begun)
+        if not request.over:  # after its end nothing reads the buffers
+            request.kept = given
+        return request
 
     def prepare(
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
@@ -158,16 +157,13 @@ class Dispatcher:
 
         given = _in_order(arguments)
 
-        def begin() -> DeferredWork:
-            known = self._begin_known(operation, stream, algorithm, given)
+        def begin() -> DeferredRequest:
+            known = self._gpus.start_known(operation, stream, algorithm, given)
             if known is not None:
                 return known
             # This reads the arguments again, because symmetric memory among them may have been closed.
-            return _work(
-                self._carry(
-                    self._reader.read(operation, arguments, algorithm, stream, place=call.place), blocking=False
-                )
-            )
+            again = self._reader.read(operation, arguments, algorithm, stream, place=call.place)
+            return _deferred(self._carry(again, blocking=False))
 
         return PersistentRequest.of(begin)
 
@@ -262,26 +258,14 @@ class Dispatcher:
         told = operation.send != "counted" or given.counts is not None
         return told and self._plain[method](given.send, given.receive, given.op, given.root)
 
-    def _begin_known(
-        self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...]
-    ) -> DeferredWork | None:
-        """Begin a call on device arrays that was made before, with `Arguments` in order; None if it was not."""
-        gpu = self.engines.gpu
-        if gpu is None:
-            return None
-        send, receive, op, root, counts, epilogue, wire = given
-        finish = (wire or ()) if epilogue is None else epilogue.key(gpu.identity_of)
-        known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
-        return None if known is None else self._gpus.until(gpu.begin(known, stream, send, receive))
 
-
-def _work(begun: Begun) -> DeferredWork:
-    """Return a call that was enqueued as work. If no rank has to wait for the call, the work is complete."""
-    if isinstance(begun, DeferredWork):
+def _deferred(begun: Begun) -> DeferredRequest:
+    """Return the request of a call that was enqueued. If no rank has to wait for the call, the request is complete."""
+    if isinstance(begun, DeferredRequest):
         return begun
     if begun is not None:
         begun.Wait()
-    work = DeferredWork(lambda: True, lambda: None)
-    # MPICH ends a program that waits for an open generalized request beside a null request, so the work is complete.
-    work.advance()
-    return work
+    request = DeferredRequest.of(lambda: True, lambda: None)
+    # MPICH ends a program that waits for an open generalized request beside a null request, so this one is complete.
+    request.advance()
+    return request

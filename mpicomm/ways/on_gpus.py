@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from mpicomm.collectives.beside import PinnedCopies
 from mpicomm.collectives.call import Call
+from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import require_here
-from mpicomm.mpi.requests import Completer, DeferredWork
+from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.witness import Witness
@@ -17,13 +19,13 @@ from mpicomm.ways.witness import Witness
 class OnGpus:
     """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps the plan for equal calls."""
 
-    def __init__(self, session: Session, engines: Engines, completer: Completer, witness: Witness) -> None:
+    def __init__(self, session: Session, engines: Engines, witness: Witness) -> None:
         self._session = session
         self._engines = engines
-        self._completer = completer
+        self._completer = Completer(by_itself=True)
         self._witness = witness
 
-    def enqueue(self, call: Call, *, blocking: bool) -> DeferredWork | None:
+    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
         """See `Way.enqueue`."""
         operation, given, session = call.operation, call.given, self._ready(call)
         if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it must first know the location
@@ -43,7 +45,7 @@ class OnGpus:
         if any(operand.by_address for operand in call.operands):
             gpu.await_address(call.stream, stream)
         if not blocking:
-            return self.until(backend.completion(stream), call.copies)
+            return self._until(backend.completion(stream), call.copies)
         if call.copies:
             backend.synchronize(stream)
             backend.check()
@@ -60,8 +62,22 @@ class OnGpus:
         session.require_usable(operation)
         return session
 
-    def until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredWork:
-        """Return a call that was enqueued as work. It is over after ``done`` says so and ``copies`` are back."""
+    def start_known(
+        self, operation: Operation, stream: Any, algorithm: str, given: tuple[Any, ...]
+    ) -> DeferredRequest | None:
+        """Start a call that was made before, with the fields of `Arguments` in order; None if it was not."""
+        gpu = self._engines.gpu
+        if gpu is None:
+            return None
+        send, receive, op, root, counts, epilogue, wire = given
+        finish = (wire or ()) if epilogue is None else epilogue.key(gpu.identity_of)
+        known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
+        if known is None:
+            return None
+        return self._until(gpu.engine.completion() if gpu.enqueue(known, stream, send, receive) else _at_once)
+
+    def _until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredRequest:
+        """Return the request of a call that was enqueued. It is over after ``done`` says so and ``copies`` are back."""
         backend = self._session.backend
         finish = backend.check
         if copies:
@@ -70,4 +86,8 @@ class OnGpus:
                 backend.check()
                 copies.back()
 
-        return self._completer.add(DeferredWork(done, finish), backend.prepare_thread)
+        return self._completer.add(DeferredRequest.of(done, finish), backend.prepare_thread)
+
+
+def _at_once() -> bool:
+    return True

@@ -15,7 +15,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.devices.host import array_at
 from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
-from mpicomm.mpi.requests import Completer, DeferredWork, PersistentRequest
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.reader import Reader
@@ -69,19 +69,20 @@ class OnCopies:
     arrays would not take part.
     """
 
-    def __init__(self, session: Session, reader: Reader, completer: Completer, carry: Carry, prepare: Prepare) -> None:
+    def __init__(self, session: Session, reader: Reader, carry: Carry, prepare: Prepare) -> None:
         self._session = session
         self._reader = reader
-        self._completer = completer
+        self._completer = Completer()
         self._carry = carry
         self._prepare = prepare
 
-    def enqueue(self, call: Call, *, blocking: bool) -> DeferredWork | None:
+    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
         """See `Way.enqueue`."""
         copies, given = self._copies(call)
         begun = self._carry(self._reader.read(call.operation, given, call.algorithm, None), blocking=blocking)
         if isinstance(begun, MPI.Request):
-            return self._completer.add(DeferredWork(begun.Test, copies.back), self._session.backend.prepare_thread)
+            request = DeferredRequest.of(begun.Test, copies.back)
+            return self._completer.add(request, self._session.backend.prepare_thread)
         copies.back()
         return None
 
@@ -91,11 +92,11 @@ class OnCopies:
         prepared = self._prepare(call.operation, given, info, None, call.algorithm)
         backend = self._session.backend
 
-        def begin() -> DeferredWork:
+        def begin() -> DeferredRequest:
             copies.again(backend.stream(call.stream, call.device_array))
             copies.ready()
             prepared.Start()
-            return self._completer.add(DeferredWork(prepared.Test, copies.back), backend.prepare_thread)
+            return self._completer.add(DeferredRequest.of(prepared.Test, copies.back), backend.prepare_thread)
 
         return PersistentRequest.of(begin, prepared.Free)
 

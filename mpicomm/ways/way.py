@@ -7,10 +7,9 @@ from typing import Protocol
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Call
-from mpicomm.mpi.requests import DeferredWork
 
-Begun = MPI.Request | DeferredWork | None
-"""A call that was enqueued: MPI's request, or work that MPI does not know; None if no rank has to wait for it."""
+Begun = MPI.Request | None
+"""A call that was enqueued: MPI's request, or a `DeferredRequest`; None if no rank has to wait for it."""
 
 
 class Way(Protocol):

@@ -23,7 +23,7 @@ from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
@@ -37,7 +37,6 @@ from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.references.reductions import require_same
 from tests.kernels.build import Builds
 from tests.kernels.kernel_calls import Calls, random_counts
-from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Machine, RunFailedError
 from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 
@@ -76,29 +75,22 @@ class FilledRig(ProgramRig):
         key = rank, operation, b.dtype, b.root, pattern.algorithm, type(send), type(receive)
         if key not in self._plans:
             form = Form(call, rank, self.size)
-            loader: Any = SimpleNamespace(
-                launcher=partial(self._launcher, rank), enqueuers=partial(self._enqueuers, rank)
-            )
+            loader: Any = SimpleNamespace(enqueuers=partial(self._enqueuers, rank))
             fillings = Fillings(form, pattern.algorithm, BUILT_IN, self.nodes[rank], loader)
             self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank])
         plan, (sent, received) = self._plans[key], map(plain_array, (send, receive))
         assert sent is not None and received is not None and plan.takes(sent, received)
         assert plan.fill(sent, received)
         self._nap_us = nap_us
+        assert plan.launch is not None
         plan.launch(7)
         self.launched.append(plan.choice.algorithm)
 
-    def _launcher(self, rank: int, variant: Any, arguments: Any, early: bool) -> Any:
-        kernel = kernel_of(self.machine.builds, variant)
-        self.kernels.add(variant.entry)
-
-        def launch(stream: int, blocks: int, threads: int) -> None:
-            self.machine.launch(rank, kernel, [arguments], blocks=blocks, threads=threads, nap_us=self._nap_us)
-
-        return SimpleNamespace(launch=launch)
-
     def _enqueuers(self, rank: int, steps: Sequence[Step]) -> list[Any]:
-        return [lambda stream, step=step: self.enqueue(rank, step, nap_us=0) for step in steps]
+        is_one = len(steps) == 1
+        if is_one and isinstance(steps[0], Launch):
+            self.kernels.add(steps[0].variant.entry)
+        return [lambda stream, step=step: self.enqueue(rank, step, nap_us=self._nap_us * is_one) for step in steps]
 
 
 def _argument(span: Span | None, blocks: Sequence[Span] | None, dtype: np.dtype[Any]) -> Any:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.choose import AlgorithmChoice
-    from mpicomm.collectives.gpu.message_plan import MessagePlan
+    from mpicomm.collectives.gpu.form_plan import MessagePlan
     from mpicomm.devices.cuda.local_event import LocalEvent
     from mpicomm.symmetric.registry import Mappings
 
@@ -30,14 +30,18 @@ class AnyPlan(Protocol):
         """Whether the call has to be planned again."""
 
 
-class AnyFormPlan(AnyPlan, Protocol):
+class AnyFilledPlan(AnyPlan, Protocol):
+    """Calls that an engine can enqueue, with addresses and counts that are filled in."""
+
+    def fill(self, sent: Any, received: Any) -> bool:
+        """See `FilledPlan.fill`."""
+
+
+class AnyFormPlan(AnyFilledPlan, Protocol):
     """Calls of one form that an engine can enqueue."""
 
     def takes(self, sent: Any, received: Any) -> bool:
         """See `FormPlan.takes`."""
-
-    def fill(self, sent: Any, received: Any) -> bool:
-        """See `FormPlan.fill`."""
 
 
 class Engine(Protocol):
@@ -63,11 +67,10 @@ class Engine(Protocol):
     ) -> MessagePlan:
         """See `DeviceEngine.message_plan`."""
 
-    def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+    def enqueue(
+        self, plan: Any, stream: int, *, again: bool = False, meets: bool = False, event: LocalEvent | None = None
+    ) -> bool:
         """See `DeviceEngine.enqueue`."""
 
     def completion(self) -> Callable[[], bool]:
         """See `DeviceEngine.completion`."""
-
-    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
-        """See `StreamOrder.hand_over`."""

@@ -22,17 +22,16 @@ from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
 from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS, sendrecv_kernel
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice, Preparation
 from mpicomm.collectives.gpu.device_facts import device_facts
-from mpicomm.collectives.gpu.fillings import Fillings
-from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
+from mpicomm.collectives.gpu.fillings import Fillings, launches_of
+from mpicomm.collectives.gpu.form_plan import BY_KERNELS, FormPlan, MessagePlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
-from mpicomm.collectives.gpu.message_plan import BY_KERNELS, MessagePlan
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import Plan
@@ -159,10 +158,11 @@ class DeviceEngine:
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
-            self._order = StreamOrder(backend.lasting_streams)
+            self._order = StreamOrder(backend.current, backend.lasting_streams)
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
             self._loader = StepLoader(backend, kernels_of(backend.info), self._copies)
+        self.completion = self._order.completion
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
@@ -277,8 +277,7 @@ class DeviceEngine:
         The messages differ in addresses and in numbers of elements.
         """
         template = self._sendrecv.template(sent, received, self._arena.region(self._sendrecv.request).pointers)
-        launcher = self._loader.launcher(sendrecv_kernel(), template.arguments, early=False)
-        return MessagePlan(text, template, launcher, element_nbytes)
+        return MessagePlan(text, template, launches_of(template, self._loader), element_nbytes)
 
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
@@ -298,13 +297,16 @@ class DeviceEngine:
         self._plans.add(plan)
         return plan
 
-    def enqueue(self, plan: Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+    def enqueue(
+        self, plan: Plan, stream: int, *, again: bool = False, meets: bool = False, event: LocalEvent | None = None
+    ) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
         After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.
 
-        Return whether this call has enqueued work that `completion` reports. A captured call enqueues no work, and a
-        rank without a part in the call enqueues none. ``again`` says that the plan was enqueued before. Then the plan
+        Return whether this call has enqueued work, after which it has recorded ``event``. Without ``event``
+        `completion` reports the work. A captured call enqueues no work, and a rank without a part in the call enqueues
+        none. ``again`` says that the plan was enqueued before. Then the plan
         becomes a graph, which is cheaper from the next time on. With ``meets`` this blocks until all ranks launch this
         call.
 
@@ -323,17 +325,16 @@ class DeviceEngine:
             if meets:
                 self._calls.meet()
         if not plan.steps:
-            self._order.pass_over()
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
         eager = plan.launch or (partial(self._launch, plan) if again and not meets else plan.enqueue)
         # This check is cheaper than a change of context. It nearly always succeeds, because creating a Communicator
         # makes its GPU the current device.
         if runtime.getDevice() == self._ordinal:
-            pending = self._order.enqueue(stream, eager, plan.enqueue)
+            pending = self._order.enqueue(stream, eager, plan.enqueue, event)
         else:
             with self._backend.current():
-                pending = self._order.enqueue(stream, eager, plan.enqueue)
+                pending = self._order.enqueue(stream, eager, plan.enqueue, event)
         if plan.private_nbytes is not None and self._longest.count(plan.private_nbytes):
             self._enlarge_inboxes(plan)
         return pending
@@ -345,20 +346,6 @@ class DeviceEngine:
         """
         if self._preparation.enlarge_inboxes(plan, self._longest.agree()):
             self._longest.make_plans_old()
-
-    def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether all work enqueued so far is done; callable in any thread. Local."""
-        if runtime.getDevice() == self._ordinal:
-            return self._order.completion()
-        with self._backend.current():
-            return self._order.completion()
-
-    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
-        """See `StreamOrder.hand_over`."""
-        if replacement is not None:
-            return self._order.hand_over(replacement)
-        with self._backend.current():  # for a new event
-            return self._order.hand_over(None)
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Make a plan a graph and enqueue it."""

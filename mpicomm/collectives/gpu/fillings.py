@@ -12,10 +12,9 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, Node
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.step_calls import StepCalls
-from mpicomm.collectives.gpu.algorithms.steps import Step
-from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.template import Filled, Template
 from mpicomm.collectives.gpu.tuning import Tuning
-from mpicomm.kernels.variant import Variant
 
 if TYPE_CHECKING:
     from mpicomm.devices.cuda.stream_order import Enqueue
@@ -23,21 +22,14 @@ if TYPE_CHECKING:
 NO_END = 1 << 62  # more bytes than any call has
 
 
-class Launches(Protocol):
-    """Launches a call: a `Launcher` of one kernel, or several steps."""
-
-    def launch(self, stream: int, blocks: int, threads: int) -> None:
-        """See `Launcher.launch`."""
-
-
 class Loader(Protocol):
-    """Makes launches and steps ready: see `StepLoader`."""
-
-    def launcher(self, variant: Variant, arguments: Any, early: bool) -> Launches:
-        """See `StepLoader.launcher`."""
+    """Makes steps ready: see `StepLoader`."""
 
     def enqueuers(self, steps: Sequence[Step]) -> Sequence[Enqueue]:
         """See `StepLoader.enqueuers`."""
+
+
+LaunchOf = Callable[[Filled], "Enqueue"]
 
 
 class Filling:
@@ -52,8 +44,8 @@ class Filling:
         steps."""
         self.fill: Callable[..., Filled | None] = self._fill_first
         """The function of the template that fills in a call, or `StepCalls.fill`."""
-        self.launcher_of: Callable[[Any], Launches]
-        """Returns the launcher for the first item of a `Filled`."""
+        self.launch_of: LaunchOf
+        """Returns the function that enqueues a call which was filled in."""
 
     def _fill_first(self, *call: Any) -> Filled | None:
         """Make the template and fill in the first call. Most forms use only one or two of their algorithms."""
@@ -61,10 +53,10 @@ class Filling:
         self.template = algorithm and algorithm.template(form, node)
         if self.template is not None:
             self.fill = self.template.fill if form.is_even else self.template.fill_blocks
-            self.launcher_of = _Launchers(self.template, loader).__getitem__
+            self.launch_of = launches_of(self.template, loader)
         elif algorithm is not None and form.is_even:
             self.fill = StepCalls(algorithm, form, node).fill
-            self.launcher_of = lambda steps: _InTurn(loader.enqueuers(steps))
+            self.launch_of = partial(_in_turn, loader)
         else:
             self.fill = _not_filled
         return self.fill(*call)
@@ -74,29 +66,34 @@ def _not_filled(*call: Any) -> None:
     return None
 
 
-class _Launchers(dict[Any, Launches]):
-    """The launchers of a template's kernels, which are loaded at first need."""
+class _Launches(dict[Filled, "Enqueue"]):
+    """The launches of a template, whose kernels are loaded at first need."""
 
-    def __init__(self, template: Any, loader: Loader) -> None:
+    def __init__(self, template: Template, loader: Loader) -> None:
         self._template = template
         self._loader = loader
 
-    def __missing__(self, kernel: Any) -> Launches:
-        template = self._template
-        self[kernel] = launcher = self._loader.launcher(template.variant(kernel), template.arguments, template.early)
-        return launcher
+    def __missing__(self, filled: Filled) -> Enqueue:
+        template, (kernel, blocks, threads) = self._template, filled
+        launch = Launch(template.variant(kernel), template.arguments, blocks, threads, template.early)
+        (self[filled],) = self._loader.enqueuers([launch])
+        return self[filled]
 
 
-class _InTurn:
-    """Launches the steps of a call, one after the other."""
+def launches_of(template: Template, loader: Loader) -> LaunchOf:
+    """Return the launches of a template."""
+    return _Launches(template, loader).__getitem__
 
-    def __init__(self, steps: Sequence[Enqueue]) -> None:
-        self._steps = steps
 
-    def launch(self, stream: int, blocks: int, threads: int) -> None:
-        """Enqueue all steps; ``blocks`` and ``threads`` have no meaning here."""
-        for step in self._steps:
+def _in_turn(loader: Loader, filled: Filled) -> Enqueue:
+    """Return a function that enqueues the steps of a call."""
+    steps = loader.enqueuers(filled[0])
+
+    def enqueue(stream: int) -> None:
+        for step in steps:
             step(stream)
+
+    return enqueue
 
 
 ByLength = tuple[list[int], list[Filling]]

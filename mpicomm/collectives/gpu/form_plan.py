@@ -1,33 +1,69 @@
-"""FormPlan: one plan for all calls of a form. Each call fills its addresses and counts into the plan."""
+"""Plans that are filled in: one plan for all calls of a form, or for all messages of a route and a kind.
+
+Each call fills its addresses and counts into the plan.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
+from mpicomm.collectives.gpu.algorithms.sendrecv.template import SendrecvTemplate
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, Launches
+from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf
+from mpicomm.collectives.operations import Shape
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
 from mpicomm.symmetric.registry import Mapped, Mappings
 
+if TYPE_CHECKING:
+    from mpicomm.devices.cuda.stream_order import Enqueue
 
-class FormPlan(ABC):
-    """The calls of a form. `DeviceEngine.enqueue` takes it like a `Plan`. `fill` makes it the plan of one call.
+BY_KERNELS = AlgorithmChoice("stream", "kernels match messages")
 
-    It chooses the algorithm for a call as `choose` does. The caller enqueues the filled call before it fills in the
-    next call. MPI lets only one thread at a time call collectives of a communicator.
+
+class FilledPlan(ABC):
+    """Calls that differ in addresses and counts. `DeviceEngine.enqueue` takes it like a `Plan`.
+
+    `fill` makes it the plan of one call. The caller enqueues the filled call before it fills in the next call. Threads
+    of a program do not make such calls at the same time. MPI forbids it for collectives. The order of messages in the
+    order of streams must be the same on both ranks.
     """
 
-    collective = True
     is_old = False
     steps = (None,)
-    """It is not empty, because every rank has a part in a call of a form."""
+    """It is not empty, because every rank has a part in a call that is filled in."""
     private_nbytes: int | None = None
     """See `Plan.private_nbytes`."""
+    launch: Enqueue | None = None
+    enqueue: Enqueue | None = None
+    """Both enqueue the filled-in call; the device's context must be current."""
+
+    @abstractmethod
+    def fill(self, sent: Any, received: Any) -> bool:
+        """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
+
+        If `fill` returns False, the engine plans the call, which raises the errors of a wrong call.
+        """
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The text of the filled-in call."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class FormPlan(FilledPlan):
+    """The calls of a form. It chooses the algorithm for a call as `choose` does."""
+
+    collective = True
 
     def __init__(self, signature: Signature, fillings: Fillings) -> None:
         self.words = self._text = signature.text_without_count()
@@ -38,39 +74,19 @@ class FormPlan(ABC):
         self._why = "by the table" if fillings.asked == "auto" else f'algorithm="{fillings.asked}"'
         self._into_any = fillings.by_length(symmetric=False)
         self._filling = self._into_any[1][0]
-        self._launcher: Launches | None = None
-        self._blocks = self._threads = 0
 
     @abstractmethod
     def takes(self, sent: Any, received: Any) -> bool:
         """Return whether buffers of these kinds have the fields that `fill` reads."""
 
-    @abstractmethod
-    def fill(self, sent: Any, received: Any) -> bool:
-        """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
-
-        If `fill` returns False, the engine plans the call, which raises the errors of a wrong call.
-        """
-
     @property
     def text(self) -> str:
-        """The text of the filled-in call."""
         return filled(self.words, self.count, self.offset or 0)
-
-    def __str__(self) -> str:
-        return self.text
 
     @property
     def choice(self) -> AlgorithmChoice:
         """The algorithm of the filled-in call."""
         return AlgorithmChoice(self._filling.name, self._why)
-
-    def launch(self, stream: int) -> None:
-        """Enqueue the filled-in call; the device's context must be current."""
-        assert self._launcher is not None
-        self._launcher.launch(stream, self._blocks, self._threads)
-
-    enqueue = launch
 
 
 class EvenPlan(FormPlan):
@@ -123,8 +139,8 @@ class EvenPlan(FormPlan):
         filled = chosen.fill(send, receive, nbytes, counted_hash(self._hash, count), memory)
         if filled is None:
             return False
-        kernel, self._blocks, self._threads = filled
-        self._launcher, self._filling, self.count = chosen.launcher_of(kernel), chosen, count
+        self.launch = self.enqueue = chosen.launch_of(filled)
+        self._filling, self.count = chosen, count
         self.words, self.offset = self._text, None
         if chosen.into_memory and memory is not None:
             self.words, self.offset = self._text_into(memory), memory.offset
@@ -140,6 +156,9 @@ class EvenPlan(FormPlan):
 class BlocksPlan(FormPlan):
     """The calls of a form with blocks of any lengths and places."""
 
+    _add_sent: Callable[[Any, list[int], list[int]], bool]
+    _add_received: Callable[[Any, list[int], list[int]], bool]
+
     def __init__(self, signature: Signature, fillings: Fillings) -> None:
         super().__init__(signature, fillings)
         form = fillings.form
@@ -153,7 +172,14 @@ class BlocksPlan(FormPlan):
         self._own = None
         if sent and received:
             self._own = form.rank * self._vectors[0], sent + form.rank * self._vectors[1]
-        self._size = form.size
+        self._add_sent, self._add_received = (
+            partial(_add_blocks, form.size, nbytes)
+            if vector
+            else partial(_add_whole, nbytes)
+            if single
+            else _add_nothing
+            for nbytes, vector, single in zip(form.element_nbytes, self._vectors, self._singles, strict=True)
+        )
         self._call_hash = counted_hash(self._hash, None)
 
     def takes(self, sent: Any, received: Any) -> bool:
@@ -173,7 +199,7 @@ class BlocksPlan(FormPlan):
                 return False
         lengths: list[int] = []
         begins: list[int] = []
-        if not (self._add(sent, 0, lengths, begins) and self._add(received, 1, lengths, begins)):
+        if not (self._add_sent(sent, lengths, begins) and self._add_received(received, lengths, begins)):
             return False
         if self._own is not None:
             to_itself, of_itself = self._own
@@ -190,19 +216,9 @@ class BlocksPlan(FormPlan):
         filled = chosen.fill(lengths, begins, longest, call_hash)
         if filled is None:
             return False
-        kernel, self._blocks, self._threads = filled
-        self._launcher, self._filling = chosen.launcher_of(kernel), chosen
+        self.launch = self.enqueue = chosen.launch_of(filled)
+        self._filling = chosen
         self.private_nbytes = chosen.template.private_nbytes
-        return True
-
-    def _add(self, buffer: Any, number: int, lengths: list[int], begins: list[int]) -> bool:
-        """Add the bytes and the addresses of a buffer's blocks; return whether they are in the buffer."""
-        nbytes = self._element_nbytes[number]
-        if self._vectors[number]:
-            return len(buffer[3]) == self._size and _add_blocks(buffer, nbytes, lengths, begins)
-        if self._singles[number]:
-            lengths.append(buffer[1] * nbytes)
-            begins.append(buffer[0] if buffer[1] else 0)
         return True
 
 
@@ -214,7 +230,11 @@ class NeighborPlan(BlocksPlan):
         form = fillings.form
         assert form.neighborhood is not None
         self._shapes = form.operation.send, form.operation.receive
-        self._neighbors = form.neighborhood.destinations, form.neighborhood.sources
+        peers = form.neighborhood.destinations, form.neighborhood.sources
+        self._add_sent, self._add_received = (
+            partial(_add_for_neighbors, *of_buffer, form.size)
+            for of_buffer in zip(peers, self._shapes, form.element_nbytes, strict=True)
+        )
 
     def takes(self, sent: Any, received: Any) -> bool:
         return all(
@@ -222,34 +242,89 @@ class NeighborPlan(BlocksPlan):
             for plain, shape in zip((sent, received), self._shapes, strict=True)
         )
 
-    def _add(self, buffer: Any, number: int, lengths: list[int], begins: list[int]) -> bool:
-        """Add the bytes and the addresses of the blocks for all ranks; return whether they are in the buffer."""
-        peers, shape, nbytes = self._neighbors[number], self._shapes[number], self._element_nbytes[number]
-        blocks = len(peers)
-        of_blocks: tuple[list[int], list[int]] = [], []
-        if shape == "vector":
-            if len(buffer[3]) != blocks or not _add_blocks(buffer, nbytes, *of_blocks):
-                return False
-        elif blocks:
-            pointer, total = buffer[0], buffer[1] * nbytes
-            length = total if shape == "one" else buffer[1] // blocks * nbytes
-            if shape == "blocks" and length * blocks != total:
-                return False
-            step = 0 if shape == "one" else length
-            places = [pointer + step * block for block in range(blocks)] if length else [0] * blocks
-            of_blocks = [length] * blocks, places
-        first = len(lengths)
-        lengths += [0] * self._size
-        begins += [0] * self._size
-        for peer, length, begin in zip(peers, *of_blocks, strict=True):
-            if peer >= 0:  # else it is MPI.PROC_NULL
-                lengths[first + peer], begins[first + peer] = length, begin
+
+class MessagePlan(FilledPlan):
+    """The messages of one route between ranks, from and into buffers of one kind.
+
+    ``element_nbytes`` are the bytes of an element of both buffers; 0 for a buffer that no message uses.
+    """
+
+    collective = False
+    choice = BY_KERNELS
+
+    def __init__(
+        self, text: str, template: SendrecvTemplate, launch_of: LaunchOf, element_nbytes: tuple[int, int]
+    ) -> None:
+        self._text = text
+        self._template = template
+        self._launch_of = launch_of
+        self._send_nbytes, self._receive_nbytes = element_nbytes
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    def fill(self, sent: Any, received: Any) -> bool:
+        send, receive = sent[0], received[0]
+        send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
+        if send < receive + receive_nbytes and receive < send + send_nbytes:
+            return False  # the buffers overlap
+        filled = self._template.fill(send, send_nbytes, receive, receive_nbytes)
+        if filled is None:
+            return False
+        self.launch = self.enqueue = self._launch_of(filled)
         return True
 
 
-def _add_blocks(buffer: Any, nbytes: int, lengths: list[int], begins: list[int]) -> bool:
-    """Add the bytes and the addresses of a buffer's blocks; return whether they are in the buffer."""
+# Each of these functions adds the bytes and the addresses of a buffer's blocks to the two lists. It returns whether the
+# blocks are in the buffer. ``nbytes`` are the bytes of an element.
+
+
+def _add_nothing(buffer: Any, lengths: list[int], begins: list[int]) -> bool:
+    return True
+
+
+def _add_whole(nbytes: int, buffer: Any, lengths: list[int], begins: list[int]) -> bool:
+    lengths.append(buffer[1] * nbytes)
+    begins.append(buffer[0] if buffer[1] else 0)
+    return True
+
+
+def _add_for_neighbors(
+    peers: Sequence[int],
+    shape: Shape | None,
+    nbytes: int,
+    ranks: int,
+    buffer: Any,
+    lengths: list[int],
+    begins: list[int],
+) -> bool:
+    blocks = len(peers)
+    of_blocks: tuple[list[int], list[int]] = [], []
+    if shape == "vector":
+        if not _add_blocks(blocks, nbytes, buffer, *of_blocks):
+            return False
+    elif blocks:
+        pointer, total = buffer[0], buffer[1] * nbytes
+        length = total if shape == "one" else buffer[1] // blocks * nbytes
+        if shape == "blocks" and length * blocks != total:
+            return False
+        step = 0 if shape == "one" else length
+        places = [pointer + step * block for block in range(blocks)] if length else [0] * blocks
+        of_blocks = [length] * blocks, places
+    first = len(lengths)
+    lengths += [0] * ranks
+    begins += [0] * ranks
+    for peer, length, begin in zip(peers, *of_blocks, strict=True):
+        if peer >= 0:  # else it is MPI.PROC_NULL
+            lengths[first + peer], begins[first + peer] = length, begin
+    return True
+
+
+def _add_blocks(blocks: int, nbytes: int, buffer: Any, lengths: list[int], begins: list[int]) -> bool:
     pointer, size, _, counts, displs = buffer
+    if len(counts) != blocks:
+        return False
     # One loop, because several passes by built-in functions take longer for up to 8 ranks.
     if displs is None:
         begin, end = pointer, pointer + size * nbytes

@@ -16,10 +16,11 @@ from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
+    from mpicomm.collectives.gpu.any_engine import AnyFilledPlan, AnyPlan, Engine
+    from mpicomm.devices.cuda.local_event import LocalEvent
     from mpicomm.session import Session
 
-_MOST = 1024  # calls that are kept
+_MOST = 1024  # calls of a form that are kept, and calls without a form
 _MOST_FORMS = 256
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
 
@@ -36,26 +37,15 @@ class KnownCall(NamedTuple):
     """Whether an address names a buffer. The caller's later work on the buffer may be on any stream."""
 
 
-class _Form:
+class _Form(NamedTuple):
     """The calls of one form: an operation on plain arrays of two kinds. The calls differ in addresses and counts."""
 
-    __slots__ = ("fill", "filled", "op")
-
-    def __init__(self, op: MPI.Op | None) -> None:
-        self.op = op
-        """See `KnownCall.op`."""
-        self.fill: Callable[..., bool] | None = None
-        """See `FormPlan.fill`; None if the engine plans each call."""
-        self.filled: KnownCall | None = None
-        """The call that was filled in last; None before the first call. If the engine plans each call, it is any
-        call."""
-
-
-class _Kept(NamedTuple):
-    """A call in the cache, with its key."""
-
-    key: Hashable
-    call: KnownCall
+    fill: Callable[..., bool]
+    """See `FilledPlan.fill`."""
+    filled: KnownCall
+    """The call that was filled in last."""
+    calls: dict[Hashable, KnownCall | int]
+    """The plans of repeated calls by their buffers. Other calls have the number of times that they were filled in."""
 
 
 class PlanCache:
@@ -75,12 +65,8 @@ class PlanCache:
         self._session = session
         self.engine = engine
         self._forms: dict[Hashable, _Form] = {}
-        # By the hash of the key, because a new call computes it once for both dictionaries. If two keys have one hash,
-        # the second call replaces the first.
-        self._calls: dict[int, _Kept] = {}
-        # How often a call was filled into the plan of its form. Calls with equal hashes count together, so they get
-        # separate plans earlier.
-        self._times: dict[int, int] = {}
+        self._others: dict[Hashable, KnownCall] = {}
+        """The calls without a form, by all of their arguments."""
         self._version = session.mappings.version
         self._cupy = of_library("cupy", "ndarray")
         self.identity_of = ArgumentKeys().identity_of
@@ -133,21 +119,19 @@ class PlanCache:
         """As `find`, for buffers as `plain_array` reads them. Raises `TypeError` for a root that is a list."""
         if self._session.mappings.version != self._version:
             self._forget_memory()
-        key = operation, sent, received, id(op), root, finish, algorithm
-        digest = hash(key)
-        kept = self._calls.get(digest)
-        if kept is not None:
-            known = kept.call
-            return None if kept.key != key or known.plan.is_old else known
-        form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
-        if form is None or form.fill is None:
-            return None
-        times = self._times.get(digest, 0)
-        if times >= _TIMES:
+        kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
+        form = self._forms.get(kinds)
+        if form is None:
+            return self._of_key((kinds, sent, received))
+        calls, call = form.calls, (sent, received)
+        kept = calls.get(call, 0)
+        if not isinstance(kept, int):
+            return None if kept.plan.is_old else kept
+        if kept >= _TIMES:
             return None  # a repeated call gets a separate plan, because a graph launches faster
-        if len(self._times) >= _MOST:
-            self._times.clear()
-        self._times[digest] = times + 1
+        if len(calls) >= _MOST:
+            _make_room(calls)
+        calls[call] = kept + 1
         return form.filled if form.fill(sent, received) else None
 
     def find_message(
@@ -165,24 +149,12 @@ class PlanCache:
         except TypeError:  # a rank that is a list, for example; who reads the message refuses it
             return None
 
-    def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
+    def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any, *, blocking: bool = False) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
 
-        Raises the error of an earlier call, and `InvalidUsageError` if the communicator was freed.
+        A ``blocking`` collective may wait as `carry_out` does. Raises the error of an earlier call, and
+        `InvalidUsageError` if the communicator was freed.
         """
-        session, plan = self._session, call.plan
-        session.require_usable(plan)
-        array = receive if call.by_output else send
-        if type(array) is not self._cupy:
-            array = array_of(array)
-        resolved = session.backend.stream(stream, array)
-        pending = self.engine.enqueue(plan, resolved, again=True)
-        if call.by_address:
-            self.await_address(stream, resolved)
-        return pending
-
-    def run(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> None:
-        """As `enqueue`, for a blocking collective."""
         session, plan = self._session, call.plan
         session.require_usable(plan)
         array = receive if call.by_output else send
@@ -191,20 +163,21 @@ class PlanCache:
         backend: Any = session.backend
         resolved = backend.stream(stream, array)
         # As `carry_out`, without its call, because each known call comes here.
-        if backend.meets(resolved, array):
-            self._meet(plan, resolved, array, again=True)
+        if blocking and backend.meets(resolved, array):
+            pending = self._meet(plan, resolved, array, again=True)
         else:
-            self.engine.enqueue(plan, resolved, again=True)
+            pending = self.engine.enqueue(plan, resolved, again=True)
         if call.by_address:
             self.await_address(stream, resolved)
+        return pending
 
-    def enqueue_at(self, call: KnownCall, stream: int) -> None:
+    def enqueue_at(self, call: KnownCall, stream: int, event: LocalEvent | None = None) -> bool:
         """As `enqueue`, for a call on tensors on the stream with the address ``stream``."""
         session, plan = self._session, call.plan
         backend: Any = session.backend
         session.require_usable(plan)
         backend.note(stream)
-        self.engine.enqueue(plan, stream, again=True)
+        return self.engine.enqueue(plan, stream, again=True, event=event)
 
     def await_address(self, stream: Any, resolved: int) -> None:
         """Wait for a call on memory that an address names, because no library knows which stream uses it next."""
@@ -213,14 +186,14 @@ class PlanCache:
             backend.synchronize(resolved)
 
     def carry_out(self, plan: AnyPlan, stream: int, array: Any, *, again: bool = False) -> None:
-        """Enqueue the plan of a blocking collective on ``array``, as `run` does."""
+        """Enqueue the plan of a blocking collective on ``array``."""
         backend: Any = self._session.backend
         if backend.meets(stream, array):
             self._meet(plan, stream, array, again=again)
         else:
             self.engine.enqueue(plan, stream, again=again)
 
-    def _meet(self, plan: AnyPlan, stream: int, array: Any, *, again: bool) -> None:
+    def _meet(self, plan: AnyPlan, stream: int, array: Any, *, again: bool) -> bool:
         """Enqueue the plan of a blocking collective; wait beside a stream that several threads use.
 
         If several threads use the device, the ranks meet on the host before a kernel waits on the GPU. Otherwise
@@ -230,13 +203,8 @@ class PlanCache:
         backend: Any = self._session.backend
         if backend.waits_beside(stream, array):
             with beside(backend, stream) as side:
-                self.engine.enqueue(plan, side, again=again, meets=True)
-        else:
-            self.engine.enqueue(plan, stream, again=again, meets=True)
-
-    def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
-        """As `enqueue`; return a function that says whether the call is done, callable in any thread."""
-        return self.engine.completion() if self.enqueue(call, stream, send, receive) else lambda: True
+                return self.engine.enqueue(plan, side, again=again, meets=True)
+        return self.engine.enqueue(plan, stream, again=again, meets=True)
 
     def add(
         self,
@@ -252,20 +220,19 @@ class PlanCache:
         """
         operation, algorithm, send, receive, op, root, counts, finish = call
         by_address = read is not None and any(operand.by_address for operand in read.operands)
+        known = KnownCall(plan, op, by_output, by_address)
         sent, received = _plain(operation, send, receive, counts)
         if received is None:
-            key = self._key(*call)
-        else:
-            form = self._form((operation, sent[2], received[2], id(op), root, finish, algorithm), op)
-            key = operation, sent, received, id(op), root, finish, algorithm
-            # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of
-            # these kinds have another form.
-            if form.filled is None and read is not None and (send is MPI.IN_PLACE or not read.in_place):
-                plan_of_all = self.engine.form_plan(read, self._session.mappings, algorithm)
-                if plan_of_all is not None and plan_of_all.takes(sent, received):
-                    form.fill = plan_of_all.fill
-                form.filled = KnownCall(plan_of_all or plan, op, by_output, by_address)
-        self._keep(key, KnownCall(plan, op, by_output, by_address))
+            self._keep(self._key(*call), known)
+            return
+        kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
+        # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
+        # kinds have another form.
+        if kinds not in self._forms and read is not None and (send is MPI.IN_PLACE or not read.in_place):
+            filled = self.engine.form_plan(read, self._session.mappings, algorithm)
+            if filled is not None and filled.takes(sent, received):
+                self._add_form(kinds, filled, known)
+        self._keep_plain(kinds, sent, received, known)
 
     def add_message(
         self,
@@ -284,44 +251,52 @@ class PlanCache:
         ``to_peer`` and ``from_peer`` are the messages of the call. From now on `find_message` also finds others of its
         kind.
         """
+        known = KnownCall(plan, None, by_output)
         sent, received = plain_array(send), plain_array(receive)
         if sent is None or received is None:
-            key: Hashable = self._key_of_message(operation, send, receive, route)
-        else:
-            key = operation, sent, received, id(None), 0, route, "stream"
-            form = self._form((operation, sent[2], received[2], id(None), 0, route, "stream"), None)
-            ends = (sent, to_peer), (received, from_peer)
-            # The lengths of blocks add up in another way, and an empty message does not tell the bytes of an element.
-            if form.fill is None and all(len(plain) == 3 and (end is None or end.span.count) for plain, end in ends):
-                send_nbytes, receive_nbytes = (0 if end is None else end.span.count // plain[1] for plain, end in ends)
-                kind = self.engine.message_plan(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
-                form.fill, form.filled = kind.fill, KnownCall(kind, None, by_output)
-        self._keep(key, KnownCall(plan, None, by_output))
+            self._keep(self._key_of_message(operation, send, receive, route), known)
+            return
+        kinds = operation, sent[2], received[2], id(None), 0, route, "stream"
+        ends = (sent, to_peer), (received, from_peer)
+        # The lengths of blocks add up in another way, and an empty message does not tell the bytes of an element.
+        if kinds not in self._forms and all(len(plain) == 3 and (end is None or end.span.count) for plain, end in ends):
+            send_nbytes, receive_nbytes = (0 if end is None else end.span.count // plain[1] for plain, end in ends)
+            filled = self.engine.message_plan(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
+            self._add_form(kinds, filled, known)
+        self._keep_plain(kinds, sent, received, known)
 
-    def _form(self, kinds: Hashable, op: MPI.Op | None) -> _Form:
+    def _add_form(self, kinds: Hashable, plan: AnyFilledPlan, known: KnownCall) -> None:
+        if len(self._forms) >= _MOST_FORMS:
+            self._forms.clear()
+        self._forms[kinds] = _Form(plan.fill, known._replace(plan=plan), {})
+
+    def _keep_plain(self, kinds: Hashable, sent: Any, received: Any, known: KnownCall) -> None:
         form = self._forms.get(kinds)
         if form is None:
-            if len(self._forms) >= _MOST_FORMS:
-                self._forms.clear()
-            form = self._forms[kinds] = _Form(op)
-        return form
+            self._keep((kinds, sent, received), known)
+        else:
+            if len(form.calls) >= _MOST:
+                _make_room(form.calls)
+            form.calls[sent, received] = known
 
-    def _keep(self, key: Hashable, call: KnownCall) -> None:
+    def _keep(self, key: Hashable, known: KnownCall) -> None:
         if key is not None:
-            if len(self._calls) >= _MOST:
-                self._calls.clear()
-            self._calls[hash(key)] = _Kept(key, call)
+            if len(self._others) >= _MOST:
+                self._others.clear()
+            self._others[key] = known
 
     def _forget_memory(self) -> None:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
         self._version = self._session.mappings.version
-        self._calls.clear()
+        self._others.clear()
+        for form in self._forms.values():
+            form.calls.clear()
 
     def _of_key(self, key: Hashable) -> KnownCall | None:
         if self._session.mappings.version != self._version:
             self._forget_memory()
-        kept = None if key is None else self._calls.get(hash(key))
-        return None if kept is None or kept.key != key or kept.call.plan.is_old else kept.call
+        known = self._others.get(key)
+        return None if known is None or known.plan.is_old else known
 
     def _key(
         self,
@@ -350,6 +325,14 @@ class PlanCache:
         """Return the key of a message, None where its buffers cannot be recognised."""
         sent, received = self.identity_of(send), self.identity_of(receive)
         return None if sent is None or received is None else (operation, sent, received, route)
+
+
+def _make_room(calls: dict[Hashable, KnownCall | int]) -> None:
+    """Drop the calls that were only filled in, and if many are left, all calls."""
+    plans = {call: kept for call, kept in calls.items() if not isinstance(kept, int)}
+    calls.clear()
+    if len(plans) < _MOST // 2:
+        calls.update(plans)
 
 
 def _plain(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, LibraryWork, Step
 from mpicomm.devices.base import GpuBackend
-from mpicomm.devices.cuda.load import Kernel, KernelCache, Launcher
+from mpicomm.devices.cuda.load import Kernel, KernelCache
 from mpicomm.devices.cuda.stream_order import Enqueue
 from mpicomm.kernels.variant import Variant
 
@@ -22,13 +20,8 @@ class StepLoader:
         self._kernels = kernels
         self._copies = copies
 
-    def launcher(self, variant: Variant, arguments: Any, early: bool) -> Launcher:
-        """Return a launcher of a kernel with these arguments."""
-        self._load([variant])
-        return self._loaded(variant).launcher(arguments, early=early)
-
     def enqueuers(self, steps: Sequence[Step]) -> list[Enqueue]:
-        """Return for each step a function that enqueues it."""
+        """Return for each step a function that enqueues it, each time with the content of its arguments then."""
         # All kernels are loaded before any of them can run. Loading may wait for the device, and a kernel that runs
         # there may wait for the peers.
         self._load([step.variant for step in steps if isinstance(step, Launch)])
@@ -60,5 +53,4 @@ class StepLoader:
 
 def launching(kernel: Kernel, launch: Launch) -> Enqueue:
     """Return the step that launches a loaded kernel."""
-    launcher = kernel.launcher(launch.arguments, early=launch.early)
-    return partial(launcher.launch, blocks=launch.blocks, threads=launch.threads)
+    return kernel.launcher(launch.arguments, launch.blocks, launch.threads, early=launch.early).launch

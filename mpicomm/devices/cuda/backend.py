@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import cupy
@@ -186,14 +187,19 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             kernel.launch_structure(stream, arguments, blocks=blocks, threads=threads)
 
     def launcher(self, variant: Variant, arguments: ctypes.Structure) -> Launch:
-        launch, context = self.load(variant).launcher(arguments).launch, self._context
+        kernel, context = self.load(variant), self._context
+
+        @cache
+        def launch_of(blocks: int, threads: int) -> Callable[[int], None]:
+            return kernel.launcher(arguments, blocks, threads).launch
 
         def enqueue(stream: int, blocks: int, threads: int) -> None:
+            launch = launch_of(blocks, threads)
             if context.is_current():  # cheaper than a change of context, and nearly always true
-                launch(stream, blocks, threads)
+                launch(stream)
             else:
                 with context.current():
-                    launch(stream, blocks, threads)
+                    launch(stream)
 
         return enqueue
 
@@ -214,7 +220,10 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         return enqueue
 
     def check(self) -> None:
-        (self._faults or self._fault_page()).check(self.calls)
+        faults = self._faults
+        # Usually there is no error, and every call comes here. `FaultPage.check` decides all other cases.
+        if faults is None or faults.error is not None or faults.record.state:
+            self._fault_page().check(self.calls)
 
     def untold(self) -> MpicommError | None:
         return None if self._faults is None else self._faults.untold(self.calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from cuda.bindings import driver
 
@@ -11,17 +12,22 @@ from mpicomm.devices.cuda.local_event import LocalEvent
 
 
 class Completions:
-    """A pool of events of one device, because the driver takes longer to create an event than to record it."""
+    """A pool of events of one device, because the driver takes longer to create an event than to record it.
 
-    def __init__(self) -> None:
+    ``current`` makes the device current in a ``with`` block.
+    """
+
+    def __init__(self, current: Callable[[], AbstractContextManager[None]]) -> None:
+        self._current = current
         self._idle: list[LocalEvent] = []
 
     def take(self) -> LocalEvent:
-        """Return an event for the caller to record. The device must be current."""
+        """Return an event for the caller to record."""
         try:
             return self._idle.pop()
         except IndexError:  # a test beforehand is not enough: a thread that completes requests may take the last event
-            return LocalEvent()
+            with self._current():
+                return LocalEvent()
 
     def of(self, event: LocalEvent) -> Callable[[], bool]:
         """Return a function that says whether the work before the recorded ``event`` is done; for any thread.

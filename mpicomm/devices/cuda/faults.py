@@ -94,8 +94,6 @@ class FaultPage:
 
         Local; does not wait for the device. ``calls`` gives the text of a `PeerError`.
         """
-        if self.error is None and self.record is not None and self.record.state != _WRITTEN:
-            return  # as `_found` says, but quicker, because every call comes here
         error = self._found(calls)
         if error is not None:
             self._is_told = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -52,11 +51,11 @@ class Kernel:
         ``early`` is for kernels that begin with ``wait_for_predecessor``: the device may set up their blocks while the
         previous kernel still runs.
         """
-        self.launcher(arguments, early=early).launch(stream, blocks, threads)
+        self.launcher(arguments, blocks, threads, early=early).launch(stream)
 
-    def launcher(self, arguments: ctypes.Structure, *, early: bool = False) -> Launcher:
+    def launcher(self, arguments: ctypes.Structure, blocks: int, threads: int, *, early: bool = False) -> Launcher:
         """Return a launcher that launches the kernel again and again, each time with the content of ``arguments``."""
-        return Launcher(self.address, arguments, early=early)
+        return Launcher(self.address, arguments, blocks, threads, early=early)
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -72,10 +71,6 @@ class _LaunchConfig(ctypes.Structure):
     ]
 
 
-_pack_config = struct.Struct("@7IQ").pack_into
-"""Writes the fields up to the stream, in less than half the time of single assignments."""
-
-
 class Launcher:
     """Launches the kernel at address ``function``, whose one parameter is a structure by value.
 
@@ -83,19 +78,19 @@ class Launcher:
     long. One thread uses it at a time.
     """
 
-    def __init__(self, function: int, arguments: ctypes.Structure, *, early: bool) -> None:
+    def __init__(self, function: int, arguments: ctypes.Structure, blocks: int, threads: int, *, early: bool) -> None:
         self._arguments = arguments  # keeps the memory that the driver reads
         self._parameters = ctypes.c_void_p(ctypes.addressof(arguments))
-        self._config = _LaunchConfig()
+        self._config = _LaunchConfig(grid=(blocks, 1, 1), block=(threads, 1, 1))
         if early:
             self._config.attributes, self._config.num_attributes = _early().getPtr(), 1
         pointers = ctypes.addressof(self._config), function, ctypes.addressof(self._parameters), None
         self._passed = tuple(map(ctypes.c_void_p, pointers))
         self._launch = _driver_library().cuLaunchKernelEx
 
-    def launch(self, stream: int, blocks: int, threads: int) -> None:
+    def launch(self, stream: int) -> None:
         """Enqueue the kernel on ``stream`` with a copy of its argument. Local, does not block; raises `HandleError`."""
-        _pack_config(self._config, 0, blocks, 1, 1, threads, 1, 1, 0, stream)
+        self._config.stream = stream
         status = self._launch(*self._passed)
         if status:
             check("cuLaunchKernelEx", driver.CUresult(status))

@@ -82,6 +82,10 @@ class CudaSideStreams:
         with self._context.current():
             return Mark(self._recorded(stream), self._events)
 
+    def event(self) -> LocalEvent:
+        with self._context.current():
+            return LocalEvent()
+
     def mark_again(self, mark: Mark, stream: int) -> Mark:
         """Return a mark as `mark` does. It is ``mark`` itself, which no other code may use."""
         if stream > 2 or runtime.getDevice() == self._ordinal:  # 0 to 2 name streams of the current device

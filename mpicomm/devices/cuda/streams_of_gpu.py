@@ -24,7 +24,7 @@ class StreamsOfGpu:
         self.lasting_streams = {0}
         self.note = self._threads.note
         """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
-        self._completions = Completions()
+        self._completions = Completions(context.current)
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Return the address of a ``stream=`` argument."""

@@ -17,8 +17,8 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.finish_launches import finish_launches
+from mpicomm.collectives.gpu.form_plan import MessagePlan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
-from mpicomm.collectives.gpu.message_plan import MessagePlan
 from mpicomm.collectives.gpu.pack_launches import pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
@@ -86,8 +86,8 @@ class DomainsEngine:
         self._scratch = [GrowingScratch(backend) for _ in range(DEPTH)]
         self._packed = GrowingScratch(backend)
         self._tokens = GrowingScratch(backend)
-        with backend.current():
-            self._order = StreamOrder()
+        self._order = StreamOrder(backend.current)
+        self.completion = self._order.completion
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
         """Return this rank's part of a call that was read; see `DeviceEngine.prepare_call`."""
@@ -191,7 +191,15 @@ class DomainsEngine:
         """See `DeviceEngine.message_plan`."""
         return self._engine.message_plan(text, sent, received, element_nbytes)
 
-    def enqueue(self, plan: DomainsPlan | Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+    def enqueue(
+        self,
+        plan: DomainsPlan | Any,
+        stream: int,
+        *,
+        again: bool = False,
+        meets: bool = False,
+        event: LocalEvent | None = None,
+    ) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
         ``meets`` is for plans of one domain, because only their data lets the ranks of several domains meet. If the
@@ -199,7 +207,7 @@ class DomainsEngine:
         `InvalidUsageError` in a capture.
         """
         if not isinstance(plan, DomainsPlan):  # it is a plan of one domain
-            return self._engine.enqueue(plan, stream, again=again, meets=meets)
+            return self._engine.enqueue(plan, stream, again=again, meets=meets, event=event)
         if not self._transport.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(
                 f"{plan.text}: the engine {self._transport.name} between peer domains blocks the host and cannot be "
@@ -207,7 +215,7 @@ class DomainsEngine:
             )
         enqueue = partial(self._enqueue, plan, again)
         with self._backend.current():
-            return self._order.enqueue(stream, enqueue, enqueue)
+            return self._order.enqueue(stream, enqueue, enqueue, event)
 
     def _enqueue(self, plan: DomainsPlan, again: bool, stream: int) -> None:
         def start(network_step: NetworkStep) -> Callable[[], object]:
@@ -238,15 +246,6 @@ class DomainsEngine:
         rank = self._layout.rank
         said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
         return PeerError(said, ranks=[rank])
-
-    def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether all earlier work is done; callable in any thread. Local."""
-        with self._backend.current():
-            return self._order.completion()
-
-    def hand_over(self, replacement: LocalEvent | None) -> LocalEvent | None:
-        """Return None, because this engine may leave a call to the engine of its peer domain, which has the event."""
-        return None
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the scratch memory of this rank; local.

@@ -39,8 +39,8 @@ class Rig:
         self.told: list[str] = []
         self.shapes: list[dict[str, Any]] = []
 
-        def launcher(x: Any, early: bool) -> Any:
-            def launch(stream: int, blocks: int, threads: int) -> None:
+        def launcher(x: Any, blocks: int, threads: int, *, early: bool) -> Any:
+            def launch(stream: int) -> None:
                 self.launched.append(x)
                 self.shapes.append({"blocks": blocks, "threads": threads, "early": early})
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,14 +57,13 @@ class Device:
         self.node = Node(team, Arena(size, regions=regions), blocks, link_speed, most_staged_nbytes=1 << 30)
         self.launched: list[Any] = []
 
-    def launcher(self, variant: Any, arguments: ctypes.Structure, early: bool) -> Any:
-        def launch(stream: int, blocks: int, threads: int) -> None:
-            self.launched = [as_enqueued(Launch(variant, arguments, blocks, threads, early))]
-
-        return SimpleNamespace(launch=launch)
+    def launch(self, plan: FormPlan) -> None:
+        """Launch the call that was filled into a plan."""
+        self.launched = []
+        assert plan.launch is not None
+        plan.launch(7)
 
     def enqueuers(self, steps: Sequence[Step]) -> list[Any]:
-        self.launched = []
         return [lambda stream, step=step: self.launched.append(as_enqueued(step)) for step in steps]
 
 

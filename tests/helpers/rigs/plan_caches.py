@@ -14,6 +14,7 @@ from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.symmetric.registry import Mappings
+from mpicomm.ways.on_gpus import OnGpus
 
 
 class Array:
@@ -91,7 +92,8 @@ class Known:
         backend = SimpleNamespace(stream=lambda stream, array: stream or array)
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
         self.runs = True  # the stream is not in a capture
-        engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: self.enqueued.copy)
+        self.done = False
+        engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: lambda: self.done)
         self._calls = PlanCache(session, engine)
 
     def _require_usable(self, what: str) -> None:
@@ -121,12 +123,16 @@ class Known:
         assert again
         return plan
 
-    def begin(self, operation: str, given: Arguments) -> Any:
-        """Begin a known call; return the function that says whether it is done."""
-        call = (OPERATIONS[operation], "auto", given.send, given.receive, given.op, given.root, given.counts, ())
-        found = self._calls.find(*call)
-        assert found is not None
-        return self._calls.begin(found, 7, given.send, given.receive)
+    def start(self, operation: str, given: Arguments) -> MPI.Request:
+        """Start a known call; return its request."""
+        session: Any = self._calls._session
+        session.backend.check, session.backend.prepare_thread = (lambda: None), lambda: None
+        engines: Any = SimpleNamespace(gpu=self._calls)
+        way = OnGpus(session, engines, SimpleNamespace())  # type: ignore[arg-type]
+        fields = [getattr(given, name) for name in Arguments.__slots__]
+        request = way.start_known(OPERATIONS[operation], 7, "auto", tuple(fields))
+        assert request is not None
+        return request
 
 
 def install_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,13 +230,13 @@ def test_buffers_that_the_caller_drops_live_until_the_call_is_over(
     buffers = [Placed(xp, np.ones(3, np.float16)).array for _ in range(2)]
     for _ in range(2):  # the second time it may be known
         request: Any = comm.Iallreduce(*buffers)
-        kept = request.work.kept
-        if request.work.over:  # as on the host, because a call is over there when it returns
+        kept = request.kept
+        if request.over:  # as on the host, because a call is over there when it returns
             assert kept is None
         else:
             assert kept[0] is buffers[0] and kept[1] is buffers[1]
         request.Wait()
-        assert request.work.kept is None
+        assert request.kept is None
 
 
 def test_bad_arguments_are_refused_when_prepared(comm: mpicomm.Communicator, xp: Any) -> None:

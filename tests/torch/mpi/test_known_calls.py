@@ -1,4 +1,4 @@
-"""A call that was made before is known, and so is enqueued without the Communicator's methods."""
+"""A call that was made before is known, and so is found without the Communicator's methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from mpicomm.torch.known_calls import TensorCall
 
 pytestmark = pytest.mark.host_alone
 
-STREAM = 7
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
@@ -32,14 +31,9 @@ class Comm:
         self.rank = rank
         self.knows_forms = False
         """Whether all calls of a form are known after the first one, whatever their counts."""
-        self.enqueued: list[str] = []
-        """The calls that were enqueued again."""
-        backend = SimpleNamespace(note=lambda stream: None)
-        session: Any = SimpleNamespace(mappings=Mappings(), backend=backend, require_usable=lambda what: None)
+        session: Any = SimpleNamespace(mappings=Mappings())
         form = SimpleNamespace(text="a form", is_old=False, takes=lambda *_: True, fill=lambda *_: True)
-        engine: Any = SimpleNamespace(
-            enqueue=lambda plan, stream, again: self.enqueued.append(plan.text), form_plan=lambda *_: form
-        )
+        engine: Any = SimpleNamespace(form_plan=lambda *_: form)
         self._cache = PlanCache(session, engine)
         self._collectives = SimpleNamespace(engines=SimpleNamespace(gpu=self._cache))
 
@@ -88,11 +82,10 @@ NAMES = list(calls(SimpleNamespace(rank=0, size=2)))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_is_known_after_it_was_made(comm: Comm, name: str) -> None:
     call, given = calls(comm)[name]
-    assert not call.known(STREAM, *given)
+    assert call.find(*given) is None
     call.carry_out(*given)
-    assert not comm.enqueued
-    assert call.known(STREAM, *given)
-    assert comm.enqueued == [name.split()[0]]
+    known = call.find(*given)
+    assert known is not None and known.plan.text == name.split()[0]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +101,7 @@ def test_a_call_is_known_after_it_was_made(comm: Comm, name: str) -> None:
 def test_another_view_of_the_same_memory_is_not_known(comm: Comm, changed: Callable[[Any], Any]) -> None:
     call, (tensor, *others) = calls(comm)["Bcast"]
     call.carry_out(tensor, *others)
-    assert not call.known(STREAM, changed(tensor), *others)
+    assert not call.find(changed(tensor), *others)
 
 
 @pytest.mark.parametrize("rows", [(4,), (4, 3)], ids=["of numbers", "of rows"])
@@ -117,18 +110,18 @@ def test_only_splits_that_share_all_rows_are_known(comm: Comm, rows: tuple[int, 
     call = TensorCalls(comm).all_to_all  # type: ignore[arg-type]
     received, sent = torch.zeros(rows), torch.zeros(rows)
     call.carry_out(received, sent, [], [])
-    assert call.known(STREAM, received, sent, [1, 3], [3, 1])
+    assert call.find(received, sent, [1, 3], [3, 1])
     for wrong in ([1, 2], [2, 3], [4], [1, 1, 2]):
-        assert not call.known(STREAM, received, sent, wrong, [3, 1])
-        assert not call.known(STREAM, received, sent, [1, 3], wrong)
+        assert not call.find(received, sent, wrong, [3, 1])
+        assert not call.find(received, sent, [1, 3], wrong)
     odd = torch.zeros(3, *rows[1:])
-    assert call.known(STREAM, odd, sent, [1, 2], [])
-    assert not call.known(STREAM, odd, sent, [], [])
+    assert call.find(odd, sent, [1, 2], [])
+    assert not call.find(odd, sent, [], [])
 
 
 def test_a_sum_with_factors_is_not_known(comm: Comm) -> None:
     every, tensor = TensorCalls(comm), torch.zeros(4)  # type: ignore[arg-type]
     for op in (SUM, dist._make_nccl_premul_sum(2.0)):
         every.all_reduce.carry_out(tensor, op)
-    assert every.all_reduce.known(STREAM, tensor, SUM)
-    assert not every.all_reduce.known(STREAM, tensor, dist._make_nccl_premul_sum(2.0))
+    assert every.all_reduce.find(tensor, SUM)
+    assert not every.all_reduce.find(tensor, dist._make_nccl_premul_sum(2.0))

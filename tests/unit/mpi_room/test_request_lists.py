@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
 
 LONG_S = 20
 TAG = 5
@@ -21,7 +21,7 @@ Switch = Callable[[], object]
 completer = Completer()
 
 
-def own(number: int = 0, error: Exception | None = None) -> tuple[DeferredWork, Switch]:
+def own(number: int = 0, error: Exception | None = None) -> tuple[DeferredRequest, Switch]:
     """Work that is done when the test says so, with a status that counts ``number`` bytes."""
     done: list[bool] = []
     status = MPI.Status()
@@ -34,7 +34,7 @@ def own(number: int = 0, error: Exception | None = None) -> tuple[DeferredWork, 
             raise error
         return bool(done)
 
-    return completer.add(DeferredWork(ask, lambda: None, status), lambda: None), lambda: done.append(True)
+    return completer.add(DeferredRequest.of(ask, lambda: None, status), lambda: None), lambda: done.append(True)
 
 
 class Mixture:
@@ -50,7 +50,7 @@ class Mixture:
         self.inactive = self.comm.Recv_init(bytearray(3), 0, 1)
         self.sent: list[MPI.Request] = []
         self.requests = [
-            DeferredRequest(deferred), NULL, self.comm.irecv(None, 0, TAG), self.idle, self.persistent, self.inactive,
+            deferred, NULL, self.comm.irecv(None, 0, TAG), self.idle, self.persistent, self.inactive,
             self.comm.Irecv(bytearray(3), 0, 2),
         ]  # fmt: skip
         self.active = [0, 2, 4, 6]
@@ -129,7 +129,7 @@ def test_waiting_for_all(mixture: Mixture, lower: bool) -> None:
     mixture.require_over()
     work, done = own()
     done()
-    assert MPI.Request.Waitall((NULL, DeferredRequest(work)), (MPI.Status(),)) is True  # type: ignore[arg-type]
+    assert MPI.Request.Waitall((NULL, work), (MPI.Status(),)) is True  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lower", [False, True])
@@ -186,7 +186,7 @@ def test_some(mixture: Mixture, lower: bool, waits: bool) -> None:
 def test_errors_are_raised_and_lose_no_other_request() -> None:
     for call in ("Waitall", "Testall", "Waitsome", "Testsome", "Waitany", "Testany"):
         (failing, fails), (sound, succeeds) = own(error=ValueError("it went wrong")), own(3)
-        requests: list[MPI.Request] = [DeferredRequest(failing), DeferredRequest(sound), NULL]
+        requests: list[MPI.Request] = [failing, sound, NULL]
         fails()
         succeeds()
         if call.endswith("some"):
@@ -204,8 +204,8 @@ def test_a_list_that_waits_lets_mpi_go_on_with_the_others() -> None:
     content = bytearray(1 << 20)
     receive = comm.Irecv(content, 0, 1)
     send = comm.Isend(b"7" * (1 << 20), 0, 1)
-    work = DeferredWork(lambda: content[-1] == ord("7"), lambda: None)
-    requests = [DeferredRequest(work), receive, send]
+    work = DeferredRequest.of(lambda: content[-1] == ord("7"), lambda: None)
+    requests = [work, receive, send]
     MPI.Request.Waitall(requests)
     assert requests == [NULL] * 3
     comm.Free()
@@ -215,7 +215,7 @@ def test_startall_starts_requests_of_all_kinds() -> None:
     comm = MPI.Intracomm(MPI.COMM_SELF).Dup()
     content, started = bytearray(3), []
 
-    def begin() -> DeferredWork:
+    def begin() -> DeferredRequest:
         started.append(True)
         work, done = own()
         done()
@@ -241,8 +241,7 @@ def test_cancelled_requests_in_lists(method: str) -> None:
         cancelled.append(True)
         status.Set_cancelled(True)
 
-    work = completer.add(DeferredWork(lambda: bool(cancelled), lambda: None, status, cancel), lambda: None)
-    request = DeferredRequest(work)
+    request = completer.add(DeferredRequest.of(lambda: bool(cancelled), lambda: None, status, cancel), lambda: None)
     statuses: list[MPI.Status] = []
     getattr(request, method)()
     MPI.Request.Waitall([NULL, request], statuses)
@@ -251,8 +250,7 @@ def test_cancelled_requests_in_lists(method: str) -> None:
 
 def test_lower_case_waits_of_one_request() -> None:
     for wait in (True, False):
-        work, done = own(4)
-        request, status = DeferredRequest(work), MPI.Status()
+        (request, done), status = own(4), MPI.Status()
         assert not request.get_status()
         done()
         if wait:
@@ -272,8 +270,7 @@ def test_generalized_requests_of_the_program() -> None:
 
 
 def test_empty_lists_and_bad_arguments() -> None:
-    work, done = own()
-    request = DeferredRequest(work)
+    request, done = own()
     empties: list[list[MPI.Request]] = [[], [NULL], [NULL] * 3]
     for empty in empties:
         assert MPI.Request.Waitall(empty) is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.inputs import patterns
-from tests.helpers.rigs.fake_engines import BYTE, Rig
+from tests.helpers.rigs.fake_engines import BYTE, STREAM, Rig
 
 MIB = 1 << 20
 
@@ -75,14 +76,14 @@ def test_the_whole_input_counts_as_the_longest_message_if_counts_lie_on_the_devi
         rig.engine.prepare_call(call, Mappings(), "two_shot")
 
 
-def test_only_a_call_with_work_hands_an_event_over(rig: Rig) -> None:
-    """The event of an earlier call may be on another stream, so it does not follow a call without work."""
+def test_only_a_call_with_work_records_the_event_of_the_caller(rig: Rig, cuda: FakeCuda) -> None:
+    """Earlier work may be on another stream, so an event there would not follow a call without work."""
+    event = importlib.import_module("mpicomm.devices.cuda.local_event").LocalEvent()
     nothing = rig.engine.prepare_alone("a call without work", [])
-    rig.enqueue(rig.alltoallv(4096))
-    assert rig.engine.hand_over(None) is not None
-    rig.enqueue(rig.alltoallv(4096))
-    rig.enqueue(nothing)
-    assert rig.engine.hand_over(None) is None
+    assert not rig.engine.enqueue(nothing, STREAM, event=event)
+    assert cuda.events[event.ptr] is None
+    assert rig.engine.enqueue(rig.alltoallv(4096), STREAM, event=event)
+    assert cuda.events[event.ptr] == cuda.end_of(STREAM)
 
 
 def test_the_engine_says_its_memory(rig: Rig) -> None:

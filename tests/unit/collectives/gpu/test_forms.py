@@ -80,7 +80,7 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
         requests = algorithm.memory(planned, device.node)
         assert filled == all(map(device.node.arena.has, requests))
         if filled:
-            plan.launch(7)
+            device.launch(plan)
             assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
             assert plan.text == planned.text(into_memory=algorithm.into_memory)
             assert plan.choice.algorithm == algorithm.name
@@ -105,7 +105,7 @@ def test_a_call_of_any_length_is_filled_in(operation: Operation, rank: int, symm
         algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
         assert fill(plan, call)
         ways.append(algorithm)
-        plan.launch(7)
+        device.launch(plan)
         assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
     assert len({*ways}) > 1
 
@@ -134,7 +134,7 @@ def test_the_launch_of_another_call_is_another_one(name: str, asked: str, symmet
         call = call_of(operation, 1, 3, count, dtype, 0, in_place=False, at=at)
         plan = plan_of(call, device, asked, mappings)
         assert fill(plan, call)
-        plan.launch(7)
+        device.launch(plan)
         launched.add(str([each[:2] if isinstance(each, tuple) else each for each in device.launched]))
     assert len(launched) == 4
 
@@ -194,7 +194,7 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
         filled = plan.fill(sent, received)
         assert filled == (packets and all(map(device.node.arena.has, requests)))
         if filled:
-            plan.launch(7)
+            device.launch(plan)
             assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
             assert plan.text == planned.text(into_memory=False)
             longest = longest_with_peers(planned.one_shot, rank) if operation.counts == "private" else None
@@ -223,7 +223,7 @@ def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_planned(dat
         there = all(map(device.node.arena.has, algorithm.memory(planned, device.node)))
         assert plan.fill(sent, received) == (packets and there)
         if packets and there:
-            plan.launch(7)
+            device.launch(plan)
             assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
             assert plan.text == planned.text(into_memory=False)
         assert not plan.fill((sent[0], sent[1] + 1, *sent[2:]), received)  # recvcounts do not cut all of it
@@ -264,7 +264,7 @@ def test_a_filled_call_of_neighbours_is_launched_as_if_it_had_been_planned(data:
         sent, received = map(plain_array, arguments)
         assert plan.takes(sent, received)
         assert plan.fill(sent, received)
-        plan.launch(7)
+        device.launch(plan)
         assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
         assert plan.text == planned.text(into_memory=False)
         assert plan.private_nbytes == longest_with_peers(planned.one_shot, rank)

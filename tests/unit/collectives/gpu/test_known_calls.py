@@ -37,12 +37,16 @@ def test_a_known_call_is_on_the_current_stream_of_the_library_it_was_on() -> Non
             assert known.streams.pop() is where
 
 
-def test_a_known_call_that_is_begun_says_when_it_is_done() -> None:
+def test_the_request_of_a_known_call_says_when_the_call_is_done() -> None:
     known, given = Known(), arguments(Array(16), Array(64))
     plan = known.add("Allreduce", given)
-    assert known.begin("Allreduce", given)() == [(plan, 7, True)]  # the answer of the engine
-    known.runs = False
-    assert known.begin("Allreduce", given)() is True
+    request = known.start("Allreduce", given)
+    assert known.enqueued == [(plan, 7, True)]
+    assert not request.Test()
+    known.done = True
+    assert request.Test()
+    known.runs = known.done = False
+    assert known.start("Allreduce", given).Test()
 
 
 def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +64,12 @@ def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypa
     for of_device, of_stream in ((False, False), (True, False), (True, True)):
         backend.meets = lambda stream, array, several=of_device: several
         backend.waits_beside = lambda stream, array, several=of_stream: several
-        known._calls.run(call, 7, given.send, given.receive)
+        known._calls.enqueue(call, 7, given.send, given.receive, blocking=True)
     side = "beside", ("behind", 7)
     assert known.enqueued == [(plan, 7, True), (plan, 7, True), (plan, side, True)]
     assert known.met == [False, True, True]
     assert said == [["waits for", side, 3], side, "check"]
-    known._calls.begin(call, 7, given.send, given.receive)
+    known._calls.enqueue(call, 7, given.send, given.receive)
     assert known.enqueued[3:] == [(plan, 7, True)]  # a nonblocking call must not wait
 
 
@@ -85,11 +89,11 @@ def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: b
     found = known._calls.find(*call)
     assert found is not None
     backend.stream = lambda stream, array: stream or "current"
-    for carry_out in (known._calls.run, known._calls.enqueue):
+    for blocking in (True, False):
         for stream in (None, 7):
-            carry_out(found, stream, given.send, given.receive)
+            known._calls.enqueue(found, stream, given.send, given.receive, blocking=blocking)
     backend.stream = lambda stream, array: "captures"
-    known._calls.run(found, None, given.send, given.receive)
+    known._calls.enqueue(found, None, given.send, given.receive)
     assert waited == ["current"] * 2 * by_address
 
 

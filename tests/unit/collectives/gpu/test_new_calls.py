@@ -66,7 +66,7 @@ class Calls:
         """Make a call as the dispatcher does."""
         known = self.find(operation, send, receive, op, counts)
         if known is not None:
-            self._cache.run(known, None, send, receive)
+            self._cache.enqueue(known, None, send, receive, blocking=True)
             return
         self.planned += 1
         call = Call(operation, Arguments(send, receive, op, 0, counts), 0, 2)

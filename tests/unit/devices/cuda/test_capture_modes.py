@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
-from mpicomm.mpi.requests import Completer, DeferredWork
+from mpicomm.mpi.requests import Completer, DeferredRequest
 from tests.helpers.fakes.fake_cuda import FakeCuda
 
 LONG_S = 20
@@ -34,8 +35,8 @@ def test_requests_are_completed_whatever_other_threads_capture(cuda: FakeCuda, b
         return len(seen) == 3
 
     backend.make_current()  # as the creation of a communicator does
-    work = DeferredWork(look, lambda: seen.append(cuda.mode))
-    request = Completer().add(work, backend.prepare_thread).request
+    work = DeferredRequest.of(look, lambda: seen.append(cuda.mode))
+    request = MPI.Request.fromhandle(Completer().add(work, backend.prepare_thread).handle)
     until = time.monotonic() + LONG_S
     while not request.Test():
         assert time.monotonic() < until

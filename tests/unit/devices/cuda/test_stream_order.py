@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ STREAMS = (1, 2, 3, 4)
 @pytest.fixture
 def order(cuda: FakeCuda) -> Iterator[Any]:
     """An order in which two of the streams are lasting."""
-    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder({0, 1, 2})
+    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder(nullcontext, {0, 1, 2})
     yield order
     order.close()
 
@@ -47,19 +48,21 @@ def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, ord
 
 
 @pytest.mark.parametrize("cuda", range(50), indirect=True)
-def test_an_event_that_was_handed_over_may_come_back_at_any_time(cuda: FakeCuda, order: Any) -> None:
+def test_an_event_of_the_caller_may_come_again_at_any_time(cuda: FakeCuda, order: Any) -> None:
+    new = importlib.import_module("mpicomm.devices.cuda.local_event").LocalEvent
     carried_out: list[int] = []
     held: list[tuple[Place, Any]] = []
     idle: list[Any] = []
     for piece in range(60):
         stream = cuda.rng.choice(STREAMS)
-        order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None)
-        if cuda.rng.random() < 0.7:
-            event = order.hand_over(idle.pop() if idle else None)
+        event = (idle.pop() if idle else new()) if cuda.rng.random() < 0.7 else None
+        order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None, event)
+        if event is not None:
             held.append((cuda.end_of(stream), event))
-            assert order.hand_over(None) is None  # the event has an owner
         elif cuda.rng.random() < 0.3:
             order.completion()
+        if idle and cuda.rng.random() < 0.1:
+            idle.pop()  # the caller drops an event for which the next piece may wait
         cuda.go_on()
         for place, event in held:
             assert (cuda.cuEventQuery(event.ptr) == (0,)) == cuda.is_over(place)
@@ -69,11 +72,11 @@ def test_an_event_that_was_handed_over_may_come_back_at_any_time(cuda: FakeCuda,
     assert carried_out == list(range(60))
 
 
-def test_a_piece_of_a_capture_has_no_event_to_hand_over(cuda: FakeCuda, order: Any) -> None:
-    order.enqueue(1, partial(cuda.enqueue, act=int), None)
+def test_a_piece_of_a_capture_does_not_record_the_event_of_the_caller(cuda: FakeCuda, order: Any) -> None:
+    event = importlib.import_module("mpicomm.devices.cuda.local_event").LocalEvent()
     cuda.captures = {2: 7}
-    order.enqueue(2, None, partial(cuda.enqueue, act=int))
-    assert order.hand_over(None) is None
+    assert not order.enqueue(2, None, partial(cuda.enqueue, act=int), event)
+    assert cuda.events[event.ptr] is None
 
 
 @pytest.mark.parametrize(("stream", "waits"), [(0, 0), (1, 0), (3, 2)])

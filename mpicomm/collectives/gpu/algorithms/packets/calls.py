@@ -80,6 +80,8 @@ class PacketBlocks(PacketTemplate):
             return None
         values = [0, *lengths, *begins]
         if self._is_private:
-            self.private_nbytes = self.longest_with_peers(values)
-            return self.write(values, longest, ANY_NBYTES, hash32, way)
+            self.private_nbytes = max(self._of_others(values))
+            # Whatever other ranks send, short messages have the launch of the way.
+            nbytes = longest if longest <= way.step_nbytes else ANY_NBYTES
+            return self.write(values, longest, nbytes, hash32, way)
         return self.write(values, longest, longest, hash32, way)

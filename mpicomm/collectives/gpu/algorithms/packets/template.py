@@ -23,7 +23,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     wire_options,
 )
 from mpicomm.collectives.gpu.algorithms.packets.coded import Coding
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, Stepped
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.epilogues.base import Fused
@@ -92,7 +92,7 @@ class PacketTemplate:
         self._inboxes = struct.Struct(f"={words}{absent}Q")
         self._filled_inboxes: Inboxes | None = None
         self._cut: tuple[int, PacketWay | None, int, int] = 0, None, 0, 0
-        """The last arguments of `_steps`, and its result. Calls of any length always have the same."""
+        """The last arguments of `_steps`, and its result."""
 
         numbers: dict[Span | None, int] = {None: 0}
 
@@ -139,7 +139,7 @@ class PacketTemplate:
         them. ``tag`` is made of the facts in which all ranks must agree. These three last are the same on all ranks.
         """
         if nbytes <= way.step_nbytes:
-            filled, steps, laps, paced = way.in_one_step, 1, 1, 0
+            filled, steps, laps, paced = way.in_one_step
         else:
             filled, steps, laps, paced = self._in_steps(values, longest, nbytes, way)
         if self._has_one_tag:
@@ -189,13 +189,12 @@ class PacketTemplate:
             wire=wire,
         )
 
-    def longest_with_peers(self, values: list[int]) -> int:
-        """Return the most bytes that go one way between this rank and a peer."""
-        return max(self._of_others(values))
-
-    def _in_steps(self, values: list[int], longest: int, nbytes: int, way: PacketWay) -> tuple[Filled, int, int, int]:
-        """Return the launch of a call in several steps, its steps, the steps of its inboxes, and as `_paced`."""
-        steps, laps = self._steps(nbytes, way)
+    def _in_steps(self, values: list[int], longest: int, nbytes: int, way: PacketWay) -> Stepped:
+        """Return the launch of a call that takes several steps on some rank."""
+        of, cut_by, steps, laps = self._cut
+        if nbytes != of or way is not cut_by:  # calls of any length always have the same cut
+            steps, laps = self._steps(nbytes, way)
+            self._cut = nbytes, way, steps, laps
         threads, paced = way.blocks * way.workers, 0
         if not (self._fans or self._rows):
             # The steps that the data between this rank and its peers takes, whatever the other ranks send.
@@ -208,9 +207,6 @@ class PacketTemplate:
 
     def _steps(self, nbytes: int, way: PacketWay) -> tuple[int, int]:
         """Return the steps of messages of so many bytes, and after how many steps a launch uses slots again."""
-        of, cut_by, steps, laps = self._cut
-        if nbytes == of and way is cut_by:
-            return steps, laps
         units = -(-nbytes // way.unit_nbytes)
         if self._coding is not None:
             units = -(-units // LANES) * LANES
@@ -218,7 +214,6 @@ class PacketTemplate:
         laps = steps if units <= way.slots else way.laps
         if steps > laps and (laps < FEWEST_LAPS + self._rows or way.protocol == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {way.inboxes.nbytes} bytes")
-        self._cut = nbytes, way, steps, laps
         return steps, laps
 
     def _paced(self, values: list[int], inbox_nbytes: int) -> int:

@@ -25,6 +25,9 @@ from mpicomm.collectives.gpu.algorithms.packets.protocols import ProtocolLimits
 from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.kernels.team import LANES
 
+Stepped = tuple[Filled, int, int, int]
+"""A launch, its steps, the steps that an inbox holds, and the peers with which the ranks pace each other, as bits."""
+
 
 class PacketWay(NamedTuple):
     """How a launch carries messages of some lengths; the same on all ranks."""
@@ -43,7 +46,7 @@ class PacketWay(NamedTuple):
     """The steps that an inbox holds."""
     step_nbytes: int
     """The longest message that goes in one step."""
-    in_one_step: Filled
+    in_one_step: Stepped
     """The launch for messages of at most `step_nbytes`."""
 
     @classmethod
@@ -59,7 +62,8 @@ class PacketWay(NamedTuple):
         threads = blocks * workers
         step_nbytes, launch = packet_nbytes * min(threads, packets), ((protocol, "one"), blocks, workers + OVERSEERS)
         unit_nbytes, laps = parts * packet_nbytes, slots // threads
-        return cls(protocol, inboxes, blocks, workers, parts, unit_nbytes, slots, laps, step_nbytes, launch)
+        one_step = launch, 1, 1, 0
+        return cls(protocol, inboxes, blocks, workers, parts, unit_nbytes, slots, laps, step_nbytes, one_step)
 
 
 WayOf = Callable[[int], "PacketWay | None"]
@@ -130,7 +134,9 @@ def any_length_ways(node: Node) -> WayOf:
 
 def any_length_way(node: Node, inboxes: Inboxes) -> PacketWay:
     """Return the way of messages of any length in these inboxes."""
-    return PacketWay.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size))
+    way = PacketWay.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size))
+    launch, steps, _, paced = way.in_one_step
+    return way._replace(in_one_step=(launch, steps, way.laps, paced))  # other ranks may have longer messages
 
 
 def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:

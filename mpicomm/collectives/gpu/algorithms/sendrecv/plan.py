@@ -10,7 +10,6 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
     SENDRECV_SLOT_NBYTES,
     SENDRECV_SLOTS,
     SendrecvArguments,
-    sendrecv_kernel,
 )
 from mpicomm.collectives.gpu.algorithms.sendrecv.template import SendrecvTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
@@ -53,5 +52,5 @@ class SendrecvPlanner:
         """Return the launch for two messages, as `template` takes them; None if both are empty."""
         template = self.template(sent, received, memory)
         send, receive = (Span(0, 0) if message is None else message.span for message in (sent, received))
-        blocks, threads = template.fill(send.pointer, send.count, receive.pointer, receive.count)
-        return Launch(sendrecv_kernel(), template.arguments, blocks, threads) if blocks else None
+        filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
+        return None if filled is None else Launch(template.variant(None), template.arguments, *filled[1:])

@@ -11,7 +11,10 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
     SENDRECV_SLOT_NBYTES,
     SENDRECV_THREADS,
     SendrecvArguments,
+    sendrecv_kernel,
 )
+from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.kernels.variant import Variant
 
 _AT_SIDES: int = SendrecvArguments.sent.offset
 _SIDES = struct.Struct("=3Q4I3Q4I")  # two of `SendrecvSide`, which lie one after the other
@@ -34,13 +37,20 @@ class SendrecvTemplate:
         self._channels = channels
         self._ends = _end(sent), _end(received)
 
-    def fill(self, send: int, send_nbytes: int, receive: int, receive_nbytes: int) -> tuple[int, int]:
-        """Write a call into `arguments`; local. Return its blocks and threads; 0 blocks if both messages are empty."""
+    early = False
+
+    def variant(self, kernel: None) -> Variant:
+        """See `Template`."""
+        return sendrecv_kernel()
+
+    def fill(self, send: int, send_nbytes: int, receive: int, receive_nbytes: int) -> Filled | None:
+        """Write a call into `arguments`; local. Return None if both messages are empty."""
         to, of = self._ends
         sent, received = self._side(send, send_nbytes, *to), self._side(receive, receive_nbytes, *of)
         _SIDES.pack_into(self.arguments, _AT_SIDES, *sent, *received)
         longest = min(max(sent[2], received[2]), SENDRECV_SLOT_NBYTES)
-        return sent[4] + received[4], threads_for(longest, SENDRECV_THREADS)
+        blocks = sent[4] + received[4]
+        return (None, blocks, threads_for(longest, SENDRECV_THREADS)) if blocks else None
 
     def _side(self, pointer: int, nbytes: int, peer: int, tag: int, mask: int) -> _Side:
         """Return the fields of `SendrecvSide`."""
