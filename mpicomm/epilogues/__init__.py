@@ -64,8 +64,9 @@ def rms_norm(
     The elements are floats, and a row has as many elements as ``weight``. h = result + linear_bias + residual; residual
     becomes h; recvbuf becomes h / sqrt(mean of h * h over the row + eps) * weight. ``linear_bias``, a row of the type
     of ``sendbuf``, is the bias of the product whose parts the call adds. The computation is in float32, or in float64
-    for float64. h is rounded to the type of ``sendbuf``, and residual also has this type. The arrays share no memory,
-    and the call's ``sendbuf`` shares none with residual and scales.
+    for float64. h is rounded to the type of ``sendbuf``, and residual also has this type. All ranks pass equal arrays,
+    because one rank may compute h for all. The arrays share no memory, and the call's ``sendbuf`` shares none with
+    residual and scales.
 
     With ``scale`` or ``scales`` the row becomes codes, with saturation. ``recvbuf`` has float8_e4m3fn or float8_e5m2,
     or uint8 with two codes float4_e2m1fn in each byte, the first in the lower half. These need ``scales``. ``scale``, a

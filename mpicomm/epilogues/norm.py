@@ -26,6 +26,7 @@ _BLOCKS_OF_A_MULTIPROCESSOR = 8
 _PACKET_NBYTES = 16
 _BLOCK = 1 << 16  # the elements that NumPy computes at once
 _LAYOUTS = ("linear", "128x4")
+_ROWS = ("residual", "weight", "bias", "linear_bias")  # the arrays of which threads read packets
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,7 @@ class BoundNorm(BoundEpilogue):
         self._hidden = weight.total
         self._rows = arrays["residual"].total // weight.total
 
-    @property
-    def _options(self) -> tuple[str, ...]:
+    def _options(self, *, aligned: bool = False) -> tuple[str, ...]:
         weight, codes = self._arrays["weight"].dtype, self._codes
         assert weight is not None
         return norm_options(
@@ -207,6 +207,7 @@ class BoundNorm(BoundEpilogue):
             linear_bias="linear_bias" in self._arrays,
             codes=None if codes is None else codes.type,
             scales=None if codes is None or codes.scales is None else (codes.scales, codes.group),
+            aligned=aligned,
         )
 
     def _arguments(self, output: int, rows_of_shard: int) -> NormArguments:
@@ -221,13 +222,16 @@ class BoundNorm(BoundEpilogue):
     def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
         """See `BoundEpilogue`."""
         rows = Rows(-(-self._rows // shards), self._hidden * self.dtype.itemsize)
-        return Fused(self._options, self._arguments(finished, rows.count), rows)
+        # Other ranks may have arrays at other addresses, because ranks need not run the same code for them.
+        places = [finished, rows.nbytes, *(self._arrays[name].pointer for name in _ROWS if name in self._arrays)]
+        aligned = all(place % _PACKET_NBYTES == 0 for place in places)
+        return Fused(self._options(aligned=aligned), self._arguments(finished, rows.count), rows)
 
     def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
         arguments = NormKernelArguments(source, failed, self._arguments(output, self._rows))
         blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
-        return KernelCall(norm_kernel(self.dtype.name, self._options), arguments, blocks, NORM_THREADS)
+        return KernelCall(norm_kernel(self.dtype.name, self._options()), arguments, blocks, NORM_THREADS)
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """See `BoundEpilogue`. It adds numbers in the order of the kernel, so it has the kernel's bits."""

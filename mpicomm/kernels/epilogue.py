@@ -82,12 +82,14 @@ def norm_options(
     linear_bias: bool = False,
     codes: str | None = None,
     scales: tuple[str, int] | None = None,
+    aligned: bool = False,
 ) -> tuple[str, ...]:
     """Return the options for a kernel that normalises rows of reduced elements: see norm.cuh.
 
     ``codes`` is the type of codes, and ``scales`` the type of their scales and the elements of a group, 0 for a row.
+    ``aligned`` is whether all arrays lie at multiples of 16 bytes, and rows are whole packets.
     """
-    flags = {"CENTRED": centred, "BIAS": bias, "LINEAR_BIAS": linear_bias}
+    flags = {"CENTRED": centred, "BIAS": bias, "LINEAR_BIAS": linear_bias, "ALIGNED": aligned}
     scaled: tuple[str, ...] = () if codes is None else (f"-DMPICOMM_CODES={codes}",)
     if scales is not None:
         scaled += (f"-DMPICOMM_SCALES={scales[0]}", f"-DMPICOMM_GROUP={scales[1]}")

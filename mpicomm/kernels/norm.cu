@@ -16,16 +16,14 @@ struct NormKernel {
 };
 
 // Loads and stores the packet at element `at` of a row of `hidden` elements.
-MPICOMM_DEVICE Elements load_elements(const u8* row, bool aligned, u64 at, u64 hidden) {
+MPICOMM_DEVICE Packet load_packet(const u8* row, bool aligned, u64 at, u64 hidden) {
   const u8* const from = row + at * sizeof(Element);
   const u64 nbytes = (hidden - at) * sizeof(Element);
-  const bool whole = aligned && nbytes >= kPacketNbytes;
-  return __builtin_bit_cast(Elements, whole ? load_aligned(from) : load_any(from, width_of(from), nbytes));
+  return aligned && nbytes >= kPacketNbytes ? load_aligned(from) : load_any(from, width_of(from), nbytes);
 }
-MPICOMM_DEVICE void store_elements(u8* row, bool aligned, u64 at, u64 hidden, const Elements& elements) {
+MPICOMM_DEVICE void store_packet(u8* row, bool aligned, u64 at, u64 hidden, const Packet& packet) {
   u8* const to = row + at * sizeof(Element);
   const u64 nbytes = (hidden - at) * sizeof(Element);
-  const Packet packet = __builtin_bit_cast(Packet, elements);
   if (aligned && nbytes >= kPacketNbytes) store_aligned(to, packet);
   else store_any(to, packet, width_of(to), nbytes);
 }
@@ -54,10 +52,10 @@ struct RowOfBlock {
     State sum = 0;
     for_each_packet([&](u64 at, u64 count) {
       if (count == 0) return;
-      const Elements values = load_elements(source, aligned, at, hidden);
-      const Elements h = with_residual(norm, at, count, values, load_elements(residual, aligned, at, hidden));
+      const Packet values = load_packet(source, aligned, at, hidden);
+      const Packet h = with_residual(norm, at, count, values, load_packet(residual, aligned, at, hidden));
       sum = with_summands(sum, h, count);
-      store_elements(residual, aligned, at, hidden, h);
+      store_packet(residual, aligned, at, hidden, h);
     });
     return sum;
   }
@@ -66,24 +64,24 @@ struct RowOfBlock {
   template <class Work>
   MPICOMM_DEVICE void operator()(const Work& work) const {
     for_each_packet([&](u64 at, u64 count) {
-      Elements h[1] = {};
-      if (count > 0) h[0] = load_elements(residual, aligned, at, hidden);  // this thread has stored it
+      Packet h{};
+      if (count > 0) h = load_packet(residual, aligned, at, hidden);  // this thread has stored it
       work(at, h, count);
     });
   }
 };
 
-MPICOMM_DEVICE void normalise(const NormKernel& x, u64 row, u32 turn, Sums<1>& sums) {
+MPICOMM_DEVICE void normalise(const NormKernel& x, u64 row, u32 turn, Sums& sums) {
   const u64 hidden = x.norm.hidden, begin = row * hidden * sizeof(Element);
   const u8* const source = x.source + begin;
   u8* const residual = x.norm.residual + begin;
   const bool aligned = width_of(source) == kPacketNbytes && width_of(residual) == kPacketNbytes;
   const RowOfBlock of{source, residual, hidden, aligned};
-  sums.of[turn][0][threadIdx.x] = of.add(x.norm);
+  sums.of[turn][threadIdx.x] = of.add(x.norm);
   meet_at_end(1, true);
-  const State total = total_of(sums.of[turn][0], threadIdx.x);
-  const Statistics statistics = statistics_of(x.norm, sums, total, turn, threadIdx.x, 1, row, of);
-  normalise_rows<1>(x.norm, {row}, 1, {statistics}, of);
+  const State total = total_of(sums.of[turn], threadIdx.x);
+  const Statistics statistics = statistics_of(x.norm, sums, total, threadIdx.x, 1, of);
+  normalise_row(x.norm, row, statistics, threadIdx.x, of);
 }
 
 }  // namespace mpicomm
@@ -93,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kNormThreads)
 
 MPICOMM_KERNEL void mpicomm_norm(const __grid_constant__ mpicomm::NormKernel x) {
   using namespace mpicomm;
-  __shared__ Sums<1> sums;
+  __shared__ Sums sums;
   // Pairs with the store of `failed` in report_fault, which a kernel of another stream may execute
   // at this moment. Then some threads see the failure and others do not. All threads leave or no
   // thread leaves, because the barrier of a row counts all threads: the remaining threads would

@@ -66,6 +66,14 @@ constexpr bool kScales = false;
 constexpr u32 kGroup = 1;
 #endif
 
+// Whether all arrays lie at multiples of 16 bytes, and rows are whole packets. Then the kernel has no
+// code for other arrays. It is shorter by a seventh, and the GPU fetches it sooner.
+#if defined(MPICOMM_ALIGNED)
+constexpr bool kAligned = true;
+#else
+constexpr bool kAligned = false;
+#endif
+
 using Finished = dtype::MPICOMM_RESULT;
 using Weight = dtype::MPICOMM_WEIGHT;
 using State = typename Number<Element>::Value;
@@ -73,32 +81,38 @@ using State = typename Number<Element>::Value;
 constexpr bool kScaledGroups = kScales && kGroup > 0;
 constexpr bool kScaledRows = kScales && kGroup == 0;
 
-// The rows that end together. Their loads are in flight at once. Rows with more work end one after the
-// other, because a thread lacks the registers for several rows.
-template <u32 shards>
-constexpr u32 kTogether = kCentred || kCodes || shards > 4 ? 1 : shards;
-
-// The sums of the threads of a row, or of rows of several shards, in shared memory. Two rows of a
-// shard use them in turns.
-template <u32 shards>
+// What the threads of a row tell each other, in shared memory: their sums, which two rows use in turns,
+// their sums of squares if the row is centred, and the largest magnitudes of their warps.
 struct Sums {
-  State of[2][shards][kNormThreads];
-  // The sums of squares of a centred row, and the largest magnitudes of the warps of a row with one
-  // scale. The rows of a group of threads use them in turns, whatever their shards.
-  State squares[2][kCentred ? kNormThreads : 1];
-  u32 peaks[2][kScaledRows ? kNormThreads / kLanes : 1];
+  State of[2][kNormThreads];
+  State squares[kCentred ? kNormThreads : 1];
+  u32 peaks[kScaledRows ? kNormThreads / kLanes : 1];
 };
 
+// Loads and stores the first `count` elements of a run: all or none, if the arrays are aligned.
+template <class T>
+MPICOMM_DEVICE Run<T, kElements> load_elements(const u8* array, u64 at, u64 count) {
+  const u8* const from = array + at * sizeof(T);
+  if constexpr (kAligned) return *reinterpret_cast<const Run<T, kElements>*>(from);
+  else return load_run<T, kElements>(from, count);
+}
+template <class T, u32 n>
+MPICOMM_DEVICE void store_elements(u8* to, const Run<T, n>& run, u64 count) {
+  if constexpr (!kAligned) store_run(to, run, count);
+  else if (count > 0) *reinterpret_cast<Run<T, n>*>(to) = run;
+}
+
 // Returns h for a packet of values at element `at` of a row.
-MPICOMM_DEVICE Elements with_residual(
+MPICOMM_DEVICE Packet with_residual(
     [[maybe_unused]] const Norm& norm,
     [[maybe_unused]] u64 at,
     [[maybe_unused]] u64 count,
-    const Elements& values,
-    const Elements& residual) {
+    const Packet& reduced,
+    const Packet& old) {
+  const auto values = __builtin_bit_cast(Elements, reduced), residual = __builtin_bit_cast(Elements, old);
   Elements h;
 #if defined(MPICOMM_LINEAR_BIAS)
-  const auto bias = load_run<Element, kElements>(norm.linear_bias + at * sizeof(Element), count);
+  const auto bias = load_elements<Element>(norm.linear_bias, at, count);
 #endif
 #pragma unroll
   for (u32 e = 0; e < kElements; ++e) {
@@ -108,11 +122,12 @@ MPICOMM_DEVICE Elements with_residual(
 #endif
     h.of[e] = Number<Element>::encode(value + Number<Element>::decode(residual.of[e]));
   }
-  return h;
+  return __builtin_bit_cast(Packet, h);
 }
 
 // Returns `sum` with the squares of the first `count` elements of a packet, less `mean`.
-MPICOMM_DEVICE State with_squares(State sum, const Elements& h, u64 count, State mean = 0) {
+MPICOMM_DEVICE State with_squares(State sum, const Packet& packet, u64 count, State mean = 0) {
+  const auto h = __builtin_bit_cast(Elements, packet);
 #pragma unroll
   for (u32 e = 0; e < kElements; ++e) {
     State each = Number<Element>::decode(h.of[e]);
@@ -124,15 +139,16 @@ MPICOMM_DEVICE State with_squares(State sum, const Elements& h, u64 count, State
 
 // Returns `sum` with the first `count` elements of a packet of h: their squares, or themselves if the
 // row is centred.
-MPICOMM_DEVICE State with_summands(State sum, const Elements& h, u64 count) {
+MPICOMM_DEVICE State with_summands(State sum, const Packet& packet, u64 count) {
   if constexpr (kCentred) {
+    const auto h = __builtin_bit_cast(Elements, packet);
 #pragma unroll
     for (u32 e = 0; e < kElements; ++e) {
       if (e < count) sum += Number<Element>::decode(h.of[e]);
     }
     return sum;
   } else {
-    return with_squares(sum, h, count);
+    return with_squares(sum, packet, count);
   }
 }
 
@@ -147,7 +163,7 @@ MPICOMM_DEVICE State with_summands(State sum, const Elements& h, u64 count) {
 MPICOMM_DEVICE bool meet_at_end(u32 barrier, bool ok) { return meet(barrier, kNormThreads, ok); }
 
 // Returns the sum of the sums of all threads. All threads of the warp call it together.
-MPICOMM_DEVICE State total_of(const State (&all)[kNormThreads], u32 thread) {
+MPICOMM_DEVICE State total_of(const State* all, u32 thread) {
   static_assert(kNormThreads == 8 * kLanes, "each lane adds eight sums");
   // Each warp adds all sums. So no more barriers are needed, because the last five halves are the
   // lanes of a warp.
@@ -167,23 +183,33 @@ MPICOMM_DEVICE State total_of(const State (&all)[kNormThreads], u32 thread) {
   return __shfl_sync(kWarp, total, 0);
 }
 
-// The numbers of a row by which its elements become normal.
-struct Statistics {
-  State mean = 0;     // only if the row is centred
-  State scale = 1;    // 1 / the root of the mean of the squares, with eps
-  float factor = 1;   // of the results before they become codes
-  float inverse = 1;  // of the scale of the row
+// The numbers of a row by which its elements become normal. They travel in a packet.
+template <class T>
+struct StatisticsOf {
+  T mean = 0;         // only if the row is centred
+  T scale = 1;        // 1 / the root of the mean of the squares, with eps
+  u32 peak = 0;       // the bits of the largest magnitude, if the row has one scale
+  float inverse = 1;  // of that scale
 };
+template <>
+struct StatisticsOf<double> {
+  double mean = 0, scale = 1;
+  static constexpr float inverse = 1;  // only sums of up to 32 bits become codes
+};
+using Statistics = StatisticsOf<State>;
+static_assert(sizeof(Statistics) == kPacketNbytes);
 
 // The weights for the first `count` elements of a packet at element `at` of each row.
 struct Weights {
   Run<Weight, kElements> weight{};
   Run<Weight, kElements> bias{};
+  float factor = 1;  // of the results before they become codes
 
   MPICOMM_DEVICE Weights(const Norm& norm, u64 at, u64 count) {
+    if constexpr (kCodes) factor = norm.scale_at != nullptr ? *norm.scale_at : static_cast<float>(norm.scale);
     if (count == 0) return;
-    weight = load_run<Weight, kElements>(norm.weight + at * sizeof(Weight), count);
-    if constexpr (kBias) bias = load_run<Weight, kElements>(norm.bias + at * sizeof(Weight), count);
+    weight = load_elements<Weight>(norm.weight, at, count);
+    if constexpr (kBias) bias = load_elements<Weight>(norm.bias, at, count);
   }
 };
 
@@ -191,7 +217,8 @@ struct Weights {
 struct Normals {
   State of[kElements];
 
-  MPICOMM_DEVICE Normals(const Weights& weights, const Elements& h, u64 count, const Statistics& row) {
+  MPICOMM_DEVICE Normals(const Weights& weights, const Packet& packet, u64 count, const Statistics& row) {
+    const auto h = __builtin_bit_cast(Elements, packet);
 #pragma unroll
     for (u32 e = 0; e < kElements; ++e) {
       of[e] = 0;
@@ -200,7 +227,7 @@ struct Normals {
       if constexpr (kCentred) value -= row.mean;
       value = value * row.scale * fn::element<State>(weights.weight.of, e);
       if constexpr (kBias) value += fn::element<State>(weights.bias.of, e);
-      if constexpr (kCodes) value *= row.factor;
+      if constexpr (kCodes) value *= weights.factor;
       of[e] = value;
     }
   }
@@ -226,7 +253,7 @@ MPICOMM_DEVICE void store_codes(const Norm& norm, u64 row, u64 at, const Normals
   for (u32 e = 0; e < kElements; ++e) {
     out.of[e / kCodesOfByte] |= static_cast<u8>(code_of(normals.of[e] * inverse) << e % kCodesOfByte * 4);
   }
-  store_run(norm.output + (row * norm.hidden + at) / kCodesOfByte, out, count / kCodesOfByte);
+  store_elements(norm.output + (row * norm.hidden + at) / kCodesOfByte, out, count / kCodesOfByte);
 }
 #endif
 
@@ -237,7 +264,7 @@ MPICOMM_DEVICE void store_normal(
     u64 row,
     u64 at,
     const Weights& weights,
-    const Elements& h,
+    const Packet& h,
     u64 count,
     const Statistics& statistics) {
   const Normals normals(weights, h, count, statistics);
@@ -250,79 +277,76 @@ MPICOMM_DEVICE void store_normal(
     if (e >= count) break;
     out.of[e] = Number<Finished>::encode(fn::number<typename Number<Finished>::Value>(normals.of[e]));
   }
-  store_run(norm.output + (row * norm.hidden + at) * sizeof(Finished), out, count);
+  store_elements(norm.output + (row * norm.hidden + at) * sizeof(Finished), out, count);
 #endif
 }
 
-// Returns the statistics of row `row`, after its threads have met at its end. `total` is the sum of
-// their sums, and `place` is 0 and 1 in turns for the rows of these threads. `for_each` calls a
-// function for each packet that this thread has: with the packet's first element, the packet of h in
-// an array, and the number of its elements. All threads of a warp make equally many calls, some of
-// them for no elements. A thread calls `for_each` in all passes with the same packets.
-template <u32 shards, class ForEach>
+// Stores the scale of row `row`, if it has one. One thread of the row calls it.
+MPICOMM_DEVICE void store_scale(
+    [[maybe_unused]] const Norm& norm, [[maybe_unused]] u64 row, [[maybe_unused]] const Statistics& of) {
+#if defined(MPICOMM_SCALES)
+  if constexpr (kScaledRows) {
+    const Scale scale = Scale::of(of.peak);
+    reinterpret_cast<decltype(scale.stored)*>(norm.scales)[scale_index(row, 0, 1, norm.tiles)] = scale.stored;
+  }
+#endif
+}
+
+// Returns the statistics of a row, after its threads have met at its end. `total` is the sum of their
+// sums. `for_each` calls a function for each packet that this thread has: with the packet's first
+// element, the packet of h, and the number of its elements. All threads of a warp make equally many
+// calls, some of them for no elements. A thread calls `for_each` in all passes with the same packets.
+//
+// A slow thread may still read the sums of squares and the magnitudes after the others. Another thread
+// stores the next ones after the barrier of the next row, which the slow thread has to reach first.
+template <class ForEach>
 MPICOMM_DEVICE Statistics statistics_of(
     const Norm& norm,
-    [[maybe_unused]] Sums<shards>& sums,
+    [[maybe_unused]] Sums& sums,
     State total,
-    [[maybe_unused]] u32 place,
     [[maybe_unused]] u32 thread,
     [[maybe_unused]] u32 barrier,
-    [[maybe_unused]] u64 row,
     [[maybe_unused]] const ForEach& for_each) {
   const State hidden = static_cast<State>(norm.hidden), eps = static_cast<State>(norm.eps);
+  const State mean = total / hidden;
   Statistics of;
-  of.mean = total / hidden;
   if constexpr (kCentred) {
+    of.mean = mean;
     State sum = 0;
-    for_each([&](u64, const Elements(&h)[1], u64 count) { sum = with_squares(sum, h[0], count, of.mean); });
-    // Two rows that follow each other have a barrier in between: the barrier below, or the barrier of
-    // `meet_at_end`. So a slow thread has read a place before another thread stores the next but one.
-    auto& squares = sums.squares[place];
-    squares[thread] = sum;
+    for_each([&](u64, const Packet& h, u64 count) { sum = with_squares(sum, h, count, mean); });
+    sums.squares[thread] = sum;
     // Publishes the sums of all threads, as in `meet_at_end`.
     meet(barrier, kNormThreads, true);
-    if constexpr (kCentred) of.scale = 1 / fn::sqrt(total_of(squares, thread) / hidden + eps);
+    of.scale = 1 / fn::sqrt(total_of(sums.squares, thread) / hidden + eps);
   } else {
-    of.scale = 1 / fn::sqrt(of.mean + eps);
+    of.scale = 1 / fn::sqrt(mean + eps);
   }
-#if defined(MPICOMM_CODES)
-  of.factor = norm.scale_at != nullptr ? *norm.scale_at : static_cast<float>(norm.scale);
-#endif
 #if defined(MPICOMM_SCALES)
   if constexpr (kScaledRows) {
     u32 peak = 0;
-    for_each([&](u64 at, const Elements(&h)[1], u64 count) {
-      peak = with_magnitudes(peak, Normals(Weights(norm, at, count), h[0], count, of).of);
+    for_each([&](u64 at, const Packet& h, u64 count) {
+      peak = with_magnitudes(peak, Normals(Weights(norm, at, count), h, count, of).of);
     });
     peak = peak_of_lanes(peak, kLanes);
-    u32* const peaks = sums.peaks[place];
-    if (thread % kLanes == 0) peaks[thread / kLanes] = peak;
+    if (thread % kLanes == 0) sums.peaks[thread / kLanes] = peak;
     // Publishes the magnitudes of all warps. Without it a thread would take a smaller scale.
     meet(barrier, kNormThreads, true);
 #pragma unroll
-    for (u32 warp = 0; warp < kNormThreads / kLanes; ++warp) peak = larger_magnitude(peak, peaks[warp]);
-    const Scale scale = Scale::of(peak);
-    of.inverse = inverse_of(scale);
-    if (thread == 0) {
-      reinterpret_cast<decltype(scale.stored)*>(norm.scales)[scale_index(row, 0, 1, norm.tiles)] = scale.stored;
-    }
+    for (u32 warp = 0; warp < kNormThreads / kLanes; ++warp) peak = larger_magnitude(peak, sums.peaks[warp]);
+    of.peak = peak, of.inverse = inverse_of(Scale::of(peak));
   }
 #endif
   return of;
 }
 
-// Normalises rows that end together. `present` of them exist. `for_each` is as above, and its arrays
-// have a packet of each row.
-template <u32 n, class ForEach>
-MPICOMM_DEVICE void normalise_rows(
-    const Norm& norm, const u64 (&rows)[n], u32 present, const Statistics (&of)[n], const ForEach& for_each) {
-  for_each([&](u64 at, const Elements(&h)[n], u64 count) {
+// Normalises row `row`. `for_each` is as above.
+template <class ForEach>
+MPICOMM_DEVICE void normalise_row(
+    const Norm& norm, u64 row, const Statistics& statistics, u32 thread, const ForEach& for_each) {
+  if (thread == 0) store_scale(norm, row, statistics);
+  for_each([&](u64 at, const Packet& h, u64 count) {
     if (!kScaledGroups && count == 0) return;
-    const Weights weights(norm, at, count);
-#pragma unroll
-    for (u32 each = 0; each < n; ++each) {
-      if (each < present) store_normal(norm, rows[each], at, weights, h[each], count, of[each]);
-    }
+    store_normal(norm, row, at, Weights(norm, at, count), h, count, statistics);
   });
 }
 

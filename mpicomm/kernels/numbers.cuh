@@ -3,8 +3,8 @@
 //
 // Each conversion is integer arithmetic and at most one float operation, which is exact or rounds
 // to nearest even. So a GPU and a CPU give the same bits, and a test on a CPU holds for both. For
-// float16 the GPU has instructions with the same result, except for the payload of a NaN. They keep
-// the kernels of that type short.
+// float16, and for bfloat16 from Ampere on, the GPU has instructions with the same result, except
+// for the payload of a NaN. They keep the kernels of these types short.
 #pragma once
 
 #include "memory_order.cuh"
@@ -29,6 +29,7 @@ struct Small {
   static constexpr u32 kBias = (1u << (exponent - 1)) - 1;
   static constexpr u32 kMagnitude = (1u << (exponent + mantissa)) - 1;
   static constexpr bool kIsHalf = exponent == 5 && mantissa == 10;
+  static constexpr bool kIsBrain = exponent == 8 && mantissa == 7;
 
   // Exact: every value of the format is a float.
   MPICOMM_DEVICE float decode() const {
@@ -59,6 +60,13 @@ struct Small {
       Small half;
       asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half.bits) : "f"(value));
       return half;
+    }
+#endif
+#if __CUDA_ARCH__ >= 800
+    if constexpr (kIsBrain) {
+      Small brain;
+      asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(brain.bits) : "f"(value));
+      return brain;
     }
 #endif
     const u32 magnitude = bits_of(value) & 0x7FFFFFFFu;

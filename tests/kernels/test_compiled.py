@@ -247,10 +247,11 @@ LAYER_NORM = norm_options(
     scales=("float32", 0),
 )
 SOME_STEPS: list[tuple[Steps, int, tuple[str, ...]]]
-PLAIN_NORM = norm_options("bfloat16", "bfloat16")  # rows of all shards end together
+PLAIN_NORM, ALIGNED_NORM = (norm_options("bfloat16", "bfloat16", aligned=aligned) for aligned in (False, True))
 NVFP4 = norm_options("uint8", "bfloat16", codes="float4_e2m1fn", scales=("float8_e4m3fn", 16))
 OF_SHARDS: list[tuple[Steps, int, tuple[str, ...]]]
 OF_SHARDS = [("few", 2, NVFP4), ("laps", 4, LAYER_NORM), ("laps", 4, NVFP4), ("laps", 4, PLAIN_NORM)]
+OF_SHARDS += [("few", 4, ALIGNED_NORM), ("laps", 2, ALIGNED_NORM), ("laps", 4, (*NVFP4, *ALIGNED_NORM[2:]))]
 SOME_STEPS = [("one", 2, NVFP4), ("few", 8, NVFP4), ("few", 2, LAYER_NORM), ("laps", 4, LAYER_NORM)]
 FINISHES += [
     packet_kernel(("bfloat16", "sum"), size, "sentinel", steps, fan_out=False, epilogue=options)

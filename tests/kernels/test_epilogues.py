@@ -164,7 +164,7 @@ PLACES = {
         "float64",
     ),
     "to ranks that reduce others": (
-        Change("packet_worker.cuh", "held_of(units, entry)", "units[1]"),
+        Change("packet_worker.cuh", "chosen(units, entry)", "units[1]"),
         "float64",
     ),
 }

@@ -175,14 +175,12 @@ SILENT = Change(
     "if (at >= m.send_nbytes[to]) continue;",
     "if (at >= m.send_nbytes[to] || (rank == 1 && threadIdx.x == 5 && blockIdx.x == 0 && at >= 8192)) continue;",
 )
+WORD = "if constexpr (kLaps) fences.say(thread, fences.kLeft);"
 LEAVES: dict[str, tuple[int, list[Change]]] = {
     "with slots for all steps": (8, []),
     "with laps": (7, []),
-    "without the others": (8, [Change("packets.cu", "if (!kRows && !took) break;", "if (!took) break;")]),
-    "with no word to the overseer": (
-        7,
-        [Change("packets.cu", "if (kLaps && !took) fences.say", "if (false) fences.say")],
-    ),
+    "without the others": (8, [Change("packets.cu", "if (!took) leave();", "")]),
+    "with no word to the overseer": (7, [Change("packets.cu", f"{WORD}\n    meet", "meet")]),
 }
 
 
@@ -204,6 +202,40 @@ def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, n
             limit_s=8,  # a thread gives up after two seconds
             two_shot=two_shot,
         )
+
+
+# One thread of a rank does not send on h from a step on, or the statistics of its row.
+FORGETS = "!(rank == 1 && blockIdx.x == 0 && rows.course.thread == {} && b_at >= {}) &&"
+H = "if (x.targets >> to & 1) worker.send(to, 1"
+ROW = 8 * STEP_NBYTES
+STATISTICS = "if (kFanOut && reduces && rows.course.thread == 0)"
+NO_MORE = {
+    "h of two steps": Change("packets.cu", H, H.replace("if (", f"if ({FORGETS.format(5, ROW - 2 * STEP_NBYTES)} ")),
+    "h of the last step": Change("packets.cu", H, H.replace("if (", f"if ({FORGETS.format(5, ROW - STEP_NBYTES)} ")),
+    "statistics": Change("packets.cu", STATISTICS, STATISTICS.replace("if (", f"if ({FORGETS.format(0, 0)} ")),
+}
+MEETS = "[&] { if (others_meet) leave(); }"
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves"),
+    [*((name, MEETS) for name in NO_MORE), ("h of two steps", "[] {}"), ("h of the last step", "leave")],
+)
+def test_a_thread_that_gets_no_more_of_a_row_leaves_with_its_group(builds: Builds, name: str, leaves: str) -> None:
+    said = "operation=2, sequence=1, block=., peer=1" if leaves == MEETS else "hang: not over|threads wait at barriers"
+    for laps in (7, 8):
+        with pytest.raises(RunFailedError, match=said):
+            run_norms(
+                builds,
+                "float32",
+                "float32",
+                "float32",
+                shapes=[(6, ROW)],
+                laps=laps,
+                changes=[NO_MORE[name], Change("packets.cu", MEETS, leaves)],
+                limit_s=8,  # a thread gives up after two seconds
+                two_shot=True,
+            )
 
 
 def test_which_rows_one_kernel_normalises() -> None:

@@ -159,9 +159,7 @@ def test_no_race(watched_builds: Builds, number: int, two_shot: bool) -> None:
 
 BARRIERS = {
     "before the squares are there": (0, "as in `meet_at_end`.\n    meet(barrier, kNormThreads, true);", "\n"),
-    "with squares in one place": (0, "sums.squares[place]", "sums.squares[0]"),
     "before the magnitudes are there": (-1, "a smaller scale.\n    meet(barrier, kNormThreads, true);", "\n"),
-    "with magnitudes in one place": (-1, "sums.peaks[place]", "sums.peaks[0]"),
 }
 
 

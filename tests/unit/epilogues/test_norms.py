@@ -18,6 +18,27 @@ pytest.importorskip("ml_dtypes")
 EPS = {"float64": 2.0**-50, "float32": 2.0**-20, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # with some room
 
 
+def test_a_kernel_for_aligned_arrays_gets_no_others() -> None:
+    rows, hidden = 3, 8
+    memory = np.zeros(1024, np.uint8)
+    start = -memory.ctypes.data % 16
+
+    def is_for_aligned(
+        residual_at: int = 0, weight_at: int = 512, output_at: int = 1 << 20, count: int = hidden
+    ) -> bool:
+        residual = np.frombuffer(memory, np.float32, rows * count, start + residual_at)
+        weight = np.frombuffer(memory, np.float32, count, start + weight_at)
+        receive = parse(np.empty(rows * count, np.float32), writable=True, name="recvbuf")
+        bound = rms_norm(residual, weight).bind("Allreduce", np.dtype(np.float32), receive)
+        return "-DMPICOMM_ALIGNED" in bound.fused(0, output_at).options
+
+    assert is_for_aligned() and is_for_aligned(residual_at=16)
+    assert not is_for_aligned(residual_at=4)
+    assert not is_for_aligned(weight_at=516)
+    assert not is_for_aligned(output_at=(1 << 20) + 8)
+    assert not is_for_aligned(count=6)  # rows of 24 bytes
+
+
 @given(
     name=st.sampled_from(sorted(EPS)),
     rows=st.integers(1, 4),

@@ -15,6 +15,7 @@ namespace mpicomm {
 constexpr u32 kRanks = MPICOMM_RANKS;
 constexpr u32 kOverseers = 32;   // the overseer warp: threads of a block that move no data
 constexpr u32 kStages = 2;       // inboxes for one source and parity
+constexpr u32 kStatistics = 2;   // the number of the slots for statistics of rows, as a stage
 constexpr u32 kSlotNbytes = 16;  // a packet
 constexpr u32 kFencesNbytes = sizeof(Fences);
 
@@ -154,6 +155,17 @@ struct Held {
   Pair packets[kPackets];
 };
 
+// A choice instead of an index, because a variable index would move the entries from registers to memory.
+template <class T>
+MPICOMM_DEVICE T chosen(const T (&entries)[kOthers], u32 entry) {
+  T one = entries[0];
+#pragma unroll
+  for (u32 each = 1; each < kOthers; ++each) {
+    if (each == entry) one = entries[each];
+  }
+  return one;
+}
+
 // The work of one thread in one turn. `count` is the number of the launch, `launch` its lower half.
 struct Worker {
   const Packets& x;
@@ -163,7 +175,11 @@ struct Worker {
 
   // The slot of the first packet of a unit. The slots of its other packets follow at a distance of
   // kSharers.
+  //
+  // No rank sends to itself. So in stage C the inbox from the owner itself has slots for statistics of
+  // rows, which the first thread of a group takes. Its slot for `source` is the slot of thread `source`.
   MPICOMM_DEVICE Pair* slot(u32 owner, u32 stage, u32 source, u64 place) const {
+    if (stage == kStatistics) return slot(owner, 1, owner, place + source);
     const u32 inbox = ((launch % 2) * kStages + stage) * kRanks + source;
     const u64 first = kPackets == 1 ? place : place / kSharers * kSharers * kPackets + place % kSharers;
     return reinterpret_cast<Pair*>(x.inboxes[owner] + inbox * x.inbox_nbytes) + first;
@@ -298,20 +314,9 @@ struct Worker {
     for (u32 entry = 0; entry < kOthers; ++entry) {
       const u32 rank = rank_of(entry);
       if (!is_among(ranks, entry) || (kRelays && m.receives[rank] == nullptr)) continue;
-      const Unit unit = scales.unit(entry, held_of(units, entry));
+      const Unit unit = scales.unit(entry, chosen(units, entry));
       finish_of(x).store(m.receives[rank], at, m.receive_nbytes[rank], unit);
     }
-  }
-
-  // A choice instead of an index, because a variable index would move the packets from registers to
-  // memory.
-  MPICOMM_DEVICE static Held held_of(const Held (&units)[kOthers], u32 entry) {
-    Held unit = units[0];
-#pragma unroll
-    for (u32 each = 1; each < kOthers; ++each) {
-      if (each == entry) unit = units[each];
-    }
-    return unit;
   }
 
   // The peers with a unit at offset `at` in a message of `nbytes[rank]` bytes.

@@ -11,7 +11,8 @@
 // Stages. An inbox holds the packets of one source rank in one stage.
 //   A: a rank stores unit u of its message to rank p in the first inbox that p has for it.
 //   B: a rank takes unit u of all of its sources from its first inboxes, and reduces or places it.
-//      With fan-out it also stores the result in the second inboxes of other ranks.
+//      With fan-out it also stores the result in the second inboxes of other ranks. With rows it
+//      stores the statistics of a row there before the last units of the row.
 //   C: these ranks take the results from their second inboxes. In a two-shot all-reduce all ranks
 //      do that, in a two-shot reduce only the root.
 // A relay is a fan-out without a reduction: each rank sends on the data that a single source has
@@ -63,6 +64,9 @@
 // - Second inbox. The sender stores step k in turn k+1 (B). The receiver reset the slot in its turn
 //   k-L+2 (C of step k-L). By (*) the reset is there before the stores of its turn k-1. The
 //   receiver stored step k in its turn k (A). The sender took it before it stored the result.
+// - Statistics. The first thread of a group stores them in the turn in which it stores its unit of the
+//   same step for stage C. It also takes them in the same turn as that unit. So the proof for that
+//   unit is a proof for them.
 // - Second inbox, between two relays. The sender stores step k in turn k+1 (B). The receiver reset
 //   the slot in its turn k-L+2 (C of step k-L). By (*) the reset is there before the stores of its
 //   turn k-1. In that turn the receiver stored step k-2 for stage C. The sender took it at the end
@@ -91,6 +95,7 @@
 // launch to run at once: see team.cuh.
 
 #include "oversee.cuh"
+#include "received_rows.cuh"
 #include "scales.cuh"
 
 namespace mpicomm {
@@ -213,19 +218,30 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
     return;
   }
 
-  Rows rows(finish_of(x), memory, thread, workers);
+#if defined(MPICOMM_WEIGHT)
+  Rows rows(finish_of(x), memory, rank, thread, workers);
+  // A worker that breaks off in a row first waits for its group, and other workers of the group may wait
+  // for a fence. Pairs with the load in `serve`. Without the word, the overseer would wait for this
+  // worker, this worker for its group, and the group for the fence.
+  const auto leave = [&] {
+    if constexpr (kLaps) fences.say(thread, fences.kLeft);
+    meet_at_end(rows.barrier, false);
+  };
+#if defined(MPICOMM_FAN_OUT)
+  ReceivedRows received{rows};
+#endif
+#endif
   u64 b_at = 0, c_at = 0;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   u32 paces_at = reuses ? period_of(x) + slack_of(x) : ~0u;  // the next turn that needs a fence to be over first
   bool paced = false;                                        // whether the previous turn was such a turn
-  [[maybe_unused]] Packet kept{};                            // this rank's result of the previous turn, for rows
   u32 turn = 0;
   if constexpr (kCounted) a_lap = turn = 1;
 
-#pragma unroll(kOneStep ? 3 + kEndsLater : 1)
-  for (; turn < turns + kEndsLater; ++turn) {
-    const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2 && turn < turns;
-    const bool paces = kLaps && turn == paces_at && turn < turns;
+#pragma unroll(kOneStep ? 3 : 1)
+  for (; turn < turns; ++turn) {
+    const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2;
+    const bool paces = kLaps && turn == paces_at;
     if constexpr (kLaps) {
       if (paces) {
         fences.await(thread, turn - slack_of(x));
@@ -240,12 +256,6 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
     const u64 a_place = a_lap * threads + number;
     const u64 b_place = b_lap * threads + number;
     const u64 c_place = c_lap * threads + number;
-    if constexpr (kEndsLater) {
-      // The links carry the packets of this turn while the rows of the previous turn end.
-      worker.push(out, a_at, a_place);
-      worker.keep(out, a_at);
-      if (!rows.end_rows()) break;
-    }
     // All loads of the turn come before the first use of any of them. The previous turn has loaded
     // the units that go out.
     const bool reduces = kReduces && has_b && b_at < x.output_nbytes;
@@ -262,18 +272,16 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
     worker.look(b, 0, b_ranks, b_place);
     b_scales.look(worker, 0, b_ranks, b_place);
     if (!kAlike && reduces && x.own != nullptr) in = load_at(x.own, b_at, x.output_nbytes);
-    // The shards whose rows get a unit in this turn, and its offset there: see rows.cuh.
-    [[maybe_unused]] const u64 row_at = kFanOut ? c_at : b_at;
-    [[maybe_unused]] u32 row_shards = reduces;
-    if constexpr (kFanOut) row_shards = c_ranks | static_cast<u32>(has_c && c_at < x.output_nbytes) << rank;
-    [[maybe_unused]] Packet residuals[kShards];
-    if constexpr (kRows) rows.load_residuals(residuals, row_shards, row_at);
-    if constexpr (kFanOut) {
+#if defined(MPICOMM_WEIGHT)
+    Packet residual{};
+    if (reduces) residual = rows.load_residual(b_at);
+#endif
+    if constexpr (kFanOut && !kRows) {
       worker.look(c, 1, c_ranks, c_place);
       c_scales.look(worker, 1, c_ranks, c_place);
     }
 
-    if (!kEndsLater && (!kOneStep || turn == 0)) {
+    if (!kOneStep || turn == 0) {
       worker.push(out, a_at, a_place);
       worker.keep(out, a_at);
     }
@@ -289,9 +297,13 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
 
     bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_place);
     if (b_ranks != 0) took = b_scales.take(worker, 0, b_ranks, b_place, took);
-    if (!kRows && !took) break;
-    [[maybe_unused]] Packet own_result{};
-    if (reduces && took) {
+#if defined(MPICOMM_WEIGHT)
+    if (!took) leave();
+#endif
+    if (!took) break;
+    [[maybe_unused]] Reduced reduced{};
+    [[maybe_unused]] Unit result{};
+    if (reduces) {
       Unit units[kRanks], own;
       if constexpr (kAlike) own = sent;
       else own = unit_of(in);
@@ -299,14 +311,32 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
       for (u32 source = 0; source < kRanks; ++source) {
         units[source] = source == rank ? own : b_scales.unit(entry_of(source), b[entry_of(source)]);
       }
-      const Reduced reduced = reduce(units, x.sources);
-#if defined(MPICOMM_WEIGHT)  // elsewhere a result may be no packet
-      own_result = reduced;
-#endif
-      [[maybe_unused]] Unit result{};
+      reduced = reduce(units, x.sources);
+#if defined(MPICOMM_WEIGHT)
+      result = rows.add(b_at, reduced, residual);
+#else
       if constexpr (!kKeepsReduced) result = finish_of(x).sent_on(reduced, x.output + b_at);
+#endif
+    }
+    const Protocol::Flag flag = Protocol::flag(count);
+#if defined(MPICOMM_WEIGHT)
+    const bool row_ends = has_b && rows.ends();
+    Statistics statistics;
+    if (row_ends) {
+      if (!rows.end_row(statistics)) break;
+      // The statistics leave before the last packets of h. While those come, the receivers normalise the
+      // beginning of the row.
+      if (kFanOut && reduces && rows.course.thread == 0) {
+#pragma unroll
+        for (u32 distance = 1; distance < kRanks; ++distance) {
+          const u32 to = (rank + distance) % kRanks;
+          worker.send(to, kStatistics, b_place, __builtin_bit_cast(Packet, statistics), flag);
+        }
+      }
+    }
+#endif
+    if (reduces) {
       if constexpr (kFanOut) {
-        const Protocol::Flag flag = Protocol::flag(count);
 #pragma unroll
         for (u32 distance = 1; distance < kRanks; ++distance) {
           const u32 to = (rank + distance) % kRanks;
@@ -320,30 +350,22 @@ MPICOMM_DEVICE void run(const Packets& x, AllMessages& m, RowMemory* memory) {
       }
     }
     if constexpr (!kReduces) worker.place(b, b_scales, b_senders, b_at);
-    if (kFanOut && took) {
-      if (c_ranks != 0) took = c_scales.take(worker, 1, c_ranks, c_place, worker.take(c, 1, c_ranks, c_place));
-      if constexpr (!kRows) {
-        if (!took) break;
-        worker.place(c, c_scales, c_ranks, c_at);
-      }
-    }
 #if defined(MPICOMM_WEIGHT)
-    // A worker that breaks off in a row first waits for its group, and other workers of the group
-    // may wait for a fence. Pairs with the load in `serve`, as below. Without this store, the
-    // overseer would wait for this worker, this worker for its group, and the group for the fence.
-    if (kLaps && !took) fences.say(thread, fences.kLeft);
-#pragma unroll
-    for (u32 shard = 0; shard < kShards; ++shard) {
-      if (!took || !(row_shards >> shard & 1)) continue;
-      if constexpr (kFanOut) {
-        const Packet result = shard == rank ? kept : Protocol::unit(c[entry_of(shard)].packets[0]);
-        rows.add(shard, row_at, result, residuals[shard]);
-      } else {
-        rows.add(shard, row_at, own_result, residuals[shard]);
-      }
+    if (row_ends) rows.normalise(statistics);
+#if defined(MPICOMM_FAN_OUT)
+    if (has_c) {
+      worker.look(c, 1, c_ranks, c_place);
+      const bool others_meet = turn + 1 < turns;
+      if (!received.take(worker, c, c_ranks, c_at, c_place, [&] { if (others_meet) leave(); })) break;
     }
-    if (((kFanOut ? has_c : has_b) || !took) && !rows.end_step(took)) break;
-    kept = own_result;  // stage C of the next turn takes it
+    received.follow();
+#endif
+    if (has_b) rows.course.after(0);
+#else
+    if constexpr (kFanOut) {
+      if (c_ranks != 0 && !c_scales.take(worker, 1, c_ranks, c_place, worker.take(c, 1, c_ranks, c_place))) break;
+      worker.place(c, c_scales, c_ranks, c_at);
+    }
 #endif
 
     paced = paces;

@@ -10,10 +10,10 @@
 // Hence a thread that has a unit in step k > 2 also has a unit in step k-2 or in step k-3. Before
 // step k it can lack a unit only in every m-th step. packets.cu needs that.
 //
-// With fan-out a shard has whole rows. A rank reduces the rows of its shard and sends them on as they
-// are. Each rank normalises the rows of all shards, because each rank has a residual of all rows.
-// So a thread has the same unit of each shard. It ends the rows of all shards together, in the turn
-// after their last stage C.
+// With fan-out a shard has whole rows. A rank reduces the rows of its shard, adds the residual, and
+// sends on h. So only one rank reads each element of the residual, which is the same on all ranks. That
+// rank also sends the statistics of each row, before the last packets of the row. Each rank normalises
+// the rows of all shards, because each rank keeps all rows of h (received_rows.cuh).
 #pragma once
 
 #include "finish.cuh"
@@ -26,7 +26,7 @@ constexpr bool kFanOut = true;
 constexpr bool kFanOut = false;
 #endif
 
-// The shards whose rows this rank normalises. In one hop it normalises the rows that it reduces.
+// The shards whose rows this rank normalises. In one hop there is only one shard.
 constexpr u32 kShards = kFanOut ? MPICOMM_RANKS : 1;
 
 #if defined(MPICOMM_WEIGHT)
@@ -58,149 +58,130 @@ struct Course {
   MPICOMM_DEVICE u64 packets() const { return norm.hidden / kElements; }  // of a row; the host ensures whole packets
   MPICOMM_DEVICE u64 packet_of(u32 each) const { return static_cast<u64>(each) * kNormThreads + thread; }
 
-  // The offset of this thread's unit in step `each` of this row.
-  MPICOMM_DEVICE u64 at(u32 each) const {
+  // The offset of this thread's unit in step `each` of row `of`.
+  MPICOMM_DEVICE u64 at(u64 of, u32 each) const {
     const u64 packet = packet_of(each);
-    return row < norm.rows_of_shard && packet < packets() ? (row * packets() + packet) * kPacketNbytes : kNoUnit;
+    return of < norm.rows_of_shard && packet < packets() ? (of * packets() + packet) * kPacketNbytes : kNoUnit;
   }
-  MPICOMM_DEVICE u64 first() const { return at(0); }
+  MPICOMM_DEVICE bool ends(u32 each) const { return each == parts - 1; }
+  MPICOMM_DEVICE u64 first() const { return at(row, 0); }
   MPICOMM_DEVICE u64 after(u64) {
     if (++part == parts) part = 0, row += groups;
-    return at(part);
+    return at(row, part);
   }
   MPICOMM_DEVICE static void look_back(u64, u64&, u64&) {}  // this step does not determine the earlier steps
 };
 
-constexpr u32 kAtOnce = kTogether<kShards>;
-
 // The packets of h in the first kKept steps of a row stay in shared memory until the row ends. A thread
 // reads later packets from the residual. A kernel has 48 KiB, and more than 4 steps are rare.
 constexpr u32 kStepNbytes = kShards * kNormThreads * kPacketNbytes;
-constexpr u32 kMostKept = (48 * 1024 / kGroups - sizeof(Sums<kShards>)) / kStepNbytes;
+constexpr u32 kOtherNbytes = sizeof(Sums) + 2 * kShards * kPacketNbytes;
+constexpr u32 kMostKept = (48 * 1024 / kGroups - kOtherNbytes) / kStepNbytes;
 constexpr u32 kKept = kMostKept < 4 ? kMostKept : 4;
 
 // The shared memory of a group.
 struct RowMemory {
-  Sums<kShards> sums;
-  Elements kept[kKept > 0 ? kKept * kShards * kNormThreads : 1];  // by step, shard and thread
+  Sums sums;
+  Packet statistics[2][kShards];  // of the rows of other ranks; two rows of a shard use them in turns
+  Packet kept[kKept > 0 ? kKept * kShards * kNormThreads : 1];  // by step, shard and thread
 };
 
-// Whether rows end in the next turn, or else in the turn of their last step.
-constexpr bool kEndsLater = kFanOut;
+// Loads and stores the packet at an address. Rows are whole packets.
+MPICOMM_DEVICE Packet load_whole(const u8* from) {
+  const u32 width = width_of(from);
+  return kAligned || width == kPacketNbytes ? load_aligned(from) : load_narrow(from, width, kPacketNbytes);
+}
+MPICOMM_DEVICE void store_whole(u8* to, const Packet& packet) {
+  const u32 width = width_of(to);
+  if (kAligned || width == kPacketNbytes) store_aligned(to, packet);
+  else store_narrow(to, packet, width, kPacketNbytes);
+}
 
-// One thread's part in the ends of its rows. `course` is at the step of stage B, or with fan-out at
-// the step of stage C.
+// One thread's part in the rows that its rank reduces. `course` is at the step of stage B.
 struct Rows {
   const Norm& norm;
   RowMemory& memory;
   Course course;
+  u32 own;       // the shard that this rank reduces
   u32 barrier;   // of the group
-  u32 turn = 0;  // the index of the sums that these rows use
-  bool ends = false;  // whether the rows of the last step end in this turn
-  State sum[kShards] = {};
+  u32 turn = 0;  // the index of the sums that this row uses
+  State sum = 0;
 
-  MPICOMM_DEVICE Rows(const Finish& finish, RowMemory* all, u32 worker, u32 workers)
+  MPICOMM_DEVICE Rows(const Finish& finish, RowMemory* all, u32 rank, u32 worker, u32 workers)
       : norm(finish.norm),
         memory(all[worker / kNormThreads]),
         course(finish, worker, workers),
+        own(kFanOut ? rank : 0),
         barrier(1 + worker / kNormThreads) {}
 
-  MPICOMM_DEVICE u64 nbytes() const { return norm.rows * norm.hidden * sizeof(Element); }
-  MPICOMM_DEVICE u64 first_of(u32 shard) const { return shard * norm.rows_of_shard * norm.hidden * sizeof(Element); }
-  MPICOMM_DEVICE u64 row_of(u32 shard) const { return shard * norm.rows_of_shard + course.row; }
-  MPICOMM_DEVICE bool has_row(u32 shard) const {
-    return course.row < norm.rows_of_shard && row_of(shard) < norm.rows;
+  MPICOMM_DEVICE u64 row_of(u32 shard, u64 row) const { return shard * norm.rows_of_shard + row; }
+  MPICOMM_DEVICE bool has_row(u32 shard, u64 row) const {
+    return row < norm.rows_of_shard && row_of(shard, row) < norm.rows;
   }
-
-  MPICOMM_DEVICE Packet load_residual(u32 shard, u64 at) const {
-    return load_unit(norm.residual, width_of(norm.residual), first_of(shard) + at, nbytes());
+  MPICOMM_DEVICE u8* h_at(u32 shard, u64 at) const {
+    return norm.residual + shard * norm.rows_of_shard * norm.hidden * sizeof(Element) + at;
   }
-
-  MPICOMM_DEVICE Elements& kept(u32 part, u32 shard) const {
+  MPICOMM_DEVICE Packet& kept(u32 part, u32 shard) const {
     return memory.kept[(part * kShards + shard) * kNormThreads + course.thread];
   }
 
-  // Loads the residual at offset `at` of each of `shards`, which are bits.
-  MPICOMM_DEVICE void load_residuals(Packet (&residuals)[kShards], u32 shards, u64 at) const {
-#pragma unroll
-    for (u32 shard = 0; shard < kShards; ++shard) {
-      if (shards >> shard & 1) residuals[shard] = load_residual(shard, at);
-    }
+  MPICOMM_DEVICE Packet load_residual(u64 at) const { return load_whole(h_at(own, at)); }
+
+  // Stores the unit of h at offset `at` of a shard, in step `part` of its row.
+  MPICOMM_DEVICE void store(u32 shard, u32 part, u64 at, const Packet& h) const {
+    store_whole(h_at(shard, at), h);
+    if (part < kKept) kept(part, shard) = h;
   }
 
-  // Takes the reduced unit at offset `at` of a shard, and the residual there.
-  MPICOMM_DEVICE void add(u32 shard, u64 at, const Packet& reduced, const Packet& residual) {
-    const auto value = __builtin_bit_cast(Elements, reduced), old = __builtin_bit_cast(Elements, residual);
-    const Elements h = with_residual(norm, course.packet_of(course.part) * kElements, kElements, value, old);
-    sum[shard] = with_summands(sum[shard], h, kElements);
-    const u64 to = first_of(shard) + at;
-    store_unit(norm.residual, width_of(norm.residual), to, nbytes(), __builtin_bit_cast(Packet, h));
-    if (course.part < kKept) kept(course.part, shard) = h;
+  // Loads a unit of h that this thread has stored.
+  MPICOMM_DEVICE Packet load(u32 shard, u32 part, u64 at) const {
+    return part < kKept ? kept(part, shard) : load_whole(h_at(shard, at));
   }
 
-  // Ends a step. The rows end after their last step. `ok` is whether the thread has taken all
-  // awaited packets. If not, it goes to the barrier of the row at once. The other threads of its
-  // group come there at the end of the row, and all of them leave together. Returns false if the
-  // thread must leave.
-  MPICOMM_DEVICE bool end_step(bool ok) {
-    if (!ok) return meet_at_end(barrier, false);
-    ends = course.part == course.parts - 1;
-    if (!ends) course.after(0);
-    return kEndsLater || end_rows();
+  // Returns the unit of h at offset `at`, after it has stored it, from the reduced unit and the residual there.
+  MPICOMM_DEVICE Packet add(u64 at, const Packet& reduced, const Packet& residual) {
+    const Packet h =
+        with_residual(norm, course.packet_of(course.part) * kElements, kElements, reduced, residual);
+    sum = with_summands(sum, h, kElements);
+    store(own, course.part, at, h);
+    return h;
   }
 
-  // Normalises the rows of the last step, if they end. Returns false if the thread must leave.
-  MPICOMM_DEVICE bool end_rows() {
-    if (!ends) return true;
-#pragma unroll
-    for (u32 shard = 0; shard < kShards; ++shard) {
-      memory.sums.of[turn][shard][course.thread] = sum[shard];
-      sum[shard] = 0;
-    }
+  MPICOMM_DEVICE bool ends() const { return course.ends(course.part); }
+  MPICOMM_DEVICE bool has_row() const { return has_row(own, course.row); }
+
+  // Finds the statistics of the row that ends with this step. Returns false if the thread must leave.
+  MPICOMM_DEVICE bool end_row(Statistics& of) {
+    memory.sums.of[turn][course.thread] = sum;
+    sum = 0;
     if (!meet_at_end(barrier, true)) return false;
-#pragma unroll 1
-    for (u32 first = 0; first < kShards && has_row(first); first += kAtOnce) {
-      u64 rows[kAtOnce];
-      Statistics of[kAtOnce];
-      u32 present = 0;
-#pragma unroll
-      for (u32 each = 0; each < kAtOnce; ++each) {
-        const u32 shard = first + each;
-        rows[each] = row_of(shard), present += has_row(shard);
-        const State total = total_of(memory.sums.of[turn][shard], course.thread);
-        const u32 place = (turn + shard) % 2;
-        of[each] = statistics_of(
-            norm, memory.sums, total, place, course.thread, barrier, rows[each], PacketsOfH{*this, first, 1});
-      }
-      normalise_rows(norm, rows, present, of, PacketsOfH{*this, first, present});
+    if (has_row()) {
+      const State total = total_of(memory.sums.of[turn], course.thread);
+      of = statistics_of(norm, memory.sums, total, course.thread, barrier, PacketsOfH{*this});
     }
-    turn ^= 1, ends = false;
-    course.after(0);
+    turn ^= 1;
     return true;
+  }
+
+  MPICOMM_DEVICE void normalise(const Statistics& of) const {
+    if (has_row()) normalise_row(norm, row_of(own, course.row), of, course.thread, PacketsOfH{*this});
   }
 
   struct PacketsOfH {
     const Rows& rows;
-    u32 first;    // the shards whose rows end together: the first of them, and how many have a row
-    u32 present;
 
     // Calls a function for each packet of h: see `statistics_of`.
     template <class Work>
     MPICOMM_DEVICE void operator()(const Work& work) const {
-      const u32 last = rows.course.parts - 1;
+      const Course& course = rows.course;
 #pragma unroll 1
-      for (u32 part = 0; part <= last; ++part) {
-        const u64 at = rows.course.at(part);
-        Elements h[kAtOnce];
-#pragma unroll
-        for (u32 each = 0; each < kAtOnce; ++each) {
-          h[each] = {};
-          if (at == kNoUnit || each >= present) continue;
-          // The loads see the stores of `add`, because this thread has made them.
-          if (part < kKept) h[each] = rows.kept(part, first + each);
-          else h[each] = __builtin_bit_cast(Elements, rows.load_residual(first + each, at));
-        }
-        work(rows.course.packet_of(part) * kElements, h, at == kNoUnit ? 0 : kElements);
+      for (u32 part = 0; part < course.parts; ++part) {
+        const u64 at = course.at(course.row, part);
+        const bool has_unit = at != kNoUnit;
+        if (!kScaledGroups && !has_unit) continue;
+        Packet h{};
+        if (has_unit) h = rows.load(rows.own, part, at);
+        work(course.packet_of(part) * kElements, h, !kScaledGroups || has_unit ? kElements : 0);
       }
     }
   };
@@ -209,7 +190,6 @@ struct Rows {
 #else
 
 constexpr bool kRows = false;
-constexpr bool kEndsLater = false;
 
 struct Course {
   u64 begin, step_nbytes;
@@ -227,13 +207,6 @@ struct Course {
 };
 
 struct RowMemory {};
-struct Rows {
-  MPICOMM_DEVICE Rows(const Finish&, RowMemory*, u32, u32) {}
-  MPICOMM_DEVICE static void load_residuals(Packet (&)[kShards], u32, u64) {}
-  MPICOMM_DEVICE static void add(u32, u64, const Reduced&, const Packet&) {}
-  MPICOMM_DEVICE static bool end_step(bool ok) { return ok; }
-  MPICOMM_DEVICE static bool end_rows() { return true; }
-};
 
 #endif
 
