@@ -21,11 +21,8 @@ def test_programs_draw_pictures_and_ranks_train_as_one_rank_does_without_pytorch
     alone.write_text(source.replace(SUMS, "MPI.Request(MPI.REQUEST_NULL)\n"))
     names = ("producer_consumers", "pipeline", "fft_transpose", "jacobi", "train_cupy")
     pictures = {name: tmp_path / f"{name}.svg" for name in names}
-    programs: list[tuple[Path | str, ...]] = [
-        (ROOT / f"examples/{name}.py", f"--plot={picture}") for name, picture in pictures.items()
-    ]
-    programs[-1] = (*programs[-1], "--epochs=3")
-    job, ended = run_in_turn(RANKS, *programs, (alone, "--epochs=1"), MPICOMM_DEVICE="cpu")
+    *programs, train = [(ROOT / f"examples/{name}.py", f"--plot={picture}") for name, picture in pictures.items()]
+    job, ended = run_in_turn(RANKS, *programs, (*train, "--epochs=3"), (alone, "--epochs=1"), MPICOMM_DEVICE="cpu")
     assert (job.returncode, job.stderr, [code for _, code in ended]) == (0, "", [0] * len(names) + [1])
     assert all("<svg" in picture.read_text() for picture in pictures.values())
     trained, compared = ended[-2][0].splitlines()
