@@ -102,7 +102,8 @@ class ExpertsRig:
         for arena in self.arenas:
             head = arena.bytes[:HEAD_NBYTES].view(np.uint64)
             for rank in range(MAX_RANKS):
-                head[announcements + 2 * rank + number % 2] = (number & 0xFFFFFFFF) << 32
+                for last in (number - 1, number):
+                    head[announcements + 2 * rank + last % 2] = (last & 0xFFFFFFFF) << 32
             head[numbers:] = number << 1
 
     def dispatch(self, rank: int, x: Array, ids: Array, weights: Array | None, *, nap_us: int = 0) -> Result:

@@ -137,7 +137,7 @@ def rig_of(builds: Builds, size: int, changes: Sequence[Change] = (), **options:
     dtype = options.pop("dtype", np.float32)
     hidden = 4112 // np.dtype(dtype).itemsize
     options.setdefault("capacity", 96)
-    return ExpertsRig(builds, experts, hidden, 7, 3, dtype, changes=changes, **options)
+    return ExpertsRig(builds, experts, hidden, 7, options.pop("top_k", 3), dtype, changes=changes, **options)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -369,6 +369,8 @@ def test_failure_is_seen(builds: Builds, name: str) -> None:
     # A kernel that takes an old packet for a route also stores outside of all memory.
     with pytest.raises(AssertionError, match=rf"{CAUGHT}|exit codes \[.*-11"):
         for seed in range(20):
-            rig = rig_of(builds, 3, [BY_BLOCKS, change], blocks=(2, 2), timeout_s=1, by_token=by_token)
+            # With a top_k of 12 a warp takes more than one step.
+            top_k = 12 if by_token else 3
+            rig = rig_of(builds, 3, [BY_BLOCKS, change], blocks=(2, 2), timeout_s=1, by_token=by_token, top_k=top_k)
             rig.start_at(2**32 - 3)
             play(rig, seed, 5, types=ONE_TYPE)
