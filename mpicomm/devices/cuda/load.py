@@ -43,18 +43,16 @@ class Kernel:
         except self._error as error:
             raise HandleError(f"cuLaunchKernel failed: {error}") from None
 
-    def launch_structure(
-        self, stream: int, arguments: ctypes.Structure, *, blocks: int, threads: int, early: bool = False
-    ) -> None:
-        """Enqueue a kernel whose one parameter is a structure by value, which is copied before this returns.
+    def launch_structure(self, stream: int, arguments: ctypes.Structure, *, blocks: int, threads: int) -> None:
+        """Enqueue a kernel whose one parameter is a structure by value, which is copied before this returns."""
+        self.launcher(arguments, blocks, threads).launch(stream)
+
+    def launcher(self, arguments: ctypes.Structure, blocks: int, threads: int, *, early: bool = False) -> Launcher:
+        """Return a launcher that launches the kernel again and again, each time with the content of ``arguments``.
 
         ``early`` is for kernels that begin with ``wait_for_predecessor``: the device may set up their blocks while the
         previous kernel still runs.
         """
-        self.launcher(arguments, blocks, threads, early=early).launch(stream)
-
-    def launcher(self, arguments: ctypes.Structure, blocks: int, threads: int, *, early: bool = False) -> Launcher:
-        """Return a launcher that launches the kernel again and again, each time with the content of ``arguments``."""
         return Launcher(self.address, arguments, blocks, threads, early=early)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
+from mpicomm.collectives.gpu.algorithms.packets.arguments import UNIT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks
 from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.counted import counted_launch
@@ -81,7 +81,7 @@ def larger_inboxes(node: Node, nbytes: int) -> list[Request]:
 
     def steps_in(inbox_nbytes: int) -> int:
         shape = geometry_within(inbox_nbytes, most_blocks_of(node), node.size)
-        return shape.steps(packets_of(nbytes, "sentinel"))
+        return shape.steps(-(-nbytes // UNIT_NBYTES["sentinel"]))
 
     layout = node.arena.layout
     fewest, found = steps_in(node.arena.any_length.nbytes), []

@@ -160,11 +160,6 @@ def flags_can_carry(dtype: str) -> bool:
     return dtype != "complex128"
 
 
-def packets_of(nbytes: int, protocol: Protocol) -> int:
-    """Return how many packets carry a message of ``nbytes``."""
-    return -(-nbytes // UNIT_NBYTES[protocol])
-
-
 def carried_nbytes(inbox_nbytes: int, protocol: Protocol) -> int:
     """Return how many bytes of one message an inbox holds."""
     return inbox_nbytes // SLOT_NBYTES * UNIT_NBYTES[protocol]
