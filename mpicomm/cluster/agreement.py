@@ -110,9 +110,10 @@ class Group:
             mine = _Outcome(step, error=_portable(error))
             # `produce` may have waited for a peer that is gone. All waits together keep the deadline. Half of the time
             # is left in any case, because other ranks may still be busy. If an inner exchange has found a rank missing,
-            # only the grace is left.
+            # half of the grace is left. With the grace of `_ask`, a rank then waits for less than a second beyond the
+            # deadline.
             late = error.ranks if isinstance(error, CollectiveTimeoutError) else None
-            least_s = limit_s / 2 if late is None else GRACE_S
+            least_s = limit_s / 2 if late is None else GRACE_S / 2
             limit_s = max(limit_s - (time.monotonic() - start), least_s)
             if late and self.rank != 0 and self.ranks[0] in late:
                 limit_s = -GRACE_S  # the first rank has had its time, and without it no rank gets an answer
