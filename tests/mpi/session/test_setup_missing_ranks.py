@@ -53,6 +53,26 @@ def impatient_without(
             impatient.Free()
 
 
+@pytest.mark.mpi(min_size=3)
+def test_two_ranks_that_never_come_cost_one_deadline() -> None:
+    """The last rank has found one rank missing in an inner exchange, and the first rank does not come either."""
+    comm, timeout_s, last = WORLD.Dup(), 0.3, WORLD.size - 1
+
+    def find_a_rank_missing() -> None:
+        time.sleep(timeout_s)
+        raise CollectiveTimeoutError("inner: rank 1 did not arrive", ranks=(1,))
+
+    if comm.rank == last:
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match="rank 0 did not arrive"):
+            bootstrap.Group(comm, range(comm.size), timeout_s).agree("outer", find_a_rank_missing)
+        assert time.monotonic() - start < timeout_s + 1
+    elif comm.rank == 0:
+        comm.recv(source=last)  # what the last rank has told the first
+    comm.Barrier()
+    comm.Free()
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", CALLS)
 def test_rank_that_never_comes_is_named(own_comm: mpicomm.Communicator, device: str, name: str) -> None:
