@@ -110,8 +110,7 @@ class Group:
             mine = _Outcome(step, error=_portable(error))
             # `produce` may have waited for a peer that is gone. All waits together keep the deadline. Half of the time
             # is left in any case, because other ranks may still be busy. If an inner exchange has found a rank missing,
-            # half of the grace is left. With the grace of `_ask`, a rank then waits for less than a second beyond the
-            # deadline.
+            # half of the grace is left, so that with the grace of `_ask` a rank is less than a second late.
             late = error.ranks if isinstance(error, CollectiveTimeoutError) else None
             least_s = limit_s / 2 if late is None else GRACE_S / 2
             limit_s = max(limit_s - (time.monotonic() - start), least_s)

@@ -81,8 +81,8 @@ using State = typename Number<Element>::Value;
 constexpr bool kScaledGroups = kScales && kGroup > 0;
 constexpr bool kScaledRows = kScales && kGroup == 0;
 
-// What the threads of a row tell each other, in shared memory: their sums, which two rows use in turns,
-// their sums of squares if the row is centred, and the largest magnitudes of their warps.
+// The values that the threads of a row exchange through shared memory. Each thread stores its sum, and its
+// sum of squares if the row is centred. Each warp stores its largest magnitude. Two rows use the sums in turns.
 struct Sums {
   State of[2][kNormThreads];
   State squares[kCentred ? kNormThreads : 1];
