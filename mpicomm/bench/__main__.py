@@ -15,7 +15,6 @@ from mpicomm.bench.content import Content
 from mpicomm.bench.experts import command as experts
 from mpicomm.bench.machine import GpuMachine, HostMachine, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
-from mpicomm.bench.model.command import main as run_model
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.products import command as products
 from mpicomm.bench.results import ResultRow, Results
@@ -35,10 +34,6 @@ def main() -> int:
     if sys.argv[1:2] == [experts.NAME]:
         return experts.main()
     options = command_line.parse_args(options_module.parser())
-    if options.model is not None:
-        options_module.require_model(options)
-        return run_model(options)
-    options_module.forbid_model_arguments(options)
     comm = command_line.open_communicator(options.device, options.handle)
     dtype = options_module.dtype_and_op(options)
     options_module.require_possible(options, comm)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import OPS
-from mpicomm.bench.model.network import Network
 from mpicomm.bench.operations import ALIASES, BARRIER, OPERATIONS
 from mpicomm.bench.peers import PEERS
 from mpicomm.cli import arguments
@@ -22,10 +19,6 @@ from mpicomm.mpi.ops import check_legal
 from mpicomm.mpi.types import COVERED, covered_dtype
 
 DTYPES = tuple(name for name in COVERED if name not in ("bool", "complex64", "complex128"))
-_OF_MODELS = (
-    *("model", "network", "sources", "against"),
-    *("collective", "minbytes", "maxbytes", "stepfactor", "json", "plot"),
-)
 _NCCL_TESTS_NAMES = {
     "half": "float16",
     "float": "float32",
@@ -81,32 +74,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
     arguments.add_file_arguments(result, plot="time and bus bandwidth by size")
     arguments.add_communicator_arguments(result)
-    _add_model_arguments(result)
     return result
-
-
-def _add_model_arguments(result: argparse.ArgumentParser) -> None:
-    model = result.add_argument_group(
-        "model",
-        "Predict times of float32 over several nodes, without GPU and mpirun; -b, -e, -f, --json, --plot as above.",
-    )
-    model.add_argument("--model", type=arguments.counts_from(1), metavar="NODES", help="numbers of nodes, as in 2,4,8")
-    model.add_argument(
-        "--network",
-        type=_network,
-        metavar="GBPS,US",
-        help="of each rank's card: 10^9 bytes a second in each direction, and the latency of a message, as in 50,5",
-    )
-    model.add_argument(
-        "--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="--json results of the bench on one node"
-    )
-    model.add_argument(
-        "--against",
-        type=Path,
-        metavar="FILE",
-        help="measured runs, to state the error of the model: a JSON list of "
-        '{"nodes": 2, "nbytes": 1024, "time_us": 40.5}',
-    )
 
 
 def dtype_and_op(options: argparse.Namespace) -> np.dtype[Any]:
@@ -138,32 +106,3 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         if refused:
             raise InvalidUsageError(f"{why}: leave it out")
     command_line.require_plot(options.plot)
-
-
-def require_model(options: argparse.Namespace) -> None:
-    """Raise `InvalidUsageError`, on all ranks, if --model lacks options, or for options that have no effect with it."""
-    for option, value in (("--network", options.network), ("--from", options.sources)):
-        if value is None:
-            raise InvalidUsageError(f"--model needs {option}: python -m mpicomm.bench --help explains it")
-    defaults = parser()
-    for name, value in vars(options).items():
-        if name not in _OF_MODELS and value != defaults.get_default(name):
-            raise InvalidUsageError(f"--{name} is not for --model, which measures nothing: leave it out")
-    command_line.require_plot(options.plot)
-
-
-def forbid_model_arguments(options: argparse.Namespace) -> None:
-    """Raise `InvalidUsageError`, on all ranks, for options that have no effect without --model."""
-    for option, value in (("--network", options.network), ("--from", options.sources), ("--against", options.against)):
-        if value is not None:
-            raise InvalidUsageError(f"{option} is for --model NODES: add that, or leave {option} out")
-
-
-def _network(text: str) -> Network:
-    try:
-        gb_s, latency_us = (float(part) for part in text.split(","))
-    except ValueError:
-        gb_s = latency_us = math.nan
-    if not (0 < gb_s < math.inf and 0 < latency_us < math.inf):
-        raise argparse.ArgumentTypeError(f"{text!r}: use GBPS,US, two numbers above 0, as in 50,5")
-    return Network(gb_s, latency_us)

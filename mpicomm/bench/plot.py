@@ -8,7 +8,7 @@ from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.bench.results import Results
 
-_STYLES = {"out-of-place": "-", "in-place": "--", "predicted": "-"}
+_STYLES = {"out-of-place": "-", "in-place": "--"}
 
 
 def lines_of(results: Results) -> dict[tuple[str, str], list[tuple[Case, Outcome]]]:

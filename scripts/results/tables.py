@@ -20,7 +20,7 @@ from headline import figure, headline
 FOLDER = Path(__file__).resolve().parent
 MARKED = {"figure": figure, "headline table": headline}
 """The writers of the parts of the project's README.md between markers of these names."""
-GROUPS = ("Mapped memory", "Messages", "Calls", "Ways compared", "Reliability", "Predicted")
+GROUPS = ("Mapped memory", "Messages", "Calls", "Ways compared", "Reliability")
 HEAD = """\
 # Measured
 
@@ -33,7 +33,7 @@ faster. Bold type marks a peer that is faster by more than 3 %, because two runs
 
 "NCCL symm." is NCCL with symmetric windows. "torch" is the fastest way of PyTorch's symmetric memory. In columns "in
 place" the result replaces the input. Symmetric arrays are parts of a `SymmetricArray`, so all ranks have mapped them.
-Only its rank has mapped an ordinary array. Tables under [Predicted](#predicted) are computed, not measured.
+Only its rank has mapped an ordinary array.
 """
 
 
