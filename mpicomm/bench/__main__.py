@@ -122,13 +122,8 @@ def finish(
         "wrong": wrong,
         "ok": wrong == 0,
     }
-    if comm.rank == 0:
-        if options.json is not None:
-            arguments.write_json(options.json, document)
-        if options.plot is not None:
-            from mpicomm.bench.plot import draw  # matplotlib takes a second to import
-
-            draw(results, options.plot, f"{options.collective}, {options.datatype}, {comm.size} ranks")
+    if comm.rank == 0 and options.json is not None:
+        arguments.write_json(options.json, document)
     contenders.close()  # after the results are shown, because a library may end the process here
     comm.Free()
     command_line.show("# OK" if wrong == 0 else f"# FAILED: {wrong} wrong")

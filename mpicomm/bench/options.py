@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     peers = arguments.names_from(PEERS, "peer")
     result.add_argument("--compare", type=peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
     result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
-    arguments.add_file_arguments(result, plot="time and bus bandwidth by size")
+    arguments.add_file_arguments(result)
     arguments.add_communicator_arguments(result)
     return result
 
@@ -98,11 +98,9 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
     on_host = comm.device == "cpu"
     for refused, why in (
         (barrier and options.algorithm != "auto", "--algorithm is not for the barrier, which has one way"),
-        (barrier and options.plot, "--plot is not for the barrier, which has no sizes to draw"),
         (barrier and options.vary, "--vary is not for the barrier, which has no sizes to vary"),
         (on_host and options.eager, "--eager is for GPUs: on the host all calls are timed without graphs"),
         (on_host and options.beside, "--beside is for GPUs: on the host no product runs beside a call"),
     ):
         if refused:
             raise InvalidUsageError(f"{why}: leave it out")
-    command_line.require_plot(options.plot)

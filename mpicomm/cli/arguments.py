@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -24,11 +23,9 @@ def add_communicator_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_file_arguments(parser: argparse.ArgumentParser, *, plot: str = "") -> None:
-    """Add the option of the file with the results. ``plot`` says what the option of the picture draws, if any."""
+def add_file_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the file with the results."""
     parser.add_argument("-J", "--json", type=output_file, metavar="FILE", help="write the results there")
-    if plot:
-        parser.add_argument("--plot", type=plot_file, metavar="FILE", help=f"draw {plot}: FILE.png or FILE.svg")
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser, *, smallest: int, factor: int) -> None:
@@ -124,25 +121,6 @@ def output_file(text: str) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r}: {path.parent} is no directory that can be written to")
     return path
-
-
-def plot_file(text: str) -> Path:
-    """As `output_file`, for a picture."""
-    path = output_file(text)
-    if path.suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{text!r}: use a name that ends in .png or .svg")
-    return path
-
-
-def has_matplotlib() -> bool:
-    """Return whether this process can draw. Local."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def require_matplotlib(plot: Path | None, *, installed: bool) -> None:
-    """Raise `InvalidUsageError` if the user passes ``--plot`` and matplotlib is not ``installed``."""
-    if plot and not installed:
-        raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

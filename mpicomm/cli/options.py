@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mpicomm.api.communicator import Communicator, RankInfo
-from mpicomm.cli.arguments import has_matplotlib, require_matplotlib, required_sizes
+from mpicomm.cli.arguments import required_sizes
 from mpicomm.cli.machine import format_uuid
 from mpicomm.errors import InvalidUsageError, MpicommError
 
@@ -137,11 +137,6 @@ def show(*lines: str) -> None:
     if MPI.COMM_WORLD.rank == 0:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
-
-
-def require_plot(plot: Path | None) -> None:
-    """Raise `InvalidUsageError` on all ranks if the user passes ``--plot`` and rank 0 has no matplotlib. Collective."""
-    require_matplotlib(plot, installed=MPI.COMM_WORLD.bcast(has_matplotlib()))
 
 
 def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:

@@ -19,7 +19,7 @@ from mpicomm.p2p.matrix import link_matrices
 from mpicomm.p2p.options import NBYTES_ON_GPUS, forbid_rank_arguments, parser
 from mpicomm.p2p.report import NOTES, Report
 
-# Functions import the modules that load MPI, CuPy or matplotlib, if they need them.
+# Functions import the modules that load MPI or CuPy, if they need them.
 
 
 def main() -> NoReturn:
@@ -39,7 +39,6 @@ def main() -> NoReturn:
 
 def _in_one_process(options: argparse.Namespace) -> int:
     forbid_rank_arguments(options)
-    arguments.require_matplotlib(options.plot, installed=arguments.has_matplotlib())
     options.bytes = options.bytes or NBYTES_ON_GPUS
     report = Report("GPU")
     host = f"{socket.gethostname()} ({machine.processor()})"
@@ -50,8 +49,8 @@ def _in_one_process(options: argparse.Namespace) -> int:
         _write(options, [], report, 0)
         return 0
     count = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
-    title = f"mpicomm {mpicomm.__version__} p2p: {count} on {host}"
-    report.say(title, *(f" GPU {each.ordinal:>2} [{each.pci_bus_id}] {each.name}" for each in devices))
+    report.say(f"mpicomm {mpicomm.__version__} p2p: {count} on {host}")
+    report.say(*(f" GPU {each.ordinal:>2} [{each.pci_bus_id}] {each.name}" for each in devices))
 
     from mpicomm.p2p.one_process import OneProcess
 
@@ -59,10 +58,6 @@ def _in_one_process(options: argparse.Namespace) -> int:
     for matrix in (*link_matrices(job.links), *job.matrices()):
         report.add(matrix)
     _write(options, devices, report, job.wrong)
-    if options.plot:
-        from mpicomm.p2p.plot import draw
-
-        draw(report.matrices, report.end, options.plot, title)
     report.say(*NOTES, "OK" if job.wrong == 0 else f"FAILED: {job.wrong} wrong bytes")
     return int(job.wrong > 0)
 

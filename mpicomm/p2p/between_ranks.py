@@ -116,14 +116,12 @@ def _moves(direction: str, source: int, target: int) -> dict[int, int]:
 def main() -> int:
     """Run the command line on this rank. Collective."""
     options = command_line.parse_args(parser())
-    command_line.require_plot(options.plot)
     comm = command_line.open_communicator(options.device, options.handle)
     command_line.require_one_node(comm, "the matrices are of mapped memory and need all ranks on one node")
     options.bytes = options.bytes or (NBYTES_ON_HOST if comm.device == "cpu" else NBYTES_ON_GPUS)
     report = Report("rank", shows=comm.rank == 0)
     ranks = comm.allgather(comm.describe())
-    title, *lines = header("p2p", ranks, options.handle)
-    report.say(title, *lines)
+    report.say(*header("p2p", ranks, options.handle))
     for matrix in link_matrices([info.links for info in ranks]):
         report.add(matrix)
     job = BetweenRanks(comm, options.bytes, options.iters, options.rounds)
@@ -131,10 +129,6 @@ def main() -> int:
         report.add(matrix)
     if comm.rank == 0 and options.json:
         arguments.write_json(options.json, {**setting(ranks, options), **report.record(job.wrong)})
-    if comm.rank == 0 and options.plot:
-        from mpicomm.p2p.plot import draw
-
-        draw(report.matrices, report.end, options.plot, title)
     comm.Free()
     report.say(*NOTES, "OK" if job.wrong == 0 else f"FAILED: {job.wrong} wrong bytes")
     return int(job.wrong > 0)

@@ -21,11 +21,6 @@ class Matrix:
     cells: list[list[Cell]]
 
     @property
-    def measured(self) -> bool:
-        """Whether it has a measurement."""
-        return bool(self.unit) and any(cell is not None for row in self.cells for cell in row)
-
-    @property
     def record(self) -> dict[str, Any]:
         """The matrix for the JSON file."""
         return {"title": self.title, "unit": self.unit, "cells": self.cells}

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="copies in a round; default: 10")
     result.add_argument("-r", "--rounds", type=count(1), default=5, metavar="N", help="median of N; default: 5")
-    arguments.add_file_arguments(result, plot="heat maps")
+    arguments.add_file_arguments(result)
     ranks = result.add_argument_group("between ranks")
     arguments.add_communicator_arguments(ranks)
     return result

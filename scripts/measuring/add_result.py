@@ -23,13 +23,13 @@ FOLDER = Path(__file__).parents[1] / "results"
 def published(result: dict[str, Any], where: str | None) -> dict[str, Any]:
     """Return a result without the fields that name a machine, and with its hardware in words."""
     ranks, program = result["ranks"], shlex.split(result["command"])
-    options = without(program[program.index("mpicomm.bench") + 1 :], "-J", "--json", "--plot")
+    options = without(program[program.index("mpicomm.bench") + 1 :], "-J", "--json")
     kept = {name: value for name, value in result.items() if name not in ("ranks", "processor")}
     return {
         "hardware": where or hardware(ranks, result["processor"]),
         **kept,
         "command": shlex.join(["mpirun", "-np", str(len(ranks)), "python", "-m", "mpicomm.bench", *options]),
-        "options": {**result["options"], "json": None, "plot": None},
+        "options": {**result["options"], "json": None},
         "versions": {name: version for name, version in result["versions"].items() if name != "Linux"},
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -91,7 +90,6 @@ def test_every_collective_runs(tmp_path: Path) -> None:
         (("allreduce", "-d", "int3"), "argument -d/--datatype: 'int3' is no type"),
         (("allreduce", "-o", "land"), "argument -o/--op"),
         (("allreduce", "--compare", "nccl,mccl"), "argument --compare: 'mccl' is no peer"),
-        (("allreduce", "--plot", "picture.pdf"), "argument --plot: 'picture.pdf'"),
         (("allreduce", "-J", "/no/such/directory/file"), "argument -J/--json"),
     ],
 )
@@ -129,7 +127,6 @@ def test_a_wrong_option_is_said_once() -> None:
     [
         (("allreduce", "--eager"), "--eager is for GPUs: on the host all calls are timed without graphs: leave it out"),
         (("allreduce", "--beside", "matmul"), "--beside is for GPUs: on the host no product runs beside a call: "),
-        (("barrier", "--plot", "picture.svg"), "--plot is not for the barrier, which has no sizes to draw: "),
         (("barrier", "--vary"), "--vary is not for the barrier, which has no sizes to vary: "),
         (("barrier", "--algorithm", "one_shot"), "--algorithm is not for the barrier, which has one way: "),
     ],
@@ -142,17 +139,10 @@ def test_what_means_nothing_here_is_refused(options: tuple[str, ...], message: s
 
 
 def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
-    job = run_job(2, *BENCH, "barrier", *SHORT, "--plot", str(tmp_path / "picture.svg"), "-J", str(tmp_path / "j.json"))
+    job = run_job(2, *BENCH, "barrier", *SHORT, "--vary", "-J", str(tmp_path / "j.json"))
     assert (job.returncode, job.stdout) == (2, "")
-    assert job.stderr == "error: --plot is not for the barrier, which has no sizes to draw: leave it out\n"
+    assert job.stderr == "error: --vary is not for the barrier, which has no sizes to vary: leave it out\n"
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there")
-def test_a_picture_without_matplotlib_is_refused_before_the_run(tmp_path: Path) -> None:
-    job = run_job(2, *BENCH, "allreduce", *SHORT, "--plot", str(tmp_path / "picture.png"))
-    assert (job.returncode, job.stdout) == (2, "")
-    assert job.stderr == "error: --plot needs matplotlib: pip install matplotlib\n"
 
 
 def run_changed(tmp_path: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:

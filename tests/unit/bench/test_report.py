@@ -1,18 +1,15 @@
-"""The bench's output: table, footer, JSON rows, lines of the plot."""
+"""The bench's output: table, footer, JSON rows."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import OPERATIONS, Case
-from mpicomm.bench.plot import draw, lines_of
 from mpicomm.bench.results import ResultRow, Results
 from mpicomm.bench.table import Table
 
@@ -108,23 +105,3 @@ def test_json_rows_hold_everything() -> None:
         "way": "",
     }
     assert rows[0]["missing"] == {"in-place": {"mpi": "not in place"}}
-
-
-def test_lines_of_the_picture_begin_with_mpicomm() -> None:
-    lines = lines_of(results())
-    assert list(lines) == [
-        ("mpicomm", "out-of-place"),
-        ("mpicomm", "in-place"),
-        ("nccl", "out-of-place"),
-        ("mpi", "out-of-place"),
-        ("nccl", "in-place"),
-    ]
-    assert [case.nbytes for case, _ in lines["nccl", "in-place"]] == [1024, 1 << 30]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws it")
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"picture.{suffix}"
-    draw(results(), path, "allreduce")
-    assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")

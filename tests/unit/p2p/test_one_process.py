@@ -115,13 +115,6 @@ def test_copies_that_do_wrong_or_nothing_are_found(command: Command, fault: str,
     assert text.splitlines()[-1] == f"FAILED: {found['wrong']} wrong bytes"
 
 
-def test_a_picture(command: Command, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib draws it")
-    picture = tmp_path / "p2p.svg"
-    command(FakeGpus(2, apart=(0, 1)), "--plot", str(picture))
-    assert "Latency" in picture.read_text()
-
-
 @pytest.mark.parametrize("option", [("--device", "cpu"), ("--handle", "ipc")])
 def test_options_of_ranks_are_refused(option: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     job = alone(*option)

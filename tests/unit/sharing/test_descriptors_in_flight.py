@@ -14,8 +14,8 @@ from tests.helpers.rigs.fd_exchanges import SOON_S, listening, names_of_others, 
 
 if os.geteuid() == 0:
     os.setuid(65534)
-# This process sends more descriptors than the limit of the test. So the test does not depend on the descriptors of other
-# processes of this user, which the kernel counts too, and which may land at any time.
+# This process sends more descriptors than the limit of the test. So the test does not depend on the descriptors of
+# other processes of this user, which the kernel counts too, and which may land at any time.
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
 into, out = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 try:
