@@ -19,7 +19,6 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.cli.options import progress_line
 
 try:
     from sklearn.datasets import load_digits
@@ -91,27 +90,26 @@ def train(epochs: Any, data: tuple[Any, Any], *, alone: bool) -> tuple[list[Any]
     network = [xp.asarray(rng.normal(0, shape[0] ** -0.5, shape).astype(DTYPE)) for shape in shapes]
     gradients, momenta = [xp.zeros_like(layer) for layer in network], [xp.zeros_like(layer) for layer in network]
     losses, ends = [], [time.perf_counter()]
-    for epoch, batches in enumerate(epochs):
-        with progress_line("alone" if alone else "epochs", epoch, len(epochs)):
-            for batch in batches:
-                values = forward(network, images[batch])
-                loss, slope = cross_entropy(values[-1], shown[batch])
-                requests: list[MPI.Request] = []
-                for i in reversed(range(len(network))):
-                    xp.matmul(values[i].T, slope, out=gradients[i][:-1])
-                    slope.sum(axis=0, out=gradients[i][-1])
-                    if not alone:
-                        requests.insert(0, add_over_ranks(gradients[i]))
-                    if i:
-                        slope = (slope @ network[i][:-1].T) * (values[i] > 0)
-                for i in reversed(range(len(network))):
-                    if not alone:
-                        requests[i].Wait()  # the sums of the layers before may still be in progress
-                    momenta[i] *= 0.9
-                    momenta[i] += gradients[i]
-                    network[i] -= 0.1 * momenta[i]
-                losses.append(loss)
-            float(losses[-1])  # waits for the GPU
+    for batches in epochs:
+        for batch in batches:
+            values = forward(network, images[batch])
+            loss, slope = cross_entropy(values[-1], shown[batch])
+            requests: list[MPI.Request] = []
+            for i in reversed(range(len(network))):
+                xp.matmul(values[i].T, slope, out=gradients[i][:-1])
+                slope.sum(axis=0, out=gradients[i][-1])
+                if not alone:
+                    requests.insert(0, add_over_ranks(gradients[i]))
+                if i:
+                    slope = (slope @ network[i][:-1].T) * (values[i] > 0)
+            for i in reversed(range(len(network))):
+                if not alone:
+                    requests[i].Wait()  # the sums of the layers before may still be in progress
+                momenta[i] *= 0.9
+                momenta[i] += gradients[i]
+                network[i] -= 0.1 * momenta[i]
+            losses.append(loss)
+        float(losses[-1])  # waits for the GPU
         ends.append(time.perf_counter())
     return network, xp.stack(losses), statistics.median(end - start for start, end in pairwise(ends))
 

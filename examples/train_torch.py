@@ -19,7 +19,6 @@ from pathlib import Path
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.cli.options import progress_line
 
 try:
     import torch
@@ -75,16 +74,15 @@ def train(
     images, shown = data
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, ends = [], [time.perf_counter()]
-    for epoch, batches in enumerate(epochs):
-        with progress_line("epochs", epoch, len(epochs)):
-            for batch in batches:
-                optimizer.zero_grad(set_to_none=False)  # it leaves the gradients in the same memory
-                loss = nn.functional.cross_entropy(model(images[batch]), shown[batch])
-                loss.backward()
-                average()
-                optimizer.step()
-                losses.append(loss.detach())
-            losses[-1].item()  # waits for the GPU
+    for batches in epochs:
+        for batch in batches:
+            optimizer.zero_grad(set_to_none=False)  # it leaves the gradients in the same memory
+            loss = nn.functional.cross_entropy(model(images[batch]), shown[batch])
+            loss.backward()
+            average()
+            optimizer.step()
+            losses.append(loss.detach())
+        losses[-1].item()  # waits for the GPU
         ends.append(time.perf_counter())
     return torch.stack(losses), statistics.median(end - start for start, end in pairwise(ends))
 

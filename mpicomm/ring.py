@@ -19,8 +19,7 @@ from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.pattern import Pattern
-from mpicomm.cli.report import header, matrices, setting
-from mpicomm.sizes import format_size
+from mpicomm.cli.report import header, paths, setting
 
 DIRECTIONS = ("put", "get")
 
@@ -186,20 +185,19 @@ def main() -> int:
 
     show = command_line.show
     ranks = comm.allgather(comm.describe())
-    for line in (*header("ring", ranks, options.handle), *matrices([info.links for info in ranks]), ""):
+    for line in (*header("ring", ranks, options.handle), *paths([info.links for info in ranks]), ""):
         show(f"# {line}".rstrip())
     show(*(f"#{line}".rstrip() for line in table_head(directions)))
 
     xp = importlib.import_module("numpy" if comm.device == "cpu" else "cupy")
     pattern = Pattern(xp)
     results: dict[int, dict[str, Measurement]] = {}
-    for completed, nbytes in enumerate(swept):
-        with command_line.progress_line(format_size(nbytes), completed, len(swept)):
-            ring = RingWindow(comm, pattern, xp, nbytes)
-            results[nbytes] = {
-                direction: ring.measure(direction, options.iters, options.warmup_iters) for direction in directions
-            }
-            ring.close()
+    for nbytes in swept:
+        ring = RingWindow(comm, pattern, xp, nbytes)
+        results[nbytes] = {
+            direction: ring.measure(direction, options.iters, options.warmup_iters) for direction in directions
+        }
+        ring.close()
         show(table_row(nbytes, results[nbytes].values()))
 
     outcome = report(ranks, options, results)

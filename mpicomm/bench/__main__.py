@@ -24,7 +24,6 @@ from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
 from mpicomm.collectives.wire import as_wire
-from mpicomm.sizes import format_size
 
 
 def main() -> int:
@@ -84,12 +83,11 @@ def sweep(measuring: Measuring, cases: list[Case], contenders: Contenders, *, is
     table = Table(places, [name for name in names if name != OWN], issue=issue)
     command_line.show(*(f"#{line}".rstrip() for line in table.head()))
     results = Results(OWN)
-    for completed, case in enumerate(cases):
+    for case in cases:
         outcomes: dict[str, dict[str, Outcome]] = {}
         silent: dict[str, dict[str, str]] = {}
-        with command_line.progress_line(format_size(max(1, case.nbytes)), completed, len(cases)):
-            for place in places:
-                outcomes[place], silent[place] = measuring.run(case.at(place))
+        for place in places:
+            outcomes[place], silent[place] = measuring.run(case.at(place))
         results.rows.append(ResultRow(case, outcomes, silent))
         command_line.show(table.row(case, outcomes, OWN))
     return results

@@ -13,7 +13,6 @@ from mpicomm.bench.operations import Case, CaseBuffers, buffers
 from mpicomm.bench.own import Mpicomm
 from mpicomm.bench.peers import module_of, open_peer
 from mpicomm.bench.peers.base import Peer, UnsupportedError
-from mpicomm.cli import options as command_line
 from mpicomm.collectives.wire import Wire
 
 OWN = "mpicomm"
@@ -99,11 +98,10 @@ class Contenders:
     def open_peers(self, names: Sequence[str]) -> None:
         """Add the peers that all ranks can open. Collective."""
         for name in names:
-            with command_line.progress_line(f"opening {name}", 0, 1):
-                try:
-                    self.present.append(together(self._comm, lambda: self._open(name)))  # noqa: B023
-                except PeerFailureError as failure:
-                    self.absent[name] = str(failure)
+            try:
+                self.present.append(together(self._comm, lambda: self._open(name)))  # noqa: B023
+            except PeerFailureError as failure:
+                self.absent[name] = str(failure)
 
     def close(self) -> None:
         """Close all contenders, the last one first. Collective."""

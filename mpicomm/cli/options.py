@@ -11,13 +11,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli.arguments import required_sizes
@@ -147,45 +143,6 @@ def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
     if options.maxbytes is None:
         options.maxbytes = max(options.minbytes, 64 << 20 if comm.device == "cpu" else 1 << 30)
     return required_sizes(options)
-
-
-_LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.hydra", "orterun", "prterun", "srun")
-
-
-def _launcher_has_terminal() -> bool:
-    """Return whether the launcher of the ranks on this machine has a terminal for stderr. False if not on Linux."""
-    pid = os.getppid()
-    with suppress(OSError, ValueError):
-        while pid > 1:
-            process = Path(f"/proc/{pid}")
-            if (process / "comm").read_text().strip() in _LAUNCHERS:
-                return str((process / "fd/2").readlink()).startswith(("/dev/pts/", "/dev/tty"))
-            # The parent is the second field after the name. The name is in parentheses and may contain any character.
-            pid = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    return False
-
-
-def progress_line(description: str, completed: int, total: int) -> AbstractContextManager[object]:
-    """Show a line on the terminal of rank 0 or its launcher, if there is a terminal, while the block runs."""
-    if MPI.COMM_WORLD.rank != 0:
-        return nullcontext()
-    # The stderr of a rank is a pipe to the launcher, which forwards the text. So the launcher's stderr must be a
-    # terminal.
-    console = Console(stderr=True, force_terminal=_launcher_has_terminal() or None)
-    if not console.is_terminal:
-        return nullcontext()
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=console,
-        transient=True,
-        auto_refresh=False,  # its thread would take time from the measured rank
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    progress.add_task(description, completed=completed, total=total)
-    return progress
 
 
 def rank_record(info: RankInfo) -> dict[str, Any]:

@@ -31,29 +31,11 @@ def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list
     return [*lines, f"handle: {ranks[0].handle} ({why})"]
 
 
-def matrix(title: str, cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with a row and a column for each rank."""
-    width = max(len(cell) for row in cells for cell in row) + 2
-    lines = [f"{title} (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(cells)))]
-    return lines + [f"{rank:>4}" + "".join(f"{cell:>{width}}" for cell in row) for rank, row in enumerate(cells)]
-
-
-def matrices(links: Sequence[Sequence[Link]]) -> list[str]:
-    """Return the lines of the matrix of paths, and of CUDA's attributes of the links if there are any."""
-    lines = matrix("path", [[link.path for link in row] for row in links])
-    if any(link.native_atomics is not None for row in links for link in row):
-        cells = [
-            [" ".join(map(_mark, (link.performance_rank, link.access, link.native_atomics))) for link in row]
-            for row in links
-        ]
-        lines += matrix("performance rank, access, native atomics", cells)
-    return lines
-
-
-def _mark(value: int | bool | None) -> str:
-    if value is None:
-        return "-"
-    return ("n", "y")[value] if isinstance(value, bool) else str(value)
+def paths(links: Sequence[Sequence[Link]]) -> list[str]:
+    """Return the lines of a table of the paths to memory, with a row and a column for each rank."""
+    width = max(len(link.path) for row in links for link in row) + 2
+    lines = ["path (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(links)))]
+    return lines + [f"{rank:>4}" + "".join(f"{link.path:>{width}}" for link in row) for rank, row in enumerate(links)]
 
 
 def setting(ranks: Sequence[RankInfo], options: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from mpicomm.bench.operations import Case
 from mpicomm.cli import options as command_line
 from mpicomm.collectives.gpu.tuning import Measured, Row, Tuning
 from mpicomm.errors import MpicommError
-from mpicomm.sizes import format_size
 from mpicomm.tune.subjects import Subject
 
 GAIN = 0.03
@@ -41,9 +40,8 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tun
     times_us: dict[int, dict[str, float]] = {}
     notes: dict[str, None] = {}
     wrong = 0
-    for completed, case in enumerate(cases):
-        with command_line.progress_line(f"{subject}: {format_size(case.nbytes)}", completed, len(cases)):
-            outcomes, silent = measure(case)
+    for case in cases:
+        outcomes, silent = measure(case)
         notes.update({f"- {name}: {reason}": None for name, reason in silent.items()})
         for name, outcome in outcomes.items():
             if outcome.eager:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import signal
 import socket
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import pytest
 import mpicomm
 from mpicomm.ring import parser
 from tests.helpers.jobs.in_turn import run_in_turn
-from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, environment, mpiexec_command, run_job
+from tests.helpers.jobs.mpiexec import environment, mpiexec_command, run_job
 
 RING = ("-m", "mpicomm.ring", "--device", "cpu")
 SHORT = ("-b", "1K", "-e", "64K", "-n", "2", "-w", "1")
@@ -316,28 +313,3 @@ SymmetricArray.put = slow
     put_us, *_, get_us, _, _ = table(job.stdout)[1024]
     assert 20_000 <= put_us < 100_000
     assert get_us < 20_000
-
-
-def test_progress_is_shown_on_the_terminal_of_the_launcher() -> None:
-    terminal, inside = pty.openpty()
-    try:
-        job = subprocess.run(
-            mpiexec_command(2, *RING, "-b", "1K", "-e", "4K", "-n", "2"),
-            env=environment(TERM="xterm"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=inside,
-            text=True,
-            timeout=JOB_LIMIT_S,
-        )
-        os.close(inside)
-        shown = b""
-        with suppress(OSError):  # a terminal reports an error when no process has it open for writing
-            while part := os.read(terminal, 1 << 16):
-                shown += part
-    finally:
-        os.close(terminal)
-    assert job.returncode == 0, shown.decode()
-    assert "4K" in shown.decode()
-    assert "0/2" in shown.decode()
-    assert "0/2" not in job.stdout

@@ -48,25 +48,15 @@ def test_header_knows_a_handle_from_the_environment(monkeypatch: pytest.MonkeyPa
     assert report.header("ring", [GPU], "auto")[-1] == "handle: fd (as asked for)"
 
 
-def test_matrices_show_what_cuda_says() -> None:
-    nvlink = Link("NVLink", 0, True, True)
-    pcie = Link("PCIe", 1, True, False)
-    unseen = Link("NVLink", None, True, None)
-    assert report.matrices([[Link("self"), nvlink], [pcie, unseen]]) == [
+def test_paths_have_a_row_and_a_column_for_each_rank() -> None:
+    assert report.paths(
+        [[Link("self"), Link("NVLink", 0, True, True)], [Link("PCIe", 1, True, False), Link("self")]]
+    ) == [
         "path (row: rank, column: peer)",
         "           0       1",
         "   0    self  NVLink",
-        "   1    PCIe  NVLink",
-        "performance rank, access, native atomics (row: rank, column: peer)",
-        "          0      1",
-        "   0  - - -  0 y y",
-        "   1  1 y n  - y -",
+        "   1    PCIe    self",
     ]
-
-
-def test_the_host_has_only_paths() -> None:
-    links = [[Link("self"), Link("host memory", access=True)], [Link("host memory", access=True), Link("self")]]
-    assert len(report.matrices(links)) == 4
 
 
 def test_table_columns_line_up() -> None:

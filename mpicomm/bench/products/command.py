@@ -84,9 +84,8 @@ def main() -> int:
         about[-2:-2] = [f"{name}: call by call, not in graphs" for name, peer in opened.items() if not peer.capturable]
     command_line.show(*(f"# {line}".rstrip() for line in about))
     results, wrong = [], 0
-    for number, case in enumerate(cases):
-        with command_line.progress_line(f"{case.kind} {case.rows}", number, len(cases)):
-            times, silent = measure(comm, clock, Matrices(case, comm, dtype), parties, opened, options.rounds)
+    for case in cases:
+        times, silent = measure(comm, clock, Matrices(case, comm, dtype), parties, opened, options.rounds)
         wrong += sum(times[name].wrong or 0 for name in (_OWN, "serial"))
         results.append(
             {**asdict(case), "times": {name: each._asdict() for name, each in times.items()}}
