@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from mpicomm.api.host_staging import HostStaging
 from mpicomm.messages.calls import Messages
-from mpicomm.mpi.shown import probe, receiving, recv_object
+from mpicomm.mpi.shown import probe, receiving, recv_object, sendrecv_object
 
 _iprobe = MPI.Intracomm.Iprobe  # looked up once, because `super()` takes half of the time of a probe
 _improbe = MPI.Intracomm.improbe
@@ -109,7 +109,7 @@ class Probes(MPI.Intracomm):
         """Send a Python object and receive another; see mpi4py."""
         kept = self._messages.unexpected.take(source, recvtag)
         if kept is None:
-            return super().sendrecv(sendobj, dest, sendtag, recvbuf, source, recvtag, status)
+            return sendrecv_object(self, sendobj, dest, sendtag, recvbuf, source, recvtag, status)
         request = self.isend(sendobj, dest, sendtag)
         received = kept.recv(status)
         request.wait()

@@ -138,92 +138,77 @@ class HostWindowCalls(MPI.Win):
 
     def Fence(self, assertion: int = 0, *, stream: Any = None) -> None:
         """End an epoch of all ranks, and begin the next; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Fence", stream)
+        refuse_stream("Win.Fence", stream)
         _fence(self, assertion)
 
     def Post(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
         """Let the ranks of ``group`` access this rank's part; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Post", stream)
+        refuse_stream("Win.Post", stream)
         _post(self, group, assertion)
 
     def Start(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the parts of the ranks of ``group``; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Start", stream)
+        refuse_stream("Win.Start", stream)
         _start(self, group, assertion)
 
     def Complete(self, *, stream: Any = None) -> None:
         """End the epoch of `Start`; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Complete", stream)
+        refuse_stream("Win.Complete", stream)
         _complete(self)
 
     def Wait(self, *, stream: Any = None) -> Literal[True]:
         """End the epoch of `Post`; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Wait", stream)
+        refuse_stream("Win.Wait", stream)
         return _wait(self)
 
     def Test(self, *, stream: Any = None) -> bool:
         """Return whether the epoch of `Post` is over; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Test", stream)
+        refuse_stream("Win.Test", stream)
         return _test(self)
 
     def Lock(self, rank: int, lock_type: int = MPI.LOCK_EXCLUSIVE, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the part of ``rank``; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Lock", stream)
+        refuse_stream("Win.Lock", stream)
         _lock(self, rank, lock_type, assertion)
 
     def Unlock(self, rank: int, *, stream: Any = None) -> None:
         """End the epoch of `Lock`; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Unlock", stream)
+        refuse_stream("Win.Unlock", stream)
         _unlock(self, rank)
 
     def Lock_all(self, assertion: int = 0, *, stream: Any = None) -> None:
         """Begin to access the parts of all ranks; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Lock_all", stream)
+        refuse_stream("Win.Lock_all", stream)
         _lock_all(self, assertion)
 
     def Unlock_all(self, *, stream: Any = None) -> None:
         """End the epoch of `Lock_all`; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Unlock_all", stream)
+        refuse_stream("Win.Unlock_all", stream)
         _unlock_all(self)
 
     def Flush(self, rank: int, *, stream: Any = None) -> None:
         """Complete all accesses of this rank to the part of ``rank``; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Flush", stream)
+        refuse_stream("Win.Flush", stream)
         _flush(self, rank)
 
     def Flush_all(self, *, stream: Any = None) -> None:
         """Complete all accesses of this rank; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Flush_all", stream)
+        refuse_stream("Win.Flush_all", stream)
         _flush_all(self)
 
     def Flush_local(self, rank: int, *, stream: Any = None) -> None:
         """Complete all accesses to the part of ``rank`` on this rank; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Flush_local", stream)
+        refuse_stream("Win.Flush_local", stream)
         _flush_local(self, rank)
 
     def Flush_local_all(self, *, stream: Any = None) -> None:
         """Complete all accesses on this rank; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Flush_local_all", stream)
+        refuse_stream("Win.Flush_local_all", stream)
         _flush_local_all(self)
 
     def Sync(self, *, stream: Any = None) -> None:
         """Order accesses of this rank to its part; see mpi4py."""
-        if stream is not None:
-            refuse_stream("Win.Sync", stream)
+        refuse_stream("Win.Sync", stream)
         _sync(self)
 
     # The window itself.
@@ -244,8 +229,7 @@ class HostWindowCalls(MPI.Win):
 
 def require_on_host(what: str, stream: Any, **buffers: Any) -> None:
     """Raise `InvalidUsageError` for a buffer in device memory, which MPI cannot access, and for a stream."""
-    if stream is not None:
-        refuse_stream(f"Win.{what}", stream)
+    refuse_stream(f"Win.{what}", stream)
     for name, buffer in buffers.items():
         if (type(buffer) is not ndarray or buffer.base is not None) and is_on_device(buffer):
             raise InvalidUsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpicomm import log
 from mpicomm.cluster.roll_call import roll_call
@@ -14,9 +14,6 @@ from mpicomm.session.set_up import SetUp
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.sharing.suspension import Suspension
 from mpicomm.symmetric.owner import Shared, Suspendable
-
-if TYPE_CHECKING:
-    pass
 
 
 class Session(SetUp):
