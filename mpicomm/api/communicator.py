@@ -357,7 +357,6 @@ class Communicator(
         self._unfreed = False  # MPI keeps its part of a broken communicator, because only a collective call frees it
         if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
             return False
-        self._end_roll_calls()
         self._session.close()
         return self._session.intact
 

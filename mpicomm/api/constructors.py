@@ -188,10 +188,6 @@ class Constructors(MPI.Intracomm):
     def _roll_calls(self) -> RollCalls:
         return RollCalls(MPI.Intracomm(self))
 
-    def _end_roll_calls(self) -> None:
-        if "_roll_calls" in vars(self):
-            self._roll_calls.end()
-
     def _ranks_of(self, group: MPI.Group) -> list[int]:
         """Return the ranks of ``group`` in this communicator. MPI refuses a group with other ranks."""
         mine = self.Get_group()

@@ -7,7 +7,6 @@ Then the first rank hears the words of all ranks, and tells all ranks these word
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -50,19 +49,14 @@ _PART_TAG = 4  # keeps the messages of parts apart from the messages of groups
 
 def roll_call(comm: MPI.Intracomm, step: str, timeout_s: float) -> None:
     """Return when all ranks of ``comm`` have called it. Collective, blocking; see `RollCalls.take`."""
-    calls = RollCalls(comm)
-    try:
-        calls.take(step, timeout_s, once=True)
-    finally:
-        calls.end()
+    RollCalls(comm).take(step, timeout_s)
 
 
 class RollCalls:
     """The roll calls of a communicator of the user.
 
     ``comm`` belongs to the user, and a receive of the user may take any message. So the ranks speak through collectives
-    of MPI that do not block, which no receive can take. After the first roll call the collectives are persistent,
-    because these take a third of the time.
+    of MPI that do not block, which no receive can take.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -70,8 +64,8 @@ class RollCalls:
         self._ranks = range(comm.size)
         self._role: _Role | None = None
 
-    def take(self, step: str, timeout_s: float, *, once: bool = False) -> None:
-        """Return when all ranks have called it. Collective, blocking. ``once`` makes nothing persistent.
+    def take(self, step: str, timeout_s: float) -> None:
+        """Return when all ranks have called it. Collective, blocking.
 
         If a rank comes more than ``timeout_s`` seconds after the first rank or after another rank, the others raise
         `CollectiveTimeoutError` with its name. The late rank raises it, too. Then all ranks have made the same calls of
@@ -85,23 +79,14 @@ class RollCalls:
         require_own_process(step)
         if len(self._ranks) == 1:
             return
-        known = self._role
-        self._role = role = known or _role_in_all(self.comm)
-        complete = False
+        role = self._role or _role_in_all(self.comm)
+        self._role = None  # until it is over, because after an error MPI may still use the memory of the role
         try:
             _take(role, self.comm, self._ranks, step, timeout_s)
-            complete = True
-        finally:
-            if not complete:  # also after a Ctrl-C
-                self.end()
-        if known is None and not once:
-            role.keep()
-
-    def end(self) -> None:
-        """Free the requests of the roll calls. Local. A later roll call makes others."""
-        role, self._role = self._role, None
-        if role is not None:
+        except BaseException:  # also after a Ctrl-C
             role.end()
+            raise
+        self._role = role
 
 
 class PartRollCalls:
@@ -173,41 +158,24 @@ class _Requests(list[MPI.Request]):
 
 
 class _Move:
-    """A movement of words between the first rank and the others: ``begin`` starts it.
+    """A movement of words between the first rank and the others: ``begin`` starts it."""
 
-    ``prepare`` returns a persistent request in place of ``begin``.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[], MPI.Request | _Requests],
-        prepare: Callable[[], MPI.Prequest] | None = None,
-    ) -> None:
+    def __init__(self, begin: Callable[[], MPI.Request | _Requests]) -> None:
         self._begin = begin
-        self._prepare = prepare
-        self._kept: MPI.Prequest | None = None
         self.request: MPI.Request | _Requests = _Requests()
-        self.start: Callable[[], None] = self._start
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the movement."""
         self.request = self._begin()
 
-    def keep(self) -> None:
-        """Start the movement by a persistent request from now on."""
-        assert self._prepare is not None
-        self.request = self._kept = self._prepare()
-        self.start = self._kept.Start
-
     def end(self) -> None:
-        """Free the persistent request, if there is one. If the movement is not complete, its request stays."""
+        """Keep the request if the movement is not complete, because MPI may still use its memory."""
         try:
             complete = self.request.Test()
         except MPI.Exception:  # MPI knows that a rank is gone, and the caller has an error that names the rank
             complete = False
         if not complete:
             abandoned.append(self.request)
-        elif self._kept is not None:
-            self._kept.Free()
 
 
 class _Role:
@@ -229,14 +197,8 @@ class _Role:
         calling, hearing, telling = self._moves
         return telling.request.Test() and hearing.request.Test() and calling.request.Test()
 
-    def keep(self) -> None:
-        """Make the movements persistent. Collective: MPI may wait for all ranks, so a roll call comes before."""
-        with contextlib.suppress(NotImplementedError):  # MPI 3 has no persistent collectives
-            for move in self._moves:
-                move.keep()
-
     def end(self) -> None:
-        """Free all requests that are complete."""
+        """Keep the requests of movements that are not complete."""
         for move in self._moves:
             move.end()
 
@@ -287,10 +249,10 @@ def _role_in_all(comm: MPI.Intracomm) -> _Role:
     size = comm.size
 
     def scatter(send: Any, receive: Any) -> _Move:
-        return _Move(partial(comm.Iscatterv, send, receive), partial(comm.Scatterv_init, send, receive))
+        return _Move(partial(comm.Iscatterv, send, receive))
 
     def gather(send: Any, receive: Any) -> _Move:
-        return _Move(partial(comm.Igatherv, send, receive), partial(comm.Gatherv_init, send, receive))
+        return _Move(partial(comm.Igatherv, send, receive))
 
     if comm.rank == 0:
         ones, words, told = [1] * size, bytearray(size), bytearray(size * size)
