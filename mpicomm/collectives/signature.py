@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import struct
-import zlib
 from dataclasses import dataclass, replace
 
 from mpicomm.activity.layout import COUNT_IN_TEXT
-
-_WITH_COUNT = struct.Struct("<Iq")
 
 
 @dataclass(frozen=True)
@@ -57,4 +53,6 @@ class Signature:
 
 def counted_hash(without_count: int, count: int | None) -> int:
     """Return the hash of a call from ``without_count``, the hash of its other facts, and its count."""
-    return zlib.crc32(_WITH_COUNT.pack(without_count, -1 if count is None else count))
+    number = -1 if count is None else count
+    # The factor is odd, so counts with other lowest 32 bits have other hashes. All bits of the count are in the hash.
+    return without_count + number * 0x9E3779B1 + (number >> 32) & 0xFFFFFFFF
