@@ -74,7 +74,13 @@ class OnGpus:
         known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
         if known is None:
             return None
-        return self._until(gpu.engine.completion() if gpu.enqueue(known, stream, send, receive) else _at_once)
+        backend: Any = self._session.backend
+        events = backend.completions
+        event = events.take()
+        if gpu.enqueue(known, stream, send, receive, event=event):
+            return self._until(events.of(event))
+        events.give_back(event)
+        return self._until(_at_once)
 
     def _until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredRequest:
         """Return the request of a call that was enqueued. It is over after ``done`` says so and ``copies`` are back."""

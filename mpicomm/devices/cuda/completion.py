@@ -29,6 +29,10 @@ class Completions:
             with self._current():
                 return LocalEvent()
 
+    def give_back(self, event: LocalEvent) -> None:
+        """Let `take` return an event again."""
+        self._idle.append(event)
+
     def of(self, event: LocalEvent) -> Callable[[], bool]:
         """Return a function that says whether the work before the recorded ``event`` is done; for any thread.
 
