@@ -358,7 +358,7 @@ class ThreadDevice:
     @property
     def completions(self) -> SimpleNamespace:
         """Events that nothing records."""
-        return SimpleNamespace(take=object, give_back=lambda event: None)
+        return SimpleNamespace(take=lambda: SimpleNamespace(passed=bool), give_back=bool)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return np.empty(nbytes, np.uint8)

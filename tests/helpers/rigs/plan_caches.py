@@ -92,7 +92,8 @@ class Known:
         self.done = False
         self.idle: list[Any] = []
         """The events that calls have given back."""
-        completions = SimpleNamespace(take=object, of=lambda event: lambda: self.done, give_back=self.idle.append)
+        event = SimpleNamespace(passed=lambda: self.done)
+        completions = SimpleNamespace(take=lambda: event, give_back=self.idle.append)
         backend = SimpleNamespace(stream=lambda stream, array: stream or array, completions=completions)
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
         self.runs = True  # the stream is not in a capture

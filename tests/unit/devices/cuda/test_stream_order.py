@@ -35,7 +35,7 @@ def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, ord
         assert order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None, event)
         place = cuda.end_of(stream)
         if event is not None:
-            pending.append((place, completions.of(event)))
+            pending.append((place, event.passed))
         if pending and cuda.rng.random() < 0.1:
             # The caller drops the function; the next piece waits for the event all the same.
             pending.pop(cuda.rng.randrange(len(pending)))
