@@ -15,7 +15,7 @@ def test_each_count_has_another_hash() -> None:
 
 def test_the_text_without_a_count_takes_any_count() -> None:
     for op in ("sum", None):
-        assert filled(Signature("Allreduce", "float32", 0, op).text_without_count(), 7) == str(
+        assert filled(Signature("Allreduce", "float32", 0, op).text_without_count(), 7, 0) == str(
             Signature("Allreduce", "float32", 7, op)
         )
     of_no_count = Signature("Allgatherv", "bytes", root=1)
