@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 _PAUSE_S = PAUSE_S
 _NEEDED_S = 5e-3  # for this time after it has completed work, a completer looks with the short pauses
 _LONG_PAUSE_S = 1e-3  # its pauses later
-_LINGER_S = 0.05  # a completer looks for work so long without finding some
-_REST_S = 1.0  # then it sleeps so long before it ends, because to start a thread takes ten times as long as to wake it
+_LINGER_S = 0.05  # a completer lives so long without work, because the start of a thread takes longer
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
 # Looked up once, because `super()` and attributes add their time to each request.
@@ -203,16 +202,16 @@ class DeferredRequest(Driven, MPI.Grequest):
 
 
 class Completer:
-    """The thread that completes the work of one communicator. It lives as long as there is work, and a second longer.
+    """The thread that completes the work of one communicator. It lives as long as there is work.
 
     The thread advances work, such as a message on its way, without a call of the program. It also completes requests
     for waits inside MPI, because MPI does not notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's
     default. Without that, `add` completes the work itself.
 
-    The thread polls for finished work, with pauses. A call wakes it only if there was no work for a while. A wake-up
-    makes the thread that starts a collective wait for the interpreter's lock, longer than the start takes. Each poll
-    also keeps that lock from other threads. So the pauses are short only after the thread has completed work. If `Wait`
-    drives all work of a program, the pauses are long.
+    The thread polls for finished work, with pauses. No call wakes it. A wake-up would make the thread that starts a
+    collective wait for the interpreter's lock, longer than the start takes. Each poll also keeps that lock from other
+    threads. So the pauses are short only after the thread has completed work. If `Wait` drives all work of a program,
+    the pauses are long.
 
     ``by_itself`` says that the work goes on without a poll, as work of a stream does. Then all pauses are long, and the
     thread looks at work only after a whole pause, because `Wait` has often completed it by then.
@@ -223,9 +222,6 @@ class Completer:
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._pending: deque[DeferredRequest] = deque()
         self._running = False
-        self._resting = False
-        self._call = threading.Lock()  # `add` releases it to wake the thread
-        self._call.acquire()
         self._beginning_or_ending = threading.Lock()
 
     def add(self, work: DeferredRequest, prepare_thread: Callable[[], None]) -> DeferredRequest:
@@ -238,16 +234,14 @@ class Completer:
             work.settle()
             return work
         self._pending.append(work)
-        # This test follows the append above, and it is the only test without the lock: see `_may_rest`.
+        # This test follows the append above, and it is the only test without the lock: see `_may_end`.
         if not self._running:
             with self._beginning_or_ending:
-                if self._resting:
-                    self._call.release()
-                elif not self._running:
+                if not self._running:
+                    self._running = True
                     threading.Thread(
                         target=self._run, args=[prepare_thread], name="mpicomm completer", daemon=True
                     ).start()
-                self._running, self._resting = True, False
         return work
 
     def _run(self, prepare_thread: Callable[[], None]) -> None:
@@ -267,30 +261,19 @@ class Completer:
                 else:
                     self._pending.append(work)
             found = len(self._pending)
-            if now - busy > _LINGER_S and self._may_rest():
-                if not self._is_called():
-                    return
-                busy = time.perf_counter()
+            if now - busy > _LINGER_S and self._may_end():
+                return
 
-    def _may_rest(self) -> bool:
-        """Return whether the thread may rest. If it may, it counts as resting at once."""
+    def _may_end(self) -> bool:
+        """Return whether the thread may end. If it may, it counts as ended at once."""
         with self._beginning_or_ending:
             # This thread clears the flag, then looks for work. `add` adds work, then tests the flag. In each order of
             # these four steps one side sees the other side's first step. If this thread misses some work, `add` has
-            # added it later, has yet to test the flag, and calls this thread. The lock keeps `add` from calling while
-            # this thread has seen the work and has yet to set the flag again.
+            # added it later, has yet to test the flag, and starts a new thread. The lock keeps `add` from starting a
+            # thread while this thread has seen the work and has yet to set the flag again.
             self._running = False
             self._running = bool(self._pending)
-            self._resting = not self._running
-            return self._resting
-
-    def _is_called(self) -> bool:
-        """Rest until `add` calls the thread; return whether it has. Otherwise the thread counts as ended."""
-        if self._call.acquire(timeout=_REST_S):
-            return True
-        with self._beginning_or_ending:
-            self._resting = False
-            return self._call.acquire(False)  # whether `add` has called after the time was over
+            return not self._running
 
 
 class PersistentRequest(Driven, MPI.Prequest):

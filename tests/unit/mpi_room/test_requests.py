@@ -61,47 +61,25 @@ def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:
     assert seen == [("has a device", "mpicomm completer"), ("looks", "mpicomm completer")]
 
 
-@pytest.mark.parametrize("rest_s", [0, 1e-4, 1])
-def test_no_work_is_forgotten_by_a_thread_that_rests_or_ends(monkeypatch: pytest.MonkeyPatch, rest_s: float) -> None:
-    """Work comes while the thread, which finds nothing to do, rests or ends."""
+def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work comes while the thread, which finds nothing to do, ends."""
     monkeypatch.setattr(requests, "_PAUSE_S", 0)
     monkeypatch.setattr(requests, "_LINGER_S", 0)
-    monkeypatch.setattr(requests, "_REST_S", rest_s)
     completer = Completer()
     for number in range(2000):
         complete(completer.add(done_after(number % 3), nothing))
 
 
-def test_the_thread_that_ends_sees_work_added_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interleaving that could lose work, step by step: it comes just before the thread rests or ends."""
-    monkeypatch.setattr(requests, "_REST_S", 0)
+def test_the_thread_that_ends_sees_work_added_before() -> None:
+    """The interleaving that could lose work, step by step: it comes just before the thread ends."""
     completer = Completer()
     completer._running = True  # this thread plays the completer's
     work = completer.add(done_after(0), nothing)
-    assert not completer._may_rest()
+    assert not completer._may_end()
     assert completer._running
     completer._pending.clear()
-    assert completer._may_rest()
-    completer.add(work, nothing)
-    assert completer._is_called()
-    completer._pending.clear()
-    assert completer._may_rest()
-    assert not completer._is_called()
+    assert completer._may_end()
     complete(completer.add(work, nothing))  # by a new thread
-
-
-def test_work_after_a_while_wakes_the_thread_that_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_LINGER_S", 0)
-    completer, threads = Completer(), set()
-    for _ in range(3):
-
-        def note() -> bool:
-            threads.add(threading.get_ident())
-            return True
-
-        complete(completer.add(DeferredRequest.of(note, nothing), nothing))
-        settle(lambda: completer._resting)
-    assert len(threads) == 1
 
 
 def test_there_is_one_thread_and_none_in_the_end() -> None:
