@@ -30,10 +30,11 @@ class Comm:
         self.rank = rank
         self.knows_forms = False
         """Whether all calls of a form are known after the first one, whatever their counts."""
-        self._session: Any = SimpleNamespace(mappings=Mappings(), channel=None)
+        session: Any = SimpleNamespace(mappings=Mappings(), channel=None)
+        self._session = session
         form = SimpleNamespace(text="a form", is_old=False, takes=lambda *_: True, fill=lambda *_: True)
         engine: Any = SimpleNamespace(form_plan=lambda *_: form)
-        self.cache = PlanCache(self._session, engine)
+        self.cache = PlanCache(session, engine)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         operation = OPERATIONS[name]
