@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import struct
-import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mpicomm.activity.layout import COUNT_IN_TEXT
-
-_WITH_COUNT = struct.Struct("<Iq")
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,10 @@ class Signature:
     """The codes as which elements travel."""
 
     def __str__(self) -> str:
-        optional = {"count": self.count, "op": self.op, "root": self.root}
+        return self._text(self.count)
+
+    def _text(self, count: int | str | None) -> str:
+        optional = {"count": count, "op": self.op, "root": self.root}
         optional |= {"epilogue": self.epilogue, "wire_dtype": self.wire_dtype, "algorithm": self.algorithm}
         parts = [self.dtype, *(f"{name}={value}" for name, value in optional.items() if value is not None)]
         return f"{self.operation}({', '.join(parts)})"
@@ -45,16 +44,16 @@ class Signature:
     @property
     def hash_without_count(self) -> int:
         """A 32-bit hash of all other fields: see `counted_hash`."""
-        words = str(replace(self, count=None))
-        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
+        words = self._text(None).encode()
+        return int.from_bytes(hashlib.blake2b(words, digest_size=4).digest(), "little")
 
     def text_without_count(self) -> str:
         """Return the text of the call. `COUNT_IN_TEXT` stands for its count, if the call has one."""
-        if self.count is None:
-            return str(self)
-        return str(replace(self, count=0)).replace("count=0", f"count={COUNT_IN_TEXT}", 1)
+        return self._text(None if self.count is None else COUNT_IN_TEXT)
 
 
 def counted_hash(without_count: int, count: int | None) -> int:
     """Return the hash of a call from ``without_count``, the hash of its other facts, and its count."""
-    return zlib.crc32(_WITH_COUNT.pack(without_count, -1 if count is None else count))
+    number = -1 if count is None else count
+    # The factor is odd, so counts with other lowest 32 bits have other hashes. All bits of the count are in the hash.
+    return without_count + number * 0x9E3779B1 + (number >> 32) & 0xFFFFFFFF

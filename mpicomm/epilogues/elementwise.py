@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import struct
 from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,7 @@ class BoundElementwise(BoundEpilogue):
         variant = epilogue_kernel(self.dtype.name, self.result.name, self._code)
         return KernelCall(variant, arguments, blocks_for(nbytes, multiprocessors), EPILOGUE_THREADS)
 
-    @property
+    @cached_property
     def _code(self) -> str:
         return self._expression.cpp("State")
 

@@ -13,7 +13,7 @@ from mpicomm.collectives.host.selection import best_mapped
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
-from mpicomm.torch.known_calls import KnownCalls, TensorCall
+from mpicomm.torch.known_calls import KnownCalls, TensorCall, unknown
 from mpicomm.torch.reductions import reduction_of
 from mpicomm.torch.tensors import (
     ElementTypeMismatchError,
@@ -227,20 +227,26 @@ class TensorCalls:
     """The collectives of one group as calls: see `TensorCollectives`."""
 
     def __init__(self, comm: Communicator) -> None:
-        any_call, known = TensorCollectives(comm), KnownCalls(comm)
-        self.all_reduce = TensorCall(any_call.all_reduce, known.all_reduce)
-        self.reduce = TensorCall(any_call.reduce, known.reduce)
-        self.broadcast = TensorCall(any_call.broadcast, known.broadcast)
-        self.all_gather = TensorCall(any_call.all_gather, known.all_gather)
-        self.all_gather_list = TensorCall(any_call.all_gather_list)
-        self.gather = TensorCall(any_call.gather)
-        self.gather_into = TensorCall(any_call.gather_into)
-        self.scatter = TensorCall(any_call.scatter)
-        self.reduce_scatter = TensorCall(any_call.reduce_scatter, known.reduce_scatter)
-        self.reduce_scatter_list = TensorCall(any_call.reduce_scatter_list)
-        self.all_to_all = TensorCall(any_call.all_to_all, known.all_to_all)
-        self.all_to_all_list = TensorCall(any_call.all_to_all_list)
-        self.barrier = TensorCall(any_call.barrier)
+        any_call = TensorCollectives(comm)
+        # A communicator that records calls makes all of them by its methods.
+        known = None if comm._session.channel else KnownCalls(comm.rank, comm.size)
+
+        def call(name: str) -> TensorCall:
+            return TensorCall(getattr(any_call, name), getattr(known, name, unknown))
+
+        self.all_reduce = call("all_reduce")
+        self.reduce = call("reduce")
+        self.broadcast = call("broadcast")
+        self.all_gather = call("all_gather")
+        self.all_gather_list = call("all_gather_list")
+        self.gather = call("gather")
+        self.gather_into = call("gather_into")
+        self.scatter = call("scatter")
+        self.reduce_scatter = call("reduce_scatter")
+        self.reduce_scatter_list = call("reduce_scatter_list")
+        self.all_to_all = call("all_to_all")
+        self.all_to_all_list = call("all_to_all_list")
+        self.barrier = call("barrier")
 
 
 def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:

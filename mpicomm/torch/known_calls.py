@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpicomm.api.communicator import Communicator
-from mpicomm.collectives.gpu.plan_cache import KnownCall
+from mpicomm.collectives.gpu.plan_cache import KnownCall, PlanCache
 from mpicomm.collectives.operations import (
     ALLGATHER,
     ALLREDUCE,
@@ -16,15 +15,14 @@ from mpicomm.collectives.operations import (
     BCAST,
     REDUCE,
     REDUCE_SCATTER_BLOCK,
-    Operation,
 )
 from mpicomm.collectives.wire import Wire
-from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, PlainArray, PlainBlocks, in_blocks, plain_tensor
+from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, PlainBlocks, in_blocks, plain_tensor
 from mpicomm.torch.reductions import op_of_one_call
 
 
-def _unknown(*given: Any) -> None:
-    return None
+def unknown(*given: Any) -> None:
+    """Find no call."""
 
 
 class TensorCall(NamedTuple):
@@ -32,12 +30,14 @@ class TensorCall(NamedTuple):
 
     carry_out: Callable[..., None]
     """Carries out any call. On tensors of a GPU it enqueues the call on PyTorch's current stream."""
-    find: Callable[..., KnownCall | None] = _unknown
-    """Returns the call if it is known; else None. A call that it has found is enqueued before the next one is."""
+    find: Callable[..., KnownCall | None] = unknown
+    """Returns the call if it is known; else None. The cache of calls comes before the other arguments.
+
+    A call that it has found is enqueued before it looks for the next one."""
 
 
 class KnownCalls:
-    """Finds known calls of ``comm``, and reads each tensor once, because a read takes as long as the rest of a call.
+    """Finds known calls of a rank, and reads each tensor once, because a read takes as long as the rest of a call.
 
     The plan of a form refuses calls with wrong counts, and with buffers that overlap.
 
@@ -45,35 +45,34 @@ class KnownCalls:
     calls, and raise the errors of wrong calls.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._rank, self._size = comm.rank, comm.size
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: Any, name: str = "tensor", wire: Wire | None = None
+        self, gpu: PlanCache, tensor: torch.Tensor, op: Any, name: str = "tensor", wire: Wire | None = None
     ) -> KnownCall | None:
         """See `TensorCollectives.all_reduce`."""
         plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
         if plain is None:
             return None
         op = op_of_one_call(op, tensor, name)
-        return None if op is None else self._find(ALLREDUCE, IN_PLACE, plain, op, 0, wire or ())
+        return None if op is None else gpu.find_plain(ALLREDUCE, "auto", IN_PLACE, plain, op, 0, wire or ())
 
-    def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> KnownCall | None:
+    def reduce(self, gpu: PlanCache, tensor: torch.Tensor, op: Any, root: int) -> KnownCall | None:
         """See `TensorCollectives.reduce`."""
         plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
         if plain is None:
             return None
         op = op_of_one_call(op, tensor, "tensor")
         sent, received = (IN_PLACE, plain) if self._rank == root else (plain, NOTHING)
-        return None if op is None else self._find(REDUCE, sent, received, op, root)
+        return None if op is None else gpu.find_plain(REDUCE, "auto", sent, received, op, root)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> KnownCall | None:
+    def broadcast(self, gpu: PlanCache, tensor: torch.Tensor, root: int) -> KnownCall | None:
         """See `TensorCollectives.broadcast`."""
         plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
-        return None if plain is None else self._find(BCAST, NOTHING, plain, None, root)
+        return None if plain is None else gpu.find_plain(BCAST, "auto", NOTHING, plain, None, root)
 
-    def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> KnownCall | None:
+    def all_gather(self, gpu: PlanCache, output: torch.Tensor, given: torch.Tensor) -> KnownCall | None:
         """See `TensorCollectives.all_gather`."""
         if not type(output) is type(given) is torch.Tensor:
             return None
@@ -81,9 +80,9 @@ class KnownCalls:
         if received is None or block is None or received[2] != block[2] or received[1] != self._size * block[1]:
             return None
         place = received[0] + self._rank * block[1] * block[2][0].itemsize
-        return self._find(ALLGATHER, IN_PLACE if block[0] == place else block, received)
+        return gpu.find_plain(ALLGATHER, "auto", IN_PLACE if block[0] == place else block, received, None, 0)
 
-    def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, op: Any) -> KnownCall | None:
+    def reduce_scatter(self, gpu: PlanCache, output: torch.Tensor, given: torch.Tensor, op: Any) -> KnownCall | None:
         """See `TensorCollectives.reduce_scatter`."""
         if not type(output) is type(given) is torch.Tensor:
             return None
@@ -91,10 +90,11 @@ class KnownCalls:
         if received is None or sent is None or received[2] != sent[2]:
             return None
         op = op_of_one_call(op, output, "output")
-        return None if op is None else self._find(REDUCE_SCATTER_BLOCK, sent, received, op)
+        return None if op is None else gpu.find_plain(REDUCE_SCATTER_BLOCK, "auto", sent, received, op, 0)
 
     def all_to_all(
         self,
+        gpu: PlanCache,
         output: torch.Tensor,
         given: torch.Tensor,
         output_splits: Sequence[int],
@@ -104,7 +104,7 @@ class KnownCalls:
         received, sent = self._in_blocks(output, output_splits), self._in_blocks(given, input_splits)
         if received is None or sent is None or received[2] != sent[2]:
             return None
-        return self._find(ALLTOALLV, sent, received)
+        return gpu.find_plain(ALLTOALLV, "auto", sent, received, None, 0)
 
     def _in_blocks(self, tensor: torch.Tensor, splits: Sequence[int]) -> PlainBlocks | None:
         """Return a tensor with a block for each rank; None if it is no plain tensor, or the splits are wrong.
@@ -125,18 +125,3 @@ class KnownCalls:
             of_row = total // rows if rows else 0
             counts = tuple([count * of_row for count in counts])
         return in_blocks(plain, counts)
-
-    def _find(
-        self,
-        operation: Operation,
-        sent: PlainArray | PlainBlocks,
-        received: PlainArray | PlainBlocks,
-        op: Any = None,
-        root: int = 0,
-        finish: Any = (),
-    ) -> KnownCall | None:
-        # A communicator with methods that record calls has another class. A freed communicator has another class, too.
-        if type(self._comm) is not Communicator:
-            return None
-        gpu = self._comm._collectives.engines.gpu
-        return None if gpu is None else gpu.find_plain(operation, "auto", sent, received, op, root, finish)

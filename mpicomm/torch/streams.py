@@ -34,6 +34,7 @@ class Streams:
         # Marks order streams by their addresses. PyTorch's own methods take several times as long.
         backend = comm._session.gpu("init_process_group")
         self.marks = backend.side_streams
+        self._engines: Any = comm._collectives.engines
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
         self.stream = torch.cuda.Stream(comm.device)
@@ -48,12 +49,12 @@ class Streams:
 
     def enqueue(self, call: TensorCall, given: Given) -> None:
         """Enqueue a call on the current stream."""
-        known = call.find(*given)
-        if known is None:
-            call.carry_out(*given)
-        else:
-            gpu: Any = self.comm._collectives.engines.gpu
+        gpu = self._engines.gpu
+        known = gpu and call.find(gpu, *given)
+        if known:
             gpu.enqueue_at(known, current_stream(self.gpu))
+        else:
+            call.carry_out(*given)
 
     def begin(
         self, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors, name: str, limit: timedelta | None
@@ -142,13 +143,13 @@ class Streams:
         # the call, which orders later work of that stream after the call. One thread at a time uses the mark, because
         # it has the turn.
         self.marks.wait_stream_again(self._begin, self._address, current)
-        known = call.find(*given)
-        if known is None:
-            call_on(self.stream, call.carry_out, *given)
-            return False
-        gpu: Any = self.comm._collectives.engines.gpu
-        is_recorded: bool = gpu.enqueue_at(known, self._address, event)
-        return is_recorded
+        gpu = self._engines.gpu
+        known = gpu and call.find(gpu, *given)
+        if known:
+            is_recorded: bool = gpu.enqueue_at(known, self._address, event)
+            return is_recorded
+        call_on(self.stream, call.carry_out, *given)
+        return False
 
     def _new_event(self) -> LocalEvent:
         event: LocalEvent = self.marks.event()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from mpicomm.collectives.beside import PinnedCopies
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.buffers import array_of
@@ -45,7 +43,14 @@ class OnGpus:
         if any(operand.by_address for operand in call.operands):
             gpu.await_address(call.stream, stream)
         if not blocking:
-            return self._until(backend.completion(stream), call.copies)
+            done, finish, copies = backend.completion(stream), backend.check, call.copies
+            if copies:
+
+                def finish() -> None:
+                    backend.check()
+                    copies.back()
+
+            return self._completer.add(DeferredRequest.of(done, finish), backend.prepare_thread)
         if call.copies:
             backend.synchronize(stream)
             backend.check()
@@ -74,19 +79,14 @@ class OnGpus:
         known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
         if known is None:
             return None
-        return self._until(gpu.engine.completion() if gpu.enqueue(known, stream, send, receive) else _at_once)
-
-    def _until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> DeferredRequest:
-        """Return the request of a call that was enqueued. It is over after ``done`` says so and ``copies`` are back."""
-        backend = self._session.backend
-        finish = backend.check
-        if copies:
-
-            def finish() -> None:
-                backend.check()
-                copies.back()
-
-        return self._completer.add(DeferredRequest.of(done, finish), backend.prepare_thread)
+        backend: Any = self._session.backend
+        events = backend.completions
+        event = events.take()
+        done = event.passed
+        if not gpu.enqueue(known, stream, send, receive, event=event):
+            events.give_back(event)
+            done = _at_once
+        return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
 
 
 def _at_once() -> bool:

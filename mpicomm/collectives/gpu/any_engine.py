@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -71,6 +70,3 @@ class Engine(Protocol):
         self, plan: Any, stream: int, *, again: bool = False, meets: bool = False, event: LocalEvent | None = None
     ) -> bool:
         """See `DeviceEngine.enqueue`."""
-
-    def completion(self) -> Callable[[], bool]:
-        """See `DeviceEngine.completion`."""

@@ -158,11 +158,10 @@ class DeviceEngine:
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
-            self._order = StreamOrder(backend.current, backend.lasting_streams)
+            self._order = StreamOrder(backend.lasting_streams)
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
             self._loader = StepLoader(backend, kernels_of(backend.info), self._copies)
-        self.completion = self._order.completion
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
@@ -304,11 +303,10 @@ class DeviceEngine:
 
         After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.
 
-        Return whether this call has enqueued work, after which it has recorded ``event``. Without ``event``
-        `completion` reports the work. A captured call enqueues no work, and a rank without a part in the call enqueues
-        none. ``again`` says that the plan was enqueued before. Then the plan
-        becomes a graph, which is cheaper from the next time on. With ``meets`` this blocks until all ranks launch this
-        call.
+        Return whether this call has enqueued work, after which it has recorded ``event``. A captured call enqueues no
+        work, and a rank without a part in the call enqueues none. ``again`` says that the plan was enqueued before.
+        Then the plan becomes a graph, which is cheaper from the next time on. With ``meets`` this blocks until all
+        ranks launch this call.
 
         All ranks enqueue the same collectives in the same order. Plans on different streams, or on different streams of
         one capture, run one after the other. The caller must order a captured graph relative to other work of the

@@ -149,11 +149,20 @@ class PlanCache:
         except TypeError:  # a rank that is a list, for example; who reads the message refuses it
             return None
 
-    def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any, *, blocking: bool = False) -> bool:
-        """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
+    def enqueue(
+        self,
+        call: KnownCall,
+        stream: Any,
+        send: Any,
+        receive: Any,
+        *,
+        blocking: bool = False,
+        event: LocalEvent | None = None,
+    ) -> bool:
+        """Enqueue the plan of a call with these buffers again, as `DeviceEngine.enqueue` does. Local.
 
-        A ``blocking`` collective may wait as `carry_out` does. Raises the error of an earlier call, and
-        `InvalidUsageError` if the communicator was freed.
+        A ``blocking`` collective may wait as `carry_out` does, and has no ``event``. Raises the error of an earlier
+        call, and `InvalidUsageError` if the communicator was freed.
         """
         session, plan = self._session, call.plan
         session.require_usable(plan)
@@ -166,7 +175,7 @@ class PlanCache:
         if blocking and backend.meets(resolved, array):
             pending = self._meet(plan, resolved, array, again=True)
         else:
-            pending = self.engine.enqueue(plan, resolved, again=True)
+            pending = self.engine.enqueue(plan, resolved, again=True, event=event)
         if call.by_address:
             self.await_address(stream, resolved)
         return pending

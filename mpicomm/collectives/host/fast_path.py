@@ -129,12 +129,14 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
             if not (send.base is None or is_host_view(send)):
                 return False
             array = send
-        else:
+        elif type(send) in _LISTS or type(receive) in _LISTS:
             sent = _bare(send, sends) if type(send) in _LISTS else send
             received = _bare(receive, receives) if type(receive) in _LISTS else receive
             if type(sent) in _LISTS or type(received) in _LISTS:
                 return is_plain_in_lists(sent, received, op)
             return (sent is not send or received is not receive) and is_plain(sent, received, op, root)
+        else:
+            return False
         if not reduces:
             return array.dtype in MPI_TYPES
         nbytes = array.nbytes

@@ -10,7 +10,6 @@ from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.capture import capture_of
-from mpicomm.devices.cuda.completion import Completions
 from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.errors import HandleError
@@ -30,13 +29,10 @@ class StreamOrder:
     once. The program that launches a graph orders the graph, in the usual way: on one stream, or with events.
     """
 
-    def __init__(
-        self, current: Callable[[], contextlib.AbstractContextManager[None]], lasting: Set[int] = frozenset((0,))
-    ) -> None:
-        """``current`` makes the device current. The process never destroys the streams at the addresses ``lasting``."""
+    def __init__(self, lasting: Set[int] = frozenset((0,))) -> None:
+        """The process never destroys the streams at the addresses ``lasting``. The device must be current."""
         self._lasting = lasting
-        self._completions = Completions(current)
-        self._own: Any = self._completions.take()  # the event to record after a piece without an event of its caller
+        self._own: Any = LocalEvent()  # the event to record after a piece without an event of its caller
         # The event to wait for before the next piece. This keeps it, because whoever owns it may drop it.
         self._awaited: Any = self._own
         self._stream = 0  # the stream on which `_awaited` was recorded
@@ -48,10 +44,9 @@ class StreamOrder:
     def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue, event: LocalEvent | None = None) -> bool:
         """Call ``eager`` with ``stream``, or ``captured`` if the stream captures; this enqueues the next piece.
 
-        Return whether it called ``eager``. Then it has recorded ``event`` after the piece. Without ``event``
-        `completion` can tell when the piece is done. No other code records ``event``, but it may be the event of an
-        earlier piece, also of the latest one. Local, does not block. The device must be current. An exception passes
-        through, and the next piece follows the work that was enqueued.
+        Return whether it called ``eager``. Then it has recorded ``event`` after the piece. No other code records
+        ``event``, but it may be the event of an earlier piece, also of the latest one. Local, does not block. The
+        device must be current. An exception passes through, and the next piece follows the work that was enqueued.
         """
         # CuPy's functions, because every call comes here, and the driver's binding takes three times as long.
         if not runtime.streamIsCapturing(stream):
@@ -95,16 +90,7 @@ class StreamOrder:
             self._captured[capture] = inside
         return False
 
-    def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether the piece that was enqueued last is done; for any thread.
-
-        Call it at most once for each piece, and not for pieces of captures or with an event of the caller. Local.
-        """
-        event, self._own = self._own, self._completions.take()
-        return self._completions.of(event)
-
     def close(self) -> None:
         """Destroy the events. A second call does nothing."""
         self._own = self._awaited = None
         self._captured.clear()
-        self._completions.close()

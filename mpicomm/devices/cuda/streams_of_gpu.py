@@ -24,7 +24,8 @@ class StreamsOfGpu:
         self.lasting_streams = {0}
         self.note = self._threads.note
         """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
-        self._completions = Completions(context.current)
+        self.completions = Completions(context.current)
+        """The events after nonblocking work."""
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Return the address of a ``stream=`` argument."""
@@ -75,6 +76,6 @@ class StreamsOfGpu:
     def _completion(self, stream: int) -> Callable[[], bool]:
         if runtime.streamIsCapturing(stream):
             return lambda: True
-        event = self._completions.take()
+        event = self.completions.take()
         runtime.eventRecord(event.ptr, stream)
-        return self._completions.of(event)
+        return event.passed

@@ -86,8 +86,8 @@ class DomainsEngine:
         self._scratch = [GrowingScratch(backend) for _ in range(DEPTH)]
         self._packed = GrowingScratch(backend)
         self._tokens = GrowingScratch(backend)
-        self._order = StreamOrder(backend.current)
-        self.completion = self._order.completion
+        with backend.current():
+            self._order = StreamOrder()
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
         """Return this rank's part of a call that was read; see `DeviceEngine.prepare_call`."""

@@ -42,7 +42,9 @@ class Engine:
     def form_plan(self, call: Call, mappings: object, asked: str) -> None:
         return None
 
-    def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+    def enqueue(
+        self, plan: Any, stream: int, *, again: bool = False, meets: bool = False, event: object = None
+    ) -> bool:
         if again:
             self._post(plan.text)
         self.calls += 1
@@ -50,9 +52,6 @@ class Engine:
         self._host.run([plan.part.exchange], CALL)
         plan.part.unpack()
         return False
-
-    def completion(self) -> Callable[[], bool]:
-        return lambda: True
 
 
 @contextlib.contextmanager

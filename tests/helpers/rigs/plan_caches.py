@@ -89,18 +89,22 @@ class Known:
         self.met: list[bool] = []
         """Whether the ranks met on the host before each of these."""
         self.streams: list[Any] = []
-        backend = SimpleNamespace(stream=lambda stream, array: stream or array)
+        self.done = False
+        self.idle: list[Any] = []
+        """The events that calls have given back."""
+        event = SimpleNamespace(passed=lambda: self.done)
+        completions = SimpleNamespace(take=lambda: event, give_back=self.idle.append)
+        backend = SimpleNamespace(stream=lambda stream, array: stream or array, completions=completions)
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
         self.runs = True  # the stream is not in a capture
-        self.done = False
-        engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: lambda: self.done)
+        engine: Any = SimpleNamespace(enqueue=self._enqueue)
         self._calls = PlanCache(session, engine)
 
     def _require_usable(self, what: str) -> None:
         if self.usable is not None:
             raise self.usable
 
-    def _enqueue(self, plan: Any, stream: Any, again: bool, meets: bool = False) -> bool:
+    def _enqueue(self, plan: Any, stream: Any, again: bool, meets: bool = False, event: Any = None) -> bool:
         self.enqueued.append((plan, stream, again))
         self.met.append(meets)
         return self.runs

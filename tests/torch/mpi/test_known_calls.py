@@ -13,7 +13,6 @@ import torch.distributed as dist
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.torch import known_calls
 from mpicomm.torch.collectives import TensorCalls
 from mpicomm.torch.known_calls import TensorCall
 
@@ -31,11 +30,11 @@ class Comm:
         self.rank = rank
         self.knows_forms = False
         """Whether all calls of a form are known after the first one, whatever their counts."""
-        session: Any = SimpleNamespace(mappings=Mappings())
+        session: Any = SimpleNamespace(mappings=Mappings(), channel=None)
+        self._session = session
         form = SimpleNamespace(text="a form", is_old=False, takes=lambda *_: True, fill=lambda *_: True)
         engine: Any = SimpleNamespace(form_plan=lambda *_: form)
-        self._cache = PlanCache(session, engine)
-        self._collectives = SimpleNamespace(engines=SimpleNamespace(gpu=self._cache))
+        self.cache = PlanCache(session, engine)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         operation = OPERATIONS[name]
@@ -46,14 +45,13 @@ class Comm:
             plan: Any = SimpleNamespace(text=name, is_old=False)
             key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, ())
             read: Any = SimpleNamespace(operands=(), in_place=False) if self.knows_forms else None
-            self._cache.add(plan, key, by_output=False, read=read)
+            self.cache.add(plan, key, by_output=False, read=read)
 
         return call
 
 
 @pytest.fixture(params=[0, 1])
 def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Comm:
-    monkeypatch.setattr(known_calls, "Communicator", Comm)
     monkeypatch.setattr(torch.Tensor, "is_cuda", torch._C.TensorBase.is_cpu, raising=False)
     return Comm(request.param)
 
@@ -76,15 +74,15 @@ def calls(comm: Any) -> dict[str, tuple[TensorCall, tuple[Any, ...]]]:
     }
 
 
-NAMES = list(calls(SimpleNamespace(rank=0, size=2)))
+NAMES = list(calls(SimpleNamespace(rank=0, size=2, _session=SimpleNamespace(channel=None))))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_is_known_after_it_was_made(comm: Comm, name: str) -> None:
     call, given = calls(comm)[name]
-    assert call.find(*given) is None
+    assert call.find(comm.cache, *given) is None
     call.carry_out(*given)
-    known = call.find(*given)
+    known = call.find(comm.cache, *given)
     assert known is not None and known.plan.text == name.split()[0]
 
 
@@ -101,7 +99,7 @@ def test_a_call_is_known_after_it_was_made(comm: Comm, name: str) -> None:
 def test_another_view_of_the_same_memory_is_not_known(comm: Comm, changed: Callable[[Any], Any]) -> None:
     call, (tensor, *others) = calls(comm)["Bcast"]
     call.carry_out(tensor, *others)
-    assert not call.find(changed(tensor), *others)
+    assert not call.find(comm.cache, changed(tensor), *others)
 
 
 @pytest.mark.parametrize("rows", [(4,), (4, 3)], ids=["of numbers", "of rows"])
@@ -110,18 +108,18 @@ def test_only_splits_that_share_all_rows_are_known(comm: Comm, rows: tuple[int, 
     call = TensorCalls(comm).all_to_all  # type: ignore[arg-type]
     received, sent = torch.zeros(rows), torch.zeros(rows)
     call.carry_out(received, sent, [], [])
-    assert call.find(received, sent, [1, 3], [3, 1])
+    assert call.find(comm.cache, received, sent, [1, 3], [3, 1])
     for wrong in ([1, 2], [2, 3], [4], [1, 1, 2]):
-        assert not call.find(received, sent, wrong, [3, 1])
-        assert not call.find(received, sent, [1, 3], wrong)
+        assert not call.find(comm.cache, received, sent, wrong, [3, 1])
+        assert not call.find(comm.cache, received, sent, [1, 3], wrong)
     odd = torch.zeros(3, *rows[1:])
-    assert call.find(odd, sent, [1, 2], [])
-    assert not call.find(odd, sent, [], [])
+    assert call.find(comm.cache, odd, sent, [1, 2], [])
+    assert not call.find(comm.cache, odd, sent, [], [])
 
 
 def test_a_sum_with_factors_is_not_known(comm: Comm) -> None:
     every, tensor = TensorCalls(comm), torch.zeros(4)  # type: ignore[arg-type]
     for op in (SUM, dist._make_nccl_premul_sum(2.0)):
         every.all_reduce.carry_out(tensor, op)
-    assert every.all_reduce.find(tensor, SUM)
-    assert not every.all_reduce.find(tensor, dist._make_nccl_premul_sum(2.0))
+    assert every.all_reduce.find(comm.cache, tensor, SUM)
+    assert not every.all_reduce.find(comm.cache, tensor, dist._make_nccl_premul_sum(2.0))

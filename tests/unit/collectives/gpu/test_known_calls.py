@@ -46,7 +46,9 @@ def test_the_request_of_a_known_call_says_when_the_call_is_done() -> None:
     known.done = True
     assert request.Test()
     known.runs = known.done = False
+    assert not known.idle
     assert known.start("Allreduce", given).Test()
+    assert len(known.idle) == 1  # a captured call leaves its event to the next call
 
 
 def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ STREAMS = (1, 2, 3, 4)
 @pytest.fixture
 def order(cuda: FakeCuda) -> Iterator[Any]:
     """An order in which two of the streams are lasting."""
-    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder(nullcontext, {0, 1, 2})
+    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder({0, 1, 2})
     yield order
     order.close()
 
@@ -28,12 +28,14 @@ def order(cuda: FakeCuda) -> Iterator[Any]:
 def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, order: Any) -> None:
     carried_out: list[int] = []
     pending: list[tuple[Place, Callable[[], bool]]] = []
+    completions = importlib.import_module("mpicomm.devices.cuda.completion").Completions(nullcontext)
     for piece in range(60):
         stream = cuda.rng.choice(STREAMS)
-        assert order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None)
+        event = completions.take() if cuda.rng.random() < 0.5 else None
+        assert order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None, event)
         place = cuda.end_of(stream)
-        if cuda.rng.random() < 0.5:
-            pending.append((place, order.completion()))
+        if event is not None:
+            pending.append((place, event.passed))
         if pending and cuda.rng.random() < 0.1:
             # The caller drops the function; the next piece waits for the event all the same.
             pending.pop(cuda.rng.randrange(len(pending)))
@@ -59,8 +61,6 @@ def test_an_event_of_the_caller_may_come_again_at_any_time(cuda: FakeCuda, order
         order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None, event)
         if event is not None:
             held.append((cuda.end_of(stream), event))
-        elif cuda.rng.random() < 0.3:
-            order.completion()
         if idle and cuda.rng.random() < 0.1:
             idle.pop()  # the caller drops an event for which the next piece may wait
         cuda.go_on()
@@ -116,8 +116,6 @@ def test_pieces_follow_one_that_was_interrupted(cuda: FakeCuda, order: Any, capt
             assert error is interruption
         else:
             assert interruption is None
-            if not captures:
-                order.completion()  # which the test drops; the next piece takes another event
         cuda.go_on()
     cuda.finish()
     assert carried_out == list(range(30))
