@@ -91,14 +91,15 @@ struct Fiber {
   Place place;
   bool at_block_barrier;
   unsigned meeting;  // the barrier of some threads at which it waits, 0 for none
-  unsigned mask;  // of the warp barrier at which it waits
+  unsigned mask;  // of the lanes for which it waits
+  unsigned long long word;  // that it brings to an exchange
+  Words words;  // of the lanes at the last exchange
   void* stack_pointer;
   void* tsan;
 };
 
 struct Warp {
-  unsigned long long words[kWarp];
-  unsigned live, waiting;  // the lanes that have not returned, and the lanes that wait at a barrier of the warp
+  unsigned live, waiting;  // the lanes that have not returned, and the lanes that wait for others
   char sync;
 };
 
@@ -175,12 +176,15 @@ void Block::begin() {
 }
 
 void Block::end() {
-  const unsigned thread = running_->place.thread.x;
-  warps_[thread / kWarp].live &= ~(1u << thread % kWarp);
+  const unsigned thread = running_->place.thread.x, first = thread / kWarp * kWarp;
+  Warp& warp = warp_of(*running_);
+  warp.live &= ~(1u << thread % kWarp);
   --live_;
   idle_ = 0;
   release_block();
-  release_warp(warps_[thread / kWarp], thread / kWarp * kWarp);
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    if (warp.waiting >> lane & 1) release_lanes(warp, first, fibers_[first + lane].mask);
+  }
   leave();
 }
 
@@ -266,33 +270,55 @@ bool Block::meet_some(unsigned number, unsigned threads, bool agrees) {
   return meeting.agreed[turn];
 }
 
-void Block::meet_warp(unsigned mask, bool orders) {
-  const unsigned thread = running_->place.thread.x, lane = thread % kWarp;
-  Warp& warp = warps_[thread / kWarp];
-  if ((mask >> lane & 1) == 0) die(*this, "a thread is not in its own mask");
-  if (orders) release(warp.sync);
-  warp.waiting |= 1u << lane;
-  running_->mask = mask;
-  release_warp(warp, thread - lane);
-  leave();
-  if (orders) acquire(warp.sync);
+void Block::meet_warp(unsigned mask) {
+  char& sync = warp_of(*running_).sync;
+  release(sync);
+  await_lanes(mask);
+  acquire(sync);
 }
 
-// A lane that returns while others wait counts as one that has come.
-void Block::release_warp(Warp& warp, unsigned first) {
-  const auto lanes = [&](unsigned mask, auto act) {
-    for (; mask != 0; mask &= mask - 1) act(fibers_[first + __builtin_ctz(mask)]);
-  };
-  for (unsigned rest = warp.waiting; rest != 0; rest &= rest - 1) {
-    const unsigned mask = fibers_[first + __builtin_ctz(rest)].mask & warp.live;
-    bool complete = (mask & ~warp.waiting) == 0;
-    if (complete) lanes(mask, [&](Fiber& fiber) { complete = complete && (fiber.mask & warp.live) == mask; });
-    if (!complete) continue;
-    warp.waiting &= ~mask;
-    rest &= ~mask | (rest & -rest);  // the loop clears the lowest bit
-    lanes(mask, [&](Fiber& fiber) { ready_.push_back(&fiber); });
-  }
+const Words& Block::exchange(unsigned mask, unsigned long long word) {
+  running_->word = word;
+  await_lanes(mask);
+  return running_->words;
 }
+
+void Block::await_lanes(unsigned mask) {
+  const unsigned thread = running_->place.thread.x, lane = thread % kWarp;
+  Warp& warp = warp_of(*running_);
+  if ((mask >> lane & 1) == 0) die(*this, "a thread is not in its own mask");
+  warp.waiting |= 1u << lane;
+  running_->mask = mask;
+  release_lanes(warp, thread - lane, mask);
+  leave();
+}
+
+// Lets these lanes of a warp go on if all of them wait with this mask. A lane that has returned while others wait counts
+// as one that has come. Each lane gets a copy of all words, because others may bring new words before it runs.
+void Block::release_lanes(Warp& warp, unsigned first, unsigned mask) {
+  const auto lanes = [&](auto act) {
+    for (unsigned lane = 0; lane < kWarp; ++lane) {
+      if (mask >> lane & 1) act(lane, fibers_[first + lane]);
+    }
+  };
+  mask &= warp.live;
+  if ((mask & ~warp.waiting) != 0) return;
+  bool complete = true;
+  Words words{};
+  lanes([&](unsigned lane, const Fiber& fiber) {
+    complete = complete && (fiber.mask & warp.live) == mask;
+    words.of[lane] = fiber.word;
+    words.set |= static_cast<unsigned>(fiber.word != 0) << lane;
+  });
+  if (!complete) return;
+  warp.waiting &= ~mask;
+  lanes([&](unsigned, Fiber& fiber) {
+    fiber.words = words;
+    ready_.push_back(&fiber);
+  });
+}
+
+Warp& Block::warp_of(const Fiber& fiber) { return warps_[fiber.place.thread.x / kWarp]; }
 
 unsigned Block::draw() {
   random_ ^= random_ << 13;
@@ -307,8 +333,8 @@ const Place& place() { return current->running_->place; }
 void yield() { current->yield(); }
 Tally meet_block(bool agrees) { return current->meet_block(agrees); }
 bool meet_some(unsigned number, unsigned threads, bool agrees) { return current->meet_some(number, threads, agrees); }
-void meet_warp(unsigned mask, bool orders) { current->meet_warp(mask, orders); }
-unsigned long long* warp_words() { return current->warps_[place().thread.x / kWarp].words; }
-unsigned live_lanes() { return current->warps_[place().thread.x / kWarp].live; }
+void meet_warp(unsigned mask) { current->meet_warp(mask); }
+const Words& exchange(unsigned mask, unsigned long long word) { return current->exchange(mask, word); }
+unsigned live_lanes() { return current->warp_of(*current->running_).live; }
 
 }  // namespace cpu

@@ -16,6 +16,12 @@ struct Tally {
   unsigned arrived, agreed;
 };
 
+// The words that lanes of a warp brought to an exchange, and the lanes whose word is not 0.
+struct Words {
+  unsigned long long of[32];
+  unsigned set;
+};
+
 // Returns the place of the calling thread. The answer never changes for a thread, hence `const`: the compiler may call
 // it once.
 __attribute__((const)) const Place& place();
@@ -30,12 +36,13 @@ Tally meet_block(bool agrees);
 // returned does not count as one that has come. Returns whether all of them agreed.
 bool meet_some(unsigned number, unsigned threads, bool agrees);
 
-// Waits until all threads of the warp that are in `mask` have called it with the same mask. Only if `orders` is set, a
-// thread sees afterwards the writes of the others before the call.
-void meet_warp(unsigned mask, bool orders);
+// Waits until all threads of the warp that are in `mask` have called it with the same mask.
+void meet_warp(unsigned mask);
 
-// Returns one word for each lane of the thread's warp, through which the lanes exchange values.
-unsigned long long* warp_words();
+// Does so, too, and returns the words that these lanes brought. Unlike above, a thread need not see what the others
+// have written before.
+const Words& exchange(unsigned mask, unsigned long long word);
+
 // Returns the lanes of the thread's warp that have not returned.
 unsigned live_lanes();
 

@@ -61,7 +61,7 @@ inline int __syncthreads_and(int predicate) {
   const cpu::Tally tally = cpu::meet_block(predicate != 0);
   return tally.agreed == tally.arrived;
 }
-inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cpu::meet_warp(mask & cpu::live_lanes(), true); }
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cpu::meet_warp(mask & cpu::live_lanes()); }
 
 // ---- exchanges within a warp, which order no memory
 
@@ -73,14 +73,9 @@ inline unsigned lane() { return place().thread.x % 32; }
 template <class T>
 T from_lane(unsigned mask, T value, unsigned from) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
-  unsigned long long* const words = warp_words();
-  mask &= live_lanes();
   unsigned long long word = 0;
   memcpy(&word, &value, sizeof(T));
-  __atomic_store_n(&words[lane()], word, __ATOMIC_RELAXED);
-  meet_warp(mask, false);
-  word = __atomic_load_n(&words[from], __ATOMIC_RELAXED);
-  meet_warp(mask, false);
+  word = exchange(mask & live_lanes(), word).of[from];
   T result;
   memcpy(&result, &word, sizeof(T));
   return result;
@@ -113,31 +108,17 @@ T __shfl_up_sync(unsigned mask, T value, unsigned offset, int width = 32) {
   return cpu::from_lane(mask, value, cpu::within(-static_cast<int>(offset), width));
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  unsigned long long* const words = cpu::warp_words();
-  mask &= cpu::live_lanes();
-  __atomic_store_n(&words[cpu::lane()], predicate != 0, __ATOMIC_RELAXED);
-  cpu::meet_warp(mask, false);
-  unsigned votes = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) {
-    if (mask >> lane & 1 && __atomic_load_n(&words[lane], __ATOMIC_RELAXED)) votes |= 1u << lane;
-  }
-  cpu::meet_warp(mask, false);
-  return votes;
+  return cpu::exchange(mask & cpu::live_lanes(), predicate != 0).set;
 }
 // Returns the lanes of the mask whose values equal this lane's value.
 template <class T>
 unsigned __match_any_sync(unsigned mask, T value) {
-  unsigned long long* const words = cpu::warp_words();
   mask &= cpu::live_lanes();
-  __atomic_store_n(&words[cpu::lane()], static_cast<unsigned long long>(value), __ATOMIC_RELAXED);
-  cpu::meet_warp(mask, false);
+  const unsigned long long own = static_cast<unsigned long long>(value);
+  const cpu::Words& words = cpu::exchange(mask, own);
   unsigned alike = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) {
-    const bool is_alike = __atomic_load_n(&words[lane], __ATOMIC_RELAXED) == static_cast<unsigned long long>(value);
-    if (mask >> lane & 1 && is_alike) alike |= 1u << lane;
-  }
-  cpu::meet_warp(mask, false);
-  return alike;
+  for (unsigned lane = 0; lane < 32; ++lane) alike |= static_cast<unsigned>(words.of[lane] == own) << lane;
+  return alike & mask;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) {

@@ -54,9 +54,12 @@ class Block {
   void yield();
   Tally meet_block(bool agrees);
   bool meet_some(unsigned number, unsigned threads, bool agrees);
-  void meet_warp(unsigned mask, bool orders);
+  void meet_warp(unsigned mask);
+  const Words& exchange(unsigned mask, unsigned long long word);
+  void await_lanes(unsigned mask);
   void release_block();
-  void release_warp(Warp& warp, unsigned first);
+  void release_lanes(Warp& warp, unsigned first, unsigned mask);
+  Warp& warp_of(const Fiber& fiber);
   unsigned draw();
   bool one_in(unsigned chances);
 
@@ -64,8 +67,8 @@ class Block {
   friend void yield();
   friend Tally meet_block(bool);
   friend bool meet_some(unsigned, unsigned, bool);
-  friend void meet_warp(unsigned, bool);
-  friend unsigned long long* warp_words();
+  friend void meet_warp(unsigned);
+  friend const Words& exchange(unsigned, unsigned long long);
   friend unsigned live_lanes();
 
   char* const launches_;
