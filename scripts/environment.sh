@@ -44,7 +44,8 @@ prepare_environment() {
     make_environment
     cuda=$(cuda_extra)
     if [[ -z $cuda && " $* " == *" test "* && " $* " != *" torch "* ]]; then
-      cuda=kernels # without a driver the tests still compile every kernel; PyTorch wants other versions of what it takes
+      # Without a driver the tests still compile every kernel. PyTorch brings what that takes, in other versions.
+      cuda=kernels
     fi
     install_extras "$@" $cuda
   )
