@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-from mpicomm.kernels.fields import u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.packing import PackArguments
 from mpicomm.kernels.reductions import OPTIONS, Reduction, options_for
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u64
 
 ACCUMULATE_THREADS = 256  # kAccumulateThreads in accumulate.cu; a test compares them
 _BLOCKS_OF_A_MULTIPROCESSOR = 8  # they fill it

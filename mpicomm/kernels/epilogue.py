@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from mpicomm.kernels.fields import u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import OPTIONS, cpp_name
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u64
 
 # Constants of epilogue.cuh, epilogue.cu and norm.cuh; a test compares them.
 MOST_OPERANDS = 8

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from mpicomm.kernels.fields import u32, u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import cpp_name, options_for
 from mpicomm.kernels.team import HEAD_NBYTES, LANES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 
 # Constants of the kernels and of faults.cuh; a test compares them.
 DISPATCH_THREADS = 384

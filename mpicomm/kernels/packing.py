@@ -6,10 +6,8 @@ import ctypes
 import struct
 from dataclasses import dataclass
 
-from mpicomm.kernels.fields import u32, u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 
 # Constants and structures of pack.cu; a test compares them.
 PACK_THREADS = 256

@@ -12,9 +12,8 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.in_flight import DONE
+from mpicomm.messages.in_flight import DONE, LINE_NBYTES, OutboxSlot
 from mpicomm.messages.outbox import Outbox
-from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
 from mpicomm.messages.rendezvous_header import (
     HEADER_NBYTES,
     START,

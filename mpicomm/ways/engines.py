@@ -11,7 +11,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.order_watch import OrderWatch
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.host.one_node import OneNode
+from mpicomm.collectives.host.selection import OneNode
 from mpicomm.domains.host import HostDomains
 from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.mapped import MappedChannels

@@ -18,8 +18,7 @@ from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.waiting import wait_until
 from mpicomm.windows import host_layouts, pairs
 from mpicomm.windows.buffers import Target
-from mpicomm.windows.host_locks import HostLocks, LateError
-from mpicomm.windows.mutex import holding_mutex
+from mpicomm.windows.host_locks import HostLocks, LateError, holding_mutex
 from mpicomm.windows.steps import Count, ranks_in
 from mpicomm.windows.updates import Update
 

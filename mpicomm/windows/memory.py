@@ -21,7 +21,7 @@ from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
 from mpicomm.symmetric.owner import Owner
-from mpicomm.windows.mutex import make_mutex
+from mpicomm.windows.host_locks import make_mutex
 
 BYTES = np.dtype(np.uint8)
 

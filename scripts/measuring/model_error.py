@@ -17,7 +17,7 @@ from mpicomm.bench.model.accuracy import Run, compare, error_of
 from mpicomm.bench.model.group import DomainTimes, MeasuredTimes
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import System, predict
-from mpicomm.domains.cuts import PIECE_NBYTES
+from mpicomm.domains.schedules import PIECE_NBYTES
 from mpicomm.sizes import nbytes_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"

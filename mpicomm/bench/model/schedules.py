@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mpicomm.bench.model.group import DomainTimes
 from mpicomm.bench.model.network import Network
-from mpicomm.domains.cuts import PIECE_NBYTES, domains_at_once, pipelined_piece
+from mpicomm.domains.schedules import PIECE_NBYTES, domains_at_once, pipelined_piece
 from mpicomm.errors import InvalidUsageError
 
 PACKING = Network(gb_s=1800, latency_us=1.5)

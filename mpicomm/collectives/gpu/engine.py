@@ -18,8 +18,7 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
-from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
-from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
@@ -31,11 +30,11 @@ from mpicomm.collectives.gpu.device_facts import device_facts
 from mpicomm.collectives.gpu.fillings import Fillings, launches_of
 from mpicomm.collectives.gpu.form_plan import BY_KERNELS, FormPlan, MessagePlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.launches_around import pack_launches
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
-from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import Plan
-from mpicomm.collectives.gpu.step_loader import StepLoader
+from mpicomm.collectives.gpu.step_loader import CopyStream, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s

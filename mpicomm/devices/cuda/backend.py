@@ -32,7 +32,7 @@ from mpicomm.devices.cuda.scratch_memory import LEAST_SUSPENDED_NBYTES, ScratchM
 from mpicomm.devices.cuda.segments import SegmentsOfGpu
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
 from mpicomm.devices.cuda.signal_kernels import SignalKernels
-from mpicomm.devices.cuda.streams_of_gpu import StreamsOfGpu
+from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from mpicomm.devices.cuda.load import KernelCache
-from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.variant import SHARED
 
 
 class SignalKernels:

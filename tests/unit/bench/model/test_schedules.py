@@ -16,9 +16,8 @@ from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import SCHEDULES, System, predict
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.domains.cuts import PIECE_NBYTES
 from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.schedules import schedule_of, steps_of
+from mpicomm.domains.schedules import PIECE_NBYTES, schedule_of, steps_of
 from mpicomm.domains.steps import Local
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.exchange import Chain
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.base import ALL_LENGTHS, Algorithm, Filled, GpuCall, Lengths, Node
 from mpicomm.collectives.gpu.algorithms.chain.arguments import (
     BATCH_NBYTES,
     CHAIN_SLOTS,
@@ -21,7 +21,6 @@ from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Filled, Lengths
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from mpicomm.kernels.fields import u64
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import Variant, u64
 
 _SOURCE = Path(__file__).with_name("direct.cu")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from mpicomm.collectives.eight_bits import BLOCK
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Filled, Node
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import ANY_NBYTES, WayOf
-from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.collectives.patterns import shard_count
 from mpicomm.symmetric.registry import Mapped
 

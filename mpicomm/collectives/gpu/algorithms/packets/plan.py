@@ -12,23 +12,24 @@ from math import inf
 from typing import NamedTuple
 
 from mpicomm.collectives.exchange import TwoShot
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
+from mpicomm.collectives.gpu.algorithms.base import ALL_LENGTHS, Algorithm, GpuCall, Lengths, Node, Template, moved
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
 from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
-from mpicomm.collectives.gpu.algorithms.packets.protocols import (
-    ProtocolLimits,
-    one_shot_limits,
-    packet_protocol,
-    two_shot_limits,
-)
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, large_inboxes, sized_ways
+from mpicomm.collectives.gpu.algorithms.packets.ways import (
+    PacketWay,
+    ProtocolLimits,
+    large_inboxes,
+    one_shot_limits,
+    packet_protocol,
+    sized_ways,
+    two_shot_limits,
+)
 from mpicomm.collectives.gpu.algorithms.steps import Step
-from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import Fused, Rows
 

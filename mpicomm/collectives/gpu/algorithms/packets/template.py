@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Filled, Node
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
@@ -25,7 +25,6 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
 from mpicomm.collectives.gpu.algorithms.packets.coded import Coding
 from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, Stepped
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.epilogues.base import Fused
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction
