@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import HostBackend
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.sharing.segments import share
+from mpicomm.symmetric.owner import SharedMemory
 from mpicomm.waiting import wait_until
 
 _LINE_NBYTES = 64
 _ALIVE_S = 0.25  # in this time a waiting rank shows that it is alive, even if ranks take turns on cores and on a GPU
 
 
-class NetworkWaits:
-    """`Shared` lines, for each rank of a domain: the rank of another domain that it awaits, and a count that goes on.
+class NetworkWaits(SharedMemory):
+    """The `SharedMemory` of a domain: for each rank the rank of another domain for which it waits, and a count.
 
     If a rank waits too long for a rank of its domain, another rank may be the missing one: the awaited rank may itself
     wait for a rank of another domain. A rank that has stopped in such a wait does not count on, so it is missing
@@ -26,10 +24,11 @@ class NetworkWaits:
 
     def __init__(self, domain: Group) -> None:
         backend = HostBackend(domain.timeout_s)
-        self._segments = share(
+        segments = share(
             domain, backend, "waits", lambda: backend.allocate("memfd", _LINE_NBYTES), lambda: _LINE_NBYTES
         )
-        views = [backend.view(self._segments[index], (2,), np.dtype(np.int64)) for index in range(domain.size)]
+        super().__init__("waits", "memfd", segments)
+        views = [backend.view(segments[index], (2,), np.dtype(np.int64)) for index in range(domain.size)]
         self._lines = [view.data.cast("B").cast("q") for view in views]
         self._own = domain.rank
 
@@ -61,12 +60,6 @@ class NetworkWaits:
         wait_until(lambda: bool(found := waiting()) and all(alive for _, alive in found), _ALIVE_S)
         return sorted({rank for rank, alive in waiting() if alive})
 
-    def memory_use(self) -> Iterable[MemoryUse]:
-        return (MemoryUse("waits", host_nbytes=self._segments.own.nbytes),)
-
     def close_peers(self) -> None:
         self._lines.clear()
-        self._segments.close_peers()
-
-    def close_own(self) -> None:
-        self._segments.close_own()
+        super().close_peers()

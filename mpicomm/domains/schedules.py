@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -56,9 +55,9 @@ def pipelined(steps: StepsOfTwo) -> Schedule:
     """
 
     def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
-        length = _longest(b)
+        length = b.longest
         pieces = _cut(b, pipelined_piece(length * b.dtype.itemsize))
-        pairs = pairwise([_part(b, 0, 0), *pieces, _part(b, length, length)])
+        pairs = pairwise([b.part(0, 0), *pieces, b.part(length, length)])
         return [[partial(steps, piece, before, layout)] for before, piece in pairs]
 
     return schedule
@@ -125,32 +124,8 @@ def _parts(steps: Steps, b: Buffers, layout: DomainLayout, nbytes: int) -> Seque
 
 
 def _cut(b: Buffers, nbytes: int) -> list[Buffers]:
-    """Cut a call into calls on parts of each block of at most ``nbytes`` bytes, equally many on all ranks."""
     # Whole lines, because the elements of a movement are bytes, and kernels are slow at odd addresses.
-    step = max(1, (nbytes - nbytes % _LINE_NBYTES or nbytes) // b.dtype.itemsize)
-    return [_part(b, start, start + step) for start in range(0, _longest(b), step)] or [b]
-
-
-def _longest(b: Buffers) -> int:
-    spans = [b.send, b.output, *(b.send_blocks or ()), *(b.blocks or ())]
-    return max((span.count for span in spans if span is not None), default=0)
-
-
-def _part(b: Buffers, start: int, stop: int) -> Buffers:
-    """Return a call on the elements from ``start`` to ``stop`` of each block."""
-
-    def cut(span: Span | None) -> Span | None:
-        if span is None:
-            return None
-        first, end = min(start, span.count), min(stop, span.count)
-        return Span(span.pointer + first * b.dtype.itemsize, end - first)
-
-    def cut_all(blocks: Sequence[Span] | None) -> list[Span] | None:
-        return None if blocks is None else [part for span in blocks if (part := cut(span)) is not None]
-
-    return replace(
-        b, send=cut(b.send), output=cut(b.output), send_blocks=cut_all(b.send_blocks), blocks=cut_all(b.blocks)
-    )
+    return b.pieces(nbytes - nbytes % _LINE_NBYTES or nbytes)
 
 
 ONE_STEP_NBYTES = 64 << 10

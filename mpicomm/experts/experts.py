@@ -11,7 +11,6 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import GivenArray, name_of, new_array, pointer_of, read_array
 from mpicomm.experts.on_gpu import (
-    ExpertsArena,
     ExpertsLaunch,
     ExpertsLaunches,
     launch,
@@ -25,6 +24,7 @@ from mpicomm.experts.shape import BY_EXPERT, BY_TOKEN, DTYPES, WIRE, Shape, chec
 from mpicomm.kernels.experts import PACKET_NBYTES
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.location import refuse_stream, require_here
+from mpicomm.symmetric.owner import SharedMemory
 from mpicomm.windows.stream_use import StreamUse
 
 _ID_TYPES = ("int64", "int32")
@@ -91,7 +91,7 @@ class Experts:
         self._shape = shapes[0]
         self._rank = comm.rank
         self._gpu: GpuBackend | None = None
-        self._arena: ExpertsArena | None = None
+        self._arena: SharedMemory | None = None
         self._launches: ExpertsLaunches | None = None
         if not isinstance(session.backend, HostBackend):
             require_one_domain(session)
@@ -122,8 +122,7 @@ class Experts:
     @property
     def local_experts(self) -> range:
         """The numbers of this rank's experts."""
-        first = sum(self._shape.experts_per_rank[: self._rank])
-        return range(first, first + self._shape.experts_per_rank[self._rank])
+        return range(*self._shape.firsts[self._rank : self._rank + 2])
 
     @property
     def capacity(self) -> int:

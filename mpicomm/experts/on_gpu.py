@@ -10,30 +10,33 @@ from typing import Protocol
 
 from mpicomm import environment
 from mpicomm.devices.base import GpuBackend, Segment
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.shape import DTYPES, Shape
+from mpicomm.experts.shape import DTYPES, RowShape, Shape, round_up
 from mpicomm.kernels.experts import (
     BLOCKS_OF_A_MULTIPROCESSOR,
     DISPATCH_KERNEL,
     DISPATCH_THREADS,
+    HEADS,
+    PACKET_NBYTES,
     QUANTIZE_THREADS,
     SUM_THREADS,
     CombineExpertsArguments,
     DispatchArguments,
-    ExpertsMemory,
+    ExpertsArguments,
     QuantizeArguments,
     combine_experts_kernel,
     quantize_blocks,
     quantize_experts_kernel,
 )
-from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
 from mpicomm.sharing.content import SuspendedContent
-from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.sharing.segments import share
+from mpicomm.symmetric.owner import SharedMemory
 
 _PURPOSE = "experts"
+_WORD_NBYTES = 8
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,60 @@ class Filled(Protocol):
         """The addresses of the arrays, by their names."""
 
 
+class ExpertsMemory:
+    """The layout of an arena for a `Shape`: see experts.cuh."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        size = len(shape.experts_per_rank)
+        seats = (size - 1) * shape.seats
+        self.routes = HEAD_NBYTES
+        packets = size * (shape.seats * shape.top_k + HEADS)
+        self.row_flags = round_up(self.routes + packets * PACKET_NBYTES, LINE_NBYTES)
+        self.sum_flags = round_up(self.row_flags + seats * shape.row.parts * _WORD_NBYTES, LINE_NBYTES)
+        self.counted = round_up(self.sum_flags + seats * shape.sums.parts * _WORD_NBYTES, LINE_NBYTES)
+        self.histograms = round_up(self.counted + (MAX_BLOCKS + 3) * _WORD_NBYTES, LINE_NBYTES)
+        self.values = round_up(self.histograms + MAX_BLOCKS * (shape.firsts[-1] + size) * 4, LINE_NBYTES)
+        self.rows = round_up(self.values + shape.seats * shape.top_k * 4, LINE_NBYTES)
+        self.sums = round_up(self.rows + seats * shape.row.nbytes, LINE_NBYTES)
+        self.quantized = round_up(self.sums + seats * shape.sums.nbytes, LINE_NBYTES)
+        """Private memory for the tokens of this rank as they travel, if they are quantised."""
+        self.nbytes = self.quantized + (shape.max_tokens * shape.row.nbytes if shape.wire else 0)
+
+    @property
+    def zeroed_nbytes(self) -> int:
+        """The bytes from the start that are zero at first."""
+        return self.histograms
+
+    def arguments(self, team: Team, row: RowShape) -> ExpertsArguments:
+        """Return the part of the argument that dispatch and combine share, without the number of senders.
+
+        ``row`` is the row of the one or of the other.
+        """
+        shape = self.shape
+        arguments = ExpertsArguments(
+            team=team,
+            routes=self.routes,
+            row_flags=self.row_flags,
+            rows=self.rows,
+            sum_flags=self.sum_flags,
+            sums=self.sums,
+            values=self.values,
+            counted=self.counted,
+            histograms=self.histograms,
+            row_nbytes=row.nbytes,
+            part_nbytes=row.part_nbytes,
+            parts=row.parts,
+            max_tokens=shape.max_tokens,
+            few_tokens=shape.few_tokens,
+            seats=shape.seats,
+            top_k=shape.top_k,
+        )
+        for rank, first in enumerate(shape.firsts):
+            arguments.firsts[rank] = first
+        return arguments
+
+
 class ExpertsLaunches:
     """Makes the launches of one rank. It reaches the arenas through ``team``."""
 
@@ -102,17 +159,17 @@ class ExpertsLaunches:
         self._multiprocessors = multiprocessors
         self._quantizes = quantize_experts_kernel(shape.dtype.name)
         self.blocks = blocks
-        self._memory = memory = ExpertsMemory(shape.in_kernels)
+        self._memory = memory = ExpertsMemory(shape)
         self._quantized = team.arenas[team.rank] + memory.quantized
         self._dispatch = DispatchArguments(
-            experts=memory.arguments(team, memory.shape.row),
+            experts=memory.arguments(team, shape.row),
             capacity=shape.capacity,
             all_places=shape.places,
             alignment=shape.alignment,
         )
         for each in (self._dispatch.x, self._dispatch.rows):
             each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
-        self._combine = CombineExpertsArguments(experts=memory.arguments(team, memory.shape.sums))
+        self._combine = CombineExpertsArguments(experts=memory.arguments(team, shape.sums))
         self._combines = combines_of(shape)
         for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
             arguments.experts.team.tags[:] = [zlib.crc32(text.encode())] * MAX_RANKS
@@ -175,33 +232,6 @@ def combines_of(shape: Shape) -> dict[str, Variant]:
     return {result: combine_experts_kernel(shape.dtype.name, result, by_token=shape.by_token) for result in DTYPES}
 
 
-class ExpertsArena:
-    """The memory of all ranks for an Experts object. The session keeps and releases it."""
-
-    def __init__(self, session: Session, segments: SharedSegments) -> None:
-        self.pointers = [segments[index].pointer for index in range(session.domain.size)]
-        self.closed = False
-        self._kind = session.kind
-        self._segments = segments
-
-    def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of this rank's arena; local."""
-        return (MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes),)
-
-    def memories(self) -> Iterable[SharedSegments]:
-        """Return the memory that a suspension may give back; local."""
-        return (self._segments,)
-
-    def close_peers(self) -> None:
-        """Unmap the peers' arenas; local, the first step of a close."""
-        self.closed = True
-        self._segments.close_peers()
-
-    def close_own(self) -> None:
-        """Free this rank's arena; local, the last step of a close, after every peer's `close_peers`."""
-        self._segments.close_own()
-
-
 def require_one_domain(session: Session) -> None:
     """Raise `InvalidUsageError` unless all ranks map each other's GPU memory. It raises on all ranks alike. Local."""
     if session.domain.size == session.group.size:
@@ -214,9 +244,9 @@ def require_one_domain(session: Session) -> None:
     )
 
 
-def share_arena(session: Session, shape: Shape) -> ExpertsArena:
+def share_arena(session: Session, shape: Shape) -> SharedMemory:
     """Let all ranks open each other's arenas. Collective; a failure raises the same error on all ranks."""
-    memory = ExpertsMemory(shape.in_kernels)
+    memory = ExpertsMemory(shape)
     backend = session.backend
 
     def fill(pointer: int) -> None:
@@ -235,10 +265,10 @@ def share_arena(session: Session, shape: Shape) -> ExpertsArena:
     segments = share(session.domain, backend, "Experts", allocate, lambda: shape)
     # The arena has the numbers of launches, too. So calls go on if the arenas of all ranks are as at first.
     segments.content = SuspendedContent(fill=fill)
-    return session.keep(ExpertsArena(session, segments))
+    return session.keep(SharedMemory(_PURPOSE, session.kind, segments))
 
 
-def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: ExpertsArena) -> ExpertsLaunches:
+def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: SharedMemory) -> ExpertsLaunches:
     """Return the launches of this rank. Collective: all blocks of all ranks must run at once.
 
     Ranks that share a device side by side share its multiprocessors: see `DeviceEngine`.

@@ -46,9 +46,9 @@ class WindowMemory:
     ) -> None:
         self.owner = owner
         self.parts = parts
-        self.boards = [boards[rank].pointer for rank in range(owner.node.size)]
+        self.boards = boards.pointers
         """The address of every rank's board on this rank."""
-        self.pointers = [segments[rank].pointer for rank in range(owner.node.size)]
+        self.pointers = segments.pointers
         """The address of every rank's part on this rank."""
         self.closed = False
         self.row = WindowRow()

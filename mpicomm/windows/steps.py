@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -81,20 +82,20 @@ class SynchronisationLaunch:
 
 
 class RunUpdate:
-    """Updates consecutive elements by one operation. Construction loads the kernel."""
+    """Updates consecutive elements. Construction loads the kernel."""
 
     MOST_NBYTES = 1 << 31  # the bytes of a run have 32 bits
 
-    def __init__(self, backend: GpuBackend, reduction: tuple[str, str], itemsize: int, multiprocessors: int) -> None:
+    def __init__(self, backend: GpuBackend, update: Update) -> None:
         self._backend = backend
-        self._kernel = accumulate_kernel(reduction, itemsize)
+        self._itemsize = itemsize = update.dtype.itemsize
+        self._kernel = accumulate_kernel((update.kernel_type, update.op), itemsize)
         # The kernel reads a single run from its argument.
         walk = table_for(run_of(itemsize)).arguments(0, 0, 0, backend.faults.failed, unpacks=True)
         self._arguments = AccumulateArguments(walk, 0)
         self._walk, self._run = self._arguments.walk, self._arguments.walk.first
         self._enqueue = backend.launcher(self._kernel, self._arguments)
-        self._itemsize = itemsize
-        self._multiprocessors = multiprocessors
+        self._multiprocessors = backend.multiprocessors
         self._lock = threading.Lock()  # threads may call a window at once
         self._last = self._repeated = (0, 0, 0, 0)  # the arguments of the last launch, and of the launch that repeats
         self._times = 0  # the number of such launches, one after the other
@@ -222,8 +223,9 @@ class GpuSteps:
             SynchronisationLaunch(backend, kernel, table, rank) for kernel in (MEET_KERNEL, LOCK_KERNEL)
         )
         self._multiprocessors = backend.multiprocessors
-        self._updates: dict[Update, RunUpdate] = {}
-        self._swaps: dict[int, SwapLaunch] = {}
+        self.run_update = cache(partial(RunUpdate, backend))
+        """Returns the launches that update consecutive elements. The first call loads their kernel."""
+        self._swap = cache(partial(SwapLaunch, backend))
 
     def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
         self._backend.pack(table_for(layout), memory, packed, stream, unpacks=False)
@@ -282,15 +284,6 @@ class GpuSteps:
                 "bytes, where a GPU updates them at once: pass another displacement, or align the memory"
             )
 
-    def run_update(self, update: Update) -> RunUpdate:
-        """Return the launches that update consecutive elements. The first call loads their kernel."""
-        found = self._updates.get(update)
-        if found is None:
-            reduction = update.kernel_type, update.op
-            found = RunUpdate(self._backend, reduction, update.dtype.itemsize, self._multiprocessors)
-            self._updates[update] = found
-        return found
-
     def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
         elements, backend, itemsize = target.elements, self._backend, update.dtype.itemsize
         if elements.layout is None and elements.nbytes <= RunUpdate.MOST_NBYTES:
@@ -306,7 +299,4 @@ class GpuSteps:
         backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
-        nbytes = target.elements.nbytes
-        if nbytes not in self._swaps:
-            self._swaps[nbytes] = SwapLaunch(self._backend, nbytes)
-        self._swaps[nbytes](target.address, value, compare, result, stream)
+        self._swap(target.elements.nbytes)(target.address, value, compare, result, stream)

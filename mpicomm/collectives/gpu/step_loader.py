@@ -66,14 +66,11 @@ class StepLoader:
                 for variant in missing:
                     self._kernels.load(variant)
 
-    def _loaded(self, variant: Variant) -> Kernel:
-        kernel = self._kernels.find(variant)
-        assert kernel is not None
-        return kernel
-
     def _enqueuer(self, step: Step) -> Enqueue:
         if isinstance(step, Launch):
-            return launching(self._loaded(step.variant), step)
+            kernel = self._kernels.find(step.variant)
+            assert kernel is not None
+            return launching(kernel, step)
         if isinstance(step, Copy):
             return self._copies.copying(step)
         if isinstance(step, LibraryWork):

@@ -77,11 +77,9 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             raise
 
     def make_current(self) -> None:
-        """Make this GPU current on the calling thread, for CuPy, PyTorch and all users of the CUDA runtime."""
         cupy.cuda.Device(self._ordinal).use()
 
     def prepare_thread(self) -> None:
-        """Like `make_current`, for a thread of mpicomm, which goes on whatever other threads capture."""
         self.make_current()
         # A query of an event would spoil a graph that another thread captures, although the event is no part of it. The
         # threads of the user keep their mode, because a capture in CUDA's default mode shall watch their calls. Also, a
@@ -249,7 +247,6 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Give a ``with`` block, for one thread at a time, that may load and allocate even during a capture."""
         with self._lock, self._context.current(), relaxed():  # a capture may be the first to use a kernel
             yield
 
@@ -265,12 +262,10 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             return Scratch(self._scratch.allocate(nbytes, self.kind), nbytes, None)
 
     def suspend(self) -> None:
-        """Give large scratch memory back, and keep its addresses; local."""
         with self._context.current():
             self._scratch.suspend()
 
     def resume(self) -> None:
-        """Take scratch memory again, and write the tables of datatypes into it; local."""
         with self._context.current():
             self._scratch.resume()
         self._tables.restore(LEAST_SUSPENDED_NBYTES)

@@ -94,7 +94,6 @@ class StreamsOfGpu:
         self._completions = Completions(context.current)
 
     def stream(self, stream: Any, array: Any = None) -> int:
-        """Return the address of a ``stream=`` argument."""
         # The usual cases are quick, because every call comes here.
         if stream is None and type(array) is cupy.ndarray:
             resolved: int = get_current_stream(self._ordinal).ptr
@@ -106,17 +105,14 @@ class StreamsOfGpu:
         return resolved
 
     def threads(self, stream: int) -> StreamThreads:
-        """Return the threads that use a stream which this backend has resolved."""
         return self._threads.of(stream)
 
     def waits_beside(self, stream: int, array: Any) -> bool:
-        """Return whether a blocking call on ``array`` and its thread wait for peers beside ``stream``."""
         # PyTorch itself calls from several threads: the threads of the program and of autograd. It keeps their order,
         # and expects that no call waits for the GPU.
         return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
 
     def meets(self, stream: int, array: Any) -> bool:
-        """Return whether the ranks meet on the host before a blocking collective on ``array`` begins."""
         # Tensors do not count the threads: backward passes have a separate thread, and a count takes long.
         several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
         return several and not self.is_capturing(stream)
@@ -130,10 +126,6 @@ class StreamsOfGpu:
             return bool(runtime.streamIsCapturing(stream))
 
     def completion(self, stream: int) -> Callable[[], bool]:
-        """Return a function that says whether the work that ``stream`` has at this call is done; for any thread.
-
-        A stream that captures a graph runs nothing, so its work counts as done.
-        """
         if runtime.getDevice() != self._ordinal:  # as in `is_capturing`
             with self._context.current():
                 return self._completion(stream)

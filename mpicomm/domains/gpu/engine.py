@@ -89,7 +89,6 @@ class DomainsEngine:
         self.completion = self._order.completion
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
-        """Return this rank's part of a call that was read; see `DeviceEngine.prepare_call`."""
         require_order(call, self._layout)
         if call.wire is not None:
             raise InvalidUsageError(
@@ -187,7 +186,6 @@ class DomainsEngine:
     def message_plan(
         self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
     ) -> MessagePlan:
-        """See `DeviceEngine.message_plan`."""
         return self._engine.message_plan(text, sent, received, element_nbytes)
 
     def enqueue(
@@ -260,7 +258,6 @@ class DomainsEngine:
         self._transport.close()
 
     def close_own(self) -> None:
-        """Free this rank's events; local."""
         with suppress(DriverShutDownError), self._backend.current():
             self._order.close()
 

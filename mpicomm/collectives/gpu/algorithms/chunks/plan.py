@@ -41,7 +41,7 @@ Place = tuple[int, int]
 
 
 class ChunkTemplate:
-    """Launches of exchange.cu. Every kernel of this rank gets ``team``.
+    """A `Template` of exchange.cu. Every kernel of this rank gets ``team``.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between. `launch` returns a launch with separate arguments.
@@ -91,7 +91,6 @@ class ChunkTemplate:
         return blocks, threads_for(min(longest, self._layout.slot_nbytes), THREADS)
 
     def variant(self, kernel: Reduction | None) -> Variant:
-        """See `Template`."""
         return exchange_kernel(kernel)
 
     def launch(self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int]) -> Launch | None:
@@ -117,7 +116,7 @@ class ChunkTemplate:
 
 
 class ChunkCalls(ChunkTemplate):
-    """The calls of a form with equal blocks, in one exchange."""
+    """An `EvenTemplate`: the calls of a form with equal blocks, in one exchange."""
 
     def __init__(self, form: Form, node: Node) -> None:
         super().__init__(node.team, node.arena.layout)
@@ -137,7 +136,6 @@ class ChunkCalls(ChunkTemplate):
         self._ends = [place(reduction.own if reduction else None), place(reduction.output if reduction else None)]
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
-        """See `EvenTemplate`."""
         if not self._has_slots:
             request = slots_of(self._layout)
             if not self._arena.has(request):

@@ -33,7 +33,7 @@ _AT_TAGS: int = DirectArguments.team.offset + Team.tags.offset
 
 
 class DirectTemplate:
-    """Launches of direct.cu. Every kernel of this rank gets ``team``.
+    """A `Template` of direct.cu. Every kernel of this rank gets ``team``.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between. `launch` and `barrier` return launches with separate arguments.
@@ -78,7 +78,6 @@ class DirectTemplate:
         return None, blocks, threads
 
     def variant(self, kernel: None) -> Variant:
-        """See `Template`."""
         return direct_kernel()
 
     def launch(self, exchange: Exchange, memory: Mapped, tag: int, *, nbytes: int) -> Launch:
@@ -118,7 +117,7 @@ class DirectTemplate:
 
 
 class DirectCalls(DirectTemplate):
-    """The calls of a form with equal blocks, into symmetric output."""
+    """An `EvenTemplate`: the calls of a form with equal blocks, into symmetric output."""
 
     def __init__(self, form: Form, node: Node) -> None:
         super().__init__(node.team, node.arena.layout, most_blocks_of(node), early=node.early)
@@ -134,7 +133,6 @@ class DirectCalls(DirectTemplate):
             self._coming[peer] = receive is not None and peer != rank
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled:
-        """See `EvenTemplate`."""
         assert memory is not None
         buffers, outputs = (0, send, receive), (*memory.pointers, 0)
         return self.write(

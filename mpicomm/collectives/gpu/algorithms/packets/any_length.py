@@ -49,25 +49,20 @@ class AnyLengthPackets(Algorithm):
     counted = True
 
     def serves(self, operation: Operation) -> bool:
-        """See `Algorithm`."""
         return True
 
     def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
-        """See `Algorithm`."""
         return ALL_LENGTHS if form.operation.counts == "private" else None
 
     def template(self, form: Form, node: Node) -> Template:
-        """See `Algorithm`."""
         return PacketBlocks(form, node, any_length_ways(node))
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
-        """See `Algorithm`."""
         if node.size == 1 and call.counted is None:
             return "there is one rank"
         return None if call.lengths_are_private else "all ranks know the lengths of all messages"
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        """See `Algorithm`."""
         inboxes, coding = node.arena.any_length if call.lengths_are_private else node.arena.sentinels, coding_of(call)
         if call.counted is not None:
             geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size)

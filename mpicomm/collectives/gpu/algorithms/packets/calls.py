@@ -13,7 +13,7 @@ from mpicomm.symmetric.registry import Mapped
 
 
 class PacketCalls(PacketTemplate):
-    """Calls of a ``form`` with equal blocks, in one exchange, or with ``two_shot`` in two exchanges."""
+    """An `EvenTemplate`: calls of a ``form`` in one exchange, or with ``two_shot`` in two exchanges."""
 
     def __init__(self, form: Form, node: Node, way_of: WayOf, *, two_shot: bool) -> None:
         first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
@@ -32,7 +32,6 @@ class PacketCalls(PacketTemplate):
         self._itemsize = form.itemsize
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
-        """See `EvenTemplate`."""
         parts = self._parts
         if not self._fans:
             way = self._way_of(nbytes)
@@ -57,7 +56,7 @@ class PacketCalls(PacketTemplate):
 
 
 class PacketBlocks(PacketTemplate):
-    """Calls of a ``form`` with blocks of any lengths and places, in one exchange."""
+    """A `BlocksTemplate`: calls of a ``form`` with blocks of any lengths and places, in one exchange."""
 
     private_nbytes: int | None = None
     """See `BlocksTemplate`."""
@@ -73,7 +72,6 @@ class PacketBlocks(PacketTemplate):
         self._is_private = form.operation.counts == "private"
 
     def fill_blocks(self, lengths: list[int], begins: list[int], longest: int, hash32: int) -> Filled | None:
-        """See `BlocksTemplate`."""
         way = self._way_of(longest)
         if way is None:
             return None

@@ -30,7 +30,7 @@ _NOTHING: _Side = 0, 0, 0, 0, 0, 0, 0
 
 
 class SendrecvTemplate:
-    """Launches for a message to the peer of ``sent`` and a message from the peer of ``received``, with their tags.
+    """A `Template` for a message to the peer of ``sent`` and a message from the peer of ``received``, with their tags.
 
     Either is None if there is no such message. `fill` writes one call into ``arguments``. The next `fill` overwrites
     it, so a caller launches the kernel in between.
@@ -46,7 +46,6 @@ class SendrecvTemplate:
     early = False
 
     def variant(self, kernel: None) -> Variant:
-        """See `Template`."""
         return sendrecv_kernel()
 
     def fill(self, send: int, send_nbytes: int, receive: int, receive_nbytes: int) -> Filled | None:
