@@ -65,7 +65,7 @@ PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))
 
 
 def blocks_for(units: int, multiprocessors: int) -> int:
-    """Return the number of blocks of a launch that moves ``units``, at least one unit for each thread.
+    """Return the number of blocks of a launch that moves or updates ``units``, at least one unit for each thread.
 
     Eight blocks fill a multiprocessor. A launch of fewer blocks would wait for memory most of the time.
     """

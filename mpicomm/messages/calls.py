@@ -16,11 +16,11 @@ from mpicomm.devices.wait_beside import SideStream, beside
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue
-from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
 from mpicomm.messages.reader import EndpointReader, parse_any
 from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, StagingMemory, receive_buffer
+from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of, is_host_view

@@ -25,9 +25,9 @@ from mpicomm.kernels.accumulate import (
     AccumulateArguments,
     SwapArguments,
     accumulate_kernel,
-    blocks_for,
     swap_kernel,
 )
+from mpicomm.kernels.packing import blocks_for
 from mpicomm.kernels.variant import Variant
 from mpicomm.kernels.window import (
     FENCE,

@@ -15,11 +15,10 @@ from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_targe
 from mpicomm.windows.dynamic import DynamicMemory
 from mpicomm.windows.known_calls import KnownAccesses, KnownCall, key_of
 from mpicomm.windows.memory import WindowMemory
-from mpicomm.windows.pairs import as_pairs
 from mpicomm.windows.staging import Staging
 from mpicomm.windows.steps import GpuSteps
 from mpicomm.windows.synchronisation import Synchronisation
-from mpicomm.windows.updates import Update, name_of, require_alike, require_bytes, require_one, update_of
+from mpicomm.windows.updates import Update, as_pairs, name_of, require_alike, require_bytes, require_one, update_of
 
 
 class Window(Synchronisation):

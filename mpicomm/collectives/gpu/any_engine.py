@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.choose import AlgorithmChoice
     from mpicomm.collectives.gpu.form_plan import FormPlan, MessagePlan
-    from mpicomm.devices.cuda.local_event import LocalEvent
+    from mpicomm.devices.cuda.events import LocalEvent
     from mpicomm.symmetric.registry import Mappings
 
 

@@ -39,8 +39,8 @@ from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
+from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.load import kernels_of
-from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
     from mpicomm.collectives.gpu.form_plan import FormPlan, MessagePlan
-    from mpicomm.devices.cuda.local_event import LocalEvent
+    from mpicomm.devices.cuda.events import LocalEvent
     from mpicomm.session import Session
 
 _MOST = 1024  # calls of a form that are kept, and calls without a form

@@ -21,7 +21,7 @@ from mpicomm.devices.cuda.arrays import as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
-from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
+from mpicomm.devices.cuda.events import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.launch_graph import LaunchGraph
 from mpicomm.devices.cuda.links import link_to
@@ -31,14 +31,13 @@ from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.scratch_memory import LEAST_SUSPENDED_NBYTES, ScratchMemory
 from mpicomm.devices.cuda.segments import SegmentsOfGpu
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
-from mpicomm.devices.cuda.signal_kernels import SignalKernels
 from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant
 
 
 class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
@@ -59,7 +58,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         self.calls: DifferingCalls | None = None
         self.kind: Kind | None = None
         self._lock = threading.Lock()
-        self._kernels: SignalKernels | None = None
+        self._signals: tuple[Kernel, Kernel] | None = None
         self._steps: CudaMessageSteps | None = None
         self._tables = PackTables(self)
         self._stream: Any = None
@@ -146,12 +145,12 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
     def signal(self, sent: int, inbox: int, stream: int) -> None:
         with self._context.current():
-            self._load_kernels().signal.launch(stream, sent, inbox, self.faults.failed)
+            self._signal_kernels()[0].launch(stream, sent, inbox, self.faults.failed)
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
         with self._context.current():
             faults = self.faults
-            wait = self._load_kernels().wait
+            _, wait = self._signal_kernels()
             wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
 
     def message_steps(self) -> CudaMessageSteps:
@@ -321,11 +320,15 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             raise HandleError(f"the communicator on GPU {self._ordinal} is freed; create another")
         return self._faults
 
-    def _load_kernels(self) -> SignalKernels:
-        if self._kernels is None:
+    def _signal_kernels(self) -> tuple[Kernel, Kernel]:
+        """Return the kernels that signal and that wait. Both are loaded before one of them can spin."""
+        if self._signals is None:
             with self.loading():
-                self._kernels = self._kernels or SignalKernels(kernels_of(self.info))
-        return self._kernels
+                module, pointer = kernels_of(self.info).module(SHARED / "signal.cu"), ctypes.c_void_p
+                types = pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer, pointer
+                signal = module.kernel("mpicomm_signal", (pointer, pointer, pointer))
+                self._signals = self._signals or (signal, module.kernel("mpicomm_wait_signal", types))
+        return self._signals
 
 
 def _copy(target: int, source: int, nbytes: int, stream: int) -> None:

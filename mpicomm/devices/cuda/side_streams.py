@@ -11,7 +11,7 @@ from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
-from mpicomm.devices.cuda.local_event import LocalEvent
+from mpicomm.devices.cuda.events import LocalEvent
 
 
 class _EventPool:

@@ -16,11 +16,10 @@ from mpicomm.collectives.exchange import Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.base import ALL_LENGTHS, Algorithm, GpuCall, Lengths, Node, Template, moved
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
 from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
-from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketBlocks, PacketCalls, PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import (
     PacketWay,
     ProtocolLimits,
