@@ -1,4 +1,4 @@
-"""The schedule of each collective over several peer domains, and how it cuts a call into pieces.
+"""The schedule of each collective over several peer domains: it cuts a call into pieces, which `carry_out` carries out.
 
 The network carries a piece while the domain works. All ranks cut a call alike. The functions are pure.
 """
@@ -6,9 +6,11 @@ The network carries a piece while the domain works. All ranks cut a call alike. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from mpicomm.collectives import operations as table
 from mpicomm.collectives.call import Call
@@ -16,7 +18,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains import movements, reductions
 from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.steps import ScratchAllocator, Step
+from mpicomm.domains.steps import NetworkStep, ScratchAllocator, Step
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.own_ops import Op
 from mpicomm.mpi.span import Span
@@ -195,3 +197,46 @@ def steps_of(part: Part, memory: Callable[[int], int]) -> list[list[Step]]:
     without_memory = [list(piece(scratch)) for piece, scratch in zip(part, needed, strict=True)]
     start = memory(max(scratch.nbytes for scratch in needed))
     return [list(piece(ScratchAllocator(start))) for piece in part] if start else without_memory
+
+
+DEPTH = 2
+"""The number of pieces that are in progress at once."""
+
+
+def carry_out(
+    pieces: Iterable[Iterable[Any]],
+    work: Callable[[Any], object],
+    start: Callable[[NetworkStep], Callable[[], object]],
+) -> None:
+    """Carry out pieces, each a sequence of steps: ``start`` a `NetworkStep`, ``work`` on all other steps.
+
+    ``start`` returns the function that waits for the network messages.
+
+    If two pieces are in progress, the later piece first starts its network messages. Then the earlier piece waits for
+    its network messages. The order of the steps depends only on the number of network steps in each piece. So all ranks
+    of a peer domain make the same steps in the same order. A piece begins when the piece `DEPTH` before it is over, so
+    that pieces take turns with `DEPTH` parts of scratch memory.
+    """
+    waiting, running = iter(pieces), deque[Iterator[None]]()
+    while True:
+        if len(running) < DEPTH and (piece := next(waiting, None)) is not None:
+            running.appendleft(_steps(piece, work, start))
+        if not running:
+            return
+        running = deque([each for each in running if next(each, _OVER) is not _OVER])
+
+
+_OVER = object()
+
+
+def _steps(
+    piece: Iterable[Any], work: Callable[[Any], object], start: Callable[[NetworkStep], Callable[[], object]]
+) -> Iterator[None]:
+    """Carry out a piece, and stop after the start of each network step."""
+    for step in piece:
+        if isinstance(step, NetworkStep):
+            finish = start(step)
+            yield
+            finish()
+        else:
+            work(step)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mpicomm import environment
+from mpicomm.collectives.gpu.device_facts import device_facts
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.shape import DTYPES, RowShape, Shape, round_up
@@ -275,13 +275,10 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Shar
     """
     domain = session.domain
 
-    def facts() -> tuple[int, bytes, bool]:
-        return backend.multiprocessors, backend.info.uuid, not environment.multi_process_service()
-
-    devices = domain.exchange("Experts: devices", facts)
-    uuids = [uuid for _, uuid, _ in devices]
-    side_by_side = 1 if all(turns for _, _, turns in devices) else max(map(uuids.count, uuids))
-    multiprocessors = max(1, min(count for count, _, _ in devices) // side_by_side)
+    devices = domain.exchange("Experts: devices", lambda: device_facts(backend))
+    uuids = [each.uuid for each in devices]
+    side_by_side = 1 if all(each.takes_turns for each in devices) else max(map(uuids.count, uuids))
+    multiprocessors = max(1, min(each.multiprocessors for each in devices) // side_by_side)
     most = min(MAX_BLOCKS, BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
     team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=domain.size, rank=domain.rank)
     for index, rank in enumerate(domain.ranks):

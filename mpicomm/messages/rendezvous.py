@@ -18,6 +18,7 @@ from mpicomm.log import logger
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_flight import DONE, LINE_NBYTES, OutboxSlot
+from mpicomm.messages.matched import Content
 from mpicomm.messages.outbox import Outbox
 from mpicomm.messages.rendezvous_header import (
     HEADER_NBYTES,
@@ -29,7 +30,6 @@ from mpicomm.messages.rendezvous_header import (
     pieces,
     require_room,
 )
-from mpicomm.messages.self_messages import Content
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
 from mpicomm.waiting import wait_until

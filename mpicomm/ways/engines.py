@@ -15,8 +15,7 @@ from mpicomm.collectives.host.selection import OneNode
 from mpicomm.domains.host import HostDomains
 from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.mpi_transfers import Transfers
-from mpicomm.domains.network_waits import NetworkWaits
+from mpicomm.domains.mpi_transfers import NetworkWaits, Transfers
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.session import Session
 

@@ -335,16 +335,12 @@ class DeviceEngine:
             with self._backend.current():
                 pending = self._order.enqueue(stream, eager, plan.enqueue, event)
         if plan.private_nbytes is not None and self._longest.count(plan.private_nbytes):
-            self._enlarge_inboxes(plan)
+            # Collective. It comes after the call, because all ranks must use the same inboxes in the call, with an old
+            # plan or a new one.
+            changed = self._preparation.enlarge_inboxes(plan, self._longest.agree())
+            if changed:
+                self._longest.make_plans_old()
         return pending
-
-    def _enlarge_inboxes(self, plan: Plan) -> None:
-        """Set up larger inboxes for calls with private lengths, if that pays; collective then. ``plan`` is this call.
-
-        It comes after the call, because all ranks must use the same inboxes in the call, with an old plan or a new one.
-        """
-        if self._preparation.enlarge_inboxes(plan, self._longest.agree()):
-            self._longest.make_plans_old()
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Make a plan a graph and enqueue it."""

@@ -29,8 +29,7 @@ from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.pipeline import DEPTH, carry_out
-from mpicomm.domains.schedules import require_order, schedule_of, steps_of
+from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
 from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step
 from mpicomm.domains.transport import Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError

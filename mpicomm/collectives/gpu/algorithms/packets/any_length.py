@@ -21,13 +21,13 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     counted_step_kernel,
     packet_kernel,
 )
-from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry, geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketBlocks, PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import (
     ANY_NBYTES,
     any_length_way,
     any_length_ways,
+    coding_of,
     inboxes_of,
     large_inboxes,
 )

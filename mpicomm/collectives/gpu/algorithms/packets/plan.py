@@ -16,13 +16,13 @@ from mpicomm.collectives.exchange import Exchange, TwoShot
 from mpicomm.collectives.gpu.algorithms.base import ALL_LENGTHS, Algorithm, GpuCall, Lengths, Node, Template, moved
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketBlocks, PacketCalls, PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import (
     PacketWay,
     ProtocolLimits,
+    coding_of,
     large_inboxes,
     one_shot_limits,
     packet_protocol,

@@ -24,8 +24,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     packet_kernel,
     wire_options,
 )
-from mpicomm.collectives.gpu.algorithms.packets.coded import Coding, coding_of
-from mpicomm.collectives.gpu.algorithms.packets.ways import ANY_NBYTES, PacketWay, Stepped, WayOf
+from mpicomm.collectives.gpu.algorithms.packets.ways import ANY_NBYTES, Coding, PacketWay, Stepped, WayOf, coding_of
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.patterns import shard_count
 from mpicomm.epilogues.base import Fused
