@@ -215,12 +215,7 @@ class _Memory:
 
     def __init__(self, pointer: int, count: int, dtype: np.dtype[Any], owner: Any) -> None:
         self._owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (pointer, False),
-            "shape": (count,),
-            "typestr": dtype.str,
-        }
+        self.__array_interface__ = {"version": 3, "data": (pointer, False), "shape": (count,), "typestr": dtype.str}
 
 
 def array_at(pointer: int, count: int, dtype: np.dtype[Any], owner: Any = None) -> npt.NDArray[Any]:

@@ -204,9 +204,7 @@ DEPTH = 2
 
 
 def carry_out(
-    pieces: Iterable[Iterable[Any]],
-    work: Callable[[Any], object],
-    start: Callable[[NetworkStep], Callable[[], object]],
+    pieces: Iterable[Iterable[Any]], work: Callable[[Any], object], start: Callable[[NetworkStep], Callable[[], object]]
 ) -> None:
     """Carry out pieces, each a sequence of steps: ``start`` a `NetworkStep`, ``work`` on all other steps.
 

@@ -10,14 +10,7 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import GivenArray, name_of, new_array, pointer_of, read_array
-from mpicomm.experts.on_gpu import (
-    ExpertsLaunch,
-    ExpertsLaunches,
-    launch,
-    launches_of,
-    require_one_domain,
-    share_arena,
-)
+from mpicomm.experts.on_gpu import ExpertsLaunch, ExpertsLaunches, launch, launches_of, require_one_domain, share_arena
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
 from mpicomm.experts.received import FLOAT32, Received
 from mpicomm.experts.shape import BY_EXPERT, BY_TOKEN, DTYPES, WIRE, Shape, checked_dtype, checked_shape

@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.experts import (
-    FEW_TOKENS,
-    GROUP,
-    MOST_EXPERTS,
-    MOST_TOP_K,
-    PACKET_NBYTES,
-    PART_NBYTES,
-)
+from mpicomm.kernels.experts import FEW_TOKENS, GROUP, MOST_EXPERTS, MOST_TOP_K, PACKET_NBYTES, PART_NBYTES
 from mpicomm.mpi.types import covered_dtype, torch_dtype
 
 DTYPES = ("float32", "float16", "bfloat16")

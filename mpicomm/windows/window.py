@@ -29,11 +29,7 @@ class Window(Synchronisation):
     """
 
     def __init__(
-        self,
-        memory: WindowMemory,
-        array: Any,
-        group: Callable[[], MPI.Group],
-        links: Callable[[], Sequence[Link]],
+        self, memory: WindowMemory, array: Any, group: Callable[[], MPI.Group], links: Callable[[], Sequence[Link]]
     ) -> None:
         super().__init__(memory, array, group, links)
         self._staging = Staging(self._gpu, self.steps)

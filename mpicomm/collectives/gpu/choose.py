@@ -93,14 +93,7 @@ class Prepared(NamedTuple):
 class Preparation:
     """Chooses an algorithm for each call and sets up its memory. Local, except that all ranks meet in a set-up."""
 
-    def __init__(
-        self,
-        tuning: Tuning,
-        node: Node,
-        arena: DeviceArena,
-        call_log: CallLog,
-        calls: LoggedCalls,
-    ) -> None:
+    def __init__(self, tuning: Tuning, node: Node, arena: DeviceArena, call_log: CallLog, calls: LoggedCalls) -> None:
         self._tuning = tuning
         self._node = node
         self._arena = arena

@@ -34,11 +34,7 @@ class CopyStream:
     def copying(self, copy: Copy) -> Enqueue:
         """Return the copy as a step of a plan."""
         return lambda stream: runtime.memcpyAsync(
-            copy.target,
-            copy.source,
-            copy.nbytes,
-            runtime.memcpyDeviceToDevice,
-            stream if copy.local else self._forked,
+            copy.target, copy.source, copy.nbytes, runtime.memcpyDeviceToDevice, stream if copy.local else self._forked
         )
 
 

@@ -50,10 +50,7 @@ class NcclTransport:
     capturable = True
 
     def __init__(
-        self,
-        group: Group,
-        backend: GpuBackend,
-        on_failure: Callable[[CollectiveTimeoutError | PeerError], None],
+        self, group: Group, backend: GpuBackend, on_failure: Callable[[CollectiveTimeoutError | PeerError], None]
     ) -> None:
         self._backend = backend
         self._timeout_s = group.timeout_s

@@ -20,10 +20,7 @@ BATCH_NBYTES = 2 * 1024
 class HopArguments(ctypes.Structure):
     """The host's copy of ``Hop`` in chain.cu: a hop of this rank in the chain."""
 
-    _fields_ = [
-        *u64("own", "output"),
-        *u32("receives", "sends"),
-    ]
+    _fields_ = [*u64("own", "output"), *u32("receives", "sends")]
 
 
 class ChainArguments(ctypes.Structure):
@@ -44,8 +41,4 @@ def chain_kernel(reduction: tuple[str, str] | None, *, host_slots: bool = False)
 
     ``host_slots`` is whether slots lie in host memory.
     """
-    return Variant(
-        _SOURCE,
-        "mpicomm_chain",
-        options_for(reduction) + (HOST_SLOTS if host_slots else ()),
-    )
+    return Variant(_SOURCE, "mpicomm_chain", options_for(reduction) + (HOST_SLOTS if host_slots else ()))

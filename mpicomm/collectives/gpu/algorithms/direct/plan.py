@@ -11,12 +11,7 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, Filled, GpuCall, Lengths, Node, Template, launch_tag
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
-from mpicomm.collectives.gpu.algorithms.direct.arguments import (
-    DIRECT_THREADS,
-    DirectArguments,
-    direct_kernel,
-    part_of,
-)
+from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_THREADS, DirectArguments, direct_kernel, part_of
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step

@@ -258,14 +258,7 @@ class _Ends(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        exchange: Exchange,
-        fan_out: Exchange | None,
-        rank: int,
-        number: Number,
-        *,
-        reduces: bool,
-        copies: bool,
+        cls, exchange: Exchange, fan_out: Exchange | None, rank: int, number: Number, *, reduces: bool, copies: bool
     ) -> _Ends:
         """Return the ends. With ``copies`` this rank copies its message to itself also if that stays in its place."""
         sends, receives = list(exchange.sends), list((fan_out or exchange).receives)

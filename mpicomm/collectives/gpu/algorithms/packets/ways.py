@@ -22,12 +22,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     flags_can_carry,
     parts_of,
 )
-from mpicomm.collectives.gpu.algorithms.packets.geometry import (
-    Geometry,
-    geometries_of,
-    geometry_within,
-    most_blocks_of,
-)
+from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry, geometries_of, geometry_within, most_blocks_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES
