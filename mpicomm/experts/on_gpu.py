@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.device_facts import device_facts
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.errors import InvalidUsageError
@@ -75,16 +74,6 @@ def blocks_of_modes(most: int, *, by_token: bool) -> BlocksOfModes:
         "combine of few": cut(128, 128),
         "combine": cut(88, 168),
     }
-
-
-@dataclass(slots=True, eq=False)
-class ExpertsLaunch:
-    """A launch of a kernel."""
-
-    variant: Variant
-    arguments: ctypes.Structure
-    blocks: int
-    threads: int
 
 
 class Filled(Protocol):
@@ -174,9 +163,7 @@ class ExpertsLaunches:
         for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
             arguments.experts.team.tags[:] = [zlib.crc32(text.encode())] * MAX_RANKS
 
-    def dispatch(
-        self, x: tuple[int, int], ids: int, weights: int, received: Filled, *, wide_ids: bool
-    ) -> ExpertsLaunch:
+    def dispatch(self, x: tuple[int, int], ids: int, weights: int, received: Filled, *, wide_ids: bool) -> Launch:
         """Return the launch. The next call changes its argument.
 
         ``x`` are the addresses of the rows and of their scales.
@@ -195,19 +182,19 @@ class ExpertsLaunches:
         arguments.slot_ids, arguments.slot_weights = pointers["topk_ids"], pointers["topk_weights"]
         arguments.row_count = pointers["row_count"]
         arguments.num_tokens, arguments.wide_ids = received.num_tokens, wide_ids
-        return ExpertsLaunch(DISPATCH_KERNEL, arguments, blocks.total, DISPATCH_THREADS)
+        return Launch(DISPATCH_KERNEL, arguments, blocks.total, DISPATCH_THREADS)
 
-    def quantize(self, x: int, tokens: int) -> tuple[ExpertsLaunch, tuple[int, int]]:
+    def quantize(self, x: int, tokens: int) -> tuple[Launch, tuple[int, int]]:
         """Return the launch that quantises tokens, and the addresses of the rows and of their scales."""
         shape = self._shape
         places = self._quantized, self._quantized + shape.max_tokens * shape.hidden
         groups = tokens * shape.scales
         blocks = quantize_blocks(groups, self._multiprocessors)
-        return ExpertsLaunch(self._quantizes, QuantizeArguments(x, *places, groups), blocks, QUANTIZE_THREADS), places
+        return Launch(self._quantizes, QuantizeArguments(x, *places, groups), blocks, QUANTIZE_THREADS), places
 
     def combine(
         self, rows: int, received: Filled, output: int, dtype: str, values: tuple[int, int] = (0, 0), *, weighted: bool
-    ) -> ExpertsLaunch:
+    ) -> Launch:
         """Return the launch. The next call changes its argument.
 
         ``values`` are the addresses of the values of rows and of slots.
@@ -221,7 +208,7 @@ class ExpertsLaunches:
         arguments.places, arguments.targets = pointers["places"], pointers["targets"]
         arguments.token_rows = pointers["token_rows"]
         arguments.tokens, arguments.num_tokens = pointers["tokens"], received.num_tokens
-        return ExpertsLaunch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
+        return Launch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
 
     def _blocks_for(self, what: str, tokens: int) -> Blocks:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
@@ -288,9 +275,3 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Shar
     for variant in (DISPATCH_KERNEL, *combines_of(shape).values(), *quantizes):
         backend.load(variant)
     return ExpertsLaunches(shape, team, blocks_of_modes(most, by_token=shape.by_token), multiprocessors)
-
-
-def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int) -> None:
-    """Enqueue launches of `ExpertsLaunches`."""
-    for each in made:
-        backend.launch(each.variant, each.arguments, stream, blocks=each.blocks, threads=each.threads)

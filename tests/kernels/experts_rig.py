@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.experts.on_gpu import Blocks, ExpertsLaunch, ExpertsLaunches, ExpertsMemory
+from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.experts.on_gpu import Blocks, ExpertsLaunches, ExpertsMemory
 from mpicomm.experts.shape import Shape
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from tests.kernels.build import Builds, Change
@@ -166,7 +167,7 @@ class ExpertsRig:
         self._launch(rank, made, nap_us)
         return output, of_slots
 
-    def _launch(self, rank: int, made: ExpertsLaunch, nap_us: int) -> None:
+    def _launch(self, rank: int, made: Launch, nap_us: int) -> None:
         source = made.variant.source.name
         # Changes of files that a kernel does not include would only compile it again.
         changes = [each for each in self._changes if each.file in _INCLUDED.get(source, ())]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -43,22 +44,20 @@ Item = Plan | NetworkStep
 _BYTE = np.dtype(np.uint8)
 
 
+@dataclass(eq=False)
 class DomainsPlan:
     """This rank's part of a call, ready to be enqueued again and again: plans of its domain, and network steps."""
 
-    def __init__(
-        self,
-        call: Signature,
-        pieces: Sequence[Sequence[Item]],
-        choice: AlgorithmChoice,
-        before: Plan | None = None,
-        after: Plan | None = None,
-    ):
-        self.call = call
-        self.text = str(call)
-        self.choice = choice
-        self.pieces = pieces
-        self.before, self.after = before, after
+    call: Signature
+    pieces: Sequence[Sequence[Item]]
+    choice: AlgorithmChoice
+    before: Plan | None = None
+    after: Plan | None = None
+
+    @cached_property
+    def text(self) -> str:
+        """The text of the call, for errors."""
+        return str(self.call)
 
     def __str__(self) -> str:
         return self.text
