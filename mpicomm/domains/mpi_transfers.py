@@ -116,7 +116,7 @@ class Transfers:
         self._has_told = False
         self.failed = False
         """Whether this rank has given up a call: messages of it may still be in flight, or in no receive."""
-        self.meanwhile: Callable[[], object] = _nothing
+        self.meanwhile: Callable[[], object] = lambda: None
         """The transfers call it now and then during a wait. An exception of it ends the wait."""
 
     @staticmethod
@@ -299,9 +299,6 @@ class Direct:
             if message.request != MPI.REQUEST_NULL:  # a null request has ended with another length
                 message.request.Cancel()
         abandoned.extend(message.request for message in (*self._receives, *self._sends))
-
-
-def _nothing() -> None: ...
 
 
 def memory_of(message: NetworkMessage) -> Any:

@@ -33,10 +33,6 @@ _isend = MPI.Intracomm.Isend
 _LEAST_SPARE_NBYTES, _MOST_SPARE_NBYTES = 64 << 10, 16 << 20
 
 
-def _nothing_before() -> bool:
-    return True
-
-
 def _beside(device: GpuBackend, stream: int) -> SideStream:
     """Return a side stream. Its work follows all earlier work of ``stream``."""
     return SideStream(device.side_streams, device.side_streams.mark(stream))
@@ -144,7 +140,7 @@ class Messages:
         incoming: Incoming,
         *,
         replace: bool = False,
-        before: Callable[[], bool] = _nothing_before,
+        before: Callable[[], bool] = lambda: True,
     ) -> DeferredRequest:
         """Start to receive. The request is complete when the message is in the buffer.
 

@@ -74,12 +74,8 @@ class Filling:
             self.fill = StepCalls(algorithm, form, node).fill
             self.launch_of = partial(_in_turn, loader)
         else:
-            self.fill = _not_filled
+            self.fill = lambda *_: None
         return self.fill(*call)
-
-
-def _not_filled(*call: Any) -> None:
-    return None
 
 
 class _Launches(dict[Filled, "Enqueue"]):

@@ -10,8 +10,6 @@ from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant, u64
 
-_SOURCE = Path(__file__).with_name("direct.cu")
-
 # Constants and structures of direct.cu; a test compares them.
 DIRECT_THREADS = 512
 _LINE_NBYTES = 128
@@ -45,6 +43,4 @@ def part_of(nbytes: int, blocks: int) -> int:
     return lines * _LINE_NBYTES
 
 
-def direct_kernel() -> Variant:
-    """Return the kernel."""
-    return Variant(_SOURCE, "mpicomm_direct", OPTIONS)
+DIRECT_KERNEL = Variant(Path(__file__).with_name("direct.cu"), "mpicomm_direct", OPTIONS)

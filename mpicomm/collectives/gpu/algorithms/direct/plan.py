@@ -11,7 +11,7 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, Filled, GpuCall, Lengths, Node, Template, launch_tag
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
-from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_THREADS, DirectArguments, direct_kernel, part_of
+from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_KERNEL, DIRECT_THREADS, DirectArguments, part_of
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
@@ -73,7 +73,7 @@ class DirectTemplate:
         return None, blocks, threads
 
     def variant(self, kernel: None) -> Variant:
-        return direct_kernel()
+        return DIRECT_KERNEL
 
     def launch(self, exchange: Exchange, memory: Mapped, tag: int, *, nbytes: int) -> Launch:
         """Return the launch for an exchange into symmetric ``memory``; a message has at most ``nbytes``."""
@@ -99,7 +99,7 @@ class DirectTemplate:
         """
         arguments = DirectArguments.from_buffer_copy(self._without_messages)
         arguments.team.tags[:] = [tag] * MAX_RANKS
-        return Launch(direct_kernel(), arguments, 1, _FEWEST_THREADS, self.early and not after_copies)
+        return Launch(DIRECT_KERNEL, arguments, 1, _FEWEST_THREADS, self.early and not after_copies)
 
     def _geometry(self, packets: int) -> tuple[int, int]:
         """Return the blocks and threads for ``packets`` from one rank to another; the same on all ranks."""

@@ -9,8 +9,6 @@ from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant, u32, u64
 
-_SOURCE = Path(__file__).with_name("sendrecv.cu")
-
 # Constants and structures of sendrecv.cu; a test compares them.
 SENDRECV_THREADS = 256
 SENDRECV_BLOCKS = 2
@@ -38,6 +36,4 @@ class SendrecvArguments(ctypes.Structure):
     ]
 
 
-def sendrecv_kernel() -> Variant:
-    """Return the kernel."""
-    return Variant(_SOURCE, "mpicomm_sendrecv", OPTIONS)
+SENDRECV_KERNEL = Variant(Path(__file__).with_name("sendrecv.cu"), "mpicomm_sendrecv", OPTIONS)

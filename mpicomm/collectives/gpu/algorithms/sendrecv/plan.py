@@ -11,11 +11,11 @@ from mpicomm.collectives.gpu.algorithms.base import Filled
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES, stride_of, threads_for
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
+    SENDRECV_KERNEL,
     SENDRECV_SLOT_NBYTES,
     SENDRECV_SLOTS,
     SENDRECV_THREADS,
     SendrecvArguments,
-    sendrecv_kernel,
 )
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.kernels.team import Team
@@ -46,7 +46,7 @@ class SendrecvTemplate:
     early = False
 
     def variant(self, kernel: None) -> Variant:
-        return sendrecv_kernel()
+        return SENDRECV_KERNEL
 
     def fill(self, send: int, send_nbytes: int, receive: int, receive_nbytes: int) -> Filled | None:
         """Write a call into `arguments`; local. Return None if both messages are empty."""
