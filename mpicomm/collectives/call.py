@@ -11,7 +11,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives import beside, patterns
-from mpicomm.collectives.by_rank import blocks_for_ranks
 from mpicomm.collectives.call_location import CallLocation, location_of
 from mpicomm.collectives.checks import (
     bound_epilogue,
@@ -22,7 +21,7 @@ from mpicomm.collectives.checks import (
     require_room,
     require_root,
 )
-from mpicomm.collectives.neighborhood import Neighborhood
+from mpicomm.collectives.neighborhood import Neighborhood, blocks_for_ranks
 from mpicomm.collectives.operations import ALLTOALLV, Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers

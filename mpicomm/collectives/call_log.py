@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,9 +10,9 @@ from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.activity.page import CommunicatorRow
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import HostBackend, fence
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
+from mpicomm.symmetric.owner import SharedMemory
 
 _LINE_NBYTES = 256
 _KEPT = 16  # calls of a rank; ranks that do not wait for each other notice different calls only some calls later
@@ -38,7 +38,7 @@ _COUNT_AT = _CALL_BITS + _TEXT_BITS
 _NEVER_CALLED = "nothing yet"
 
 
-class CallLog:
+class CallLog(SharedMemory):
     """The latest collectives of each rank of the node as texts with numbers, in shared host memory for every device.
 
     Each rank writes its own memory: one word or two for each call, before it does anything else for the call, and each
@@ -54,12 +54,13 @@ class CallLog:
         self, node: Group, row: CommunicatorRow | None = None, by_mpi: Callable[[int], str] = lambda rank: ""
     ) -> None:
         backend = HostBackend(node.timeout_s)
-        self._segments = share(node, backend, "call log", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES)
+        segments = share(node, backend, "call log", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES)
+        super().__init__("call log", "memfd", segments)
         self._node = node
         self._row = row or CommunicatorRow()
         self._by_mpi = by_mpi
         self._memory = [
-            backend.view(self._segments[index], (_NBYTES,), np.dtype(np.uint8)).data for index in range(node.size)
+            backend.view(segments[index], (_NBYTES,), np.dtype(np.uint8)).data for index in range(node.size)
         ]
         self._counters = [memory[:_NUMBERS_AT].cast("Q") for memory in self._memory]
         self._numbers = [memory[_NUMBERS_AT:_TEXTS_AT].cast("Q") for memory in self._memory]
@@ -202,10 +203,6 @@ class CallLog:
         here = ranks[self._node.rank]
         return "; ".join([*calls, f"rank {here} has not made that call: make every collective call on all ranks"])
 
-    def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of this rank's calls; local."""
-        return (MemoryUse("call log", host_nbytes=self._segments.own.nbytes),)
-
     def close_peers(self) -> None:
         """Unmap the peers' calls; local. `post` raises `InvalidUsageError` afterwards."""
         self._own = None
@@ -213,11 +210,7 @@ class CallLog:
         self._counters.clear()
         self._numbers.clear()
         self._marks.clear()
-        self._segments.close_peers()
-
-    def close_own(self) -> None:
-        """Free this rank's calls; local, after every peer's `close_peers`."""
-        self._segments.close_own()
+        super().close_peers()
 
     def _write(self, text: str) -> int:
         """Write a text over a text that no kept call uses; return the number of the new text."""

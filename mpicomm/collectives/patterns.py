@@ -7,7 +7,7 @@ that rank a sends to rank b are the bytes that rank b receives from rank a. A co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -51,17 +51,28 @@ class Buffers:
     whole: int = 0
     """If not 0, each shard except the last ones has a multiple of so many elements."""
 
-    def pieces(self, nbytes: int) -> Iterator[Buffers]:
-        """Cut a call with one input and one output of the same count into calls of at most ``nbytes`` each."""
+    @property
+    def longest(self) -> int:
+        """The most elements of a block."""
+        spans = [self.send, self.output, *(self.send_blocks or ()), *(self.blocks or ())]
+        return max((span.count for span in spans if span is not None), default=0)
+
+    def part(self, start: int, stop: int) -> Buffers:
+        """Return the call on the elements from ``start`` to ``stop`` of each block."""
+
+        def cut(span: Span | None) -> Span | None:
+            return span and _part(span, min(start, span.count), min(stop, span.count), self.dtype.itemsize)
+
+        def cut_all(blocks: Spans | None) -> Spans | None:
+            return None if blocks is None else [part for span in blocks if (part := cut(span)) is not None]
+
+        send_blocks, blocks = cut_all(self.send_blocks), cut_all(self.blocks)
+        return replace(self, send=cut(self.send), output=cut(self.output), send_blocks=send_blocks, blocks=blocks)
+
+    def pieces(self, nbytes: int) -> list[Buffers]:
+        """Cut the call into calls on parts of each block of at most ``nbytes`` bytes, equally many on all ranks."""
         step = max(1, nbytes // self.dtype.itemsize)
-        count = next((span.count for span in (self.send, self.output) if span is not None), 0)
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            send, output = (
-                None if span is None else _part(span, start, stop, self.dtype.itemsize)
-                for span in (self.send, self.output)
-            )
-            yield replace(self, send=send, output=output)
+        return [self.part(start, start + step) for start in range(0, self.longest, step)] or [self]
 
 
 OneShot = Callable[[Buffers], Exchange]

@@ -246,14 +246,10 @@ class DifferingCalls(Protocol):
         """With ``wait``, a rank has some time to say which call it made."""
 
 
-class MessageCopy(Protocol):
-    """Enqueues the copy of a message into one slot of an outbox, or out of it; see `MessageSteps`.
-
-    One thread calls it at a time, and only after the last message of the slot is over.
-    """
-
-    def __call__(self, stream: int, pointer: int, nbytes: int, /) -> None:
-        """Copy ``nbytes`` bytes from ``pointer`` into the slot, or to ``pointer`` out of it. It is device memory."""
+MessageCopy = Callable[[int, int, int], None]
+"""Enqueues the copy of a message into one slot of an outbox, or out of it, as `MessageSteps` says: ``(stream, pointer,
+nbytes)``. It copies ``nbytes`` bytes from ``pointer`` into the slot, or to ``pointer`` out of it. It is device memory.
+One thread calls it at a time, and only after the last message of the slot is over."""
 
 
 class MessageSteps(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import Link, Scratch
+from mpicomm.devices.base import Backend, Event, Link, Scratch
 from mpicomm.devices.handle import Exported, Kind, MemoryHandle
 from mpicomm.devices.host_memory import HostSegment, find_shared_mapping
 from mpicomm.devices.memory_use import MemoryUse
@@ -22,8 +22,8 @@ NO_DEVICE = bytes(16)
 _BYTE = np.dtype(np.uint8)
 
 
-class HostEvent:
-    """An `Event` of the host. Calls on host memory block, so recorded work has happened. Both methods are fences."""
+class HostEvent(Event):
+    """An event of the host. Calls on host memory block, so recorded work has happened. Both methods are fences."""
 
     def export(self) -> bytes:
         """Return an empty key, because a peer needs no key to open the event."""
@@ -37,12 +37,14 @@ class HostEvent:
         """Order the later reads of this rank after the writes of the peer. A message has told this rank of them."""
         fence()
 
-    def close(self) -> None:
-        """Release nothing."""
+    def close(self) -> None: ...
 
 
-class HostBackend:
-    """Host memory as a `Backend`. It has no streams, and 0 stands for the stream, because every call blocks."""
+class HostBackend(Backend):
+    """Host memory as a backend. It has no streams, and 0 stands for the stream, because every call blocks.
+
+    The host is always current, its scratch memory stays, and there is nothing to release.
+    """
 
     device: int | str = "cpu"
     kinds: tuple[Kind, ...] = ("memfd",)
@@ -51,11 +53,11 @@ class HostBackend:
         self.timeout_s = timeout_s
         self._error: CollectiveTimeoutError | None = None
 
-    def make_current(self) -> None:
-        """Return, because the host is always current."""
-
-    def prepare_thread(self) -> None:
-        """Return, like `make_current`."""
+    def make_current(self) -> None: ...
+    def prepare_thread(self) -> None: ...
+    def suspend(self) -> None: ...
+    def resume(self) -> None: ...
+    def close(self) -> None: ...
 
     def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
         """Allocate shared memory in whole pages, all zero."""
@@ -76,7 +78,6 @@ class HostBackend:
         return ((handle, segment.take_fd()),)
 
     def open(self, parts: Exported) -> HostSegment:
-        """Map a peer's shared memory. The caller still owns the descriptor."""
         ((handle, fd),) = parts
         if handle.kind != "memfd" or fd is None:
             raise HandleError(
@@ -155,7 +156,6 @@ class HostBackend:
         fence()
 
     def check(self) -> None:
-        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time: at every call, as on a GPU."""
         if self._error is not None:
             raise equal_error(self._error)
 
@@ -173,31 +173,19 @@ class HostBackend:
         return Scratch(array.ctypes.data, nbytes, array)
 
     def completion(self, stream: int) -> Callable[[], bool]:
-        """Return a function that returns True, because host calls block."""
         return lambda: True
 
     def create_event(self) -> HostEvent:
-        """Return an event, which on the host is a fence."""
         return HostEvent()
 
     def open_event(self, exported: bytes) -> HostEvent:
-        """Return an event, which on the host is a fence."""
         return HostEvent()
 
     def link(self, device: bytes, kind: Kind) -> Link:
         return Link("host memory", access=True)
 
-    def suspend(self) -> None:
-        """Return, because scratch memory of the host stays."""
-
-    def resume(self) -> None:
-        """Return, like `suspend`."""
-
     def memory_use(self) -> Iterable[MemoryUse]:
         return ()
-
-    def close(self) -> None:
-        """Release nothing."""
 
 
 def fence() -> None:
@@ -227,12 +215,7 @@ class _Memory:
 
     def __init__(self, pointer: int, count: int, dtype: np.dtype[Any], owner: Any) -> None:
         self._owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (pointer, False),
-            "shape": (count,),
-            "typestr": dtype.str,
-        }
+        self.__array_interface__ = {"version": 3, "data": (pointer, False), "shape": (count,), "typestr": dtype.str}
 
 
 def array_at(pointer: int, count: int, dtype: np.dtype[Any], owner: Any = None) -> npt.NDArray[Any]:

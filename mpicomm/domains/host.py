@@ -16,8 +16,7 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.host import array_at
 from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.mpi_transfers import Direct, Transfers
-from mpicomm.domains.pipeline import DEPTH, carry_out
-from mpicomm.domains.schedules import require_order, schedule_of, steps_of
+from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
 from mpicomm.domains.steps import Combine, Local, Move, NetworkStep, Pack, Step
 from mpicomm.mpi.types import is_narrow
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend, Segment
 from mpicomm.devices.handle import Kind
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.sharing.content import SuspendedContent
-from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.sharing.segments import share
+from mpicomm.symmetric.owner import SharedMemory
 from mpicomm.symmetric.signals import SignalPad, SignalPads
 
 SLOT_NBYTES = 4 << 20
@@ -18,8 +18,8 @@ _CHANNELS = 2
 _PURPOSE = "slots between peer domains"
 
 
-class MappedChannels:
-    """`Suspendable` memory: two slots for each other rank of the node. Construction is collective over ``node``.
+class MappedChannels(SharedMemory):
+    """`SharedMemory`: two slots for each other rank of the node. Construction is collective over ``node``.
 
     A sender waits until its slot is free, copies a chunk into the slot, and signals. The receiver waits for the signal,
     copies the chunk out, and signals that the slot is free. Chunk k of a network message goes through channel k modulo
@@ -45,9 +45,8 @@ class MappedChannels:
                 pads.clear(pad)
             return backend.allocate(kind, nbytes)
 
-        self._segments = share(node, backend, _PURPOSE, clear_and_allocate, lambda: nbytes)
+        super().__init__(_PURPOSE, kind, share(node, backend, _PURPOSE, clear_and_allocate, lambda: nbytes))
         self._segments.content = SuspendedContent()  # the slots are empty between calls
-        self._kind = kind
         stream = backend.stream(None)
         for pad in self._free:
             for peer in range(node.size):
@@ -69,18 +68,6 @@ class MappedChannels:
                 self._backend.copy(pointer, self._slot(channel, self._node.rank, peer), nbytes, into)
                 self._signal(self._free[channel], peer, into)
 
-    def memory_use(self) -> tuple[MemoryUse, ...]:
-        return (MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes),)
-
-    def memories(self) -> tuple[SharedSegments, ...]:
-        return (self._segments,)
-
-    def close_peers(self) -> None:
-        self._segments.close_peers()
-
-    def close_own(self) -> None:
-        self._segments.close_own()
-
     def _chunks(self, messages: Iterable[NetworkMessage], start: int) -> Iterable[tuple[int, int, int]]:
         for message in messages:
             if start < message.nbytes:
@@ -88,7 +75,7 @@ class MappedChannels:
                 yield peer, message.pointer + start, min(SLOT_NBYTES, message.nbytes - start)
 
     def _slot(self, channel: int, owner: int, sender: int) -> int:
-        return self._segments[owner].pointer + (channel * self._node.size + sender) * SLOT_NBYTES
+        return self.pointers[owner] + (channel * self._node.size + sender) * SLOT_NBYTES
 
     def _signal(self, pad: SignalPad, peer: int, stream: int) -> None:
         self._backend.signal(pad.sent(peer), pad.inbox(owner=peer, sender=pad.own), stream)

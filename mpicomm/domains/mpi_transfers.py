@@ -7,14 +7,72 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import GRACE_S, abandoned
+from mpicomm.cluster.agreement import GRACE_S, Group, abandoned
 from mpicomm.collectives.signature import Signature
-from mpicomm.domains.network_waits import NetworkWaits
+from mpicomm.devices.host import HostBackend
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks
+from mpicomm.sharing.segments import share
+from mpicomm.symmetric.owner import SharedMemory
 from mpicomm.waiting import wait_until
+
+_LINE_NBYTES = 64
+_ALIVE_S = 0.25  # in this time a waiting rank shows that it is alive, even if ranks take turns on cores and on a GPU
+
+
+class NetworkWaits(SharedMemory):
+    """The `SharedMemory` of a domain: for each rank the rank of another domain for which it waits, and a count.
+
+    If a rank waits too long for a rank of its domain, another rank may be the missing one: the awaited rank may itself
+    wait for a rank of another domain. A rank that has stopped in such a wait does not count on, so it is missing
+    itself. Construction is collective over ``domain`` and raises as `share` does.
+    """
+
+    def __init__(self, domain: Group) -> None:
+        backend = HostBackend(domain.timeout_s)
+        segments = share(
+            domain, backend, "waits", lambda: backend.allocate("memfd", _LINE_NBYTES), lambda: _LINE_NBYTES
+        )
+        super().__init__("waits", "memfd", segments)
+        views = [backend.view(segments[index], (2,), np.dtype(np.int64)) for index in range(domain.size)]
+        self._lines = [view.data.cast("B").cast("q") for view in views]
+        self._own = domain.rank
+
+    def waits_for(self, rank: int) -> None:
+        """Say that this rank waits for ``rank``, and is alive; local and cheap. The caller repeats it."""
+        # Pairs with the reads in `awaited`. The words need no order between them, because a reader only asks whether
+        # the count goes on, and names the rank that it finds.
+        line = self._lines[self._own]
+        line[0] = rank + 1
+        line[1] += 1
+
+    def waits_no_more(self) -> None:
+        """Say that this rank waits for no other domain; local."""
+        if self._lines:
+            self._lines[self._own][0] = 0
+
+    def awaited(self) -> list[int]:
+        """Return the ranks of other domains for which living ranks of this domain wait.
+
+        Local. It returns after all waiting ranks have counted on. If a rank has stopped or no rank waits, it returns
+        after `_ALIVE_S`.
+        """
+        counts = [line[1] for line in self._lines]
+
+        def waiting() -> list[tuple[int, bool]]:
+            lines = zip(self._lines, counts, strict=True)
+            return [(line[0] - 1, line[1] != count) for line, count in lines if line[0]]
+
+        wait_until(lambda: bool(found := waiting()) and all(alive for _, alive in found), _ALIVE_S)
+        return sorted({rank for rank, alive in waiting() if alive})
+
+    def close_peers(self) -> None:
+        self._lines.clear()
+        super().close_peers()
+
 
 # The groups of the communicator have smaller tags.
 _WAIT_TAG = 13
@@ -58,7 +116,7 @@ class Transfers:
         self._has_told = False
         self.failed = False
         """Whether this rank has given up a call: messages of it may still be in flight, or in no receive."""
-        self.meanwhile: Callable[[], object] = _nothing
+        self.meanwhile: Callable[[], object] = lambda: None
         """The transfers call it now and then during a wait. An exception of it ends the wait."""
 
     @staticmethod
@@ -241,9 +299,6 @@ class Direct:
             if message.request != MPI.REQUEST_NULL:  # a null request has ended with another length
                 message.request.Cancel()
         abandoned.extend(message.request for message in (*self._receives, *self._sends))
-
-
-def _nothing() -> None: ...
 
 
 def memory_of(message: NetworkMessage) -> Any:

@@ -1,27 +1,134 @@
-"""The schedule of each collective over several peer domains."""
+"""The schedule of each collective over several peer domains: it cuts a call into pieces, which `carry_out` carries out.
+
+The network carries a piece while the domain works. All ranks cut a call alike. The functions are pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 from mpicomm.collectives import operations as table
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains import movements, reductions
-from mpicomm.domains.cuts import (
-    Part,
-    Schedule,
-    cut_blocks,
-    cut_data,
-    domains_that_receive,
-    domains_that_send,
-    pipelined,
-    whole,
-)
 from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.steps import ScratchAllocator, Step
+from mpicomm.domains.steps import NetworkStep, ScratchAllocator, Step
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.own_ops import Op
+from mpicomm.mpi.span import Span
+
+PIECE_NBYTES = 16 << 20
+"""The bytes of each rank in one piece of a long call, which bound the scratch memory of the call."""
+SHORTEST_NBYTES = 4 << 20
+"""The least bytes of a piece of a call without scratch memory; see `pipelined`."""
+_LINE_NBYTES = 128
+
+Steps = Callable[[Buffers, DomainLayout, ScratchAllocator], Iterator[Step]]
+StepsOfTwo = Callable[[Buffers, Buffers, DomainLayout, ScratchAllocator], Iterator[Step]]
+StepsOfDomains = Callable[[Buffers, DomainLayout, Sequence[int], ScratchAllocator], Iterator[Step]]
+Piece = Callable[[ScratchAllocator], Iterator[Step]]
+Part = Sequence[Piece]
+"""Pieces that share scratch memory."""
+Schedule = Callable[[Buffers, DomainLayout], Sequence[Part]]
+
+
+def whole(steps: Steps) -> Schedule:
+    """Leave a call whole, because a rank does not know the counts of the other ranks."""
+    return lambda b, layout: [[partial(steps, b, layout)]]
+
+
+def cut_data(steps: Steps) -> Schedule:
+    """Cut the data, which has the same length on each rank."""
+    return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES)
+
+
+def pipelined(steps: StepsOfTwo) -> Schedule:
+    """Cut the data of a call without scratch memory; the steps of each piece continue the previous piece.
+
+    A piece goes through several levels, one after the other. So k pieces take k times as long as one piece on the
+    slowest level, and once as long on the other levels. Long pieces are good for the slowest level, and short pieces
+    are good for the others.
+    """
+
+    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
+        length = b.longest
+        pieces = _cut(b, pipelined_piece(length * b.dtype.itemsize))
+        pairs = pairwise([b.part(0, 0), *pieces, b.part(length, length)])
+        return [[partial(steps, piece, before, layout)] for before, piece in pairs]
+
+    return schedule
+
+
+def pipelined_piece(nbytes: float) -> int:
+    """Return the bytes of each piece of `pipelined`: the geometric mean of the call and the shortest piece."""
+    return math.isqrt(int(nbytes) * SHORTEST_NBYTES)
+
+
+def cut_blocks(steps: Steps) -> Schedule:
+    """Cut the block of each rank."""
+    return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES // b.size)
+
+
+def domains_that_send(steps: StepsOfDomains) -> Schedule:
+    """Cut the block of each rank; take the domains one by one or several at once, this rank's domain first."""
+
+    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
+        return [
+            [partial(steps, part, layout, distances)]
+            for part in _cut(b, PIECE_NBYTES)
+            for distances in (range(1), *_runs(part.blocks, part, layout))
+        ]
+
+    return schedule
+
+
+def domains_that_receive(steps: StepsOfDomains) -> Schedule:
+    """Cut the block of each rank; take the domains one by one or several at once, this rank's domain last.
+
+    The pieces of a part share the scratch memory that gathers the partial results of all domains.
+    """
+
+    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
+        largest = max(map(len, layout.domains))
+        return [
+            [
+                partial(steps, part, layout, distances)
+                for distances in (*_runs(part.send_blocks, part, layout), range(1))
+            ]
+            for part in _cut(b, PIECE_NBYTES // max(largest, len(layout.domains)))
+        ]
+
+    return schedule
+
+
+def domains_at_once(largest_nbytes: float, domains: int) -> int:
+    """Return how many other domains a step takes at once, if the blocks of a domain have so many bytes."""
+    return max(1, min(domains - 1, int(PIECE_NBYTES // max(1.0, largest_nbytes))))
+
+
+def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: DomainLayout) -> Iterator[range]:
+    """Yield the distances of the other domains, in runs of domains that together have the blocks of a piece."""
+    assert blocks is not None
+    domains = len(layout.domains)
+    largest = max(sum(blocks[rank].count for rank in ranks) for ranks in layout.domains)
+    step = domains_at_once(largest * b.dtype.itemsize, domains)
+    return (range(first, min(first + step, domains)) for first in range(1, domains, step))
+
+
+def _parts(steps: Steps, b: Buffers, layout: DomainLayout, nbytes: int) -> Sequence[Part]:
+    return [[partial(steps, part, layout)] for part in _cut(b, nbytes)]
+
+
+def _cut(b: Buffers, nbytes: int) -> list[Buffers]:
+    # Whole lines, because the elements of a movement are bytes, and kernels are slow at odd addresses.
+    return b.pieces(nbytes - nbytes % _LINE_NBYTES or nbytes)
+
 
 ONE_STEP_NBYTES = 64 << 10
 """The most bytes that a rank sends in a call of one network step. A step costs some tens of microseconds. A network
@@ -90,3 +197,44 @@ def steps_of(part: Part, memory: Callable[[int], int]) -> list[list[Step]]:
     without_memory = [list(piece(scratch)) for piece, scratch in zip(part, needed, strict=True)]
     start = memory(max(scratch.nbytes for scratch in needed))
     return [list(piece(ScratchAllocator(start))) for piece in part] if start else without_memory
+
+
+DEPTH = 2
+"""The number of pieces that are in progress at once."""
+
+
+def carry_out(
+    pieces: Iterable[Iterable[Any]], work: Callable[[Any], object], start: Callable[[NetworkStep], Callable[[], object]]
+) -> None:
+    """Carry out pieces, each a sequence of steps: ``start`` a `NetworkStep`, ``work`` on all other steps.
+
+    ``start`` returns the function that waits for the network messages.
+
+    If two pieces are in progress, the later piece first starts its network messages. Then the earlier piece waits for
+    its network messages. The order of the steps depends only on the number of network steps in each piece. So all ranks
+    of a peer domain make the same steps in the same order. A piece begins when the piece `DEPTH` before it is over, so
+    that pieces take turns with `DEPTH` parts of scratch memory.
+    """
+    waiting, running = iter(pieces), deque[Iterator[None]]()
+    while True:
+        if len(running) < DEPTH and (piece := next(waiting, None)) is not None:
+            running.appendleft(_steps(piece, work, start))
+        if not running:
+            return
+        running = deque([each for each in running if next(each, _OVER) is not _OVER])
+
+
+_OVER = object()
+
+
+def _steps(
+    piece: Iterable[Any], work: Callable[[Any], object], start: Callable[[NetworkStep], Callable[[], object]]
+) -> Iterator[None]:
+    """Carry out a piece, and stop after the start of each network step."""
+    for step in piece:
+        if isinstance(step, NetworkStep):
+            finish = start(step)
+            yield
+            finish()
+        else:
+            work(step)

@@ -6,25 +6,19 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.arrays import GivenArray, name_of, new_array, pointer_of, read_array
-from mpicomm.experts.on_gpu import (
-    ExpertsArena,
-    ExpertsLaunch,
-    ExpertsLaunches,
-    launch,
-    launches_of,
-    require_one_domain,
-    share_arena,
-)
+from mpicomm.experts.on_gpu import ExpertsLaunches, launches_of, require_one_domain, share_arena
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
 from mpicomm.experts.received import FLOAT32, Received
 from mpicomm.experts.shape import BY_EXPERT, BY_TOKEN, DTYPES, WIRE, Shape, checked_dtype, checked_shape
 from mpicomm.kernels.experts import PACKET_NBYTES
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.location import refuse_stream, require_here
+from mpicomm.symmetric.owner import SharedMemory
 from mpicomm.windows.stream_use import StreamUse
 
 _ID_TYPES = ("int64", "int32")
@@ -91,7 +85,7 @@ class Experts:
         self._shape = shapes[0]
         self._rank = comm.rank
         self._gpu: GpuBackend | None = None
-        self._arena: ExpertsArena | None = None
+        self._arena: SharedMemory | None = None
         self._launches: ExpertsLaunches | None = None
         if not isinstance(session.backend, HostBackend):
             require_one_domain(session)
@@ -122,8 +116,7 @@ class Experts:
     @property
     def local_experts(self) -> range:
         """The numbers of this rank's experts."""
-        first = sum(self._shape.experts_per_rank[: self._rank])
-        return range(first, first + self._shape.experts_per_rank[self._rank])
+        return range(*self._shape.firsts[self._rank : self._rank + 2])
 
     @property
     def capacity(self) -> int:
@@ -189,7 +182,7 @@ class Experts:
         assert self._launches is not None
         launches, dispatched = self._launches, given()
         x_and_scales = dispatched.x.pointer, 0 if dispatched.scales is None else dispatched.scales.pointer
-        steps: list[ExpertsLaunch] = []
+        steps: list[Launch] = []
         if dispatched.quantizes:
             quantize, x_and_scales = launches.quantize(dispatched.x.pointer, dispatched.received.num_tokens)
             steps.append(quantize)
@@ -268,12 +261,13 @@ class Experts:
         # Without a GPU the host way reads the array, because it lets an error of one rank be an error of all.
         return self._gpu is not None and read(array, False, name).on_device
 
-    def _enqueue(self, steps: Sequence[ExpertsLaunch], array: Any, stream: Any) -> None:
+    def _enqueue(self, steps: Sequence[Launch], array: Any, stream: Any) -> None:
         """Enqueue launches after the launches before them, on whichever streams they are."""
         assert self._gpu is not None
         where, captures = self._streams.resolve(stream, array)
         self._streams.before_synchronisation(where, captures=captures)
-        launch(self._gpu, steps, where)
+        for each in steps:
+            self._gpu.launch(each.variant, each.arguments, where, blocks=each.blocks, threads=each.threads)
         self._streams.after_synchronisation(where, captures=captures)
 
     def _read_tokens(

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import ctypes
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mpicomm import environment
+from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.device_facts import device_facts
 from mpicomm.devices.base import GpuBackend, Segment
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.shape import DTYPES, Shape
+from mpicomm.experts.shape import DTYPES, RowShape, Shape, round_up
 from mpicomm.kernels.experts import (
     BLOCKS_OF_A_MULTIPROCESSOR,
     DISPATCH_KERNEL,
     DISPATCH_THREADS,
+    HEADS,
+    PACKET_NBYTES,
     QUANTIZE_THREADS,
     SUM_THREADS,
     CombineExpertsArguments,
     DispatchArguments,
-    ExpertsMemory,
+    ExpertsArguments,
     QuantizeArguments,
     combine_experts_kernel,
     quantize_blocks,
     quantize_experts_kernel,
 )
-from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
 from mpicomm.sharing.content import SuspendedContent
-from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.sharing.segments import share
+from mpicomm.symmetric.owner import SharedMemory
 
 _PURPOSE = "experts"
+_WORD_NBYTES = 8
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,6 @@ def blocks_of_modes(most: int, *, by_token: bool) -> BlocksOfModes:
     }
 
 
-@dataclass(slots=True, eq=False)
-class ExpertsLaunch:
-    """A launch of a kernel."""
-
-    variant: Variant
-    arguments: ctypes.Structure
-    blocks: int
-    threads: int
-
-
 class Filled(Protocol):
     """The part of a `Received` that launches need."""
 
@@ -94,6 +86,60 @@ class Filled(Protocol):
         """The addresses of the arrays, by their names."""
 
 
+class ExpertsMemory:
+    """The layout of an arena for a `Shape`: see experts.cuh."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        size = len(shape.experts_per_rank)
+        seats = (size - 1) * shape.seats
+        self.routes = HEAD_NBYTES
+        packets = size * (shape.seats * shape.top_k + HEADS)
+        self.row_flags = round_up(self.routes + packets * PACKET_NBYTES, LINE_NBYTES)
+        self.sum_flags = round_up(self.row_flags + seats * shape.row.parts * _WORD_NBYTES, LINE_NBYTES)
+        self.counted = round_up(self.sum_flags + seats * shape.sums.parts * _WORD_NBYTES, LINE_NBYTES)
+        self.histograms = round_up(self.counted + (MAX_BLOCKS + 3) * _WORD_NBYTES, LINE_NBYTES)
+        self.values = round_up(self.histograms + MAX_BLOCKS * (shape.firsts[-1] + size) * 4, LINE_NBYTES)
+        self.rows = round_up(self.values + shape.seats * shape.top_k * 4, LINE_NBYTES)
+        self.sums = round_up(self.rows + seats * shape.row.nbytes, LINE_NBYTES)
+        self.quantized = round_up(self.sums + seats * shape.sums.nbytes, LINE_NBYTES)
+        """Private memory for the tokens of this rank as they travel, if they are quantised."""
+        self.nbytes = self.quantized + (shape.max_tokens * shape.row.nbytes if shape.wire else 0)
+
+    @property
+    def zeroed_nbytes(self) -> int:
+        """The bytes from the start that are zero at first."""
+        return self.histograms
+
+    def arguments(self, team: Team, row: RowShape) -> ExpertsArguments:
+        """Return the part of the argument that dispatch and combine share, without the number of senders.
+
+        ``row`` is the row of the one or of the other.
+        """
+        shape = self.shape
+        arguments = ExpertsArguments(
+            team=team,
+            routes=self.routes,
+            row_flags=self.row_flags,
+            rows=self.rows,
+            sum_flags=self.sum_flags,
+            sums=self.sums,
+            values=self.values,
+            counted=self.counted,
+            histograms=self.histograms,
+            row_nbytes=row.nbytes,
+            part_nbytes=row.part_nbytes,
+            parts=row.parts,
+            max_tokens=shape.max_tokens,
+            few_tokens=shape.few_tokens,
+            seats=shape.seats,
+            top_k=shape.top_k,
+        )
+        for rank, first in enumerate(shape.firsts):
+            arguments.firsts[rank] = first
+        return arguments
+
+
 class ExpertsLaunches:
     """Makes the launches of one rank. It reaches the arenas through ``team``."""
 
@@ -102,24 +148,22 @@ class ExpertsLaunches:
         self._multiprocessors = multiprocessors
         self._quantizes = quantize_experts_kernel(shape.dtype.name)
         self.blocks = blocks
-        self._memory = memory = ExpertsMemory(shape.in_kernels)
+        self._memory = memory = ExpertsMemory(shape)
         self._quantized = team.arenas[team.rank] + memory.quantized
         self._dispatch = DispatchArguments(
-            experts=memory.arguments(team, memory.shape.row),
+            experts=memory.arguments(team, shape.row),
             capacity=shape.capacity,
             all_places=shape.places,
             alignment=shape.alignment,
         )
         for each in (self._dispatch.x, self._dispatch.rows):
             each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
-        self._combine = CombineExpertsArguments(experts=memory.arguments(team, memory.shape.sums))
+        self._combine = CombineExpertsArguments(experts=memory.arguments(team, shape.sums))
         self._combines = combines_of(shape)
         for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
             arguments.experts.team.tags[:] = [zlib.crc32(text.encode())] * MAX_RANKS
 
-    def dispatch(
-        self, x: tuple[int, int], ids: int, weights: int, received: Filled, *, wide_ids: bool
-    ) -> ExpertsLaunch:
+    def dispatch(self, x: tuple[int, int], ids: int, weights: int, received: Filled, *, wide_ids: bool) -> Launch:
         """Return the launch. The next call changes its argument.
 
         ``x`` are the addresses of the rows and of their scales.
@@ -138,19 +182,19 @@ class ExpertsLaunches:
         arguments.slot_ids, arguments.slot_weights = pointers["topk_ids"], pointers["topk_weights"]
         arguments.row_count = pointers["row_count"]
         arguments.num_tokens, arguments.wide_ids = received.num_tokens, wide_ids
-        return ExpertsLaunch(DISPATCH_KERNEL, arguments, blocks.total, DISPATCH_THREADS)
+        return Launch(DISPATCH_KERNEL, arguments, blocks.total, DISPATCH_THREADS)
 
-    def quantize(self, x: int, tokens: int) -> tuple[ExpertsLaunch, tuple[int, int]]:
+    def quantize(self, x: int, tokens: int) -> tuple[Launch, tuple[int, int]]:
         """Return the launch that quantises tokens, and the addresses of the rows and of their scales."""
         shape = self._shape
         places = self._quantized, self._quantized + shape.max_tokens * shape.hidden
         groups = tokens * shape.scales
         blocks = quantize_blocks(groups, self._multiprocessors)
-        return ExpertsLaunch(self._quantizes, QuantizeArguments(x, *places, groups), blocks, QUANTIZE_THREADS), places
+        return Launch(self._quantizes, QuantizeArguments(x, *places, groups), blocks, QUANTIZE_THREADS), places
 
     def combine(
         self, rows: int, received: Filled, output: int, dtype: str, values: tuple[int, int] = (0, 0), *, weighted: bool
-    ) -> ExpertsLaunch:
+    ) -> Launch:
         """Return the launch. The next call changes its argument.
 
         ``values`` are the addresses of the values of rows and of slots.
@@ -164,7 +208,7 @@ class ExpertsLaunches:
         arguments.places, arguments.targets = pointers["places"], pointers["targets"]
         arguments.token_rows = pointers["token_rows"]
         arguments.tokens, arguments.num_tokens = pointers["tokens"], received.num_tokens
-        return ExpertsLaunch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
+        return Launch(self._combines[dtype], arguments, blocks.total, SUM_THREADS)
 
     def _blocks_for(self, what: str, tokens: int) -> Blocks:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
@@ -173,33 +217,6 @@ class ExpertsLaunches:
 def combines_of(shape: Shape) -> dict[str, Variant]:
     """Return the kernel of a combine for each type of the result."""
     return {result: combine_experts_kernel(shape.dtype.name, result, by_token=shape.by_token) for result in DTYPES}
-
-
-class ExpertsArena:
-    """The memory of all ranks for an Experts object. The session keeps and releases it."""
-
-    def __init__(self, session: Session, segments: SharedSegments) -> None:
-        self.pointers = [segments[index].pointer for index in range(session.domain.size)]
-        self.closed = False
-        self._kind = session.kind
-        self._segments = segments
-
-    def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of this rank's arena; local."""
-        return (MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes),)
-
-    def memories(self) -> Iterable[SharedSegments]:
-        """Return the memory that a suspension may give back; local."""
-        return (self._segments,)
-
-    def close_peers(self) -> None:
-        """Unmap the peers' arenas; local, the first step of a close."""
-        self.closed = True
-        self._segments.close_peers()
-
-    def close_own(self) -> None:
-        """Free this rank's arena; local, the last step of a close, after every peer's `close_peers`."""
-        self._segments.close_own()
 
 
 def require_one_domain(session: Session) -> None:
@@ -214,9 +231,9 @@ def require_one_domain(session: Session) -> None:
     )
 
 
-def share_arena(session: Session, shape: Shape) -> ExpertsArena:
+def share_arena(session: Session, shape: Shape) -> SharedMemory:
     """Let all ranks open each other's arenas. Collective; a failure raises the same error on all ranks."""
-    memory = ExpertsMemory(shape.in_kernels)
+    memory = ExpertsMemory(shape)
     backend = session.backend
 
     def fill(pointer: int) -> None:
@@ -235,23 +252,20 @@ def share_arena(session: Session, shape: Shape) -> ExpertsArena:
     segments = share(session.domain, backend, "Experts", allocate, lambda: shape)
     # The arena has the numbers of launches, too. So calls go on if the arenas of all ranks are as at first.
     segments.content = SuspendedContent(fill=fill)
-    return session.keep(ExpertsArena(session, segments))
+    return session.keep(SharedMemory(_PURPOSE, session.kind, segments))
 
 
-def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: ExpertsArena) -> ExpertsLaunches:
+def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: SharedMemory) -> ExpertsLaunches:
     """Return the launches of this rank. Collective: all blocks of all ranks must run at once.
 
     Ranks that share a device side by side share its multiprocessors: see `DeviceEngine`.
     """
     domain = session.domain
 
-    def facts() -> tuple[int, bytes, bool]:
-        return backend.multiprocessors, backend.info.uuid, not environment.multi_process_service()
-
-    devices = domain.exchange("Experts: devices", facts)
-    uuids = [uuid for _, uuid, _ in devices]
-    side_by_side = 1 if all(turns for _, _, turns in devices) else max(map(uuids.count, uuids))
-    multiprocessors = max(1, min(count for count, _, _ in devices) // side_by_side)
+    devices = domain.exchange("Experts: devices", lambda: device_facts(backend))
+    uuids = [each.uuid for each in devices]
+    side_by_side = 1 if all(each.takes_turns for each in devices) else max(map(uuids.count, uuids))
+    multiprocessors = max(1, min(each.multiprocessors for each in devices) // side_by_side)
     most = min(MAX_BLOCKS, BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, shape.blocks or MAX_BLOCKS)
     team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=domain.size, rank=domain.rank)
     for index, rank in enumerate(domain.ranks):
@@ -261,9 +275,3 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Expe
     for variant in (DISPATCH_KERNEL, *combines_of(shape).values(), *quantizes):
         backend.load(variant)
     return ExpertsLaunches(shape, team, blocks_of_modes(most, by_token=shape.by_token), multiprocessors)
-
-
-def launch(backend: GpuBackend, made: Iterable[ExpertsLaunch], stream: int) -> None:
-    """Enqueue launches of `ExpertsLaunches`."""
-    for each in made:
-        backend.launch(each.variant, each.arguments, stream, blocks=each.blocks, threads=each.threads)

@@ -56,7 +56,7 @@ class HostWay:
         self._session = session
         self._shape = shape
         self._rank = session.group.rank
-        self._firsts = np.cumsum([0, *shape.experts_per_rank])
+        self._firsts = np.array(shape.firsts)
 
     def dispatch(self, prepare: Callable[[], Dispatched]) -> Received:
         """Return the laid out rows. ``prepare`` reads the arguments, and raises for bad ones."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-from mpicomm.kernels.fields import u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.packing import PackArguments
 from mpicomm.kernels.reductions import OPTIONS, Reduction, options_for
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u64
 
 ACCUMULATE_THREADS = 256  # kAccumulateThreads in accumulate.cu; a test compares them
-_BLOCKS_OF_A_MULTIPROCESSOR = 8  # they fill it
 
 MOVING = ("replace", "no_op")
 """The operations that move the bits of any type."""
@@ -57,11 +54,6 @@ def accumulate_kernel(reduction: Reduction, itemsize: int) -> Variant:
 def swap_kernel(itemsize: int) -> Variant:
     """Return the kernel that compares and swaps an element of ``itemsize`` bytes, one of `SWAPPED_SIZES`."""
     return Variant(SHARED / "accumulate.cu", "mpicomm_compare_and_swap", _moving("replace", itemsize))
-
-
-def blocks_for(count: int, multiprocessors: int) -> int:
-    """Return the number of blocks of a launch that updates ``count`` elements."""
-    return max(1, min(_BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors, -(-count // ACCUMULATE_THREADS)))
 
 
 def _moving(op: str, itemsize: int) -> tuple[str, ...]:

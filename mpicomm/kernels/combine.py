@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from mpicomm.kernels.fields import u32, u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import Reduction, cpp_name, options_for
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 
 _SOURCE = SHARED / "combine.cu"
 COMBINE_THREADS = 512  # kCombineThreads in combine.cu; a test compares them

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from mpicomm.kernels.fields import u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import OPTIONS, cpp_name
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u64
 
 # Constants of epilogue.cuh, epilogue.cu and norm.cuh; a test compares them.
 MOST_OPERANDS = 8
@@ -20,28 +18,19 @@ _NBYTES_OF_A_THREAD = 16
 class EpilogueOperands(ctypes.Structure):
     """The host's copy of ``Operands`` in epilogue.cuh."""
 
-    _fields_ = [
-        ("words", ctypes.c_uint64 * MOST_OPERANDS),
-        *u64("count"),
-    ]
+    _fields_ = [("words", ctypes.c_uint64 * MOST_OPERANDS), *u64("count")]
 
 
 class PacketEpilogue(ctypes.Structure):
     """The host's copy of ``Finish`` in finish.cuh of packets."""
 
-    _fields_ = [
-        ("operands", EpilogueOperands),
-        *u64("reduced", "finished"),
-    ]
+    _fields_ = [("operands", EpilogueOperands), *u64("reduced", "finished")]
 
 
 class EpilogueArguments(ctypes.Structure):
     """The host's copy of ``Epilogue`` in epilogue.cu."""
 
-    _fields_ = [
-        *u64("source", "output", "failed"),
-        ("operands", EpilogueOperands),
-    ]
+    _fields_ = [*u64("source", "output", "failed"), ("operands", EpilogueOperands)]
 
 
 class NormArguments(ctypes.Structure):
@@ -58,10 +47,7 @@ class NormArguments(ctypes.Structure):
 class NormKernelArguments(ctypes.Structure):
     """The host's copy of ``NormKernel`` in norm.cu."""
 
-    _fields_ = [
-        *u64("source", "failed"),
-        ("norm", NormArguments),
-    ]
+    _fields_ = [*u64("source", "failed"), ("norm", NormArguments)]
 
 
 def epilogue_options(expression: str, result: str | None = None) -> tuple[str, ...]:

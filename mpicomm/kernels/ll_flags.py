@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from mpicomm.kernels.fields import u64
+from mpicomm.kernels.variant import u64
 
 
 class FlaggedInboxes(ctypes.Structure):

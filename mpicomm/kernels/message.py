@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 
-from mpicomm.kernels.fields import u32, u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 
 # Constants and a structure of message.cu; a test compares them.
 MESSAGE_THREADS = 512

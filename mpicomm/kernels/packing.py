@@ -6,10 +6,8 @@ import ctypes
 import struct
 from dataclasses import dataclass
 
-from mpicomm.kernels.fields import u32, u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 
 # Constants and structures of pack.cu; a test compares them.
 PACK_THREADS = 256
@@ -67,7 +65,7 @@ PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))
 
 
 def blocks_for(units: int, multiprocessors: int) -> int:
-    """Return the number of blocks of a launch that moves ``units``, at least one unit for each thread.
+    """Return the number of blocks of a launch that moves or updates ``units``, at least one unit for each thread.
 
     Eight blocks fill a multiprocessor. A launch of fewer blocks would wait for memory most of the time.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from mpicomm.kernels.fields import u32, u64
+from mpicomm.kernels.variant import u32, u64
 
 # Constants and structures of team.cuh; a test compares them.
 LANES = 32  # threads of a warp: kLanes in memory_order.cuh

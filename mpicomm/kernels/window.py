@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from mpicomm.kernels.fields import u32, u64
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant, u32, u64
 
 # Constants and a structure of window.cu, window_lock.cuh and faults.cuh; a test compares them.
 WINDOW_RANKS = 56
@@ -23,7 +21,7 @@ FENCE, START, WAIT, LOCK = 5, 6, 7, 8
 
 WORD_NBYTES = 8
 MUTEX_ROW = LOCK_ROW + 1
-"""The row that only windows of host memory have: see `mpicomm.windows.mutex`."""
+"""The row that only windows of host memory have: see `mpicomm.windows.host_locks`."""
 BOARD_NBYTES = (MUTEX_ROW + 1) * ROW_WORDS * WORD_NBYTES
 
 

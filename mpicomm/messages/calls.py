@@ -15,14 +15,13 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.wait_beside import SideStream, beside
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint, refused_capture
-from mpicomm.messages.incoming import Incoming
-from mpicomm.messages.memory import MessageMemory
+from mpicomm.messages.matched import Incoming, Posted, UnexpectedQueue
 from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
 from mpicomm.messages.reader import EndpointReader, parse_any
 from mpicomm.messages.receive_buffer import DeviceReceive, ReceiveBuffer, StagingMemory, receive_buffer
+from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, is_cut
-from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.requests import Completer, DeferredRequest
@@ -32,10 +31,6 @@ _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
 _LEAST_SPARE_NBYTES, _MOST_SPARE_NBYTES = 64 << 10, 16 << 20
-
-
-def _nothing_before() -> bool:
-    return True
 
 
 def _beside(device: GpuBackend, stream: int) -> SideStream:
@@ -145,7 +140,7 @@ class Messages:
         incoming: Incoming,
         *,
         replace: bool = False,
-        before: Callable[[], bool] = _nothing_before,
+        before: Callable[[], bool] = lambda: True,
     ) -> DeferredRequest:
         """Start to receive. The request is complete when the message is in the buffer.
 

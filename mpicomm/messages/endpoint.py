@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from mpicomm.devices.base import GpuBackend
@@ -10,54 +11,29 @@ from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.derived import Elements
 
 
-# This is no dataclass, and callers pass its arguments by position, because each call on device arrays makes one.
+# It is not frozen, and callers pass its arguments by position, because each call on device arrays makes one.
+@dataclass(slots=True, eq=False)
 class Endpoint:
     """The buffer ``spec`` of a call of ``operation``. The kind of buffer decides the way of its message."""
 
-    __slots__ = (
-        "blocks",
-        "captured",
-        "device",
-        "is_flat",
-        "nbytes",
-        "operand",
-        "operation",
-        "pointer",
-        "spec",
-        "stream",
-    )
-
-    def __init__(
-        self,
-        operation: str,
-        spec: Any,
-        pointer: int = 0,
-        nbytes: int = 0,
-        stream: int | None = None,
-        device: GpuBackend | None = None,
-        is_flat: bool = False,
-        operand: Operand | None = None,
-        captured: bool = False,
-        blocks: bool = False,
-    ) -> None:
-        self.operation = operation
-        self.spec = spec
-        self.pointer = pointer
-        """The address of the bytes of a flat buffer."""
-        self.nbytes = nbytes
-        """The bytes of its elements; 0 if only MPI knows them."""
-        self.stream = stream
-        """The stream that orders the copies of a device array; None for host memory."""
-        self.device = device
-        """The device of the communicator; None for host memory that only MPI sends or receives."""
-        self.is_flat = is_flat
-        """Whether it is a device array with bytes that follow each other."""
-        self.operand = operand
-        """The elements of the buffer; None for a plain array, and for host memory that only MPI uses."""
-        self.captured = captured
-        """Whether the stream captures a CUDA graph."""
-        self.blocks = blocks
-        """Whether a blocking call waits for its copies, because the stream of the caller's later work is unknown."""
+    operation: str
+    spec: Any
+    pointer: int = 0
+    """The address of the bytes of a flat buffer."""
+    nbytes: int = 0
+    """The bytes of its elements; 0 if only MPI knows them."""
+    stream: int | None = None
+    """The stream that orders the copies of a device array; None for host memory."""
+    device: GpuBackend | None = None
+    """The device of the communicator; None for host memory that only MPI sends or receives."""
+    is_flat: bool = False
+    """Whether it is a device array with bytes that follow each other."""
+    operand: Operand | None = None
+    """The elements of the buffer; None for a plain array, and for host memory that only MPI uses."""
+    captured: bool = False
+    """Whether the stream captures a CUDA graph."""
+    blocks: bool = False
+    """Whether a blocking call waits for its copies, because the stream of the caller's later work is unknown."""
 
     @property
     def elements(self) -> Elements:

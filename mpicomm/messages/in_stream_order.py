@@ -67,10 +67,7 @@ def _read(operation: str, send: End, receive: End, session: Session) -> tuple[Me
     received = _operand(operation, receive, inward, session, receives=True)
     if sent is not None and received is not None:
         require_separate(sent, received)
-    return (
-        _message(operation, send, sent, outward, session),
-        _message(operation, receive, received, inward, session),
-    )
+    return (_message(operation, send, sent, outward, session), _message(operation, receive, received, inward, session))
 
 
 def _operand(

@@ -1,15 +1,80 @@
-"""Messages that `Mprobe` and `Improbe` return: MPI has matched them, and no call has received them yet."""
+"""Messages that MPI has matched, and that no call has received yet; the queue of those that probes have taken."""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.messages.incoming import Correct, Receiver
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader
-from mpicomm.messages.self_messages import Content, match, start_unpickling
+from mpicomm.mpi.shown import mprobe, probe, recv
+
+Content = npt.NDArray[np.uint8]
+
+_lock = threading.Lock()  # so that no thread receives the message of another thread
+_comm: list[MPI.Intracomm] = []
+
+
+def unpack(content: Content, spec: Any) -> None:
+    """Receive packed bytes into a buffer specification. Raises `MPI.Exception` for more bytes than the buffer takes."""
+    with _lock:
+        _self_comm().Sendrecv([content, content.size, MPI.PACKED], 0, 0, spec, 0, 0)
+
+
+def match(content: Content) -> tuple[MPI.Message, MPI.Request]:
+    """Return a matched message with that content, and the request of its send.
+
+    The caller keeps the request until it receives.
+    """
+    with _lock:
+        request = _self_comm().Isend([content, content.size, MPI.PACKED], 0, 0)
+        return _self_comm().Mprobe(0, 0), request
+
+
+def start_unpickling(content: Content) -> MPI.Request:
+    """Return mpi4py's request for the Python object that is pickled in ``content``."""
+    with _lock:
+        request = _self_comm().irecv(bytearray(content.size), 0, 0)
+        _self_comm().Send([content, content.size, MPI.PACKED], 0, 0)
+        return request
+
+
+def _self_comm() -> MPI.Intracomm:
+    if not _comm:
+        # This is a duplicate, because the program itself may receive on MPI.COMM_SELF, which may be a Communicator.
+        _comm.append(MPI.Intracomm(MPI.COMM_SELF).Dup())
+    return _comm[0]
+
+
+Correct = Callable[[MPI.Status], None]
+"""A function that writes the source and the tag of a message into a status."""
+
+
+class Incoming(Protocol):
+    """A message to receive: the next message of a source and a tag, or a message that a probe has matched."""
+
+    def recv_into(self, spec: Any, status: MPI.Status) -> None:
+        """Receive as MPI's Recv does. Blocking."""
+
+    def irecv_into(self, spec: Any) -> tuple[MPI.Request, Correct | None]:
+        """Start to receive as MPI's Irecv does.
+
+        Return a function that corrects the status, or None if MPI's is right.
+        """
+
+
+class Receiver(Protocol):
+    """The receiver of matched messages into arrays of the host or of a GPU."""
+
+    def receive_matched(self, message: Incoming, buf: Any, status: MPI.Status | None) -> None:
+        """Receive ``message``; see mpi4py's ``Message.Recv``."""
+
+    def start_receive_matched(self, message: Incoming, buf: Any) -> MPI.Request:
+        """Start to receive ``message``; see mpi4py's ``Message.Irecv``."""
 
 
 class Matched(MPI.Message):
@@ -83,3 +148,97 @@ class Matched(MPI.Message):
         content = np.empty(self._carried_nbytes, np.uint8)
         self.recv_into([content, content.size, MPI.PACKED], status)
         return content
+
+
+class UnexpectedQueue:
+    """The messages that probes have taken from MPI, in order, on one communicator. Receives look here first.
+
+    A probe takes a message of the length of a header, because only a receive can look into it.
+
+    The queue also holds all older messages of the same source. Without them, a receive of any tag would find the newer
+    message here first, and that message would overtake them.
+    """
+
+    def __init__(self, receiver: Receiver, comm: MPI.Intracomm, secret: bytes | None) -> None:
+        self._receiver = receiver
+        self._comm = comm
+        self._secret = secret
+        self.kept: list[Matched] = []
+        """The messages in order."""
+
+    def take(self, source: int, tag: int) -> Matched | None:
+        """Remove and return the first message that matches, or return None."""
+        found = self._find(source, tag)
+        if found is not None:
+            self.kept = [matched for matched in self.kept if matched is not found]
+        return found
+
+    def probe(self, source: int, tag: int, status: MPI.Status | None, *, wait: bool) -> bool:
+        """Probe as MPI's Probe and Iprobe do. The status has the length of the data, also for a rendezvous."""
+        found = self._find(source, tag)
+        seen = MPI.Status() if status is None else status
+        while found is None:
+            if wait:
+                probe(self._comm, source, tag, seen)
+            elif not MPI.Intracomm.Iprobe(self._comm, source, tag, seen):
+                return False
+            if seen.Get_count(MPI.BYTE) != HEADER_NBYTES:
+                return True
+            self._take_up_to(seen.source, seen.tag)
+            found = self._find(source, tag)  # None if another thread has received the message in the meantime
+        found.fill_status(status)
+        return True
+
+    def match(self, source: int, tag: int, status: MPI.Status | None, *, wait: bool) -> Matched | None:
+        """Match a message as MPI's Mprobe and Improbe do."""
+        matched = self.take(source, tag)
+        if matched is None:
+            seen = MPI.Status()
+            look = mprobe if wait else MPI.Intracomm.Improbe
+            message = look(self._comm, source, tag, seen)
+            if message is None:
+                return None
+            matched = Matched.of(self._receiver, message, seen, self._secret)
+        matched.fill_status(status)
+        return matched
+
+    def _find(self, source: int, tag: int) -> Matched | None:
+        for matched in self.kept:
+            if source in (matched.source, MPI.ANY_SOURCE) and tag in (matched.tag, MPI.ANY_TAG):
+                return matched
+        return None
+
+    def _take_up_to(self, source: int, tag: int) -> None:
+        """Take the messages of a source from MPI, up to the first message with that tag."""
+        seen = MPI.Status()
+        while message := MPI.Intracomm.Improbe(self._comm, source, MPI.ANY_TAG, seen):
+            self.kept.append(Matched.of(self._receiver, message, seen, self._secret))
+            if seen.tag == tag:
+                return
+
+
+class Posted:
+    """A receive of a source and a tag. It looks into the queue when it begins, then asks MPI."""
+
+    __slots__ = ("_comm", "_queue", "_source", "_tag")
+
+    def __init__(self, queue: UnexpectedQueue, comm: MPI.Intracomm, source: int, tag: int) -> None:
+        self._queue = queue
+        self._comm = comm
+        self._source = source
+        self._tag = tag
+
+    def recv_into(self, spec: Any, status: MPI.Status) -> None:
+        """Receive as MPI's Recv does."""
+        matched = self._queue.take(self._source, self._tag) if self._queue.kept else None
+        if matched is None:
+            recv(self._comm, spec, self._source, self._tag, status)
+        else:
+            matched.recv_into(spec, status)
+
+    def irecv_into(self, spec: Any) -> tuple[MPI.Request, Correct | None]:
+        """Start to receive as MPI's Irecv does."""
+        matched = self._queue.take(self._source, self._tag)
+        if matched is None:
+            return MPI.Intracomm.Irecv(self._comm, spec, self._source, self._tag), None
+        return matched.irecv_into(spec)

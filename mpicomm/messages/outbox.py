@@ -14,15 +14,8 @@ from mpi4py import MPI
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
-from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, InFlight
-from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
-from mpicomm.messages.rendezvous_header import (
-    HEADER_NBYTES,
-    MOST_EXTENTS,
-    Extent,
-    RendezvousHeader,
-    is_for_kernels,
-)
+from mpicomm.messages.in_flight import DONE, LINE_NBYTES, MOST_IN_FLIGHT, InFlight, OutboxSlot
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, MOST_EXTENTS, Extent, RendezvousHeader, is_for_kernels
 
 FIRST_BLOCK_NBYTES = 32 << 20
 BLOCK_NBYTES = 2 << 20

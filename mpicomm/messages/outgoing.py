@@ -14,9 +14,9 @@ from mpicomm.devices.base import Backend
 from mpicomm.errors import HandleError
 from mpicomm.log import logger, tell_slow_way
 from mpicomm.messages.endpoint import Endpoint, refused_capture
-from mpicomm.messages.memory import MessageMemory
+from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
-from mpicomm.messages.outbox_slot import OutboxSlot
+from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.host_copies import HostCopies, announce
 

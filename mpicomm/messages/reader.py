@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.memory import MessageMemory
+from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.mpi import host_calls, types
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.bottom import require_host_addresses

@@ -18,10 +18,10 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import HandleError
 from mpicomm.messages import rendezvous_header
 from mpicomm.messages.endpoint import Endpoint
+from mpicomm.messages.matched import Content, unpack
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import PeerSlot, Rendezvous
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from mpicomm.messages.self_messages import Content, unpack
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.derived import Elements

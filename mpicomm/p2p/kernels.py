@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.reductions import options_for
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import Variant, u32, u64
 
 COPY_THREADS = 512
 

@@ -132,20 +132,7 @@ def read(
             f"{kind}: CuPy multiplies no {dtype}: pass tensors of PyTorch, or pass product=, which multiplies"
         )
     return Operands(
-        kind,
-        library,
-        a,
-        b,
-        out,
-        bias,
-        product,
-        gathered,
-        device,
-        dtype,
-        result_dtype,
-        result_like,
-        shape,
-        scales,
+        kind, library, a, b, out, bias, product, gathered, device, dtype, result_dtype, result_like, shape, scales
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mpicomm.collectives.gpu.algorithms.base import Node, launch_tag
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
-from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
 from mpicomm.collectives.gpu.choose import AlgorithmChoice

@@ -36,6 +36,11 @@ class SharedSegments:
     def __getitem__(self, index: int) -> Segment:
         return self._segments[index]
 
+    @property
+    def pointers(self) -> list[int]:
+        """The address of each rank's segment on this rank."""
+        return [self._segments[index].pointer for index in range(self.node.size)]
+
     def close_peers(self) -> None:
         """Unmap the peers' segments; local. The work of this rank on them must be over."""
         for index in self.peers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,21 +54,8 @@ def shared_event(owner: Owner) -> SharedEvent:
     return owner.keep(SharedEvent(owner, events))
 
 
-class _Part(Protocol):
-    """This rank's part of an array that is being created."""
-
-    view: Any
-    """The part as an ndarray; there after `provide`."""
-
-    def describe(self) -> str:
-        """Check the arguments, and return the facts that have to be the same on all ranks."""
-
-    def provide(self) -> Segment:
-        """Return the memory of the part."""
-
-
 class _Allocation:
-    """A part that is allocated."""
+    """A part that is allocated. ``describe`` checks the arguments, and ``provide`` makes ``view``, the part."""
 
     view: Any
 
@@ -115,7 +102,7 @@ class _Registration:
         return self._owner.backend.adopt(self.view)
 
 
-def _array(owner: Owner, what: str, part: _Part, *, sealed: bool) -> SymmetricArray:
+def _array(owner: Owner, what: str, part: _Allocation | _Registration, *, sealed: bool) -> SymmetricArray:
     """Let the ranks of each node open each other's ``part``, and return the array. Collective."""
     owner.require_usable(what)
     pads: list[SignalPad] = []
@@ -139,8 +126,7 @@ def _array(owner: Owner, what: str, part: _Part, *, sealed: bool) -> SymmetricAr
         raise
     if sealed:
         segments.content = SuspendedContent(part.view.nbytes, of_user=True)
-    pointers = [segments[index].pointer for index in range(owner.node.size)]
-    number = owner.mappings.add(pointers, owner.node.rank, part.view.nbytes)
+    number = owner.mappings.add(segments.pointers, owner.node.rank, part.view.nbytes)
     return owner.keep(SymmetricArray(owner, segments, pads[0], part.view, number, registered=not sealed))
 
 

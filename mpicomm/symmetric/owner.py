@@ -36,6 +36,31 @@ class Suspendable(Protocol):
         """Return the memory, on all ranks in the same order. Memory without a content stays. Local."""
 
 
+class SharedMemory:
+    """A `Suspendable`: one segment of each rank, which the other ranks have opened."""
+
+    closed = False
+
+    def __init__(self, purpose: str, kind: Kind, segments: SharedSegments) -> None:
+        self._purpose = purpose
+        self._kind = kind
+        self._segments = segments
+        self.pointers = segments.pointers
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        return (MemoryUse.of_kind(self._purpose, self._kind, self._segments.own.nbytes),)
+
+    def memories(self) -> Iterable[SharedSegments]:
+        return (self._segments,)
+
+    def close_peers(self) -> None:
+        self.closed = True
+        self._segments.close_peers()
+
+    def close_own(self) -> None:
+        self._segments.close_own()
+
+
 AnyShared = TypeVar("AnyShared", bound=Shared)
 
 

@@ -16,7 +16,7 @@ from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.works import StreamWork, Tensors
 
 if TYPE_CHECKING:
-    from mpicomm.devices.cuda.local_event import LocalEvent
+    from mpicomm.devices.cuda.events import LocalEvent
 
 
 class Streams:

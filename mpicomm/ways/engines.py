@@ -11,12 +11,11 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.order_watch import OrderWatch
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.host.one_node import OneNode
+from mpicomm.collectives.host.selection import OneNode
 from mpicomm.domains.host import HostDomains
 from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.mpi_transfers import Transfers
-from mpicomm.domains.network_waits import NetworkWaits
+from mpicomm.domains.mpi_transfers import NetworkWaits, Transfers
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.session import Session
 

@@ -16,12 +16,11 @@ from mpicomm.kernels.accumulate import LOCATING
 from mpicomm.kernels.window import FENCE, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, START, WAIT, late_lock
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.waiting import wait_until
-from mpicomm.windows import host_layouts, pairs
+from mpicomm.windows import host_layouts
 from mpicomm.windows.buffers import Target
-from mpicomm.windows.host_locks import HostLocks, LateError
-from mpicomm.windows.mutex import holding_mutex
+from mpicomm.windows.host_locks import HostLocks, LateError, holding_mutex
 from mpicomm.windows.steps import Count, ranks_in
-from mpicomm.windows.updates import Update
+from mpicomm.windows.updates import Update, combine_pairs
 
 _NAMES = {FENCE: "Win.Fence", START: "Win.Start: the Post", WAIT: "Win.Wait: the Complete"}
 _WORD, _BYTE = np.dtype(np.uint64), np.dtype(np.uint8)
@@ -115,7 +114,7 @@ class HostSteps:
             if update.op == "replace":
                 np.copyto(now, contribution)
             elif update.op in LOCATING:
-                pairs.combine(update.op, now, contribution)
+                combine_pairs(update.op, now, contribution)
             else:
                 with np.errstate(all="ignore"):
                     Reducer(update.op, dtype).reduce([now, contribution], now)

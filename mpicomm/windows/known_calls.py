@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.mpi.plain_arrays import plain_array
-from mpicomm.windows.launches import RunUpdate
+from mpicomm.windows.steps import RunUpdate
 
 # These are plain tuples, because a tuple without names takes a third of the time to make.
 _Form = tuple[int, int, int, int, "RunUpdate | None"]

@@ -21,7 +21,7 @@ from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.segments import SharedSegments, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
 from mpicomm.symmetric.owner import Owner
-from mpicomm.windows.mutex import make_mutex
+from mpicomm.windows.host_locks import make_mutex
 
 BYTES = np.dtype(np.uint8)
 
@@ -46,9 +46,9 @@ class WindowMemory:
     ) -> None:
         self.owner = owner
         self.parts = parts
-        self.boards = [boards[rank].pointer for rank in range(owner.node.size)]
+        self.boards = boards.pointers
         """The address of every rank's board on this rank."""
-        self.pointers = [segments[rank].pointer for rank in range(owner.node.size)]
+        self.pointers = segments.pointers
         """The address of every rank's part on this rank."""
         self.closed = False
         self.row = WindowRow()

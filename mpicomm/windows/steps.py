@@ -1,9 +1,14 @@
-"""Steps: the parts of one-sided calls that a device carries out, and the steps of GPUs."""
+"""Steps: the parts of one-sided calls that a device carries out; the steps of GPUs, and their launches.
+
+Each kernel has one argument, into which each call writes its own fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +23,12 @@ from mpicomm.kernels.accumulate import (
     UPDATED_SIZES,
     WIDE_NBYTES,
     AccumulateArguments,
+    SwapArguments,
     accumulate_kernel,
-    blocks_for,
+    swap_kernel,
 )
+from mpicomm.kernels.packing import blocks_for
+from mpicomm.kernels.variant import Variant
 from mpicomm.kernels.window import (
     FENCE,
     LOCK,
@@ -30,14 +38,107 @@ from mpicomm.kernels.window import (
     ROWS_OF_COUNTS,
     START,
     WAIT,
+    WINDOW_THREADS,
     WORD_NBYTES,
+    SynchronisationArguments,
 )
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.packing import table_for
 from mpicomm.mpi.types import is_covered
 from mpicomm.windows.buffers import Target
-from mpicomm.windows.launches import RunUpdate, SwapLaunch, SynchronisationLaunch
 from mpicomm.windows.updates import Update, is_aligned
+
+_TIMES = 8
+"""A launch that a program has made so many times, one after the other, is made ready for more."""
+
+
+class SynchronisationLaunch:
+    """Launches a kernel of window.cu. Construction loads it."""
+
+    def __init__(self, backend: GpuBackend, kernel: Variant, boards: int, rank: int) -> None:
+        faults = backend.faults
+        limits = backend.timeout_ns, faults.record, faults.failed
+        self._arguments = SynchronisationArguments(boards, 0, 0, *limits, rank)
+        self._enqueue = backend.launcher(kernel, self._arguments)
+        self._lock = threading.Lock()  # threads may call a window at once
+
+    def __call__(
+        self,
+        operation: int,
+        signals: int,
+        waits: int,
+        stream: int,
+        *,
+        kind: int = 0,
+        exclusive: bool = False,
+        yields: bool = False,
+    ) -> None:
+        """Enqueue the kernel."""
+        x = self._arguments
+        with self._lock:
+            x.operation, x.signals, x.waits = operation, signals, waits
+            x.kind, x.exclusive, x.yields = kind, exclusive, yields
+            self._enqueue(stream, 1, WINDOW_THREADS)
+
+
+class RunUpdate:
+    """Updates consecutive elements. Construction loads the kernel."""
+
+    MOST_NBYTES = 1 << 31  # the bytes of a run have 32 bits
+
+    def __init__(self, backend: GpuBackend, update: Update) -> None:
+        self._backend = backend
+        self._itemsize = itemsize = update.dtype.itemsize
+        self._kernel = accumulate_kernel((update.kernel_type, update.op), itemsize)
+        # The kernel reads a single run from its argument.
+        walk = table_for(run_of(itemsize)).arguments(0, 0, 0, backend.faults.failed, unpacks=True)
+        self._arguments = AccumulateArguments(walk, 0)
+        self._walk, self._run = self._arguments.walk, self._arguments.walk.first
+        self._enqueue = backend.launcher(self._kernel, self._arguments)
+        self._multiprocessors = backend.multiprocessors
+        self._lock = threading.Lock()  # threads may call a window at once
+        self._last = self._repeated = (0, 0, 0, 0)  # the arguments of the last launch, and of the launch that repeats
+        self._times = 0  # the number of such launches, one after the other
+        self._repeat: Callable[[int], None] | None = None
+
+    def __call__(self, target: int, values: int, result: int, nbytes: int, stream: int, captures: bool = False) -> None:
+        """Enqueue the kernel. ``values`` and ``result`` are addresses; 0 for none.
+
+        ``captures`` says whether the stream captures a graph.
+        """
+        update = target, values, result, nbytes
+        with self._lock:
+            if update == self._repeated and self._repeat is not None and not captures:
+                self._repeat(stream)
+                return
+            self._walk.memory, self._walk.packed, self._arguments.result = target, values, result
+            self._run.run_nbytes = nbytes
+            blocks = blocks_for(nbytes // self._itemsize, self._multiprocessors)
+            if update != self._last:
+                self._last, self._times = update, 0
+            self._times += 1
+            if self._times >= _TIMES and not captures:  # for example a counter from which a program draws
+                self._repeat = self._backend.fixed_launch(
+                    self._kernel, self._arguments, blocks=blocks, threads=ACCUMULATE_THREADS
+                )
+                self._repeated = update
+            self._enqueue(stream, blocks, ACCUMULATE_THREADS)
+
+
+class SwapLaunch:
+    """Compares and swaps one element of ``nbytes`` bytes. Construction loads the kernel."""
+
+    def __init__(self, backend: GpuBackend, nbytes: int) -> None:
+        self._arguments = SwapArguments(failed=backend.faults.failed)
+        self._enqueue = backend.launcher(swap_kernel(nbytes), self._arguments)
+        self._lock = threading.Lock()
+
+    def __call__(self, target: int, value: int, compare: int, result: int, stream: int) -> None:
+        """Enqueue the kernel. All arguments are addresses."""
+        x = self._arguments
+        with self._lock:
+            x.target, x.value, x.compare, x.result = target, value, compare, result
+            self._enqueue(stream, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -122,8 +223,9 @@ class GpuSteps:
             SynchronisationLaunch(backend, kernel, table, rank) for kernel in (MEET_KERNEL, LOCK_KERNEL)
         )
         self._multiprocessors = backend.multiprocessors
-        self._updates: dict[Update, RunUpdate] = {}
-        self._swaps: dict[int, SwapLaunch] = {}
+        self.run_update = cache(partial(RunUpdate, backend))
+        """Returns the launches that update consecutive elements. The first call loads their kernel."""
+        self._swap = cache(partial(SwapLaunch, backend))
 
     def gather(self, layout: DatatypeLayout, memory: int, packed: int, stream: int) -> None:
         self._backend.pack(table_for(layout), memory, packed, stream, unpacks=False)
@@ -182,15 +284,6 @@ class GpuSteps:
                 "bytes, where a GPU updates them at once: pass another displacement, or align the memory"
             )
 
-    def run_update(self, update: Update) -> RunUpdate:
-        """Return the launches that update consecutive elements. The first call loads their kernel."""
-        found = self._updates.get(update)
-        if found is None:
-            reduction = update.kernel_type, update.op
-            found = RunUpdate(self._backend, reduction, update.dtype.itemsize, self._multiprocessors)
-            self._updates[update] = found
-        return found
-
     def accumulate(self, update: Update, target: Target, values: int, result: int, stream: int) -> None:
         elements, backend, itemsize = target.elements, self._backend, update.dtype.itemsize
         if elements.layout is None and elements.nbytes <= RunUpdate.MOST_NBYTES:
@@ -206,7 +299,4 @@ class GpuSteps:
         backend.launch(kernel, arguments, stream, blocks=blocks, threads=ACCUMULATE_THREADS)
 
     def compare_and_swap(self, target: Target, value: int, compare: int, result: int, stream: int) -> None:
-        nbytes = target.elements.nbytes
-        if nbytes not in self._swaps:
-            self._swaps[nbytes] = SwapLaunch(self._backend, nbytes)
-        self._swaps[nbytes](target.address, value, compare, result, stream)
+        self._swap(target.elements.nbytes)(target.address, value, compare, result, stream)

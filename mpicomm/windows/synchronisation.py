@@ -35,11 +35,7 @@ class Synchronisation:
     """The epochs of this rank. All methods are local, except `fence`, and stream-ordered on a GPU; the host blocks."""
 
     def __init__(
-        self,
-        memory: WindowMemory,
-        array: Any,
-        group: Callable[[], MPI.Group],
-        links: Callable[[], Sequence[Link]],
+        self, memory: WindowMemory, array: Any, group: Callable[[], MPI.Group], links: Callable[[], Sequence[Link]]
     ) -> None:
         owner = memory.owner
         self.memory = memory

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.kernels.accumulate import LOCATING, MOVING
@@ -13,8 +15,56 @@ from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.ops import check_legal, op_name
-from mpicomm.windows import pairs
 from mpicomm.windows.buffers import LocalBuffer, TypedElements
+
+_OPERATIONS_ON_PAIRS = {MPI.MINLOC.handle: "minloc", MPI.MAXLOC.handle: "maxloc"}
+"""The operations on pairs, by MPI's handle."""
+_VALUES = (
+    (MPI.FLOAT_INT, "f4"),
+    (MPI.DOUBLE_INT, "f8"),
+    (MPI.LONG_INT, "i8"),
+    (MPI.TWOINT, "i4"),
+    (MPI.SHORT_INT, "i2"),
+    (MPI.LONG_DOUBLE_INT, "g"),
+)
+
+
+def _dtype(datatype: MPI.Datatype, value: str) -> np.dtype[Any]:
+    extent = datatype.Get_extent()[1]
+    index_at = datatype.Get_true_extent()[1] - np.dtype("i4").itemsize
+    names, formats, offsets = ["value", "index"], [value, "i4"], [0, index_at]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": extent})
+
+
+@lru_cache
+def _dtypes() -> dict[int, np.dtype[Any]]:
+    """Return the dtypes of pairs by MPI's handle. Not at import, because MPI need not be initialised then."""
+    return {datatype.handle: _dtype(datatype, value) for datatype, value in _VALUES}
+
+
+@lru_cache
+def kernel_types() -> dict[np.dtype[Any], str]:
+    """Return the names of the types of pairs in accumulate.cu."""
+    return {_dtype(datatype, value): f"pair_{value}" for datatype, value in _VALUES}
+
+
+def as_pairs(elements: TypedElements) -> TypedElements:
+    """Return elements of a datatype of pairs as consecutive pairs; all other elements as they are.
+
+    MPI packs the gap out of a pair with a gap. An atomic update takes the word with the gap.
+    """
+    dtype = None if elements.datatype is None else _dtypes().get(elements.datatype.handle)
+    if dtype is None:
+        return elements
+    return TypedElements(elements.count, dtype.itemsize, dtype, None, elements.datatype)
+
+
+def combine_pairs(op: str, now: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+    """Replace each pair of ``now`` by the pair with the smaller or larger value; of equal values the smaller index."""
+    first, other = now["value"], values["value"]
+    wins = other < first if op == "minloc" else other > first
+    wins |= (other == first) & (values["index"] < now["index"])
+    now[wins] = values[wins]
 
 
 @dataclass(frozen=True)
@@ -28,7 +78,7 @@ class Update:
     @property
     def kernel_type(self) -> str:
         """The name of the type of the elements for kernels."""
-        named: str = pairs.kernel_types().get(self.dtype, self.dtype.name)
+        named: str = kernel_types().get(self.dtype, self.dtype.name)
         return named
 
     @property
@@ -43,8 +93,8 @@ def name_of(op: MPI.Op, what: str) -> str:
         return "replace"
     if isinstance(op, MPI.Op) and op == MPI.NO_OP:
         return "no_op"
-    if isinstance(op, MPI.Op) and op.handle in pairs.OPERATIONS:
-        return pairs.OPERATIONS[op.handle]
+    if isinstance(op, MPI.Op) and op.handle in _OPERATIONS_ON_PAIRS:
+        return _OPERATIONS_ON_PAIRS[op.handle]
     name = op_name(op)
     if name is None or name == "avg":
         raise RefusedByMpiError(
@@ -64,7 +114,7 @@ def update_of(name: str, elements: TypedElements, what: str) -> Update:
             "one basic type",
             MPI.ERR_TYPE,
         )
-    if (name in LOCATING) != (dtype in pairs.kernel_types()) and name not in MOVING:
+    if (name in LOCATING) != (dtype in kernel_types()) and name not in MOVING:
         raise RefusedByMpiError(
             f"{what}: op={name} is not defined for {dtype}: MINLOC and MAXLOC are for pairs such as MPI.DOUBLE_INT, "
             "and pairs have no other operations",

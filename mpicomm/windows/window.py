@@ -15,11 +15,10 @@ from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_targe
 from mpicomm.windows.dynamic import DynamicMemory
 from mpicomm.windows.known_calls import KnownAccesses, KnownCall, key_of
 from mpicomm.windows.memory import WindowMemory
-from mpicomm.windows.pairs import as_pairs
 from mpicomm.windows.staging import Staging
 from mpicomm.windows.steps import GpuSteps
 from mpicomm.windows.synchronisation import Synchronisation
-from mpicomm.windows.updates import Update, name_of, require_alike, require_bytes, require_one, update_of
+from mpicomm.windows.updates import Update, as_pairs, name_of, require_alike, require_bytes, require_one, update_of
 
 
 class Window(Synchronisation):
@@ -30,11 +29,7 @@ class Window(Synchronisation):
     """
 
     def __init__(
-        self,
-        memory: WindowMemory,
-        array: Any,
-        group: Callable[[], MPI.Group],
-        links: Callable[[], Sequence[Link]],
+        self, memory: WindowMemory, array: Any, group: Callable[[], MPI.Group], links: Callable[[], Sequence[Link]]
     ) -> None:
         super().__init__(memory, array, group, links)
         self._staging = Staging(self._gpu, self.steps)

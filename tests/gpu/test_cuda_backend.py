@@ -22,7 +22,7 @@ import cupy
 from cuda.bindings import driver
 
 from mpicomm.devices.cuda.backend import CudaBackend
-from mpicomm.messages.outbox_slot import LINE_NBYTES
+from mpicomm.messages.in_flight import LINE_NBYTES
 
 MIB = 1 << 20
 KINDS: list[Kind] = ["ipc", "fd", "staged"]

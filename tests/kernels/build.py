@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from mpicomm.kernels.headers import SHARED, include_dir
+from mpicomm.kernels.variant import SHARED, include_dir
 from tests.helpers.inputs.kernel_sources import HEADERS, SOURCES
 
 SIMULATION = Path(__file__).parent / "simulation"

@@ -11,8 +11,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.collectives.gpu.algorithms.packets.any_length import counted_launch
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
-from mpicomm.collectives.gpu.algorithms.packets.counted import counted_launch
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
 from tests.kernels.launches import enqueue

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.launch_numbers import begin_after

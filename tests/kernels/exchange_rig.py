@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.chunks.template import ChunkTemplate
+from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import LINE_NBYTES

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.experts.on_gpu import Blocks, ExpertsLaunch, ExpertsLaunches
+from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.experts.on_gpu import Blocks, ExpertsLaunches, ExpertsMemory
 from mpicomm.experts.shape import Shape
-from mpicomm.kernels.experts import ExpertsMemory
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from tests.kernels.build import Builds, Change
 from tests.kernels.launches import kernel_of
@@ -88,7 +88,7 @@ class ExpertsRig:
         self.machine = machine = Machine(builds, self.size)
         self._all_threads = all_threads
         self._changes = [*changes, *(() if all_threads else FEW_THREADS)]
-        nbytes = ExpertsMemory(self.shape.in_kernels).nbytes
+        nbytes = ExpertsMemory(self.shape).nbytes
         self.arenas = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         modes = dict.fromkeys(("dispatch", "combine", "dispatch of few", "combine of few"), Blocks(*blocks))
@@ -167,7 +167,7 @@ class ExpertsRig:
         self._launch(rank, made, nap_us)
         return output, of_slots
 
-    def _launch(self, rank: int, made: ExpertsLaunch, nap_us: int) -> None:
+    def _launch(self, rank: int, made: Launch, nap_us: int) -> None:
         source = made.variant.source.name
         # Changes of files that a kernel does not include would only compile it again.
         changes = [each for each in self._changes if each.file in _INCLUDED.get(source, ())]

@@ -13,12 +13,11 @@ from mpicomm.collectives.exchange import TwoShot
 from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
-from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in, two_shot_of_rows
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, coding_of
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags

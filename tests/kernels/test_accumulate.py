@@ -22,7 +22,7 @@ from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.packing import PackJob, table_of
 from mpicomm.mpi.types import covered_dtype
-from mpicomm.windows import pairs
+from mpicomm.windows import updates
 from tests.helpers.inputs.regions import layout, region
 from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds, Change
@@ -194,7 +194,7 @@ def test_elements_are_replaced_and_read_as_wholes(builds: Builds, dtype: str, op
 @pytest.mark.parametrize("op", LOCATING)
 @pytest.mark.parametrize("name", ["pair_f4", "pair_f8", "pair_i2"])
 def test_pairs_are_compared(builds: Builds, name: str, op: str) -> None:
-    dtype = next(dtype for dtype, named in pairs.kernel_types().items() if named == name)
+    dtype = next(dtype for dtype, named in updates.kernel_types().items() if named == name)
     machine, rng = Machine(builds, 3), np.random.default_rng(4)
     parts = np.zeros((3, 5, 12), dtype)
     parts["value"] = rng.integers(0, 3, parts.shape)
@@ -211,7 +211,7 @@ def test_pairs_are_compared(builds: Builds, name: str, op: str) -> None:
     machine.run(seed=5, jitter_us=100, limit_s=30)
     expected = parts[0, 0].copy()
     for row in parts.reshape(-1, 12):
-        pairs.combine(op, expected, row)
+        updates.combine_pairs(op, expected, row)
     found = target.view(dtype)
     assert [found[field].tolist() for field in ("value", "index")] == [
         expected[field].tolist() for field in ("value", "index")

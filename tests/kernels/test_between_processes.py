@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import SLOTS
-from mpicomm.collectives.gpu.algorithms.chunks.template import CHANNEL_NBYTES
+from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from tests.kernels.build import Builds
 from tests.kernels.exchange_rig import ExchangeRig
 from tests.kernels.kernel_calls import Calls, random_counts, sizes_around

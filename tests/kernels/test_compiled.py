@@ -17,7 +17,7 @@ import mpicomm  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.chain.arguments import CHAIN_THREADS, chain_kernel  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import THREADS, exchange_kernel  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.copies.arguments import REDUCTION_THREADS, local_reduction_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_THREADS, direct_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_KERNEL, DIRECT_THREADS  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
     OVERSEERS,
     Steps,
@@ -26,7 +26,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
     packet_kernel,
     wire_options,
 )
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_THREADS, sendrecv_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_KERNEL, SENDRECV_THREADS  # noqa: E402
 from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
 from mpicomm.kernels.accumulate import LOCATING, MOVING, accumulate_kernel, swap_kernel  # noqa: E402
 from mpicomm.kernels.combine import COMBINE_THREADS, combine_kernel  # noqa: E402
@@ -106,7 +106,7 @@ BANDWIDTH += [
     for way in ("one_shot", "two_shot", "moves")
 ]
 BANDWIDTH += [chain_kernel(reduction) for reduction in (None, ("int8", "sum"), WIDEST)]
-BANDWIDTH += [direct_kernel(), PACK_KERNEL, COPY]
+BANDWIDTH += [DIRECT_KERNEL, PACK_KERNEL, COPY]
 EXPERTS_DTYPES = ("float32", "float16", "bfloat16")
 # Each type is once converted to, and once converted from. The loads of a type, not the stores, need the registers.
 BANDWIDTH += [
@@ -298,8 +298,8 @@ LARGEST_BLOCKS = [
         most_workers(2, fan_out=False, one_step=True) + OVERSEERS,
     ),
     (chain_kernel(None), CHAIN_THREADS),
-    (direct_kernel(), DIRECT_THREADS),
-    (sendrecv_kernel(), SENDRECV_THREADS),
+    (DIRECT_KERNEL, DIRECT_THREADS),
+    (SENDRECV_KERNEL, SENDRECV_THREADS),
     (local_reduction_kernel(("float32", "sum")), REDUCTION_THREADS),
     (combine_kernel(("float32", "sum"), "float32"), COMBINE_THREADS),
     (epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH), EPILOGUE_THREADS),

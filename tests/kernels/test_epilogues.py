@@ -7,7 +7,7 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
-from mpicomm.collectives.gpu.finish_launches import finish_launches
+from mpicomm.collectives.gpu.launches_around import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
 from mpicomm.mpi.span import Span
 from tests.helpers.references.reductions import dtype_named, require_same, samples

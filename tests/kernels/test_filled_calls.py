@@ -18,9 +18,9 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.gpu.algorithms.chunks.template import ChunkTemplate
+from mpicomm.collectives.gpu.algorithms.chunks.plan import ChunkTemplate
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
-from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.chunks.template import CHANNEL_NBYTES
+from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
 from tests.helpers.inputs import patterns

@@ -9,7 +9,7 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
 from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
-from mpicomm.collectives.gpu.finish_launches import finish_launches
+from mpicomm.collectives.gpu.launches_around import finish_launches
 from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
 from mpicomm.mpi.span import Span
 from tests.helpers.references.reductions import Array, dtype_named, require_same

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.chunks.template import CHANNEL_NBYTES
+from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import sizes_around

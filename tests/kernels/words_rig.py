@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.variant import SHARED
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Machine
 

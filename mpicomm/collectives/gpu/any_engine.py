@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.choose import AlgorithmChoice
-    from mpicomm.collectives.gpu.form_plan import MessagePlan
-    from mpicomm.devices.cuda.local_event import LocalEvent
+    from mpicomm.collectives.gpu.form_plan import FormPlan, MessagePlan
+    from mpicomm.devices.cuda.events import LocalEvent
     from mpicomm.symmetric.registry import Mappings
 
 
@@ -29,27 +29,13 @@ class AnyPlan(Protocol):
         """Whether the call has to be planned again."""
 
 
-class AnyFilledPlan(AnyPlan, Protocol):
-    """Calls that an engine can enqueue, with addresses and counts that are filled in."""
-
-    def fill(self, sent: Any, received: Any) -> bool:
-        """See `FilledPlan.fill`."""
-
-
-class AnyFormPlan(AnyFilledPlan, Protocol):
-    """Calls of one form that an engine can enqueue."""
-
-    def takes(self, sent: Any, received: Any) -> bool:
-        """See `FormPlan.takes`."""
-
-
 class Engine(Protocol):
     """An engine for device arrays: `DeviceEngine`, or the engine of several peer domains together."""
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
         """See `DeviceEngine.prepare_call`."""
 
-    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> AnyFormPlan | None:
+    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | None:
         """See `DeviceEngine.form_plan`."""
 
     def prepare_barrier(self) -> AnyPlan:

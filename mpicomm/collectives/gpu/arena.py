@@ -45,7 +45,7 @@ class DeviceArena:
         self.layout = layout
         self._segments = self._share(_PURPOSE, layout)
         self._regions: dict[Request, SharedSegments] = {}
-        self.pointers = self._pointers(self._segments)
+        self.pointers = tuple(self._segments.pointers)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
         """The inboxes of the LL protocol."""
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
@@ -87,7 +87,7 @@ class DeviceArena:
         """Return the smallest region that a request fits into. Local."""
         found = self._find(request)
         assert found is not None, request
-        return ArenaRegion(self._pointers(self._regions[found]), found.slots_nbytes)
+        return ArenaRegion(tuple(self._regions[found].pointers), found.slots_nbytes)
 
     def abort(self) -> None:
         """Let the kernels of all ranks give up, as if a kernel had found a rank in another call. Local, blocking."""
@@ -151,9 +151,6 @@ class DeviceArena:
 
     def _at(self, offset: int, nbytes: int) -> Inboxes:
         return Inboxes(tuple(pointer + offset for pointer in self.pointers), nbytes)
-
-    def _pointers(self, segments: SharedSegments) -> tuple[int, ...]:
-        return tuple(segments[index].pointer for index in range(self._node.size))
 
 
 def _allocated_nbytes(request: Request) -> int:

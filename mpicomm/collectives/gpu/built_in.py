@@ -34,14 +34,7 @@ _ROWS = (
     *_allreduce({2: 112, 3: 112, 4: 112, 6: 96, 8: 120}, registered=True),
     # Calls with codes, measured on H100s. Two hops between two ranks move as many bytes as one hop, but each rank codes
     # and reduces only half of the results. Up to 2944 KiB of codes two hops take one step.
-    _row(
-        "Allreduce",
-        2,
-        (MIB + 1, "two_shot"),
-        (2944 * KIB + 1, "one_shot"),
-        (3584 * KIB, "two_shot"),
-        coded=True,
-    ),
+    _row("Allreduce", 2, (MIB + 1, "two_shot"), (2944 * KIB + 1, "one_shot"), (3584 * KIB, "two_shot"), coded=True),
     _row("Allreduce", 3, (384 * KIB + 1, "two_shot"), coded=True),
     _row("Allreduce", 4, (256 * KIB + 1, "two_shot"), coded=True),
     # Between 4 ranks a chain wins from 384 KiB on if call follows call. A chain adds 2 us for each rank on its way. So

@@ -16,7 +16,7 @@ from mpicomm.collectives.gpu.algorithms.packets.any_length import inboxes_for, l
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, ANY_LENGTH
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
-from mpicomm.collectives.gpu.finish_launches import finish_launches
+from mpicomm.collectives.gpu.launches_around import finish_launches
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.errors import InvalidUsageError, equal_error
@@ -93,14 +93,7 @@ class Prepared(NamedTuple):
 class Preparation:
     """Chooses an algorithm for each call and sets up its memory. Local, except that all ranks meet in a set-up."""
 
-    def __init__(
-        self,
-        tuning: Tuning,
-        node: Node,
-        arena: DeviceArena,
-        call_log: CallLog,
-        calls: LoggedCalls,
-    ) -> None:
+    def __init__(self, tuning: Tuning, node: Node, arena: DeviceArena, call_log: CallLog, calls: LoggedCalls) -> None:
         self._tuning = tuning
         self._node = node
         self._arena = arena

@@ -18,8 +18,7 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
-from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
-from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
@@ -31,17 +30,17 @@ from mpicomm.collectives.gpu.device_facts import device_facts
 from mpicomm.collectives.gpu.fillings import Fillings, launches_of
 from mpicomm.collectives.gpu.form_plan import BY_KERNELS, FormPlan, MessagePlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.launches_around import pack_launches
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
-from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import Plan
-from mpicomm.collectives.gpu.step_loader import StepLoader
+from mpicomm.collectives.gpu.step_loader import CopyStream, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
+from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.load import kernels_of
-from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
@@ -334,16 +333,12 @@ class DeviceEngine:
             with self._backend.current():
                 pending = self._order.enqueue(stream, eager, plan.enqueue, event)
         if plan.private_nbytes is not None and self._longest.count(plan.private_nbytes):
-            self._enlarge_inboxes(plan)
+            # Collective. It comes after the call, because all ranks must use the same inboxes in the call, with an old
+            # plan or a new one.
+            changed = self._preparation.enlarge_inboxes(plan, self._longest.agree())
+            if changed:
+                self._longest.make_plans_old()
         return pending
-
-    def _enlarge_inboxes(self, plan: Plan) -> None:
-        """Set up larger inboxes for calls with private lengths, if that pays; collective then. ``plan`` is this call.
-
-        It comes after the call, because all ranks must use the same inboxes in the call, with an old plan or a new one.
-        """
-        if self._preparation.enlarge_inboxes(plan, self._longest.agree()):
-            self._longest.make_plans_old()
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Make a plan a graph and enqueue it."""

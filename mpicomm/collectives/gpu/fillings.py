@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
 from math import floor, inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, Node
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, Filled, GpuCall, Node, Template
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
-from mpicomm.collectives.gpu.algorithms.step_calls import StepCalls
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.gpu.algorithms.template import Filled, Template
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.symmetric.registry import Mapped
+
+
+class StepCalls:
+    """The calls of a form by an algorithm without a template.
+
+    The number of steps depends on the length of a call. So the algorithm plans each call, but from the form, without
+    reading its arguments or choosing the algorithm again.
+    """
+
+    def __init__(self, algorithm: Algorithm, form: Form, node: Node) -> None:
+        self._algorithm = algorithm
+        self._form = form
+        self._node = node
+
+    def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
+        """Return the steps of a call; else as `EvenTemplate.fill`."""
+        algorithm, form, node = self._algorithm, self._form, self._node
+        operation, buffers = form.operation, form.buffers(send, receive, nbytes)
+        call = GpuCall(operation, operation.name, hash32, buffers, nbytes * form.blocks_counted, memory)
+        if not all(node.arena.has(request) for request in algorithm.memory(call, node)):
+            return None  # the ranks set up memory when they plan a call
+        return [*algorithm.plan(call, node)], 0, 0
+
 
 if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.step_loader import StepLoader
     from mpicomm.devices.cuda.stream_order import Enqueue
 
 NO_END = 1 << 62  # more bytes than any call has
-
-
-class Loader(Protocol):
-    """Makes steps ready: see `StepLoader`."""
-
-    def enqueuers(self, steps: Sequence[Step]) -> Sequence[Enqueue]:
-        """See `StepLoader.enqueuers`."""
 
 
 LaunchOf = Callable[[Filled], "Enqueue"]
@@ -35,7 +51,7 @@ LaunchOf = Callable[[Filled], "Enqueue"]
 class Filling:
     """An algorithm for calls of a form. ``algorithm`` is None for calls that no algorithm of that name takes."""
 
-    def __init__(self, algorithm: Algorithm | None, form: Form, node: Node, loader: Loader) -> None:
+    def __init__(self, algorithm: Algorithm | None, form: Form, node: Node, loader: StepLoader) -> None:
         self.name = algorithm.name if algorithm else ""
         self.into_memory = algorithm is not None and algorithm.into_memory
         self._made_of = algorithm, form, node, loader
@@ -58,18 +74,14 @@ class Filling:
             self.fill = StepCalls(algorithm, form, node).fill
             self.launch_of = partial(_in_turn, loader)
         else:
-            self.fill = _not_filled
+            self.fill = lambda *_: None
         return self.fill(*call)
-
-
-def _not_filled(*call: Any) -> None:
-    return None
 
 
 class _Launches(dict[Filled, "Enqueue"]):
     """The launches of a template, whose kernels are loaded at first need."""
 
-    def __init__(self, template: Template, loader: Loader) -> None:
+    def __init__(self, template: Template, loader: StepLoader) -> None:
         self._template = template
         self._loader = loader
 
@@ -80,12 +92,12 @@ class _Launches(dict[Filled, "Enqueue"]):
         return self[filled]
 
 
-def launches_of(template: Template, loader: Loader) -> LaunchOf:
+def launches_of(template: Template, loader: StepLoader) -> LaunchOf:
     """Return the launches of a template."""
     return _Launches(template, loader).__getitem__
 
 
-def _in_turn(loader: Loader, filled: Filled) -> Enqueue:
+def _in_turn(loader: StepLoader, filled: Filled) -> Enqueue:
     """Return a function that enqueues the steps of a call."""
     steps = loader.enqueuers(filled[0])
 
@@ -103,7 +115,7 @@ ByLength = tuple[list[int], list[Filling]]
 class Fillings:
     """The algorithms for calls of a form on a node. ``asked`` is ``algorithm=``."""
 
-    def __init__(self, form: Form, asked: str, tuning: Tuning, node: Node, loader: Loader) -> None:
+    def __init__(self, form: Form, asked: str, tuning: Tuning, node: Node, loader: StepLoader) -> None:
         self.form = form
         self.asked = asked
         self._tuning = tuning

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
-from mpicomm.collectives.gpu.algorithms.sendrecv.template import SendrecvTemplate
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf
 from mpicomm.collectives.operations import Shape

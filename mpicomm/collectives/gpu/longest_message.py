@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.plan import Plan
+
 _MOST_CALLS_BETWEEN = 1024
-
-
-class CountedPlan(Protocol):
-    """The plan of a call with private lengths."""
-
-    private_nbytes: int | None
-    """This rank's longest message."""
-    is_old: bool
-    """Whether the call has to be planned again."""
 
 
 class LongestMessage:
@@ -40,9 +34,9 @@ class LongestMessage:
         self._next = 1
         self._checkpoints = 0
         self._nbytes = 0
-        self._plans: WeakSet[CountedPlan] = WeakSet()
+        self._plans: WeakSet[Plan] = WeakSet()
 
-    def keep(self, plan: CountedPlan, nbytes: int) -> None:
+    def keep(self, plan: Plan, nbytes: int) -> None:
         """Count a plan from now on. The longest message of its call has ``nbytes`` on this rank. Local."""
         plan.private_nbytes = nbytes
         self._plans.add(plan)

@@ -10,7 +10,7 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.faults import called_differently
-from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, PeerError, name_ranks
 from mpicomm.waiting import wait_until
 
 _LATE_S = 0.5  # how long an error waits for the calls of ranks that are a little late
@@ -69,14 +69,8 @@ class LoggedCalls:
             self._arena.abort()  # so that ranks in a kernel leave before their time is up
             self._fail(error)
         if behind:
-            names = f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, behind))}"
-            self._fail(
-                CollectiveTimeoutError(
-                    f"collective: {names} did not come within {self._node.timeout_s:g} s; the communicator is "
-                    "unusable: create another",
-                    ranks=behind,
-                )
-            )
+            late = f"collective: {name_ranks(behind)} did not come within {self._node.timeout_s:g} s"
+            self._fail(CollectiveTimeoutError(f"{late}; the communicator is unusable: create another", ranks=behind))
 
     def _fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         self._backend.fail(error)

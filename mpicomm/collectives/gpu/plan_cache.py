@@ -16,8 +16,9 @@ from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.any_engine import AnyFilledPlan, AnyPlan, Engine
-    from mpicomm.devices.cuda.local_event import LocalEvent
+    from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
+    from mpicomm.collectives.gpu.form_plan import FormPlan, MessagePlan
+    from mpicomm.devices.cuda.events import LocalEvent
     from mpicomm.session import Session
 
 _MOST = 1024  # calls of a form that are kept, and calls without a form
@@ -274,7 +275,7 @@ class PlanCache:
             self._add_form(kinds, filled, known)
         self._keep_plain(kinds, sent, received, known)
 
-    def _add_form(self, kinds: Hashable, plan: AnyFilledPlan, known: KnownCall) -> None:
+    def _add_form(self, kinds: Hashable, plan: FormPlan | MessagePlan, known: KnownCall) -> None:
         if len(self._forms) >= _MOST_FORMS:
             self._forms.clear()
         self._forms[kinds] = _Form(plan.fill, known._replace(plan=plan), {})

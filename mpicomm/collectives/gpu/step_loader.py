@@ -4,12 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
+from cupy.cuda import runtime
+
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, LibraryWork, Step
 from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.beside_stream import ForkedStream
 from mpicomm.devices.cuda.load import Kernel, KernelCache
 from mpicomm.devices.cuda.stream_order import Enqueue
 from mpicomm.kernels.variant import Variant
+
+
+class CopyStream:
+    """The stream on which a communicator's copies run beside its kernels. The device must be current."""
+
+    def __init__(self) -> None:
+        self._stream = ForkedStream()
+        self._forked = 0  # the copies after a fork use it
+        self.join = self._stream.join
+        """Lets a stream wait for all enqueued copies."""
+
+    def fork(self, stream: int) -> None:
+        """Let all later copies wait for all work that is enqueued on ``stream``."""
+        self._forked = self._stream.fork(stream)
+
+    def close(self) -> None:
+        """Destroy the streams and the events. A second call does nothing."""
+        self._stream.close()
+
+    def copying(self, copy: Copy) -> Enqueue:
+        """Return the copy as a step of a plan."""
+        return lambda stream: runtime.memcpyAsync(
+            copy.target, copy.source, copy.nbytes, runtime.memcpyDeviceToDevice, stream if copy.local else self._forked
+        )
 
 
 class StepLoader:
@@ -36,14 +62,11 @@ class StepLoader:
                 for variant in missing:
                     self._kernels.load(variant)
 
-    def _loaded(self, variant: Variant) -> Kernel:
-        kernel = self._kernels.find(variant)
-        assert kernel is not None
-        return kernel
-
     def _enqueuer(self, step: Step) -> Enqueue:
         if isinstance(step, Launch):
-            return launching(self._loaded(step.variant), step)
+            kernel = self._kernels.find(step.variant)
+            assert kernel is not None
+            return launching(kernel, step)
         if isinstance(step, Copy):
             return self._copies.copying(step)
         if isinstance(step, LibraryWork):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -75,8 +75,8 @@ class HostEngine:
         self._slot_nbytes = slot_nbytes
         self._channels = Channels(node, slot_nbytes, max(slots, 2 * (node.size - 1)), first, call_log.differ)
         self._peers = [(node.rank + step) % node.size for step in range(1, node.size)]
-        self._reducers: dict[tuple[str, np.dtype[Any]], Reducer] = {}
-        self._slots: dict[tuple[int, np.dtype[Any]], npt.NDArray[Any]] = {}
+        self._reducer = cache(Reducer)
+        self._slot = cache(lambda pointer, dtype: array_at(pointer, slot_nbytes // dtype.itemsize, dtype))
         self._scratch: npt.NDArray[np.uint8] | None = None
         self._open = True
         self._broken: MpicommError | None = None
@@ -121,7 +121,7 @@ class HostEngine:
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. `run` raises `InvalidUsageError` afterwards."""
         self._open = False
-        self._slots.clear()
+        self._slot.cache_clear()
         self._channels.close_peers()
 
     def close_own(self) -> None:
@@ -239,18 +239,6 @@ class HostEngine:
             channels.release(others)
 
         return reduce
-
-    def _slot(self, pointer: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        key = (pointer, dtype)
-        if key not in self._slots:
-            self._slots[key] = array_at(pointer, self._slot_nbytes // dtype.itemsize, dtype)
-        return self._slots[key]
-
-    def _reducer(self, op: str, dtype: np.dtype[Any]) -> Reducer:
-        key = (op, dtype)
-        if key not in self._reducers:
-            self._reducers[key] = Reducer(op, dtype)
-        return self._reducers[key]
 
     def _error_of(self, reason: Exception, text: str) -> MpicommError:
         ranks = self._node.ranks

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.errors import InvalidUsageError
@@ -114,3 +115,16 @@ def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> lis
     # it.
     pieces = [two_shot(piece) for piece in buffers.pieces(_SHARD_NBYTES * size)]
     return [exchange for piece in pieces for exchange in (piece.first, piece.second)]
+
+
+class OneNode:
+    """Carries out calls with ``engine``, which serves all ``size`` ranks."""
+
+    def __init__(self, engine: HostEngine, size: int) -> None:
+        self._engine = engine
+        self._size = size
+
+    def run(self, call: Call, algorithm: str) -> None:
+        """Carry out a call that was read. Collective, blocking; raises as `HostEngine.run` does."""
+        scratch = self._engine.scratch(call.scratch_nbytes)
+        self._engine.run(schedule(call, algorithm, self._size, scratch), call.signature)

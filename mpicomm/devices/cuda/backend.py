@@ -21,7 +21,7 @@ from mpicomm.devices.cuda.arrays import as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
-from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
+from mpicomm.devices.cuda.events import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.launch_graph import LaunchGraph
 from mpicomm.devices.cuda.links import link_to
@@ -31,14 +31,13 @@ from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.scratch_memory import LEAST_SUSPENDED_NBYTES, ScratchMemory
 from mpicomm.devices.cuda.segments import SegmentsOfGpu
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
-from mpicomm.devices.cuda.signal_kernels import SignalKernels
-from mpicomm.devices.cuda.streams_of_gpu import StreamsOfGpu
+from mpicomm.devices.cuda.streams import StreamsOfGpu
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import SHARED, Variant
 
 
 class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
@@ -59,7 +58,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         self.calls: DifferingCalls | None = None
         self.kind: Kind | None = None
         self._lock = threading.Lock()
-        self._kernels: SignalKernels | None = None
+        self._signals: tuple[Kernel, Kernel] | None = None
         self._steps: CudaMessageSteps | None = None
         self._tables = PackTables(self)
         self._stream: Any = None
@@ -77,11 +76,9 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             raise
 
     def make_current(self) -> None:
-        """Make this GPU current on the calling thread, for CuPy, PyTorch and all users of the CUDA runtime."""
         cupy.cuda.Device(self._ordinal).use()
 
     def prepare_thread(self) -> None:
-        """Like `make_current`, for a thread of mpicomm, which goes on whatever other threads capture."""
         self.make_current()
         # A query of an event would spoil a graph that another thread captures, although the event is no part of it. The
         # threads of the user keep their mode, because a capture in CUDA's default mode shall watch their calls. Also, a
@@ -148,12 +145,12 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
     def signal(self, sent: int, inbox: int, stream: int) -> None:
         with self._context.current():
-            self._load_kernels().signal.launch(stream, sent, inbox, self.faults.failed)
+            self._signal_kernels()[0].launch(stream, sent, inbox, self.faults.failed)
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
         with self._context.current():
             faults = self.faults
-            wait = self._load_kernels().wait
+            _, wait = self._signal_kernels()
             wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
 
     def message_steps(self) -> CudaMessageSteps:
@@ -249,7 +246,6 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Give a ``with`` block, for one thread at a time, that may load and allocate even during a capture."""
         with self._lock, self._context.current(), relaxed():  # a capture may be the first to use a kernel
             yield
 
@@ -265,12 +261,10 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             return Scratch(self._scratch.allocate(nbytes, self.kind), nbytes, None)
 
     def suspend(self) -> None:
-        """Give large scratch memory back, and keep its addresses; local."""
         with self._context.current():
             self._scratch.suspend()
 
     def resume(self) -> None:
-        """Take scratch memory again, and write the tables of datatypes into it; local."""
         with self._context.current():
             self._scratch.resume()
         self._tables.restore(LEAST_SUSPENDED_NBYTES)
@@ -326,11 +320,15 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
             raise HandleError(f"the communicator on GPU {self._ordinal} is freed; create another")
         return self._faults
 
-    def _load_kernels(self) -> SignalKernels:
-        if self._kernels is None:
+    def _signal_kernels(self) -> tuple[Kernel, Kernel]:
+        """Return the kernels that signal and that wait. Both are loaded before one of them can spin."""
+        if self._signals is None:
             with self.loading():
-                self._kernels = self._kernels or SignalKernels(kernels_of(self.info))
-        return self._kernels
+                module, pointer = kernels_of(self.info).module(SHARED / "signal.cu"), ctypes.c_void_p
+                types = pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer, pointer
+                signal = module.kernel("mpicomm_signal", (pointer, pointer, pointer))
+                self._signals = self._signals or (signal, module.kernel("mpicomm_wait_signal", types))
+        return self._signals
 
 
 def _copy(target: int, source: int, nbytes: int, stream: int) -> None:

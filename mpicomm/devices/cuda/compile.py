@@ -17,7 +17,7 @@ from cuda.bindings import nvrtc
 
 from mpicomm import environment
 from mpicomm.errors import BackendUnavailableError, KernelCompileError
-from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.variant import SHARED
 
 
 def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_options: Sequence[str] = ()) -> bytes:

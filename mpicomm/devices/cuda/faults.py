@@ -17,8 +17,8 @@ from mpicomm.devices.host import fence
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error
 from mpicomm.kernels.experts import COMBINE, DISPATCH, ROOM, ROUTES
-from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, EXCHANGE, MESSAGE, MISMATCH, OF_RECEIVE, Faults
+from mpicomm.kernels.variant import u32, u64
 from mpicomm.kernels.window import COMES_FIRST, FENCE, LOCK, START, WAIT, late_lock
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh

@@ -11,7 +11,7 @@ from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
-from mpicomm.devices.cuda.local_event import LocalEvent
+from mpicomm.devices.cuda.events import LocalEvent
 
 
 class _EventPool:
@@ -87,7 +87,6 @@ class CudaSideStreams:
             return LocalEvent()
 
     def mark_again(self, mark: Mark, stream: int) -> Mark:
-        """Return a mark as `mark` does. It is ``mark`` itself, which no other code may use."""
         if stream > 2 or runtime.getDevice() == self._ordinal:  # 0 to 2 name streams of the current device
             runtime.eventRecord(mark.ptr, stream)
         else:
@@ -103,7 +102,6 @@ class CudaSideStreams:
                 self._wait_stream(stream, other)
 
     def wait_stream_again(self, mark: Mark, stream: int, other: int) -> None:
-        """As `wait_stream`, by ``mark``, which no other code may use. That is cheaper."""
         if runtime.getDevice() == self._ordinal:
             runtime.eventRecord(mark.ptr, other)
             runtime.streamWaitEvent(stream, mark.ptr)

@@ -11,7 +11,7 @@ from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.capture import capture_of
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.local_event import LocalEvent
+from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.errors import HandleError
 
 _MOST_CAPTURES = 16  # the number of open captures that may take pieces in turns

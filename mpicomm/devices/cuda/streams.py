@@ -1,16 +1,20 @@
-"""The meaning of a ``stream=`` argument, and the threads that use each stream."""
+"""Streams of a GPU: the meaning of a ``stream=`` argument, the threads that use each stream, captures and ends."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import cupy
 from cuda.bindings import driver
+from cupy.cuda import get_current_stream, runtime
 
+from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.stream_threads import ThreadsOfStreams
+from mpicomm.devices.cuda.events import Completions
+from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.errors import InvalidUsageError
 
 _ACCEPTED = "pass a CuPy or PyTorch stream, an object with __cuda_stream__, an int, or leave stream out"
@@ -75,3 +79,62 @@ def _from_protocol(stream: Any) -> int:
             f"stream={stream!r} has version {version} of __cuda_stream__, mpicomm reads 0: pass its address as an int"
         )
     return int(pointer)
+
+
+class StreamsOfGpu:
+    """The part of a `GpuBackend` for the streams of GPU ``ordinal``, in the context that the backend holds."""
+
+    def __init__(self, ordinal: int, context: PrimaryContext) -> None:
+        self._ordinal = ordinal
+        self._context = context
+        self._threads = threads_of(ordinal)
+        self.lasting_streams = {0}
+        self.note = self._threads.note
+        """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
+        self.completions = Completions(context.current)
+        """The events after nonblocking work."""
+
+    def stream(self, stream: Any, array: Any = None) -> int:
+        # The usual cases are quick, because every call comes here.
+        if stream is None and type(array) is cupy.ndarray:
+            resolved: int = get_current_stream(self._ordinal).ptr
+        elif type(stream) is cupy.cuda.Stream:
+            resolved = stream.ptr
+        else:
+            resolved = resolve_stream(stream, array, self._ordinal)
+        self._threads.note(resolved)
+        return resolved
+
+    def threads(self, stream: int) -> StreamThreads:
+        return self._threads.of(stream)
+
+    def waits_beside(self, stream: int, array: Any) -> bool:
+        # PyTorch itself calls from several threads: the threads of the program and of autograd. It keeps their order,
+        # and expects that no call waits for the GPU.
+        return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
+
+    def meets(self, stream: int, array: Any) -> bool:
+        # Tensors do not count the threads: backward passes have a separate thread, and a count takes long.
+        several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
+        return several and not self.is_capturing(stream)
+
+    def is_capturing(self, stream: int) -> bool:
+        # This look is cheaper than a change of context, and the device is nearly always this device, because a new
+        # Communicator makes its GPU current.
+        if runtime.getDevice() == self._ordinal:
+            return bool(runtime.streamIsCapturing(stream))
+        with self._context.current():
+            return bool(runtime.streamIsCapturing(stream))
+
+    def completion(self, stream: int) -> Callable[[], bool]:
+        if runtime.getDevice() != self._ordinal:  # as in `is_capturing`
+            with self._context.current():
+                return self._completion(stream)
+        return self._completion(stream)
+
+    def _completion(self, stream: int) -> Callable[[], bool]:
+        if runtime.streamIsCapturing(stream):
+            return lambda: True
+        event = self.completions.take()
+        runtime.eventRecord(event.ptr, stream)
+        return event.passed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -13,7 +14,7 @@ from cupy.cuda import runtime
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.capture import relaxed, takes_part
 from mpicomm.devices.cuda.driver import is_over
-from mpicomm.devices.cuda.local_event import LocalEvent
+from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.errors import HandleError
 
 _READ_EVERY_NS = 1_000_000_000  # after a second CUDA's times, which are floats, are exact to a tenth of a microsecond
@@ -95,31 +96,27 @@ class Timeline:
                 raise HandleError(f"the times of a stream cannot be measured: {error}") from None
 
 
+@dataclass(slots=True, eq=False)
 class StreamInterval:
     """An `Interval` of a stream's work, from one event to another."""
 
-    __slots__ = ("_timeline", "base", "start", "stop", "stream")
-
-    def __init__(
-        self, timeline: Timeline, stream: int, base: tuple[LocalEvent, int], start: LocalEvent, stop: LocalEvent
-    ) -> None:
-        self._timeline = timeline
-        self.stream = stream
-        self.base = base
-        """The event of the comparison before this interval, and its time in nanoseconds of the host's clock."""
-        self.start = start
-        self.stop = stop
+    timeline: Timeline
+    stream: int
+    base: tuple[LocalEvent, int]
+    """The event of the comparison before this interval, and its time in nanoseconds of the host's clock."""
+    start: LocalEvent
+    stop: LocalEvent
 
     def extend(self) -> None:
-        with contextlib.suppress(HandleError), self._timeline.guarded():
+        with contextlib.suppress(HandleError), self.timeline.guarded():
             runtime.eventRecord(self.stop.ptr, self.stream)
 
     def times_ns(self) -> tuple[int, int] | None:
-        with self._timeline.guarded():
+        with self.timeline.guarded():
             if not is_over(driver.cuEventQuery, self.stop.ptr):
                 return None
             base, base_ns = self.base
             start_ns = base_ns + round(runtime.eventElapsedTime(base.ptr, self.start.ptr) * 1e6)
             lasted_ns = round(runtime.eventElapsedTime(self.start.ptr, self.stop.ptr) * 1e6)
-        self._timeline.idle += (self.start, self.stop)
+        self.timeline.idle += (self.start, self.stop)
         return start_ns, start_ns + lasted_ns

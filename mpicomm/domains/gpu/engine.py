@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,22 +17,20 @@ from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.engine import DeviceEngine
-from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.gpu.form_plan import MessagePlan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
-from mpicomm.collectives.gpu.pack_launches import pack_launch, pack_launches
+from mpicomm.collectives.gpu.launches_around import finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.driver import DriverShutDownError
-from mpicomm.devices.cuda.local_event import LocalEvent
+from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.pipeline import DEPTH, carry_out
-from mpicomm.domains.schedules import require_order, schedule_of, steps_of
+from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
 from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step
 from mpicomm.domains.transport import Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
@@ -45,22 +44,20 @@ Item = Plan | NetworkStep
 _BYTE = np.dtype(np.uint8)
 
 
+@dataclass(eq=False)
 class DomainsPlan:
     """This rank's part of a call, ready to be enqueued again and again: plans of its domain, and network steps."""
 
-    def __init__(
-        self,
-        call: Signature,
-        pieces: Sequence[Sequence[Item]],
-        choice: AlgorithmChoice,
-        before: Plan | None = None,
-        after: Plan | None = None,
-    ):
-        self.call = call
-        self.text = str(call)
-        self.choice = choice
-        self.pieces = pieces
-        self.before, self.after = before, after
+    call: Signature
+    pieces: Sequence[Sequence[Item]]
+    choice: AlgorithmChoice
+    before: Plan | None = None
+    after: Plan | None = None
+
+    @cached_property
+    def text(self) -> str:
+        """The text of the call, for errors."""
+        return str(self.call)
 
     def __str__(self) -> str:
         return self.text
@@ -90,7 +87,6 @@ class DomainsEngine:
             self._order = StreamOrder()
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
-        """Return this rank's part of a call that was read; see `DeviceEngine.prepare_call`."""
         require_order(call, self._layout)
         if call.wire is not None:
             raise InvalidUsageError(
@@ -188,7 +184,6 @@ class DomainsEngine:
     def message_plan(
         self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
     ) -> MessagePlan:
-        """See `DeviceEngine.message_plan`."""
         return self._engine.message_plan(text, sent, received, element_nbytes)
 
     def enqueue(
@@ -261,7 +256,6 @@ class DomainsEngine:
         self._transport.close()
 
     def close_own(self) -> None:
-        """Free this rank's events; local."""
         with suppress(DriverShutDownError), self._backend.current():
             self._order.close()
 

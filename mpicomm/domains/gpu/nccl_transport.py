@@ -15,7 +15,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.beside_stream import BesideStream
-from mpicomm.devices.cuda.local_event import LocalEvent
+from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.domains.transport import Name
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
@@ -50,10 +50,7 @@ class NcclTransport:
     capturable = True
 
     def __init__(
-        self,
-        group: Group,
-        backend: GpuBackend,
-        on_failure: Callable[[CollectiveTimeoutError | PeerError], None],
+        self, group: Group, backend: GpuBackend, on_failure: Callable[[CollectiveTimeoutError | PeerError], None]
     ) -> None:
         self._backend = backend
         self._timeout_s = group.timeout_s
@@ -79,7 +76,7 @@ class NcclTransport:
     def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
         """See `Transport`; it does not block, except for the first network messages between two ranks."""
         if not network_step.sends and not network_step.receives:
-            return _nothing
+            return lambda: None
         side, backend = self._backend.side_streams, self._backend
         capturing = backend.is_capturing(stream)
         with backend.current():
@@ -178,9 +175,6 @@ class NcclTransport:
 
 def _plain(messages: tuple[NetworkMessage, ...]) -> list[tuple[int, int, int]]:
     return [(message.rank, message.pointer, message.nbytes) for message in messages]
-
-
-def _nothing() -> None: ...
 
 
 def require_possible(uuids: Sequence[bytes]) -> None:

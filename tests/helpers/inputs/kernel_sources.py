@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import mpicomm
-from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.variant import SHARED
 
 PACKAGE = Path(mpicomm.__file__).parent
 SOURCES = {path.name: path for path in sorted(PACKAGE.rglob("*.cu"))}

@@ -98,5 +98,9 @@ class Rig:
 
 class _Segments(list[Any]):
     @property
+    def pointers(self) -> list[int]:
+        return [each.pointer for each in self]
+
+    @property
     def own(self) -> Any:
         return self[0]

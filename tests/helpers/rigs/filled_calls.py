@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -96,7 +96,7 @@ def call_of(
 def plan_of(call: Call, device: Device, asked: str, mappings: Mappings | None = None) -> FormPlan:
     node = device.node
     form = Form(call, node.rank, node.size)
-    return form_plan(call.signature, Fillings(form, asked, BUILT_IN, node, device), mappings or Mappings())
+    return form_plan(call.signature, Fillings(form, asked, BUILT_IN, node, cast(Any, device)), mappings or Mappings())
 
 
 def fill(plan: FormPlan, call: Call) -> bool:

@@ -13,9 +13,8 @@ import mpicomm
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
-from mpicomm.domains.mpi_transfers import Direct, Transfers
+from mpicomm.domains.mpi_transfers import Direct, NetworkWaits, Transfers
 from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
-from mpicomm.domains.network_waits import NetworkWaits
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.domains.transport import Transport
 from mpicomm.errors import CollectiveTimeoutError, PeerError

@@ -17,7 +17,7 @@ from mpicomm.collectives import operations as table
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.domains import cuts
+from mpicomm.domains import schedules
 from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.schedules import schedule_of, steps_of
 from mpicomm.errors import InvalidUsageError
@@ -216,8 +216,8 @@ def test_any_domains_work(data: st.DataObject) -> None:
 @pytest.mark.parametrize("nbytes", [256, 8 << 10])
 @pytest.mark.parametrize("domains", LAYOUTS, ids=str)
 def test_long_calls_go_in_pieces(domains: list[list[int]], nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "PIECE_NBYTES", nbytes)
-    monkeypatch.setattr(cuts, "SHORTEST_NBYTES", nbytes // 16)
+    monkeypatch.setattr(schedules, "PIECE_NBYTES", nbytes)
+    monkeypatch.setattr(schedules, "SHORTEST_NBYTES", nbytes // 16)
     for name, algorithm in REDUCING:
         for dtype in (F32, np.dtype(ml_dtypes.bfloat16)):
             reducing_case(name, domains, algorithm, dtype, "sum", 333, name in ("Allreduce", "Reduce_scatter_block"))
@@ -296,11 +296,11 @@ def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[A
         for part in schedule(buffers, layout):
             steps_of(part, memory)
     # Two arrays of partial results and converted blocks, all in twice as many bytes, and packed blocks.
-    assert max(taken) <= 7 * cuts.PIECE_NBYTES
+    assert max(taken) <= 7 * schedules.PIECE_NBYTES
 
 
 def test_every_card_carries_the_data_of_a_broadcast_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "SHORTEST_NBYTES", 4 << 10)
+    monkeypatch.setattr(schedules, "SHORTEST_NBYTES", 4 << 10)
     domains = [[0, 1], [2, 3], [4, 5], [6, 7]]
     cluster, nbytes, pieces = Cluster(domains), 64 << 10, 4
 

@@ -14,8 +14,8 @@ import pytest
 from mpicomm.expressions.expression import Expression, parse
 from mpicomm.expressions.functions import FUNCTIONS, OPERATORS
 from mpicomm.expressions.tree import Variable
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import cpp_name
+from mpicomm.kernels.variant import SHARED
 from tests.helpers.references.reductions import require_same, samples
 
 if shutil.which("g++") is None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import REDUCTIONS, cpp_name, options_for
+from mpicomm.kernels.variant import SHARED
 from tests.helpers.references.reductions import NARROW, dtype_named, reduced, require_same, samples
 
 pytest.importorskip("ml_dtypes")

@@ -16,9 +16,8 @@ from mpicomm.devices.host import array_at
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox
-from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT
+from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, OutboxSlot
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
-from mpicomm.messages.outbox_slot import OutboxSlot
 from mpicomm.messages.rendezvous_header import RendezvousHeader, counts_of
 from tests.helpers.fakes.message_devices import ThreadDevice
 

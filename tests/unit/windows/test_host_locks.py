@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mpicomm.kernels.window import BOARD_NBYTES, EXCLUSIVE_SHIFT, lock_of
-from mpicomm.windows.host_locks import HostLocks, LateError
-from mpicomm.windows.mutex import make_mutex
+from mpicomm.windows.host_locks import HostLocks, LateError, make_mutex
 
 RANKS = 3
 

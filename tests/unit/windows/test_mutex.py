@@ -14,8 +14,8 @@ import pytest
 
 from mpicomm.devices.host import array_at
 from mpicomm.kernels.window import BOARD_NBYTES
-from mpicomm.windows import mutex
-from mpicomm.windows.mutex import holding_mutex, make_mutex
+from mpicomm.windows import host_locks
+from mpicomm.windows.host_locks import holding_mutex, make_mutex
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_processes_add_up(board: int) -> None:
 
 def test_death_of_the_holder_lets_the_others_go_on(board: int) -> None:
     def die() -> None:
-        mutex._libc.pthread_mutex_lock(mutex._mutex(board))
+        host_locks._libc.pthread_mutex_lock(host_locks._mutex(board))
         os._exit(1)
 
     os.waitpid(in_child(die), 0)

@@ -20,6 +20,10 @@ MIB = 1 << 20
 
 
 class Segments(list[Any]):
+    @property
+    def pointers(self) -> list[int]:
+        return [each.pointer for each in self]
+
     content: Any
 
 

@@ -27,9 +27,8 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     most_workers,
 )
 from mpicomm.collectives.gpu.algorithms.packets.geometry import MAX_BLOCKS, Geometry
-from mpicomm.collectives.gpu.algorithms.packets.protocols import ProtocolLimits, one_shot_limits, packet_protocol
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import sized_ways
+from mpicomm.collectives.gpu.algorithms.packets.ways import ProtocolLimits, one_shot_limits, packet_protocol, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose

@@ -78,7 +78,7 @@ def test_the_whole_input_counts_as_the_longest_message_if_counts_lie_on_the_devi
 
 def test_only_a_call_with_work_records_the_event_of_the_caller(rig: Rig, cuda: FakeCuda) -> None:
     """Earlier work may be on another stream, so an event there would not follow a call without work."""
-    event = importlib.import_module("mpicomm.devices.cuda.local_event").LocalEvent()
+    event = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent()
     nothing = rig.engine.prepare_alone("a call without work", [])
     assert not rig.engine.enqueue(nothing, STREAM, event=event)
     assert cuda.events[event.ptr] is None

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -135,7 +135,7 @@ class Rank:
         plan = self._plans.get(str(key))
         if plan is None or plan.is_old:
             call = pattern.call(Signature("Alltoallv", "uint8"))
-            plan = _Plan(self._preparation.steps(call, "auto")[1])
+            plan = cast(Any, _Plan(self._preparation.steps(call, "auto")[1]))
             self._longest.keep(plan, longest_with_peers(call.one_shot, self.rank))
             if self._remembers:
                 self._plans[str(key)] = plan

@@ -13,7 +13,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import counted_step_ke
 from mpicomm.devices.cuda import compile as kernel_compile  # noqa: E402
 from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
 from mpicomm.devices.cuda.faults import FaultRecord  # noqa: E402
-from mpicomm.kernels.headers import SHARED  # noqa: E402
+from mpicomm.kernels.variant import SHARED  # noqa: E402
 from tests.helpers.inputs.kernel_sources import SOURCES  # noqa: E402
 
 # The oldest that NVRTC compiles for, the first with instructions that the kernels use only on new devices, and the

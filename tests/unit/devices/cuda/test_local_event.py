@@ -18,7 +18,7 @@ MINE, OTHER = 7, 8
 @pytest.fixture
 def make(cuda: FakeCuda) -> Callable[[], Any]:
     cuda.ctxSetCurrent(MINE)
-    event: Callable[[], Any] = importlib.import_module("mpicomm.devices.cuda.local_event").LocalEvent
+    event: Callable[[], Any] = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent
     return event
 
 

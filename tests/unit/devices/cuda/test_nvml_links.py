@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpicomm.devices.base import Link, slowest_gb_s
-from mpicomm.devices.cuda.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
+from mpicomm.devices.cuda.links import nvlink_gb_s, nvml_link, pcie_gb_s
 
 A, B = bytes(15) + b"a", bytes(15) + b"b"
 SWITCH = b"switch"

@@ -28,7 +28,7 @@ def order(cuda: FakeCuda) -> Iterator[Any]:
 def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, order: Any) -> None:
     carried_out: list[int] = []
     pending: list[tuple[Place, Callable[[], bool]]] = []
-    completions = importlib.import_module("mpicomm.devices.cuda.completion").Completions(nullcontext)
+    completions = importlib.import_module("mpicomm.devices.cuda.events").Completions(nullcontext)
     for piece in range(60):
         stream = cuda.rng.choice(STREAMS)
         event = completions.take() if cuda.rng.random() < 0.5 else None
@@ -51,7 +51,7 @@ def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, ord
 
 @pytest.mark.parametrize("cuda", range(50), indirect=True)
 def test_an_event_of_the_caller_may_come_again_at_any_time(cuda: FakeCuda, order: Any) -> None:
-    new = importlib.import_module("mpicomm.devices.cuda.local_event").LocalEvent
+    new = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent
     carried_out: list[int] = []
     held: list[tuple[Place, Any]] = []
     idle: list[Any] = []
@@ -73,7 +73,7 @@ def test_an_event_of_the_caller_may_come_again_at_any_time(cuda: FakeCuda, order
 
 
 def test_a_piece_of_a_capture_does_not_record_the_event_of_the_caller(cuda: FakeCuda, order: Any) -> None:
-    event = importlib.import_module("mpicomm.devices.cuda.local_event").LocalEvent()
+    event = importlib.import_module("mpicomm.devices.cuda.events").LocalEvent()
     cuda.captures = {2: 7}
     assert not order.enqueue(2, None, partial(cuda.enqueue, act=int), event)
     assert cuda.events[event.ptr] is None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import Variant, u32, u64
 
 _SOURCE = Path(__file__).with_name("chain.cu")
 
@@ -21,10 +20,7 @@ BATCH_NBYTES = 2 * 1024
 class HopArguments(ctypes.Structure):
     """The host's copy of ``Hop`` in chain.cu: a hop of this rank in the chain."""
 
-    _fields_ = [
-        *u64("own", "output"),
-        *u32("receives", "sends"),
-    ]
+    _fields_ = [*u64("own", "output"), *u32("receives", "sends")]
 
 
 class ChainArguments(ctypes.Structure):
@@ -45,8 +41,4 @@ def chain_kernel(reduction: tuple[str, str] | None, *, host_slots: bool = False)
 
     ``host_slots`` is whether slots lie in host memory.
     """
-    return Variant(
-        _SOURCE,
-        "mpicomm_chain",
-        options_for(reduction) + (HOST_SLOTS if host_slots else ()),
-    )
+    return Variant(_SOURCE, "mpicomm_chain", options_for(reduction) + (HOST_SLOTS if host_slots else ()))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.exchange import Chain
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.base import ALL_LENGTHS, Algorithm, Filled, GpuCall, Lengths, Node
 from mpicomm.collectives.gpu.algorithms.chain.arguments import (
     BATCH_NBYTES,
     CHAIN_SLOTS,
@@ -21,7 +21,6 @@ from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
-from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Filled, Lengths
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES
@@ -47,7 +46,6 @@ class AlongRanks(Algorithm):
     name = "chain"
 
     def serves(self, operation: Operation) -> bool:
-        """See `Algorithm`."""
         return operation.chain is not None
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
@@ -65,20 +63,16 @@ class AlongRanks(Algorithm):
         )
 
     def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
-        """See `Algorithm`."""
         return ALL_LENGTHS if _serves(form.operation, form.root, form.size, form.op, form.dtype) else None
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        """See `Algorithm`."""
         chain = _chain(call)
         return (_request(layout_of(chain.nbytes, chain.links, node)),)
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        """See `Algorithm`."""
         yield ChainTemplate(node, _chain(call), call.reduction).launch(call.tag())
 
     def template(self, form: Form, node: Node) -> ChainCalls:
-        """See `Algorithm`."""
         return ChainCalls(form, node)
 
 
@@ -129,7 +123,7 @@ def _most_blocks_of(node: Node) -> int:
 
 
 class ChainTemplate:
-    """Launches of chain.cu for chains of one form between the ranks of a node.
+    """A `Template` of chain.cu for chains of one form between the ranks of a node.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between.
@@ -179,12 +173,11 @@ class ChainTemplate:
         return Launch(self.variant(kernel), self.arguments, blocks, threads, self.early)
 
     def variant(self, kernel: None) -> Variant:
-        """See `Template`."""
         return chain_kernel(self._reduction, host_slots=self._node.host_slots)
 
 
 class ChainCalls(ChainTemplate):
-    """The calls of a form, as chains."""
+    """An `EvenTemplate`: the calls of a form, as chains."""
 
     def __init__(self, form: Form, node: Node) -> None:
         super().__init__(node, form.chain, form.reduction)
@@ -192,6 +185,5 @@ class ChainCalls(ChainTemplate):
         self._buffers = [(form.piece(own).buffer, form.piece(output).buffer) for own, output in pairs]
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
-        """See `EvenTemplate`."""
         buffers = 0, send, receive
         return self.write([(buffers[own], buffers[output]) for own, output in self._buffers], nbytes, hash32)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.team import MAX_RANKS
-from mpicomm.kernels.variant import Variant
+from mpicomm.kernels.variant import Variant, u32, u64
 
 _SOURCE = Path(__file__).with_name("local_reduction.cu")
 

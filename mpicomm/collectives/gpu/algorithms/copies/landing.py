@@ -87,17 +87,15 @@ class Landing(Protocol):
 
 @dataclass(frozen=True)
 class InOutput:
-    """The output of all ranks is symmetric memory, so data lands where it belongs."""
+    """A `Landing` in the output of all ranks, which is symmetric memory: data lands where it belongs."""
 
     rank: int
     memory: Mapped
 
     def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
-        """See `Landing`."""
         return landing_place(exchange, peer, self.memory, self.memory.pointers[self.rank]) + begin
 
     def landed(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
-        """See `Landing`."""
         received = exchange.receives[peer]
         assert received is not None
         return received.pointer + begin
@@ -105,7 +103,7 @@ class InOutput:
 
 @dataclass(frozen=True)
 class InStaging:
-    """Data lands in staging memory. Every rank has a part of this memory for each peer.
+    """A `Landing` in staging memory. Every rank has a part of this memory for each peer.
 
     ``pointers`` has the address of each rank's staging memory.
     """
@@ -115,11 +113,9 @@ class InStaging:
     parts: Parts
 
     def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
-        """See `Landing`."""
         return self._place(self.rank, peer, part)
 
     def landed(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
-        """See `Landing`."""
         return self._place(peer, self.rank, part)
 
     def _place(self, source: int, owner: int, part: int) -> int:

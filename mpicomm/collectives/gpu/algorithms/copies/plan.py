@@ -39,7 +39,7 @@ from mpicomm.collectives.gpu.algorithms.copies.landing import (
     aligned,
 )
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, Reduce, allreduce, movement
-from mpicomm.collectives.gpu.algorithms.direct.template import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.operations import Operation

@@ -5,13 +5,10 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from mpicomm.kernels.fields import u64
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant
-
-_SOURCE = Path(__file__).with_name("direct.cu")
+from mpicomm.kernels.variant import Variant, u64
 
 # Constants and structures of direct.cu; a test compares them.
 DIRECT_THREADS = 512
@@ -46,6 +43,4 @@ def part_of(nbytes: int, blocks: int) -> int:
     return lines * _LINE_NBYTES
 
 
-def direct_kernel() -> Variant:
-    """Return the kernel."""
-    return Variant(_SOURCE, "mpicomm_direct", OPTIONS)
+DIRECT_KERNEL = Variant(Path(__file__).with_name("direct.cu"), "mpicomm_direct", OPTIONS)

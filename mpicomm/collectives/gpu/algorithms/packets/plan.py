@@ -6,45 +6,105 @@ same kernel that rank reduces or takes the shard and sends the result on.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from mpicomm.collectives.exchange import TwoShot
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
+from mpicomm.collectives.exchange import Exchange, TwoShot
+from mpicomm.collectives.gpu.algorithms.base import ALL_LENGTHS, Algorithm, GpuCall, Lengths, Node, Template, moved
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
-from mpicomm.collectives.gpu.algorithms.packets.coded import coding_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
-from mpicomm.collectives.gpu.algorithms.packets.protocols import (
+from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketBlocks, PacketCalls, PacketTemplate
+from mpicomm.collectives.gpu.algorithms.packets.ways import (
+    PacketWay,
     ProtocolLimits,
+    coding_of,
+    large_inboxes,
     one_shot_limits,
     packet_protocol,
+    sized_ways,
     two_shot_limits,
 )
-from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
-from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, large_inboxes, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Step
-from mpicomm.collectives.gpu.algorithms.template import ALL_LENGTHS, Lengths, Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import Fused, Rows
 
 
-class PacketOneShot(Algorithm):
+class _Packets(Algorithm):
+    """One launch of packets.cu carries the whole call."""
+
+    codes = True
+    fan_out: ClassVar[bool]
+    """Whether ranks send on the data that they have reduced or received."""
+
+    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
+        coding, finish = coding_of(call), self._finish(call, node)
+        _, _, longest_nbytes = self._exchanges(call, finish)
+        if coding is not None:
+            return coding.memory(longest_nbytes, node)
+        limits, nbytes = finish.bounds(self._limits(call, node), longest_nbytes)
+        if nbytes <= node.arena.sentinels.nbytes or packet_protocol(nbytes, limits) != "sentinel":
+            return ()
+        return (large_inboxes(node.arena.layout, nbytes),)
+
+    def finishes(self, call: GpuCall, node: Node) -> bool:
+        return self._finish(call, node).fused is not None
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        coding, finish = coding_of(call), self._finish(call, node)
+        exchange, following, nbytes = self._exchanges(call, finish)
+        template = PacketTemplate(
+            node,
+            exchange,
+            call.reduction,
+            fan_out=following,
+            finish=finish.fused,
+            even=call.operation.is_even,
+            coding=coding,
+        )
+        if coding is not None:
+            way = coding.way(nbytes, node, fan_out=self.fan_out)
+        else:
+            way, nbytes = finish.way(self._limits(call, node), nbytes, node, fan_out=self.fan_out)
+        yield template.launch(call.tag(), way, nbytes)
+        yield from moved(exchange)
+
+    def template(self, form: Form, node: Node) -> Template:
+        coding = coding_of(form)
+        if coding is not None:
+            ways = coding.ways(node, fan_out=self.fan_out)
+        else:
+            ways = sized_ways(self._limits(form, node), node, fan_out=self.fan_out)
+        if form.is_even:
+            return PacketCalls(form, node, ways, two_shot=self.fan_out)
+        return PacketBlocks(form, node, ways)
+
+    def _finish(self, call: GpuCall, node: Node) -> _Finish:
+        return _Finish.of(call, node, node.size if self.fan_out else 1)
+
+    @abstractmethod
+    def _exchanges(self, call: GpuCall, finish: _Finish) -> tuple[Exchange, Exchange | None, int]:
+        """Return the exchange, the exchange in which ranks send on its data, and the most bytes to one rank."""
+
+    @abstractmethod
+    def _limits(self, call: GpuCall | Form, node: Node) -> ProtocolLimits:
+        """Return the limits of protocols for a call or a form."""
+
+
+class PacketOneShot(_Packets):
     """All data goes straight to the ranks that need it."""
 
     name = "one_shot"
-    codes = True
+    fan_out = False
 
     def serves(self, operation: Operation) -> bool:
-        """See `Algorithm`."""
         return True
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
-        """See `Algorithm`."""
         if node.size == 1:
             return "there is one rank"
         if call.wire is not None:
@@ -53,106 +113,38 @@ class PacketOneShot(Algorithm):
         return None if protocol else "the inboxes are smaller than the data that goes one way"
 
     def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
-        """See `Algorithm`."""
-        if form.wire is not None:
-            return 1, inf
-        return 1, max(one_shot_limits(form.operation, form.reduction, node))
+        return 1, inf if form.wire is not None else max(self._limits(form, node))
 
-    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        """See `Algorithm`."""
-        coding = coding_of(call)
-        if coding is not None:
-            return coding.memory(call.one_shot.longest_nbytes, node)
-        finish = _Finish.of(call, node)
-        if finish.rows:
-            return finish.rows_memory(node)
-        return _memory(node, self._limits(call, node), call.one_shot.longest_nbytes)
+    def _exchanges(self, call: GpuCall, finish: _Finish) -> tuple[Exchange, Exchange | None, int]:
+        return call.one_shot, None, call.one_shot.longest_nbytes
 
-    def finishes(self, call: GpuCall, node: Node) -> bool:
-        """See `Algorithm`."""
-        return _Finish.of(call, node).fused is not None
-
-    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        """See `Algorithm`."""
-        exchange, coding, finish = call.one_shot, coding_of(call), _Finish.of(call, node)
-        if coding is not None:
-            template = PacketTemplate(node, exchange, call.reduction, even=call.operation.is_even, coding=coding)
-            yield template.launch(call.tag(), coding.way(exchange.longest_nbytes, node), exchange.longest_nbytes)
-            yield from moved(exchange)
-            return
-        way, nbytes = finish.way(self._limits(call, node), exchange.longest_nbytes, node)
-        template = PacketTemplate(node, exchange, call.reduction, even=call.operation.is_even, finish=finish.fused)
-        yield template.launch(call.tag(), way, nbytes)
-        yield from moved(exchange)
-
-    def template(self, form: Form, node: Node) -> Template:
-        """See `Algorithm`."""
-        coding = coding_of(form)
-        if coding is not None:
-            return PacketCalls(form, node, coding.ways(node), two_shot=False)
-        ways = sized_ways(one_shot_limits(form.operation, form.reduction, node), node)
-        return PacketCalls(form, node, ways, two_shot=False) if form.is_even else PacketBlocks(form, node, ways)
-
-    def _limits(self, call: GpuCall, node: Node) -> ProtocolLimits:
+    def _limits(self, call: GpuCall | Form, node: Node) -> ProtocolLimits:
         return one_shot_limits(call.operation, call.reduction, node)
 
 
-class PacketTwoShot(Algorithm):
+class PacketTwoShot(_Packets):
     """Each rank reduces or receives a shard, and sends it on to all ranks that need it."""
 
     name = "two_shot"
-    codes = True
+    fan_out = True
 
     def serves(self, operation: Operation) -> bool:
-        """See `Algorithm`."""
         return operation.two_shot is not None
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
-        """See `Algorithm`."""
         if call.wire is not None and not call.wire[0].again:
             return "its results travel as codes"
         return None
 
     def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
-        """See `Algorithm`."""
         return None if form.wire is not None and not form.wire[0].again else ALL_LENGTHS
 
-    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        """See `Algorithm`."""
-        coding = coding_of(call)
-        if coding is not None:
-            return coding.memory(call.two_shot.longest_nbytes, node)
-        finish = _Finish.of(call, node, shards=node.size)
-        if finish.rows:
-            return finish.rows_memory(node)
-        return _memory(node, two_shot_limits(call.reduction, node), call.two_shot.longest_nbytes)
+    def _exchanges(self, call: GpuCall, finish: _Finish) -> tuple[Exchange, Exchange | None, int]:
+        schedule = finish.two_shot(call)
+        return schedule.first, schedule.second, schedule.longest_nbytes
 
-    def finishes(self, call: GpuCall, node: Node) -> bool:
-        """See `Algorithm`."""
-        return _Finish.of(call, node, shards=node.size).fused is not None
-
-    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        """See `Algorithm`."""
-        coding = coding_of(call)
-        if coding is not None:
-            schedule = call.two_shot
-            template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, coding=coding)
-            way = coding.way(schedule.longest_nbytes, node, fan_out=True)
-            yield template.launch(call.tag(), way, schedule.longest_nbytes)
-            return
-        finish = _Finish.of(call, node, shards=node.size)
-        schedule, limits = finish.two_shot(call), two_shot_limits(call.reduction, node)
-        way, nbytes = finish.way(limits, schedule.longest_nbytes, node, fan_out=True)
-        template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, finish=finish.fused)
-        yield template.launch(call.tag(), way, nbytes)
-
-    def template(self, form: Form, node: Node) -> Template:
-        """See `Algorithm`."""
-        coding = coding_of(form)
-        if coding is not None:
-            return PacketCalls(form, node, coding.ways(node, fan_out=True), two_shot=True)
-        ways = sized_ways(two_shot_limits(form.reduction, node), node, fan_out=True)
-        return PacketCalls(form, node, ways, two_shot=True)
+    def _limits(self, call: GpuCall | Form, node: Node) -> ProtocolLimits:
+        return two_shot_limits(call.reduction, node)
 
 
 class _Finish(NamedTuple):
@@ -164,7 +156,7 @@ class _Finish(NamedTuple):
     """How the kernel normalises rows; None if the epilogue has no rows."""
 
     @classmethod
-    def of(cls, call: GpuCall, node: Node, shards: int = 1) -> _Finish:
+    def of(cls, call: GpuCall, node: Node, shards: int) -> _Finish:
         """Return the part in a kernel in which ``shards`` ranks each reduce a shard."""
         fused = fused_in(call, shards)
         if fused is None or fused.rows is None:
@@ -178,9 +170,7 @@ class _Finish(NamedTuple):
 
     def way(self, limits: ProtocolLimits, nbytes: int, node: Node, *, fan_out: bool = False) -> tuple[PacketWay, int]:
         """Return the way of messages of at most ``nbytes``, and the most bytes to one rank."""
-        if self.rows is not None:
-            # A thread may have no unit in a step, so the bytes count all slots.
-            limits, nbytes = _OF_ROWS, self.rows.nbytes
+        limits, nbytes = self.bounds(limits, nbytes)
         way = sized_ways(limits, node, fan_out=fan_out)(nbytes)
         assert way is not None
         if self.rows is not None:
@@ -193,13 +183,13 @@ class _Finish(NamedTuple):
             return call.two_shot
         return two_shot_of_rows(call, self.fused.rows)
 
-    def rows_memory(self, node: Node) -> Sequence[Request]:
-        """See `Algorithm.memory`."""
-        assert self.rows is not None
-        return _memory(node, _OF_ROWS, self.rows.nbytes)
-
-
-_OF_ROWS = ProtocolLimits(0, inf)  # the sum of squares has the order of packets of 16 bytes
+    def bounds(self, limits: ProtocolLimits, nbytes: int) -> tuple[ProtocolLimits, int]:
+        """Return the limits and the bytes of messages of at most ``nbytes``."""
+        if self.rows is None:
+            return limits, nbytes
+        # The sum of squares has the order of packets of 16 bytes. A thread may have no unit in a step, so the bytes
+        # count all slots.
+        return ProtocolLimits(0, inf), self.rows.nbytes
 
 
 def fused_in(call: GpuCall, shards: int = 1) -> Fused | None:
@@ -214,9 +204,3 @@ def two_shot_of_rows(call: GpuCall, rows: Rows) -> TwoShot:
     assert call.operation.two_shot is not None
     buffers = replace(call.buffers, whole=rows.nbytes // call.buffers.dtype.itemsize)
     return call.operation.two_shot(buffers)
-
-
-def _memory(node: Node, limits: ProtocolLimits, nbytes: int) -> Sequence[Request]:
-    if nbytes <= node.arena.sentinels.nbytes or packet_protocol(nbytes, limits) != "sentinel":
-        return ()
-    return (large_inboxes(node.arena.layout, nbytes),)

@@ -1,29 +1,74 @@
-"""Ways: the protocol, the inboxes and the threads of messages, by their length."""
+"""Ways: the protocol, the inboxes and the threads of messages, by their length, and packets with codes of 8 bits."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Filled, GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
+    CODES_OF_PACKET,
     OVERSEERS,
     SLOT_NBYTES,
     STAGES,
     UNIT_NBYTES,
     Protocol,
+    carried_nbytes,
+    flags_can_carry,
+    parts_of,
 )
-from mpicomm.collectives.gpu.algorithms.packets.geometry import (
-    Geometry,
-    geometries_of,
-    geometry_within,
-    most_blocks_of,
-)
-from mpicomm.collectives.gpu.algorithms.packets.protocols import ProtocolLimits
-from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry, geometries_of, geometry_within, most_blocks_of
+from mpicomm.collectives.operations import Operation
+from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES
+
+
+class ProtocolLimits(NamedTuple):
+    """The most bytes from one rank to another for which LL packets and sentinel packets are the fastest."""
+
+    flagged: float
+    sentinel: float
+
+
+def packet_protocol(nbytes: int, limits: ProtocolLimits) -> Protocol | None:
+    """Return the protocol for messages of at most ``nbytes``, or None if no protocol fits."""
+    most_flagged, most_sentinel = limits
+    if nbytes <= most_flagged:
+        return "flagged" if nbytes else None
+    return "sentinel" if nbytes <= most_sentinel else None
+
+
+def one_shot_limits(operation: Operation, reduction: Reduction | None, node: Node) -> ProtocolLimits:
+    """Return the limits of calls in one exchange."""
+    to_all = operation.traffic != "one-way"
+    # If a launch would reuse slots of inboxes, chunks are faster for data that only goes one way.
+    return _limits(reduction, node, to_all=to_all, sentinel=inf if to_all else node.arena.layout.most_inbox_nbytes)
+
+
+def two_shot_limits(reduction: Reduction | None, node: Node) -> ProtocolLimits:
+    """Return the limits of calls in two exchanges."""
+    return _limits(reduction, node, to_all=True, sentinel=inf)
+
+
+def _limits(reduction: Reduction | None, node: Node, *, to_all: bool, sentinel: float) -> ProtocolLimits:
+    if reduction is not None and not flags_can_carry(reduction[0]):
+        return ProtocolLimits(0, sentinel)
+    fastest = _most_flagged_nbytes(node.size, to_all, reduces=reduction is not None) * node.link_speed
+    return ProtocolLimits(min(carried_nbytes(node.arena.flagged.nbytes, "flagged"), fastest), sentinel)
+
+
+def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
+    """Return the most bytes for which LL packets are faster than sentinel packets, which halve the traffic."""
+    if reduces:
+        return 16 << 10
+    # With to_all each rank sends to all and receives from all; else a rank mostly does one of these.
+    return (96 << 10 if to_all else 192 << 10) // (size - 1)
+
 
 Stepped = tuple[Filled, int, int, int]
 """A launch, its steps, the steps that an inbox holds, and the peers with which the ranks pace each other, as bits."""
@@ -152,3 +197,62 @@ def inboxes_of(layout: ArenaLayout, region: ArenaRegion) -> Inboxes:
 
 def _number_of_inboxes(layout: ArenaLayout) -> int:
     return PARITIES * STAGES * layout.size
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How packets carry elements as codes."""
+
+    element: str
+    """The element type, by its name."""
+    itemsize: int
+    codes: str
+    codes_result: bool
+    """Whether the result of a reduction becomes codes again."""
+
+    @property
+    def packet_nbytes(self) -> int:
+        """The bytes of memory that one packet carries."""
+        return CODES_OF_PACKET * self.itemsize
+
+    def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> PacketWay:
+        """Return the way of messages of at most ``nbytes``, for which the arena has `memory`."""
+        packets, arena = -(-nbytes // self.packet_nbytes), node.arena
+        most_packets, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out, coded=True)
+        inboxes = arena.sentinels
+        for request in self.memory(nbytes, node):
+            inboxes = inboxes_of(arena.layout, arena.region(request))
+        return self.way_in(inboxes, geometries[bisect_left(most_packets, packets)], node.size)
+
+    def way_within(self, inboxes: Inboxes, node: Node) -> PacketWay:
+        """Return the way of messages of any length in these inboxes, which may be smaller."""
+        geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size, coded=True)
+        return self.way_in(inboxes, geometry, node.size)
+
+    def way_in(self, inboxes: Inboxes, geometry: Geometry, size: int) -> PacketWay:
+        """Return the way of messages between ``size`` ranks in these inboxes with this geometry."""
+        return PacketWay.of("sentinel", inboxes, geometry, self.packet_nbytes, parts_of(size, one_step=False))
+
+    def ways(self, node: Node, *, fan_out: bool = False) -> WayOf:
+        """Return the ways of messages of any length, if the arena has the inboxes."""
+
+        def way_of(nbytes: int) -> PacketWay | None:
+            if not all(node.arena.has(request) for request in self.memory(nbytes, node)):
+                return None  # the ranks set up memory when they plan a call
+            return self.way(nbytes, node, fan_out=fan_out)
+
+        return way_of
+
+    def memory(self, nbytes: int, node: Node) -> Sequence[Request]:
+        """Return the memory beyond the arena for messages of at most ``nbytes``."""
+        slots = parts_of(node.size, one_step=False) * LANES  # of the unit of a warp
+        packed = -(-nbytes // (self.packet_nbytes * slots)) * slots * SLOT_NBYTES
+        return () if packed <= node.arena.sentinels.nbytes else (large_inboxes(node.arena.layout, packed),)
+
+
+def coding_of(call: GpuCall | Form) -> Coding | None:
+    """Return how packets carry the elements of a call or a form; None if they carry them as they are."""
+    if call.wire is None:
+        return None
+    wire, dtype = call.wire
+    return Coding(dtype.name, dtype.itemsize, wire.codes, wire.again and call.operation.two_shot is not None)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from mpicomm.kernels.fields import u32, u64
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant
-
-_SOURCE = Path(__file__).with_name("sendrecv.cu")
+from mpicomm.kernels.variant import Variant, u32, u64
 
 # Constants and structures of sendrecv.cu; a test compares them.
 SENDRECV_THREADS = 256
@@ -39,6 +36,4 @@ class SendrecvArguments(ctypes.Structure):
     ]
 
 
-def sendrecv_kernel() -> Variant:
-    """Return the kernel."""
-    return Variant(_SOURCE, "mpicomm_sendrecv", OPTIONS)
+SENDRECV_KERNEL = Variant(Path(__file__).with_name("sendrecv.cu"), "mpicomm_sendrecv", OPTIONS)

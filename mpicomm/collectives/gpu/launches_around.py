@@ -1,13 +1,16 @@
-"""Launches that pack and unpack derived datatypes around a collective or a message."""
+"""Launches around the steps of an algorithm: they pack and unpack derived datatypes, and apply an epilogue."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.base import GpuBackend
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
+from mpicomm.kernels.team import Faults
 from mpicomm.mpi.packing import PackJob, table_of
+from mpicomm.mpi.span import Span
 
 
 def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, unpacks: bool) -> list[Launch]:
@@ -21,3 +24,14 @@ def pack_launch(backend: GpuBackend, table: PackTable, memory: int, packed: int,
     arguments = table.arguments(backend.pack_table(table), memory, packed, backend.faults.failed, unpacks=unpacks)
     blocks = blocks_for(table.units, backend.multiprocessors)
     return Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)
+
+
+def finish_launches(finish: CallEpilogue, reduced: Span, faults: Faults, multiprocessors: int) -> list[Launch]:
+    """Return the launch that applies the epilogue to the ``reduced`` elements; none for no elements. Local.
+
+    The kernel does nothing if an earlier kernel of the device has failed.
+    """
+    if reduced.count == 0:
+        return []
+    call = finish.epilogue.following_kernel(reduced.pointer, finish.pointer, faults.failed, multiprocessors)
+    return [Launch(call.variant, call.arguments, blocks=call.blocks, threads=call.threads)]
