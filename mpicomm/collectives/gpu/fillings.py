@@ -15,6 +15,12 @@ from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.symmetric.registry import Mapped
 
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.step_loader import StepLoader
+    from mpicomm.devices.cuda.stream_order import Enqueue
+
+NO_END = 1 << 62  # more bytes than any call has
+
 
 class StepCalls:
     """The calls of a form by an algorithm without a template.
@@ -36,13 +42,6 @@ class StepCalls:
         if not all(node.arena.has(request) for request in algorithm.memory(call, node)):
             return None  # the ranks set up memory when they plan a call
         return [*algorithm.plan(call, node)], 0, 0
-
-
-if TYPE_CHECKING:
-    from mpicomm.collectives.gpu.step_loader import StepLoader
-    from mpicomm.devices.cuda.stream_order import Enqueue
-
-NO_END = 1 << 62  # more bytes than any call has
 
 
 LaunchOf = Callable[[Filled], "Enqueue"]
