@@ -265,13 +265,33 @@ MISTAKES_OF_ONE_STEP = {
         "counted_step.cu", "u64 set = launch % 2 * kStages", "u64 set = 0 * kStages"
     ),
     "slots not put back": Change("counted_step.cu", "    Protocol::give_back(slot);\n", ""),
-    "no wait for the last launch": Change("counted_step.cu", "if (has_peer && is_behind()) {", "if (false) {"),
     "escapes not taken": Change(
         "counted_step.cu",
         "    if (Protocol::has_escape(packet)) {\n      const u32 code",
         "    if (false) {\n      const u32 code",
     ),
 }
+
+
+_ANNOUNCES = "if (blockIdx.x == 0 && has_peer) announce(team, overseer, launch);"
+SLOW_SCANS = Change(
+    "packets.cu",
+    _ANNOUNCES,
+    f"{_ANNOUNCES}\n  if (rank != 0) for (u32 turn = 0; turn < 400; ++turn) MPICOMM_YIELD();",
+)
+"""All ranks but the first begin a scan, and take its packets only much later. So the first rank, which waits for no
+packet in a scan, could be two launches ahead."""
+
+
+def test_messages_of_one_step_after_slow_scans(builds: Builds) -> None:
+    run_steps(builds, 3, changes=[SLOW_SCANS])
+
+
+def test_a_missing_wait_for_the_last_launch_is_caught(builds: Builds) -> None:
+    mistake = Change("counted_step.cu", "if (has_peer && is_behind()) {", "if (false) {")
+    with pytest.raises(AssertionError, match=rf"{CAUGHT}|exit codes"):
+        for seed in range(3):
+            run_steps(builds, 3, seed=seed, changes=[mistake, SLOW_SCANS], timeout_s=2)
 
 
 @pytest.mark.parametrize("name", MISTAKES_OF_ONE_STEP)
