@@ -35,8 +35,20 @@ _CURRENT = 0xFFFFFFFF
 _LIBC = ctypes.CDLL(None)
 
 
-CAUGHT = r"ThreadSanitizer: data race|hang: not over|fault on rank| differ, first at "
+CAUGHT = "|".join(
+    (
+        "ThreadSanitizer: (data race|SEGV)",
+        *("hang: not over", "threads wait at barriers", "fault on rank", " differ, first at "),
+        r"exit codes \[.*-11",  # a kernel that took an old packet for an address stored outside of all memory
+    )
+)
 """Matches the AssertionError of a run that sees a mistake in a kernel's protocol."""
+
+SEEDS = range(20)
+"""The seeds of a control, which runs a kernel with a mistake until a run sees it.
+
+A single run may pass, because a mistake in an order shows only where threads happen to meet in a bad order.
+"""
 
 
 class RunFailedError(AssertionError):

@@ -15,7 +15,7 @@ from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds, Change
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.kernel_calls import Calls, sizes_around
-from tests.kernels.machine import CAUGHT
+from tests.kernels.machine import CAUGHT, SEEDS
 
 UNIT_NBYTES = 512  # of a batch
 CHANNELS = 8  # one block has as many warps
@@ -153,5 +153,5 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_failure_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in range(20):
+        for seed in SEEDS:
             play(builds, 3, [700, LARGE, 5, 5, 5, 5], seed=seed, changes=(MISTAKES[name],))

@@ -22,7 +22,7 @@ from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import CAUGHT, Machine, Place, RunFailedError
+from tests.kernels.machine import CAUGHT, SEEDS, Machine, Place, RunFailedError
 from tests.kernels.packet_rig import PacketRig
 from tests.kernels.packet_runs import SMALL
 
@@ -255,7 +255,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_with_scales_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in range(5):
+        for seed in SEEDS:
             run_all(
                 builds,
                 2,
@@ -272,7 +272,7 @@ def test_mistake_with_scales_is_seen(builds: Builds, name: str) -> None:
 def test_fence_that_is_not_waited_for_is_seen(builds: Builds) -> None:
     mistake = Change(SOURCE, "fences.await(thread, turn - slack_of(x));", "")
     with pytest.raises(AssertionError, match=LOST):
-        for seed in range(5):
+        for seed in SEEDS:
             run_all(
                 builds,
                 2,

@@ -20,7 +20,7 @@ from tests.kernels.device_functions_rig import (
     hand_over,
     reduce_all,
 )
-from tests.kernels.machine import CAUGHT
+from tests.kernels.machine import CAUGHT, SEEDS
 
 # Lengths around a unit, a packet and a line, and longer than the bytes that all threads move at once.
 SHAPES = [
@@ -133,4 +133,5 @@ CONTROLS: list[tuple[str, str, Change]] = [
 @pytest.mark.parametrize(("name", "group", "change"), CONTROLS, ids=lambda part: getattr(part, "old", part))
 def test_mistake_is_seen(watched_builds: Builds, name: str, group: str, change: Change) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        run(watched_builds, name, group, [change], timeout_s=1)
+        for _ in SEEDS:
+            run(watched_builds, name, group, [change], timeout_s=1)

@@ -16,7 +16,7 @@ from tests.helpers.references.reductions import dtype_named, reduced, require_sa
 from tests.kernels.build import Builds, Change
 from tests.kernels.direct_rig import DirectRig
 from tests.kernels.launches import kernel_of
-from tests.kernels.machine import CAUGHT, Machine, RunFailedError
+from tests.kernels.machine import CAUGHT, SEEDS, Machine, RunFailedError
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -266,18 +266,18 @@ RACES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for start in range(5):
+        for start in SEEDS:
             run_long(builds, start=start, changes=[MISTAKES[name]], timeout_s=2)
 
 
 @pytest.mark.parametrize("name", RACES)
 def test_race_is_seen(watched_builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for start in range(5):
+        for start in SEEDS:
             run_long(watched_builds, start=start, rounds=15, changes=[RACES[name]], timeout_s=2)
 
 
 def test_barrier_without_a_wait_is_seen(builds: Builds) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in range(5):
+        for _ in SEEDS:
             run_with_barriers(builds, [MISTAKES["no wait for the peers"]], timeout_s=2)

@@ -14,7 +14,7 @@ from tests.helpers.references.reductions import dtype_named, require_same, sampl
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import bound, finished, on_rank, run_fused
 from tests.kernels.launches import kernel_of
-from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.machine import CAUGHT, SEEDS, Machine
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -150,7 +150,8 @@ def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:
 def test_results_that_lose_such_a_word_are_found(builds: Builds) -> None:
     change = Change("packet_protocols.cuh", "(defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))", "1")
     with pytest.raises(AssertionError, match=CAUGHT):
-        run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True, changes=[change])
+        for _ in SEEDS:
+            run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True, changes=[change])
 
 
 PLACES = {
@@ -174,4 +175,5 @@ PLACES = {
 def test_an_epilogue_that_forgets_where_its_shard_begins_is_found(builds: Builds, name: str) -> None:
     change, result = PLACES[name]
     with pytest.raises(AssertionError, match=CAUGHT):
-        run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), result, changes=[change])
+        for _ in SEEDS:
+            run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), result, changes=[change])

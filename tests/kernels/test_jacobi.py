@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.jobs.mpiexec import ROOT
 from tests.helpers.references.reductions import require_same
 from tests.kernels.build import Builds, Change
-from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.machine import CAUGHT, SEEDS, Machine
 
 SOURCE = ROOT / "examples" / "jacobi.cu"
 ROWS, COLUMNS, BLOCKS, THREADS = 11, 37, 3, 40
@@ -112,4 +112,5 @@ def test_no_race(watched_builds: Builds) -> None:
 )
 def test_race_is_seen(watched_builds: Builds, change: Change) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        run(watched_builds, (2, 2), [change])
+        for _ in SEEDS:
+            run(watched_builds, (2, 2), [change])

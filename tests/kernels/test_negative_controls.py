@@ -8,12 +8,11 @@ import pytest
 from tests.kernels.build import Builds, Change
 from tests.kernels.exchange_rig import ExchangeRig
 from tests.kernels.kernel_calls import Calls
-from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.machine import CAUGHT, SEEDS, Machine
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-RUNS = 20  # a mistake may go unnoticed in some runs; few mistakes do in more than half of them
 
 # Each is a race, which ThreadSanitizer sees whatever order the threads happen to run in.
 RACES = {
@@ -73,14 +72,14 @@ def run(builds: Builds, seed: int, change: Change | None) -> None:
 @pytest.mark.parametrize("name", RACES)
 def test_race_is_seen(watched_builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in range(RUNS):
+        for seed in SEEDS:
             run(watched_builds, seed, RACES[name])
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_failure_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in range(RUNS):
+        for seed in SEEDS:
             run(builds, seed, FAILURES[name])
 
 

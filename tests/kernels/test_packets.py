@@ -17,7 +17,7 @@ from tests.helpers.references.reductions import SENTINELS
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE, LOST
-from tests.kernels.machine import CAUGHT, Array, Machine, RunFailedError
+from tests.kernels.machine import CAUGHT, SEEDS, Array, Machine, RunFailedError
 from tests.kernels.packet_rig import PacketRig
 from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements, run_uneven
 
@@ -226,7 +226,7 @@ MISTAKES: dict[str, tuple[Protocol, Change]] = {
 def test_mistake_is_seen(builds: Builds, name: str) -> None:
     protocol, change = MISTAKES[name]
     with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in range(5):
+        for _ in SEEDS:
             run_long(builds, protocol, start=2**30 - 1, batches=4, changes=[change], timeout_s=2)
 
 
@@ -242,7 +242,7 @@ ESCAPES = {
 @pytest.mark.parametrize("name", ESCAPES)
 def test_mistake_with_escapes_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in range(5):
+        for _ in SEEDS:
             run_escapes(builds, changes=[ESCAPES[name]], timeout_s=2)
 
 
@@ -255,7 +255,7 @@ NANS = {
 @pytest.mark.parametrize("name", NANS)
 def test_mistake_with_nan_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in range(5):
+        for _ in SEEDS:
             run_reductions(builds, ("float16", "prod"), changes=[NANS[name]], timeout_s=2)
 
 
@@ -269,7 +269,7 @@ PACES = {
 @pytest.mark.parametrize("name", PACES)
 def test_mistake_with_ranks_that_send_unevenly_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in range(5):
+        for seed in SEEDS:
             run_uneven(builds, 3, seed=seed, changes=[PACES[name]], timeout_s=2)
 
 
@@ -295,17 +295,18 @@ FENCES = {
 @pytest.mark.parametrize("name", FENCES)
 def test_mistake_with_fences_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=LOST):
-        for seed in range(5):
+        for seed in SEEDS:
             run_uneven(builds, 3, laps=7, seed=seed, changes=[*LATE, FENCES[name]], timeout_s=2)
 
 
 @pytest.mark.parametrize("name", ["not waited for", "a turn too seldom"])
 def test_mistake_with_fences_in_two_hops_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=LOST):
-        for start in range(5):
+        for start in SEEDS:
             run_long(builds, "sentinel", start=start, changes=[*LATE, FENCES[name]], timeout_s=2)
 
 
 def test_race_is_seen(watched_builds: Builds) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        run_long(watched_builds, "flagged", start=0, batches=1, changes=[NO_BARRIER])
+        for _ in SEEDS:
+            run_long(watched_builds, "flagged", start=0, batches=1, changes=[NO_BARRIER])

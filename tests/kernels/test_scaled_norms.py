@@ -16,7 +16,7 @@ from tests.helpers.references.reductions import Array, dtype_named, require_same
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import FusedCalls, bound, finished, on_rank
 from tests.kernels.launches import kernel_of
-from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.machine import CAUGHT, SEEDS, Machine
 from tests.kernels.packet_rig import PacketRig
 from tests.kernels.packet_runs import SMALL
 
@@ -167,4 +167,5 @@ BARRIERS = {
 def test_a_row_that_ends(watched_builds: Builds, name: str) -> None:
     number, old, new = BARRIERS[name]
     with pytest.raises(AssertionError, match=CAUGHT):
-        run_fused(watched_builds, CASES[number], two_shot=True, rows=(40,), changes=[Change("norm.cuh", old, new)])
+        for _ in SEEDS:
+            run_fused(watched_builds, CASES[number], two_shot=True, rows=(40,), changes=[Change("norm.cuh", old, new)])

@@ -15,7 +15,7 @@ from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import sizes_around
-from tests.kernels.machine import CAUGHT, Array, Place, RunFailedError
+from tests.kernels.machine import CAUGHT, SEEDS, Array, Place, RunFailedError
 from tests.kernels.sendrecv_rig import SendrecvRig
 
 CHANNELS = 2
@@ -151,12 +151,12 @@ WRONG = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_race_is_seen(watched_builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in range(20):
+        for seed in SEEDS:
             play(watched_builds, 3, 3, seed=seed, changes=(MISTAKES[name],))
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_failure_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in range(20):
+        for seed in SEEDS:
             play(builds, 3, 6, seed=seed, changes=(WRONG[name],))

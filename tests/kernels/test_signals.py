@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.build import Builds, Change
-from tests.kernels.machine import CAUGHT, RunFailedError
+from tests.kernels.machine import CAUGHT, SEEDS, RunFailedError
 from tests.kernels.words_rig import WordsRig
 
 ROUNDS = 40
@@ -73,7 +73,8 @@ def test_no_race(watched_builds: Builds) -> None:
 )
 def test_race_is_seen(watched_builds: Builds, change: Change) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        run(watched_builds, 3, [change])
+        for _ in SEEDS:
+            run(watched_builds, 3, [change])
 
 
 def test_rank_that_does_not_signal_is_named(builds: Builds) -> None:

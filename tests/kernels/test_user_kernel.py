@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.jobs.mpiexec import ROOT
 from tests.helpers.references.reductions import reduced, require_same
 from tests.kernels.build import Builds, Change
-from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.machine import CAUGHT, SEEDS, Machine
 
 SOURCE = ROOT / "examples" / "ring_sum.cu"
 CALLS = 60
@@ -83,4 +83,5 @@ def test_no_race(watched_builds: Builds, size: int) -> None:
 )
 def test_race_is_seen(watched_builds: Builds, change: Change) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        run(watched_builds, 3, [change])
+        for _ in SEEDS:
+            run(watched_builds, 3, [change])

@@ -9,7 +9,7 @@ import pytest
 
 from mpicomm.kernels.window import COMES_FIRST, EXCLUSIVE_SHIFT, FENCE, LOCK, LOCK_KERNEL, MEET_KERNEL
 from tests.kernels.build import Builds, Change
-from tests.kernels.machine import CAUGHT, RunFailedError
+from tests.kernels.machine import CAUGHT, SEEDS, RunFailedError
 from tests.kernels.window_rig import Boards
 from tests.kernels.words_rig import WORDS
 
@@ -40,17 +40,18 @@ class Locks(Boards):
         self.add(rank, self.words[rank].address)
         self.sums[rank] = own
 
-    def check(self) -> None:
-        rng = np.random.default_rng(self.size)
+    def check(self, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
         for number in range(ROUNDS):
             for rank in range(self.size):
                 self.enqueue(rank, number, nap_us=int(rng.choice((0, 0, 200))))
-        self.machine.run(seed=self.size, jitter_us=200, limit_s=30)
+        self.machine.run(seed=seed, jitter_us=200, limit_s=30)
         firsts = [rank + number * 10**6 for rank in range(self.size) for number in range(ROUNDS)]
         expected = sum(WORDS * first + sum(range(WORDS)) for first in firsts)
         found = int(self.sums[0].view(np.uint64)[0])
         assert found == expected, f"sums differ, first at 0: {found} instead of {expected}"
-        assert (self.lock(0).holders, self.lock(0).waiting) == (0, 0)
+        left = self.lock(0).holders, self.lock(0).waiting
+        assert left == (0, 0), f"ranks that hold the lock and wait for it differ, first at 0: {left} instead of none"
 
 
 class SharedLocks(Locks):
@@ -66,11 +67,11 @@ class SharedLocks(Locks):
             self.add(rank, words)
         self.step(LOCK_KERNEL, rank, LOCK, signals=[0], exclusive=exclusive)
 
-    def check(self) -> None:
+    def check(self, seed: int = 0) -> None:
         for number in range(ROUNDS):
             for rank in range(self.size):
                 self.enqueue(rank, number, nap_us=0)
-        self.machine.run(seed=self.size, jitter_us=200, limit_s=30)
+        self.machine.run(seed=seed, jitter_us=200, limit_s=30)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -104,7 +105,8 @@ TAKE = "compare_and_swap_acquire(&lock->holders"
 )
 def test_broken_lock_is_seen(watched_builds: Builds, changes: list[Change]) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        Locks(watched_builds, 3, changes, timeout_s=2).check()
+        for seed in SEEDS:
+            Locks(watched_builds, 3, changes, timeout_s=2).check(seed)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,8 @@ def test_broken_lock_is_seen(watched_builds: Builds, changes: list[Change]) -> N
 )
 def test_broken_shared_lock_is_seen(watched_builds: Builds, changes: list[Change]) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        SharedLocks(watched_builds, 4, changes, timeout_s=2).check()
+        for seed in SEEDS:
+            SharedLocks(watched_builds, 4, changes, timeout_s=2).check(seed)
 
 
 def test_ranks_share_a_lock_and_keep_an_exclusive_holder_out(builds: Builds) -> None:
