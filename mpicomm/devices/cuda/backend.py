@@ -306,7 +306,6 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         # context on the first GPU.
         with suppress(DriverShutDownError), self._context.current():
             self.completions.close()
-            self._other_completions.close()
             self._scratch.close()
             if faults is not None:
                 self.side_streams.close()
