@@ -157,10 +157,11 @@ class DeviceEngine:
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
-            self._order = StreamOrder(backend.lasting_streams)
+            self._order = StreamOrder(backend.current, backend.lasting_streams)
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
             self._loader = StepLoader(backend, kernels_of(backend.info), self._copies)
+        self.completions = self._order.completions
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:

@@ -91,8 +91,7 @@ class StreamsOfGpu:
         self.lasting_streams = {0}
         self.note = self._threads.note
         """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
-        self.completions = Completions(context.current)
-        """The events after nonblocking work."""
+        self._completions = Completions(context.current)
 
     def stream(self, stream: Any, array: Any = None) -> int:
         # The usual cases are quick, because every call comes here.
@@ -135,6 +134,6 @@ class StreamsOfGpu:
     def _completion(self, stream: int) -> Callable[[], bool]:
         if runtime.streamIsCapturing(stream):
             return lambda: True
-        event = self.completions.take()
+        event = self._completions.take()
         runtime.eventRecord(event.ptr, stream)
         return event.passed

@@ -19,7 +19,7 @@ STREAMS = (1, 2, 3, 4)
 @pytest.fixture
 def order(cuda: FakeCuda) -> Iterator[Any]:
     """An order in which two of the streams are lasting."""
-    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder({0, 1, 2})
+    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder(nullcontext, {0, 1, 2})
     yield order
     order.close()
 
@@ -28,10 +28,9 @@ def order(cuda: FakeCuda) -> Iterator[Any]:
 def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, order: Any) -> None:
     carried_out: list[int] = []
     pending: list[tuple[Place, Callable[[], bool]]] = []
-    completions = importlib.import_module("mpicomm.devices.cuda.events").Completions(nullcontext)
     for piece in range(60):
         stream = cuda.rng.choice(STREAMS)
-        event = completions.take() if cuda.rng.random() < 0.5 else None
+        event = order.completions.take() if cuda.rng.random() < 0.5 else None
         assert order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None, event)
         place = cuda.end_of(stream)
         if event is not None:
