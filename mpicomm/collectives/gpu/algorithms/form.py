@@ -76,7 +76,7 @@ class Form:
         self.root = call.arguments.root
         self.has_common_output = call.common_output is not None
         """Whether all ranks have output of the same form: see `Call.common_output`."""
-        self.moves = call.scratch_nbytes > 0
+        self.moves = call.in_place and operation.send == "counted"
         """Whether the result goes to scratch memory and then to its place, because recvcounts cut an input in place."""
         self._in_place = call.in_place and not self.moves
         # In place, the receive buffer holds the input of a reduction and has the shape of the input.
