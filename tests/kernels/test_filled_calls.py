@@ -23,11 +23,13 @@ from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
+from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.signature import Signature
+from mpicomm.devices.base import Scratch
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
@@ -52,6 +54,8 @@ class FilledRig(ProgramRig):
         for rank, mappings in enumerate(self._mappings):
             mappings.add(machine.addresses(self.outputs, rank), rank, nbytes)
         self._plans: dict[Hashable, FormPlan] = {}
+        backends: list[Any] = [SimpleNamespace(scratch=partial(self._allocate, rank)) for rank in range(self.size)]
+        self._scratch = [GrowingScratch(backend) for backend in backends]
         self.launched: list[str] = []
         """The algorithms of the launches of filled calls."""
         self.kernels: set[str] = set()
@@ -66,25 +70,38 @@ class FilledRig(ProgramRig):
         own = b.output or (b.blocks and b.blocks[rank])
         if b.send is not None and own and b.send.pointer == own.pointer:
             send = MPI.IN_PLACE
-        elif operation.send != "vector" and isinstance(send, list):
+        elif operation.send not in ("vector", "typed") and isinstance(send, list):
             send = send[0]
-        if operation.receive != "vector" and isinstance(receive, list):
+        if operation.receive not in ("vector", "typed") and isinstance(receive, list):
             receive = receive[0]
+        if operation.send == "typed":
+            send, receive = _typed(send), _typed(receive)
+        counts = [block.count for block in b.send_blocks or ()] if operation.send == "counted" else None
+        if counts and send.pointer == receive.pointer:
+            send, receive = MPI.IN_PLACE, send
         op = MPI.SUM if operation.reduces else None
-        call = Call(operation, Arguments(send, receive, op, b.root), rank, self.size)
+        call = Call(operation, Arguments(send, receive, op, b.root, counts), rank, self.size)
+        self._scratch[rank].of(call.scratch_nbytes)  # as a plan of the call does
         key = rank, operation, b.dtype, b.root, pattern.algorithm, type(send), type(receive)
         if key not in self._plans:
             form = Form(call, rank, self.size)
             loader: Any = SimpleNamespace(enqueuers=partial(self._enqueuers, rank))
             fillings = Fillings(form, pattern.algorithm, BUILT_IN, self.nodes[rank], loader)
-            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank])
-        plan, (sent, received) = self._plans[key], map(plain_array, (send, receive))
+            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank], self._scratch[rank])
+        moves, plan = call.scratch_nbytes > 0, self._plans[key]
+        sent: Any
+        sent, received = map(plain_array, (receive, send) if moves else (send, receive))
+        if counts and sent is not None:
+            sent = *sent, tuple(counts), None
         assert sent is not None and received is not None and plan.takes(sent, received)
         assert plan.fill(sent, received)
         self._nap_us = nap_us
         assert plan.launch is not None
         plan.launch(7)
         self.launched.append(plan.choice.algorithm)
+
+    def _allocate(self, rank: int, nbytes: int) -> Scratch:
+        return Scratch(self.machine.allocate(rank, nbytes).address, nbytes, None)
 
     def _enqueuers(self, rank: int, steps: Sequence[Step]) -> list[Any]:
         is_one = len(steps) == 1
@@ -101,6 +118,13 @@ def _argument(span: Span | None, blocks: Sequence[Span] | None, dtype: np.dtype[
     displs = [(block.pointer - base) // dtype.itemsize for block in blocks]
     counts = [block.count for block in blocks]
     return [DeviceArray(base, max(map(sum, zip(counts, displs, strict=True))), dtype), counts, displs, None]
+
+
+def _typed(spec: list[Any]) -> list[Any]:
+    """Return an argument with blocks of bytes as one with a datatype for each block."""
+    array, counts, displs, _ = spec
+    datatypes = [MPI.BYTE if count % 4 else MPI.FLOAT for count in counts]
+    return [array, [count // each.size for count, each in zip(counts, datatypes, strict=True)], displs, datatypes]
 
 
 @pytest.mark.parametrize(("size", "name"), [(2, "float32"), (3, "int32")])
@@ -121,7 +145,8 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
         checks += [calls.reduce(name, "sum", count, algorithm) for algorithm in ("one_shot", "chain")]
         checks.append(calls.scan(name, "sum", count))
         checks.append(calls.allgather(4 * count))
-        checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
+        for operation in (operations.ALLTOALLV, operations.ALLTOALLW):
+            checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count)), operation))
         checks.append(calls.allreduce(name, "sum", count))
         rig.machine.run(seed=count, jitter_us=200)
         for check in checks:
@@ -129,6 +154,25 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
         rig.machine.clear()
     assert {*rig.launched} == {"one_shot", "two_shot", "chain"}
     assert rig.kernels == {"mpicomm_packets", "mpicomm_chain", "mpicomm_exchange"}
+
+
+@pytest.mark.parametrize(("size", "name"), [(2, "float32"), (3, "int32")])
+def test_filled_calls_with_recvcounts(builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int, name: str) -> None:
+    """The scratch memory of the results in place grows meanwhile."""
+    read_device_arrays(monkeypatch)
+    rig = FilledRig(Machine(builds, size))
+    calls = Calls(rig, np.random.default_rng(size), nap_us=1000)
+    for count in (5, 700, 0, INBOX_NBYTES // 4 + 1, 699):
+        checks = [
+            calls.reduce_scatter(name, "sum", counts, in_place=in_place)
+            for counts in ([count, 1, 2][:size], [2, count + 1, 0][:size])
+            for in_place in (True, False, True)
+        ]
+        rig.machine.run(seed=count, jitter_us=200)
+        for check in checks:
+            check()
+    assert {*rig.launched} == {"one_shot"}
+    assert rig.kernels == {"mpicomm_packets"}
 
 
 class Straight:
@@ -231,14 +275,9 @@ def test_a_stale_value_of_a_call_in_chunks_is_noticed(
     assert rig.kernels == {"mpicomm_exchange"}
 
 
-@pytest.mark.parametrize("stale", [None, "length", "send", "receive"])
-def test_a_stale_value_of_a_call_in_packets_is_noticed(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
-) -> None:
-    """The negative control of `test_filled_calls_of_any_size`."""
-    read_device_arrays(monkeypatch)
+def keep_first_values(monkeypatch: pytest.MonkeyPatch, places: Sequence[str], stale: str | None) -> None:
+    """Let `PacketTemplate.write` keep the values in the places named ``stale`` of the first call."""
     write, first = PacketTemplate.write, dict[int, list[int]]()
-    places = ("", "length", "send", "receive")  # of a call with one block: see `PacketCalls.fill`
 
     def write_stale(self: Any, values: list[int], *others: Any) -> Any:
         kept = first.setdefault(id(self), [*values])
@@ -247,6 +286,73 @@ def test_a_stale_value_of_a_call_in_packets_is_noticed(
         return write(self, mixed, *others)
 
     monkeypatch.setattr(PacketTemplate, "write", write_stale)
+
+
+@pytest.mark.parametrize("stale", [None, "counts", "input", "result", "target", "source", "nbytes"])
+def test_a_stale_value_of_a_call_in_scratch_memory_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+) -> None:
+    """The negative control of `test_filled_calls_with_recvcounts`: of the kernel, and of the copy after it."""
+    read_device_arrays(monkeypatch)
+    keep_first_values(monkeypatch, ("", *["counts"] * 3, *["input"] * 2, "result"), stale)  # see `PacketBlocks`
+    enqueue, first = FilledRig.enqueue, dict[int, Copy]()
+
+    def enqueue_stale(self: FilledRig, rank: int, step: Step, *, nap_us: int) -> None:
+        if isinstance(step, Copy):
+            kept = vars(first.setdefault(rank, step))
+            step = replace(step, **{name: kept[name] for name in kept if name == stale})
+        enqueue(self, rank, step, nap_us=nap_us)
+
+    monkeypatch.setattr(FilledRig, "enqueue", enqueue_stale)
+    rig = FilledRig(Machine(builds, 2))
+    calls = Calls(rig, np.random.default_rng(7))
+
+    def run(number: int) -> None:
+        check = calls.reduce_scatter("int32", "sum", [600 * number, 500 * number], in_place=True)
+        rig.machine.run(seed=number)
+        check()
+
+    run(1)
+    if stale:
+        with pytest.raises(AssertionError):
+            run(2)
+    else:
+        run(2)
+    assert {*first} == {0, 1}
+
+
+@pytest.mark.parametrize("stale", [None, "counts", "displacements sent", "displacements received"])
+def test_a_stale_value_of_a_call_with_datatypes_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+) -> None:
+    """The negative control of Alltoallw in `test_filled_calls_of_any_size`."""
+    read_device_arrays(monkeypatch)
+    displacements = [*["displacements sent"] * 2, *["displacements received"] * 2]
+    keep_first_values(monkeypatch, ("", *["counts"] * 4, *displacements), stale)  # see `PacketBlocks`
+    rig = FilledRig(Machine(builds, 2))
+    calls = Calls(rig, np.random.default_rng(7))
+
+    def run(number: int) -> None:
+        check = calls.alltoallv(np.array([[600, 500], [401, 300]]) * number, operations.ALLTOALLW)
+        rig.machine.run(seed=number)
+        check()
+
+    run(1)
+    if stale:
+        with pytest.raises((AssertionError, RunFailedError)):
+            run(2)
+    else:
+        run(2)
+    assert rig.kernels == {"mpicomm_packets"}
+
+
+@pytest.mark.parametrize("stale", [None, "length", "send", "receive"])
+def test_a_stale_value_of_a_call_in_packets_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+) -> None:
+    """The negative control of `test_filled_calls_of_any_size`."""
+    read_device_arrays(monkeypatch)
+    keep_first_values(monkeypatch, ("", "length", "send", "receive"), stale)  # of one block: see `PacketCalls.fill`
     rig = FilledRig(Machine(builds, 2))
     calls = Calls(rig, np.random.default_rng(7))
 

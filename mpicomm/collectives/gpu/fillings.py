@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from math import floor, inf
@@ -71,7 +71,7 @@ class Filling:
             self.launch_of = launches_of(self.template, loader)
         elif algorithm is not None and form.is_even:
             self.fill = StepCalls(algorithm, form, node).fill
-            self.launch_of = partial(_in_turn, loader)
+            self.launch_of = lambda filled: in_turn(loader.enqueuers(filled[0]))
         else:
             self.fill = lambda *_: None
         return self.fill(*call)
@@ -96,9 +96,8 @@ def launches_of(template: Template, loader: StepLoader) -> LaunchOf:
     return _Launches(template, loader).__getitem__
 
 
-def _in_turn(loader: StepLoader, filled: Filled) -> Enqueue:
-    """Return a function that enqueues the steps of a call."""
-    steps = loader.enqueuers(filled[0])
+def in_turn(steps: Sequence[Enqueue]) -> Enqueue:
+    """Return a function that enqueues steps one after the other."""
 
     def enqueue(stream: int) -> None:
         for step in steps:
@@ -117,6 +116,7 @@ class Fillings:
     def __init__(self, form: Form, asked: str, tuning: Tuning, node: Node, loader: StepLoader) -> None:
         self.form = form
         self.asked = asked
+        self.loader = loader
         self._tuning = tuning
         self._node = node
         self._filling = cache(partial(Filling, form=form, node=node, loader=loader))

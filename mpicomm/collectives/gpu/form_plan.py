@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
+from mpicomm.collectives.gpu.algorithms.steps import Copy
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf
+from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf, in_turn
+from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.operations import Shape
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
@@ -159,12 +161,12 @@ class BlocksPlan(FormPlan):
     _add_sent: Callable[[Any, list[int], list[int]], bool]
     _add_received: Callable[[Any, list[int], list[int]], bool]
 
-    def __init__(self, signature: Signature, fillings: Fillings) -> None:
+    def __init__(self, signature: Signature, fillings: Fillings, scratch: GrowingScratch) -> None:
         super().__init__(signature, fillings)
         form = fillings.form
         self._element_nbytes = form.element_nbytes
         self._counted = form.sends == "counted"
-        self._vectors = form.sends in ("vector", "counted"), form.receives == "vector"
+        self._vectors = form.sends in ("vector", "counted", "typed"), form.receives in ("vector", "typed")
         self._singles = form.sends == "one", form.receives == "one"
         self._sends, self._receives = (part > 0 for part in form.parts)
         # The numbers of the blocks that this rank sends to itself and takes from itself, if it has both.
@@ -180,6 +182,9 @@ class BlocksPlan(FormPlan):
             else _add_nothing
             for nbytes, vector, single in zip(form.element_nbytes, self._vectors, self._singles, strict=True)
         )
+        self._loader, self._moves = fillings.loader, form.moves
+        if form.moves:
+            self._add_received = partial(_add_result, scratch, form.rank)
         self._call_hash = counted_hash(self._hash, None)
 
     def takes(self, sent: Any, received: Any) -> bool:
@@ -217,6 +222,9 @@ class BlocksPlan(FormPlan):
         if filled is None:
             return False
         self.launch = self.enqueue = chosen.launch_of(filled)
+        if self._moves and begins[-1]:
+            move = Copy(sent[0], begins[-1], lengths[-1], local=True)
+            self.launch = self.enqueue = in_turn([self.launch, *self._loader.enqueuers([move])])
         self._filling = chosen
         self.private_nbytes = chosen.template.private_nbytes
         return True
@@ -225,8 +233,8 @@ class BlocksPlan(FormPlan):
 class NeighborPlan(BlocksPlan):
     """The calls of a form with blocks for neighbours. A neighbour is another rank or no rank."""
 
-    def __init__(self, signature: Signature, fillings: Fillings) -> None:
-        super().__init__(signature, fillings)
+    def __init__(self, signature: Signature, fillings: Fillings, scratch: GrowingScratch) -> None:
+        super().__init__(signature, fillings, scratch)
         form = fillings.form
         assert form.neighborhood is not None
         self._shapes = form.operation.send, form.operation.receive
@@ -288,6 +296,14 @@ def _add_whole(nbytes: int, buffer: Any, lengths: list[int], begins: list[int]) 
     lengths.append(buffer[1] * nbytes)
     begins.append(buffer[0] if buffer[1] else 0)
     return True
+
+
+def _add_result(scratch: GrowingScratch, rank: int, buffer: Any, lengths: list[int], begins: list[int]) -> bool:
+    """Add the scratch memory for the result, if there is enough. A plan of the call makes more."""
+    part, nbytes = scratch.parts[-1], lengths[rank]
+    lengths.append(nbytes)
+    begins.append(part.pointer if nbytes else 0)
+    return part.nbytes >= nbytes
 
 
 def _add_for_neighbors(
@@ -360,8 +376,8 @@ def _first_difference(into_any: ByLength, into_memory: ByLength) -> int:
     return NO_END
 
 
-def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings) -> FormPlan:
+def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings, scratch: GrowingScratch) -> FormPlan:
     """Return the plan of all calls of a form, which differ from ``signature`` only in the count."""
     if fillings.form.is_even:
         return EvenPlan(signature, fillings, mappings)
-    return (BlocksPlan if fillings.form.neighborhood is None else NeighborPlan)(signature, fillings)
+    return (BlocksPlan if fillings.form.neighborhood is None else NeighborPlan)(signature, fillings, scratch)

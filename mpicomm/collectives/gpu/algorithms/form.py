@@ -44,13 +44,14 @@ NO_PIECE = Piece(0, -1)
 def has_form(call: Call) -> bool:
     """Return whether calls like this call differ only in addresses, counts and displacements."""
     shapes, neighborhood = {call.operation.send, call.operation.receive}, call.neighborhood
-    readable = shapes <= {"one", "blocks", "vector", "counted"}
+    typed = shapes == {"typed"} and neighborhood is None and call.scratch_nbytes == 0  # each block is a run of bytes
+    readable = typed or shapes <= {"one", "blocks", "vector", "counted"}
     if neighborhood is not None and readable:
         # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
         # blocks.
         readable = neighborhood.names_ranks_once and not any(operand.by_address for operand in call.operands)
-    plain = call.packed is None and call.epilogue is None and call.counted is None
-    return readable and plain and not call.scratch_nbytes
+    plain = (typed or call.packed is None) and call.epilogue is None and call.counted is None
+    return readable and plain
 
 
 class Form:
@@ -76,7 +77,9 @@ class Form:
         self.root = call.arguments.root
         self.has_common_output = call.common_output is not None
         """Whether all ranks have output of the same form: see `Call.common_output`."""
-        self._in_place = call.in_place
+        self.moves = call.in_place and operation.send == "counted"
+        """Whether the result goes to scratch memory and then to its place, because recvcounts cut an input in place."""
+        self._in_place = call.in_place and not self.moves
         # In place, the receive buffer holds the input of a reduction and has the shape of the input.
         self.sends: Shape | None = operation.send if call.send is not None and not self._in_place else None
         self.receives: Shape | None = None

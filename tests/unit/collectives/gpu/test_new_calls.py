@@ -95,9 +95,20 @@ def call_of(name: str, count: int, rng: random.Random) -> tuple[Any, ...]:
     if name == "Alltoallv":
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], [Array(send, 2 * count), counts], [Array(receive, 2 * count), counts], None
+    if name == "Alltoallw":
+        counts, types = [count, rng.randrange(count)], [MPI.FLOAT, MPI.BYTE]
+        return (
+            OPERATIONS[name],
+            [Array(send, 2 * count), counts, [0, 4 * count], types],
+            [Array(receive, 2 * count), counts, [0, 4 * count], types],
+            None,
+        )
     if name == "Reduce_scatter":
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], Array(send, sum(counts)), Array(receive, count), MPI.SUM, counts
+    if name == "Reduce_scatter in place":
+        counts = [count - 200, rng.randrange(count)]  # the scratch memory for such results is of one size
+        return OPERATIONS["Reduce_scatter"], MPI.IN_PLACE, Array(receive, sum(counts)), MPI.SUM, counts
     if name == "Bcast":
         return OPERATIONS[name], None, Array(receive, count), None
     blocks = 2 if name == "Allgather" else 1
@@ -122,6 +133,14 @@ def test_a_reduce_scatter_without_counts_has_no_known_form(calls: Calls) -> None
     assert calls.find(*arguments) is None
 
 
+def test_a_reduce_scatter_into_no_buffer_is_no_call_in_place(calls: Calls) -> None:
+    operation, in_place, array, op, counts = call_of("Reduce_scatter in place", 1000, random.Random(1))
+    calls.run(operation, in_place, array, op, counts)
+    assert calls.find(operation, in_place, array, op, counts) is not None
+    for send, receive in ((array, in_place), (array, None), (in_place, in_place)):
+        assert calls.find(operation, send, receive, op, counts) is None
+
+
 @pytest.mark.parametrize(
     ("name", "kib", "symmetric", "most"),
     [
@@ -130,7 +149,9 @@ def test_a_reduce_scatter_without_counts_has_no_known_form(calls: Calls) -> None
         ("Allgather", 4, False, 30),
         ("Bcast", 40 << 10, True, 35),
         ("Alltoallv", 4, False, 60),
+        ("Alltoallw", 4, False, 60),
         ("Reduce_scatter", 4, False, 35),
+        ("Reduce_scatter in place", 4, False, 45),
     ],
 )
 def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, kib: int, symmetric: bool, most: int) -> None:
