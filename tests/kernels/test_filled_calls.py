@@ -57,6 +57,8 @@ class FilledRig(ProgramRig):
         self.kernels: set[str] = set()
         """The names of the kernels of calls that are one launch."""
         self._nap_us = 0
+        self._scratch = [machine.allocate(rank, 1 << 20) for rank in range(self.size)]
+        machine.keep()
 
     def run(
         self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, symmetric: bool = False
@@ -72,16 +74,21 @@ class FilledRig(ProgramRig):
             receive = receive[0]
         op = MPI.SUM if operation.reduces else None
         call = Call(operation, Arguments(send, receive, op, b.root), rank, self.size)
-        key = rank, operation, b.dtype, b.root, pattern.algorithm, type(send), type(receive)
-        if key not in self._plans:
-            form = Form(call, rank, self.size)
-            loader: Any = SimpleNamespace(enqueuers=partial(self._enqueuers, rank))
-            fillings = Fillings(form, pattern.algorithm, BUILT_IN, self.nodes[rank], loader)
-            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank])
-        plan, (sent, received) = self._plans[key], map(plain_array, (send, receive))
-        assert sent is not None and received is not None and plan.takes(sent, received)
-        assert plan.fill(sent, received)
         self._nap_us = nap_us
+        self.launch(rank, call, pattern.algorithm, (operation, b.dtype, b.root, type(send), type(receive)))
+
+    def launch(self, rank: int, call: Call, algorithm: str, kinds: Hashable, *arrays: Any) -> None:
+        """Fill a call of these kinds into the plan of its form, and launch it; ``arrays`` are of its epilogue."""
+        key = rank, algorithm, kinds
+        if key not in self._plans:
+            loader: Any = SimpleNamespace(enqueuers=partial(self._enqueuers, rank))
+            fillings = Fillings(Form(call, rank, self.size), algorithm, BUILT_IN, self.nodes[rank], loader)
+            scratch = Span(self._scratch[rank].address, 0)
+            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank], lambda nbytes: scratch)
+        plan, given = self._plans[key], call.given
+        buffers = plain_array(given.send), plain_array(given.receive)
+        assert None not in buffers and plan.takes(*buffers, *arrays)
+        assert plan.fill(*buffers, *arrays)
         assert plan.launch is not None
         plan.launch(7)
         self.launched.append(plan.choice.algorithm)

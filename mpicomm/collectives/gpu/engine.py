@@ -200,7 +200,8 @@ class DeviceEngine:
         if self._node.size == 1 or not has_form(call):
             return None
         form = Form(call, self._node.rank, self._node.size)
-        return form_plan(call.signature, Fillings(form, asked, self.tuning, self._node, self._loader), mappings)
+        fillings = Fillings(form, asked, self.tuning, self._node, self._loader)
+        return form_plan(call.signature, fillings, mappings, self._scratch.of)
 
     def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
         """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""

@@ -9,16 +9,18 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf
+from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf, filling_at
 from mpicomm.collectives.operations import Shape
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
+from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped, Mappings
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class FilledPlan(ABC):
     def fill(self, sent: Any, received: Any) -> bool:
         """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
 
+        The arrays of an epilogue follow the buffers.
         If `fill` returns False, the engine plans the call, which raises the errors of a wrong call.
         """
 
@@ -77,7 +80,7 @@ class FormPlan(FilledPlan):
 
     @abstractmethod
     def takes(self, sent: Any, received: Any) -> bool:
-        """Return whether buffers of these kinds have the fields that `fill` reads."""
+        """Return whether buffers of these kinds have the fields that `fill` reads. Its arguments are as there."""
 
     @property
     def text(self) -> str:
@@ -151,6 +154,42 @@ class EvenPlan(FormPlan):
         if memory.array != self._array:
             self._array, self._into = memory.array, with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
         return self._into
+
+
+class FinishedPlan(EvenPlan):
+    """The calls of a form with an epilogue. ``scratch`` returns memory of so many bytes."""
+
+    def __init__(
+        self, signature: Signature, fillings: Fillings, mappings: Mappings, scratch: Callable[[int], Span | None]
+    ) -> None:
+        super().__init__(signature, fillings, mappings)
+        assert fillings.form.epilogue is not None
+        self._epilogue = finish = fillings.form.epilogue
+        self._scratch = scratch
+        self._receive_nbytes = self._unit_nbytes  # if the epilogue converts, the reduction goes to scratch memory
+        self._followed = fillings.followed
+        self._itemsizes = self._unit_nbytes, finish.result.itemsize, *finish.itemsizes
+
+    def takes(self, sent: Any, received: Any, *arrays: Any) -> bool:
+        return len(arrays) == len(self._epilogue.itemsizes) and super().takes(sent, received)
+
+    def fill(self, sent: Any, received: Any, *arrays: Any) -> bool:
+        finish, count = self._epilogue, (sent if self._sent else received)[1]
+        memory = zip((sent, received, *arrays), self._itemsizes, strict=True)
+        spans = sorted([(plain[0], plain[0] + plain[1] * nbytes) for plain, nbytes in memory])
+        if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+            return False  # arrays overlap
+        if count != received[1] * finish.in_element or not finish.place(received[0], count, arrays):
+            return False
+        if finish.converts:
+            scratch = self._scratch(count * self._unit_nbytes)
+            received = scratch and scratch.pointer, count
+        if not super().fill(sent, received):
+            return False
+        if not self._filling.finishes:
+            assert self.launch is not None
+            self.launch = self.enqueue = self._followed(self.launch, finish, Span(received[0], count))
+        return True
 
 
 class BlocksPlan(FormPlan):
@@ -354,14 +393,18 @@ def _first_difference(into_any: ByLength, into_memory: ByLength) -> int:
     A look for the memory would cost each call more than a microsecond.
     """
     for nbytes in sorted({*into_any[0], *into_memory[0]}):
-        usual, chosen = (choices[bisect_right(begins, nbytes) - 1] for begins, choices in (into_any, into_memory))
+        usual, chosen = (filling_at(nbytes, by_length) for by_length in (into_any, into_memory))
         if chosen.into_memory or chosen is not usual:
             return nbytes
     return NO_END
 
 
-def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings) -> FormPlan:
+def form_plan(
+    signature: Signature, fillings: Fillings, mappings: Mappings, scratch: Callable[[int], Span | None]
+) -> FormPlan:
     """Return the plan of all calls of a form, which differ from ``signature`` only in the count."""
+    if fillings.form.epilogue is not None:
+        return FinishedPlan(signature, fillings, mappings, scratch)
     if fillings.form.is_even:
         return EvenPlan(signature, fillings, mappings)
     return (BlocksPlan if fillings.form.neighborhood is None else NeighborPlan)(signature, fillings)

@@ -19,8 +19,12 @@ from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.kernels.team import Team
+from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray
+
+SCRATCH = Span(1 << 49, 0)
+"""The scratch memory of `plan_of`."""
 
 
 class Arena:
@@ -95,8 +99,8 @@ def call_of(
 
 def plan_of(call: Call, device: Device, asked: str, mappings: Mappings | None = None) -> FormPlan:
     node = device.node
-    form = Form(call, node.rank, node.size)
-    return form_plan(call.signature, Fillings(form, asked, BUILT_IN, node, cast(Any, device)), mappings or Mappings())
+    fillings = Fillings(Form(call, node.rank, node.size), asked, BUILT_IN, node, cast(Any, device))
+    return form_plan(call.signature, fillings, mappings or Mappings(), lambda nbytes: SCRATCH)
 
 
 def fill(plan: FormPlan, call: Call) -> bool:
