@@ -143,9 +143,10 @@ class BlockingCollectives(MPI.Intracomm):
         "float8_e4m3fn" and 1/127 for "int8". The sum differs from the exact sum by at most e * (2 + e) * A, or with a
         pair e * A, besides roundings to float32 and to the elements' type. AVG divides all that by the number of
         ranks. A block is NaN as a whole on all ranks if it has a NaN or an infinity on any rank, or if its sum exceeds
-        float32. Device arrays in several peer domains, and other types, operations and algorithms than "auto",
-        "one_shot" and "two_shot", raise `InvalidUsageError`. Codes save time on GPUs from 1 MiB on. Smaller calls, and
-        calls on the host, may take longer than without codes.
+        float32. Codes round, so a magnitude within 1/32 of the largest number of its type may become infinite. Device
+        arrays in several peer domains, and other types, operations and algorithms than "auto", "one_shot" and
+        "two_shot", raise `InvalidUsageError`. Codes save time on GPUs from 1 MiB on. Smaller calls, and calls on the
+        host, may take longer than without codes.
         """
         if wire_dtype is not None or epilogue is not None or operands:
             finish, wire = as_epilogue(epilogue, operands), as_wire(wire_dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import Backend, Event, Link, Scratch
+from mpicomm.devices.base import Event, Link, Scratch
 from mpicomm.devices.handle import Exported, Kind, MemoryHandle
 from mpicomm.devices.host_memory import HostSegment, find_shared_mapping
 from mpicomm.devices.memory_use import MemoryUse
@@ -40,8 +40,8 @@ class HostEvent(Event):
     def close(self) -> None: ...
 
 
-class HostBackend(Backend):
-    """Host memory as a backend. It has no streams, and 0 stands for the stream, because every call blocks.
+class HostBackend:
+    """Host memory as a `Backend`. It has no streams, and 0 stands for the stream, because every call blocks.
 
     The host is always current, its scratch memory stays, and there is nothing to release.
     """

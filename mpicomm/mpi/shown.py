@@ -19,13 +19,13 @@ def sending(send: Callable[..., None]) -> Callable[..., None]:
     """Return a blocking send of mpi4py with four arguments: communicator, buffer or object, destination, and tag."""
 
     @functools.wraps(send)
-    def shown(comm: Any, buf: Any, dest: int, tag: int = 0) -> None:
+    def shown(comm: Any, obj: Any, dest: int, tag: int = 0) -> None:  # the names of mpi4py's calls on objects
         row = comm._row
         row[SENDS] += 1
         row[SEND_TAG] = tag
         row[DEST] = dest
         try:
-            send(comm, buf, dest, tag)
+            send(comm, obj, dest, tag)
         finally:
             row[DEST] = NOBODY
 

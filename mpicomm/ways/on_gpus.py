@@ -79,8 +79,7 @@ class OnGpus:
         known = gpu.find(operation, algorithm, send, receive, op, root, counts, *finish)
         if known is None:
             return None
-        backend: Any = self._session.backend
-        events = backend.completions
+        backend, events = self._session.backend, gpu.engine.completions
         event = events.take()  # if the call raises, the event goes with its last reference
         done = event.passed
         if not gpu.enqueue(known, stream, send, receive, event=event):

@@ -23,11 +23,13 @@ from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
+from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.signature import Signature
+from mpicomm.devices.base import Scratch
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
@@ -52,13 +54,13 @@ class FilledRig(ProgramRig):
         for rank, mappings in enumerate(self._mappings):
             mappings.add(machine.addresses(self.outputs, rank), rank, nbytes)
         self._plans: dict[Hashable, FormPlan] = {}
+        backends: list[Any] = [SimpleNamespace(scratch=partial(self._allocate, rank)) for rank in range(self.size)]
+        self._scratch = [GrowingScratch(backend) for backend in backends]
         self.launched: list[str] = []
         """The algorithms of the launches of filled calls."""
         self.kernels: set[str] = set()
         """The names of the kernels of calls that are one launch."""
         self._nap_us = 0
-        self._scratch = [machine.allocate(rank, 1 << 20) for rank in range(self.size)]
-        machine.keep()
 
     def run(
         self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0, symmetric: bool = False
@@ -72,8 +74,11 @@ class FilledRig(ProgramRig):
             send = send[0]
         if operation.receive != "vector" and isinstance(receive, list):
             receive = receive[0]
+        counts = [block.count for block in b.send_blocks or ()] if operation.send == "counted" else None
+        if counts and send.pointer == receive.pointer:
+            send, receive = MPI.IN_PLACE, send
         op = MPI.SUM if operation.reduces else None
-        call = Call(operation, Arguments(send, receive, op, b.root), rank, self.size)
+        call = Call(operation, Arguments(send, receive, op, b.root, counts), rank, self.size)
         self._nap_us = nap_us
         self.launch(rank, call, pattern.algorithm, (operation, b.dtype, b.root, type(send), type(receive)))
 
@@ -83,15 +88,27 @@ class FilledRig(ProgramRig):
         if key not in self._plans:
             loader: Any = SimpleNamespace(enqueuers=partial(self._enqueuers, rank))
             fillings = Fillings(Form(call, rank, self.size), algorithm, BUILT_IN, self.nodes[rank], loader)
-            scratch = Span(self._scratch[rank].address, 0)
-            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank], lambda nbytes: scratch)
-        plan, given = self._plans[key], call.given
-        buffers = plain_array(given.send), plain_array(given.receive)
+            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank], self._scratch[rank])
+        self._scratch[rank].of(call.scratch_nbytes)  # as a plan of the call does
+        plan, given, counts = self._plans[key], call.given, call.given.counts
+        buffers: Any = plain_array(given.send), plain_array(given.receive)
+        if counts:  # they cut the input, which may be in place
+            sent, received = reversed(buffers) if given.send is MPI.IN_PLACE else buffers
+            buffers = (*sent, tuple(counts), None), received
         assert None not in buffers and plan.takes(*buffers, *arrays)
         assert plan.fill(*buffers, *arrays)
         assert plan.launch is not None
         plan.launch(7)
         self.launched.append(plan.choice.algorithm)
+
+    def keep_scratch(self, nbytes: int) -> None:
+        """Let each rank have scratch memory that stays if the machine is cleared."""
+        for scratch in self._scratch:
+            scratch.of(nbytes)
+        self.machine.keep()
+
+    def _allocate(self, rank: int, nbytes: int) -> Scratch:
+        return Scratch(self.machine.allocate(rank, nbytes).address, nbytes, None)
 
     def _enqueuers(self, rank: int, steps: Sequence[Step]) -> list[Any]:
         is_one = len(steps) == 1
@@ -136,6 +153,25 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
         rig.machine.clear()
     assert {*rig.launched} == {"one_shot", "two_shot", "chain"}
     assert rig.kernels == {"mpicomm_packets", "mpicomm_chain", "mpicomm_exchange"}
+
+
+@pytest.mark.parametrize(("size", "name"), [(2, "float32"), (3, "int32")])
+def test_filled_calls_with_recvcounts(builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int, name: str) -> None:
+    """The scratch memory of the results in place grows meanwhile."""
+    read_device_arrays(monkeypatch)
+    rig = FilledRig(Machine(builds, size))
+    calls = Calls(rig, np.random.default_rng(size), nap_us=1000)
+    for count in (5, 700, 0, INBOX_NBYTES // 4 + 1, 699):
+        checks = [
+            calls.reduce_scatter(name, "sum", counts, in_place=in_place)
+            for counts in ([count, 1, 2][:size], [2, count + 1, 0][:size])
+            for in_place in (True, False, True)
+        ]
+        rig.machine.run(seed=count, jitter_us=200)
+        for check in checks:
+            check()
+    assert {*rig.launched} == {"one_shot"}
+    assert rig.kernels == {"mpicomm_packets"}
 
 
 class Straight:
@@ -238,14 +274,9 @@ def test_a_stale_value_of_a_call_in_chunks_is_noticed(
     assert rig.kernels == {"mpicomm_exchange"}
 
 
-@pytest.mark.parametrize("stale", [None, "length", "send", "receive"])
-def test_a_stale_value_of_a_call_in_packets_is_noticed(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
-) -> None:
-    """The negative control of `test_filled_calls_of_any_size`."""
-    read_device_arrays(monkeypatch)
+def keep_first_values(monkeypatch: pytest.MonkeyPatch, places: Sequence[str], stale: str | None) -> None:
+    """Let `PacketTemplate.write` keep the values in the places named ``stale`` of the first call."""
     write, first = PacketTemplate.write, dict[int, list[int]]()
-    places = ("", "length", "send", "receive")  # of a call with one block: see `PacketCalls.fill`
 
     def write_stale(self: Any, values: list[int], *others: Any) -> Any:
         kept = first.setdefault(id(self), [*values])
@@ -254,6 +285,48 @@ def test_a_stale_value_of_a_call_in_packets_is_noticed(
         return write(self, mixed, *others)
 
     monkeypatch.setattr(PacketTemplate, "write", write_stale)
+
+
+@pytest.mark.parametrize("stale", [None, "counts", "input", "result", "target", "source", "nbytes"])
+def test_a_stale_value_of_a_call_in_scratch_memory_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+) -> None:
+    """The negative control of `test_filled_calls_with_recvcounts`: of the kernel, and of the copy after it."""
+    read_device_arrays(monkeypatch)
+    keep_first_values(monkeypatch, ("", *["counts"] * 3, *["input"] * 2, "result"), stale)  # see `PacketBlocks`
+    enqueue, first = FilledRig.enqueue, dict[int, Copy]()
+
+    def enqueue_stale(self: FilledRig, rank: int, step: Step, *, nap_us: int) -> None:
+        if isinstance(step, Copy):
+            kept = vars(first.setdefault(rank, step))
+            step = replace(step, **{name: kept[name] for name in kept if name == stale})
+        enqueue(self, rank, step, nap_us=nap_us)
+
+    monkeypatch.setattr(FilledRig, "enqueue", enqueue_stale)
+    rig = FilledRig(Machine(builds, 2))
+    calls = Calls(rig, np.random.default_rng(7))
+
+    def run(number: int) -> None:
+        check = calls.reduce_scatter("int32", "sum", [600 * number, 500 * number], in_place=True)
+        rig.machine.run(seed=number)
+        check()
+
+    run(1)
+    if stale:
+        with pytest.raises(AssertionError):
+            run(2)
+    else:
+        run(2)
+    assert {*first} == {0, 1}
+
+
+@pytest.mark.parametrize("stale", [None, "length", "send", "receive"])
+def test_a_stale_value_of_a_call_in_packets_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+) -> None:
+    """The negative control of `test_filled_calls_of_any_size`."""
+    read_device_arrays(monkeypatch)
+    keep_first_values(monkeypatch, ("", "length", "send", "receive"), stale)  # of one block: see `PacketCalls.fill`
     rig = FilledRig(Machine(builds, 2))
     calls = Calls(rig, np.random.default_rng(7))
 

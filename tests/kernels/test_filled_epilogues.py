@@ -25,6 +25,8 @@ from tests.kernels.test_filled_calls import FilledRig
 
 BF16, FP8 = "bfloat16", "float8_e4m3fn"
 HIDDEN = 256 + 32
+ROWS = (5, 1, 13, 6, 40)
+"""For one step and for several, and for fewer rows than a kernel normalises in two hops."""
 Arrays = dict[str, Any]
 
 
@@ -57,6 +59,7 @@ class FinishedCalls:
     def __init__(self, builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
         read_device_arrays(monkeypatch)
         self.rig = FilledRig(Machine(builds, size))
+        self.rig.keep_scratch(max(ROWS) * HIDDEN * 2)
         self._rng = np.random.default_rng(size)
         self._checks: list[tuple[Place, Array]] = []
         self._number = 0
@@ -107,10 +110,6 @@ class FinishedCalls:
             require_same(place.view(expected.dtype).copy(), expected)
         self._checks.clear()
         self.rig.machine.clear()
-
-
-ROWS = (5, 1, 13, 6, 40)
-"""For one step and for several, and for fewer rows than a kernel normalises in two hops."""
 
 
 @pytest.mark.parametrize(

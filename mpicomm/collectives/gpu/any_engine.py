@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.choose import AlgorithmChoice
     from mpicomm.collectives.gpu.form_plan import FormPlan, MessagePlan
-    from mpicomm.devices.cuda.events import LocalEvent
+    from mpicomm.devices.cuda.events import Completions, LocalEvent
     from mpicomm.symmetric.registry import Mappings
 
 
@@ -31,6 +31,9 @@ class AnyPlan(Protocol):
 
 class Engine(Protocol):
     """An engine for device arrays: `DeviceEngine`, or the engine of several peer domains together."""
+
+    completions: Completions
+    """The events that callers pass to `enqueue`."""
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
         """See `DeviceEngine.prepare_call`."""

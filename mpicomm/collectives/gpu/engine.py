@@ -157,10 +157,11 @@ class DeviceEngine:
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
-            self._order = StreamOrder(backend.lasting_streams)
+            self._order = StreamOrder(backend.current, backend.lasting_streams)
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
             self._loader = StepLoader(backend, kernels_of(backend.info), self._copies)
+        self.completions = self._order.completions
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
@@ -201,7 +202,7 @@ class DeviceEngine:
             return None
         form = Form(call, self._node.rank, self._node.size)
         fillings = Fillings(form, asked, self.tuning, self._node, self._loader)
-        return form_plan(call.signature, fillings, mappings, self._scratch.of)
+        return form_plan(call.signature, fillings, mappings, self._scratch)
 
     def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
         """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""

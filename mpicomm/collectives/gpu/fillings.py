@@ -78,7 +78,7 @@ class Filling:
             self.launch_of = launches_of(self.template, loader)
         elif algorithm is not None and form.is_even:
             self.fill = StepCalls(algorithm, form, node).fill
-            self.launch_of = lambda filled: _in_turn(loader.enqueuers(filled[0]))
+            self.launch_of = lambda filled: in_turn(loader.enqueuers(filled[0]))
         else:
             self.fill = lambda *_: None
         return self.fill(*call)
@@ -103,8 +103,8 @@ def launches_of(template: Template, loader: StepLoader) -> LaunchOf:
     return _Launches(template, loader).__getitem__
 
 
-def _in_turn(steps: Sequence[Enqueue]) -> Enqueue:
-    """Return a function that enqueues the steps of a call."""
+def in_turn(steps: Sequence[Enqueue]) -> Enqueue:
+    """Return a function that enqueues steps one after the other."""
 
     def enqueue(stream: int) -> None:
         for step in steps:
@@ -123,9 +123,9 @@ class Fillings:
     def __init__(self, form: Form, asked: str, tuning: Tuning, node: Node, loader: StepLoader) -> None:
         self.form = form
         self.asked = asked
+        self.loader = loader
         self._tuning = tuning
         self._node = node
-        self._loader = loader
         self._plain = copy(form)  # for algorithms that do not apply the epilogue
         self._plain.epilogue = None
         self._filling = cache(partial(Filling, node=node, loader=loader))
@@ -133,7 +133,7 @@ class Fillings:
     def followed(self, reduction: Enqueue, finish: BoundEpilogue, reduced: Span) -> Enqueue:
         """Return a function that enqueues a reduction and the kernel that applies the epilogue to its result."""
         launches = finish_launches(finish, reduced, self._node.team.faults, self._node.multiprocessors)
-        return _in_turn([reduction, *self._loader.enqueuers(launches)])
+        return in_turn([reduction, *self.loader.enqueuers(launches)])
 
     def by_length(self, *, symmetric: bool, tuning: Tuning | None = None) -> ByLength:
         """Return the algorithms that `choose` takes, by the bytes of the longest message of a call.

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
+from mpicomm.collectives.gpu.algorithms.steps import Copy
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf, filling_at
+from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf, filling_at, in_turn
+from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.operations import Shape
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
@@ -157,16 +159,14 @@ class EvenPlan(FormPlan):
 
 
 class FinishedPlan(EvenPlan):
-    """The calls of a form with an epilogue. ``scratch`` returns memory of so many bytes."""
+    """The calls of a form with an epilogue. If it converts, the reduction goes to ``scratch`` memory."""
 
-    def __init__(
-        self, signature: Signature, fillings: Fillings, mappings: Mappings, scratch: Callable[[int], Span | None]
-    ) -> None:
+    def __init__(self, signature: Signature, fillings: Fillings, mappings: Mappings, scratch: GrowingScratch) -> None:
         super().__init__(signature, fillings, mappings)
         assert fillings.form.epilogue is not None
         self._epilogue = finish = fillings.form.epilogue
         self._scratch = scratch
-        self._receive_nbytes = self._unit_nbytes  # if the epilogue converts, the reduction goes to scratch memory
+        self._receive_nbytes = self._unit_nbytes
         self._followed = fillings.followed
         self._itemsizes = self._unit_nbytes, finish.result.itemsize, *finish.itemsizes
 
@@ -182,8 +182,10 @@ class FinishedPlan(EvenPlan):
         if count != received[1] * finish.in_element or not finish.place(received[0], count, arrays):
             return False
         if finish.converts:
-            scratch = self._scratch(count * self._unit_nbytes)
-            received = scratch and scratch.pointer, count
+            scratch = self._scratch.parts[-1]
+            if scratch.nbytes < count * self._unit_nbytes:
+                return False  # a plan of the call makes more
+            received = scratch.pointer, count
         if not super().fill(sent, received):
             return False
         if not self._filling.finishes:
@@ -198,7 +200,7 @@ class BlocksPlan(FormPlan):
     _add_sent: Callable[[Any, list[int], list[int]], bool]
     _add_received: Callable[[Any, list[int], list[int]], bool]
 
-    def __init__(self, signature: Signature, fillings: Fillings) -> None:
+    def __init__(self, signature: Signature, fillings: Fillings, scratch: GrowingScratch) -> None:
         super().__init__(signature, fillings)
         form = fillings.form
         self._element_nbytes = form.element_nbytes
@@ -219,6 +221,9 @@ class BlocksPlan(FormPlan):
             else _add_nothing
             for nbytes, vector, single in zip(form.element_nbytes, self._vectors, self._singles, strict=True)
         )
+        self._loader, self._moves = fillings.loader, form.moves
+        if form.moves:
+            self._add_received = partial(_add_result, scratch, form.rank)
         self._call_hash = counted_hash(self._hash, None)
 
     def takes(self, sent: Any, received: Any) -> bool:
@@ -256,6 +261,9 @@ class BlocksPlan(FormPlan):
         if filled is None:
             return False
         self.launch = self.enqueue = chosen.launch_of(filled)
+        if self._moves and begins[-1]:
+            move = Copy(sent[0], begins[-1], lengths[-1], local=True)
+            self.launch = self.enqueue = in_turn([self.launch, *self._loader.enqueuers([move])])
         self._filling = chosen
         self.private_nbytes = chosen.template.private_nbytes
         return True
@@ -264,8 +272,8 @@ class BlocksPlan(FormPlan):
 class NeighborPlan(BlocksPlan):
     """The calls of a form with blocks for neighbours. A neighbour is another rank or no rank."""
 
-    def __init__(self, signature: Signature, fillings: Fillings) -> None:
-        super().__init__(signature, fillings)
+    def __init__(self, signature: Signature, fillings: Fillings, scratch: GrowingScratch) -> None:
+        super().__init__(signature, fillings, scratch)
         form = fillings.form
         assert form.neighborhood is not None
         self._shapes = form.operation.send, form.operation.receive
@@ -327,6 +335,14 @@ def _add_whole(nbytes: int, buffer: Any, lengths: list[int], begins: list[int]) 
     lengths.append(buffer[1] * nbytes)
     begins.append(buffer[0] if buffer[1] else 0)
     return True
+
+
+def _add_result(scratch: GrowingScratch, rank: int, buffer: Any, lengths: list[int], begins: list[int]) -> bool:
+    """Add the scratch memory for the result, if there is enough. A plan of the call makes more."""
+    part, nbytes = scratch.parts[-1], lengths[rank]
+    lengths.append(nbytes)
+    begins.append(part.pointer if nbytes else 0)
+    return part.nbytes >= nbytes
 
 
 def _add_for_neighbors(
@@ -399,12 +415,10 @@ def _first_difference(into_any: ByLength, into_memory: ByLength) -> int:
     return NO_END
 
 
-def form_plan(
-    signature: Signature, fillings: Fillings, mappings: Mappings, scratch: Callable[[int], Span | None]
-) -> FormPlan:
+def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings, scratch: GrowingScratch) -> FormPlan:
     """Return the plan of all calls of a form, which differ from ``signature`` only in the count."""
     if fillings.form.epilogue is not None:
         return FinishedPlan(signature, fillings, mappings, scratch)
     if fillings.form.is_even:
         return EvenPlan(signature, fillings, mappings)
-    return (BlocksPlan if fillings.form.neighborhood is None else NeighborPlan)(signature, fillings)
+    return (BlocksPlan if fillings.form.neighborhood is None else NeighborPlan)(signature, fillings, scratch)

@@ -11,19 +11,20 @@ class GrowingScratch:
 
     def __init__(self, backend: GpuBackend) -> None:
         self._backend = backend
-        self._parts: list[Scratch] = []
+        self.parts = [Scratch(0, 0, None)]
+        """All memory. The first part has no bytes, and the last part is the largest."""
 
     @property
     def nbytes(self) -> int:
         """The bytes of all memory."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self.parts)
 
     def of(self, nbytes: int) -> Span | None:
         """Return memory of at least ``nbytes`` bytes; None for 0 bytes. Local."""
         if nbytes == 0:
             return None
-        if not self._parts or self._parts[-1].nbytes < nbytes:
+        if self.parts[-1].nbytes < nbytes:
             # Smaller parts stay, because a captured graph may use them. Sizes are powers of two, so all parts together
             # have at most twice the bytes of the largest part.
-            self._parts.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
-        return Span(self._parts[-1].pointer, 0)
+            self.parts.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
+        return Span(self.parts[-1].pointer, 0)

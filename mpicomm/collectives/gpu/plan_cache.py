@@ -352,10 +352,11 @@ def _plain(
     operation: Operation, send: Any, receive: Any, counts: Sequence[int] | None
 ) -> tuple[Any, PlainArray | PlainBlocks | None]:
     """Return both buffers as `plain_array` reads them; None for the second if the call has no form."""
-    sent: Any = plain_array(send)
+    in_place = operation is REDUCE_SCATTER and send is MPI.IN_PLACE
+    sent: Any = plain_array(receive if in_place else send)
     if operation is REDUCE_SCATTER:  # recvcounts cut the input
         cut = None if counts is None else plain_integers(counts)
-        if cut is None or sent is None or len(sent) > 3 or send is MPI.IN_PLACE:
+        if cut is None or sent is None or len(sent) > 3 or receive is MPI.IN_PLACE:
             return None, None
         sent = *sent, cut, None
-    return sent, None if sent is None else plain_array(receive)
+    return sent, None if sent is None else plain_array(send if in_place else receive)

@@ -305,8 +305,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         # In the context of this device, whichever thread closes: on a thread without a device, CUDA would make a
         # context on the first GPU.
         with suppress(DriverShutDownError), self._context.current():
-            self.completions.close()
-            self._other_completions.close()
+            self._completions.close()
             self._scratch.close()
             if faults is not None:
                 self.side_streams.close()

@@ -11,7 +11,7 @@ from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.capture import capture_of
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.events import LocalEvent
+from mpicomm.devices.cuda.events import Completions, LocalEvent
 from mpicomm.errors import HandleError
 
 _MOST_CAPTURES = 16  # the number of open captures that may take pieces in turns
@@ -29,10 +29,15 @@ class StreamOrder:
     once. The program that launches a graph orders the graph, in the usual way: on one stream, or with events.
     """
 
-    def __init__(self, lasting: Set[int] = frozenset((0,))) -> None:
-        """The process never destroys the streams at the addresses ``lasting``. The device must be current."""
+    def __init__(
+        self, current: Callable[[], contextlib.AbstractContextManager[None]], lasting: Set[int] = frozenset((0,))
+    ) -> None:
+        """``current`` makes the device current. The process never destroys the streams at the addresses ``lasting``."""
         self._lasting = lasting
-        self._own: Any = LocalEvent()  # the event to record after a piece without an event of its caller
+        self.completions = Completions(current)
+        """The events of callers that ask whether their piece is done. `enqueue` alone records them, because the next
+        piece may wait for an event that has gone back to this pool. It must not wait for any other work."""
+        self._own: Any = self.completions.take()  # the event to record after a piece without an event of its caller
         # The event to wait for before the next piece. This keeps it, because whoever owns it may drop it.
         self._awaited: Any = self._own
         self._stream = 0  # the stream on which `_awaited` was recorded
@@ -94,3 +99,4 @@ class StreamOrder:
         """Destroy the events. A second call does nothing."""
         self._own = self._awaited = None
         self._captured.clear()
+        self.completions.close()

@@ -91,12 +91,7 @@ class StreamsOfGpu:
         self.lasting_streams = {0}
         self.note = self._threads.note
         """Counts the calling thread among the users of a stream: see `ThreadsOfStreams.note`."""
-        self.completions = Completions(context.current)
-        """The events after nonblocking collectives. Only `StreamOrder.enqueue` records them."""
-        # Other work has other events, because a collective waits for the event of the collective before it, although
-        # the request of that one may have given the event back. Other work, such as the copy of a message, may wait for
-        # a peer that comes to it only after the collective.
-        self._other_completions = Completions(context.current)
+        self._completions = Completions(context.current)
 
     def stream(self, stream: Any, array: Any = None) -> int:
         # The usual cases are quick, because every call comes here.
@@ -139,6 +134,6 @@ class StreamsOfGpu:
     def _completion(self, stream: int) -> Callable[[], bool]:
         if runtime.streamIsCapturing(stream):
             return lambda: True
-        event = self._other_completions.take()
+        event = self._completions.take()
         runtime.eventRecord(event.ptr, stream)
         return event.passed

@@ -83,8 +83,8 @@ class DomainsEngine:
         self._scratch = [GrowingScratch(backend) for _ in range(DEPTH)]
         self._packed = GrowingScratch(backend)
         self._tokens = GrowingScratch(backend)
-        with backend.current():
-            self._order = StreamOrder()
+        self._order = StreamOrder(backend.current)
+        self.completions = self._order.completions
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
         require_order(call, self._layout)

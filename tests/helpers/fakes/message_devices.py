@@ -15,7 +15,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -354,11 +353,6 @@ class ThreadDevice:
 
     def completion(self, stream: int) -> Callable[[], bool]:
         return self.side_streams.mark(stream).is_set
-
-    @property
-    def completions(self) -> SimpleNamespace:
-        """Events that nothing records."""
-        return SimpleNamespace(take=lambda: SimpleNamespace(passed=bool), give_back=bool)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return np.empty(nbytes, np.uint8)

@@ -29,6 +29,9 @@ from tests.helpers.rigs.message_rigs import Rig
 class Engine:
     """The engine of GPUs as the dispatcher sees it, and the number of calls that it has carried out."""
 
+    completions = SimpleNamespace(take=lambda: SimpleNamespace(passed=bool), give_back=bool)
+    """Events that nothing records."""
+
     def __init__(self, host: HostEngine, post: Callable[[str], None]) -> None:
         self._host = host
         self._post = post

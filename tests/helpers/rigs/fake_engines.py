@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import DeviceInfo, Link
+from mpicomm.devices.base import DeviceInfo, Link, Scratch
 from mpicomm.kernels.team import Faults
 from mpicomm.mpi.span import Span
 from tests.helpers.fakes.fake_cuda import FakeCuda
@@ -63,6 +63,7 @@ class Rig:
             loading=contextlib.nullcontext,
             current=contextlib.nullcontext,
             lasting_streams={0},
+            scratch=lambda nbytes: Scratch((3 << 50) + nbytes, nbytes, None),
         )
         self.longest: list[int] = []
         """The values that both ranks have written at each checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,15 +17,13 @@ from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
+from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
+from mpicomm.devices.base import Scratch
 from mpicomm.kernels.team import Team
-from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray
-
-SCRATCH = Span(1 << 49, 0)
-"""The scratch memory of `plan_of`."""
 
 
 class Arena:
@@ -60,6 +59,8 @@ class Device:
             team.arenas[index], team.names[index] = (index + 1) << 40, index + 3
         self.node = Node(team, Arena(size, regions=regions), blocks, link_speed, most_staged_nbytes=1 << 30)
         self.launched: list[Any] = []
+        backend: Any = SimpleNamespace(scratch=lambda nbytes: Scratch((1 << 53) + nbytes, nbytes, None))
+        self.scratch = GrowingScratch(backend)
 
     def launch(self, plan: FormPlan) -> None:
         """Launch the call that was filled into a plan."""
@@ -100,7 +101,7 @@ def call_of(
 def plan_of(call: Call, device: Device, asked: str, mappings: Mappings | None = None) -> FormPlan:
     node = device.node
     fillings = Fillings(Form(call, node.rank, node.size), asked, BUILT_IN, node, cast(Any, device))
-    return form_plan(call.signature, fillings, mappings or Mappings(), lambda nbytes: SCRATCH)
+    return form_plan(call.signature, fillings, mappings or Mappings(), device.scratch)
 
 
 def fill(plan: FormPlan, call: Call) -> bool:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
+import mpicomm
 from mpicomm.api.communicator import DistGraphCommunicator
 from mpicomm.collectives.operations import OPERATIONS, Operation
 
@@ -40,3 +42,11 @@ def test_each_method_has_a_docstring_that_names_the_blocking_one(row: Operation,
         inspect.signature(method).return_annotation == ("None", "MPI.Request", "MPI.Prequest")[row.methods.index(name)]
     )
     assert method.__doc__ and (name == row.name or f"`{row}`" in method.__doc__)
+
+
+@pytest.mark.parametrize("name", ["send", "ssend"])
+def test_objects_are_sent_by_the_names_of_mpi4pys_arguments(name: str) -> None:
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm:
+        request = comm.irecv(source=0, tag=7)
+        getattr(comm, name)(obj=[1, 2], dest=0, tag=7)
+        assert request.wait() == [1, 2]

@@ -49,8 +49,7 @@ def has_form(call: Call) -> bool:
         # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
         # blocks.
         readable = neighborhood.names_ranks_once and not any(operand.by_address for operand in call.operands)
-    plain = call.packed is None and call.counted is None
-    return readable and plain and (call.epilogue is not None or not call.scratch_nbytes)
+    return readable and call.packed is None and call.counted is None
 
 
 class Form:
@@ -78,7 +77,9 @@ class Form:
         self.root = call.arguments.root
         self.has_common_output = call.common_output is not None
         """Whether all ranks have output of the same form: see `Call.common_output`."""
-        self._in_place = call.in_place
+        self.moves = call.in_place and operation.send == "counted"
+        """Whether the result goes to scratch memory and then to its place, because recvcounts cut an input in place."""
+        self._in_place = call.in_place and not self.moves
         # In place, the receive buffer holds the input of a reduction and has the shape of the input.
         self.sends: Shape | None = operation.send if call.send is not None and not self._in_place else None
         self.receives: Shape | None = None

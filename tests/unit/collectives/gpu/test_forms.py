@@ -207,17 +207,19 @@ def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_planned(dat
     rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Reduce_scatter"]
     dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "c16"])))
     device = Device(regions=data.draw(st.booleans()), size=size, rank=rank, blocks=132, link_speed=1.0)
-    plan = None
+    in_place, plan = data.draw(st.booleans(), "in place"), None
     for number in range(4):
         counts_of = st.lists(st.integers(0, 9) | st.integers(0, 9_000_000), min_size=size, max_size=size)
         counts = data.draw(counts_of.filter(any), f"counts of call {number}")
         send = DeviceArray((1 << 50) + 128 * number, sum(counts), dtype)
         receive = DeviceArray((1 << 51) + 128 * number, counts[rank], dtype)
-        read = Call(operation, Arguments(send, receive, MPI.SUM, 0, counts), rank, size)
-        planned = GpuCall.of(read, Mappings(), None)
+        given: tuple[Any, Any] = (MPI.IN_PLACE, send) if in_place else (send, receive)
+        read = Call(operation, Arguments(*given, MPI.SUM, 0, counts), rank, size)
+        planned = GpuCall.of(read, Mappings(), device.scratch.of(read.scratch_nbytes))
         algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
         plan = plan or plan_of(read, device, "auto")
-        sent, received = (*plain_array(send), tuple(counts), None), plain_array(receive)  # type: ignore[misc]
+        sent: Any = (*plain_array(send), tuple(counts), None)  # type: ignore[misc]
+        received = plain_array(MPI.IN_PLACE if in_place else receive)
         assert received is not None and plan.takes(sent, received)
         packets = algorithm.template(Form(read, rank, size), device.node) is not None
         there = all(map(device.node.arena.has, algorithm.memory(planned, device.node)))
@@ -227,6 +229,25 @@ def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_planned(dat
             assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
             assert plan.text == planned.text(into_memory=False)
         assert not plan.fill((sent[0], sent[1] + 1, *sent[2:]), received)  # recvcounts do not cut all of it
+
+
+def test_a_result_longer_than_the_scratch_memory_is_left_to_planning() -> None:
+    """Only a plan of a call on a usable communicator may take more memory."""
+    device, dtype = Device(regions=True, size=2, rank=1, blocks=132, link_speed=1.0), np.dtype("f4")
+    arguments = Arguments(MPI.IN_PLACE, DeviceArray(1 << 50, 9, dtype), MPI.SUM, 0, [1, 8])
+    plan = plan_of(Call(OPERATIONS["Reduce_scatter"], arguments, 1, 2), device, "auto")
+
+    def fits(*counts: int) -> bool:
+        return plan.fill((1 << 50, 9, None, counts, None), plain_array(MPI.IN_PLACE))
+
+    assert fits(9, 0)
+    assert not fits(8, 1)
+    device.scratch.of(32)
+    assert fits(1, 8)
+    assert not fits(0, 9)
+    for wrong in ((1, 1 << 60), (2, 8), (1, 7), (10, -1), (9,)):
+        assert not fits(*wrong)
+    assert device.scratch.nbytes == 32
 
 
 @given(data=st.data())

@@ -25,7 +25,7 @@ from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.references.reductions import dtype_named
-from tests.helpers.rigs.filled_calls import SCRATCH, Device, as_enqueued, plan_of
+from tests.helpers.rigs.filled_calls import Device, as_enqueued, plan_of
 
 pytest.importorskip("ml_dtypes")
 
@@ -132,9 +132,13 @@ class CallAt:
         return plan.fill(*buffers, *arrays)
 
 
+def gpu_call(call: Call, device: Device, mappings: Mappings) -> GpuCall:
+    return GpuCall.of(call, mappings, device.scratch.of(call.scratch_nbytes))
+
+
 def planned(call: Call, device: Device, asked: str, mappings: Mappings) -> tuple[Any, list[Any], bool]:
     """Return the algorithm of a planned call, its launches, and whether there is memory for it."""
-    of_gpu, node = GpuCall.of(call, mappings, SCRATCH), device.node
+    of_gpu, node = gpu_call(call, device, mappings), device.node
     algorithm, _ = choose(of_gpu, asked, BUILT_IN, node)
     if not all(map(node.arena.has, algorithm.memory(of_gpu, node))):
         return algorithm, [], False
@@ -183,7 +187,7 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
             device.launch(plan)
             assert device.launched == launched
             assert plan.choice.algorithm == algorithm.name
-            assert plan.text == GpuCall.of(read, mappings, SCRATCH).text(into_memory=algorithm.into_memory)
+            assert plan.text == gpu_call(read, device, mappings).text(into_memory=algorithm.into_memory)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +225,7 @@ def test_the_launches_of_another_call_are_others(asked: str, rows: int) -> None:
     """A stale address or number of rows would be noticed above."""
     device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
     plan = plan_of(CallAt(to_tiles, 7, 128, 0).read(), device, asked)
+    device.scratch.of(1 << 20)
     launched = []
     for number, more in [(rows, {}), (rows + 1, {}), *((rows, {name: 16}) for name in NAMES)]:
         assert CallAt(to_tiles, number, 128, 0, moved=more).fill(plan)
@@ -232,6 +237,7 @@ def test_the_launches_of_another_call_are_others(asked: str, rows: int) -> None:
 def test_a_wrong_call_is_left_to_planning_which_refuses_it() -> None:
     device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
     plans = {of: plan_of(CallAt(of, 7, 128, 0).read(), device, "auto") for of in RESULTS}
+    device.scratch.of(1 << 20)
     onto = 1 << 45  # the distance of two arrays
     wrong: list[tuple[Any, dict[str, Any]]] = [
         *(
@@ -260,6 +266,15 @@ def test_a_wrong_call_is_left_to_planning_which_refuses_it() -> None:
         with pytest.raises((InvalidUsageError, MPI.Exception)):
             call.read()
         assert CallAt(of, 9, 128, 0).fill(plans[of])
+
+
+def test_a_converting_call_that_exceeds_the_scratch_memory_is_left_to_planning() -> None:
+    device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
+    plan = plan_of(CallAt(converting, 7, 64, 0).read(), device, "auto")
+    device.scratch.of(8 * 64 * 2)
+    assert CallAt(converting, 8, 64, 0).fill(plan)
+    assert not CallAt(converting, 9, 64, 0).fill(plan)
+    assert device.scratch.nbytes == 8 * 64 * 2
 
 
 def test_an_index_beyond_an_array_is_left_to_planning() -> None:

@@ -117,6 +117,9 @@ def call_of(name: str, count: int, rng: random.Random) -> tuple[Any, ...]:
     if name == "Reduce_scatter":
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], Array(send, sum(counts)), Array(receive, count), MPI.SUM, counts
+    if name == "Reduce_scatter in place":
+        counts = [count - 200, rng.randrange(count)]  # the scratch memory for such results is of one size
+        return OPERATIONS["Reduce_scatter"], MPI.IN_PLACE, Array(receive, sum(counts)), MPI.SUM, counts
     if name == "Bcast":
         return OPERATIONS[name], None, Array(receive, count), None
     if name == "rms_norm":
@@ -146,6 +149,14 @@ def test_a_reduce_scatter_without_counts_has_no_known_form(calls: Calls) -> None
     assert calls.find(*arguments) is None
 
 
+def test_a_reduce_scatter_into_no_buffer_is_no_call_in_place(calls: Calls) -> None:
+    operation, in_place, array, op, counts = call_of("Reduce_scatter in place", 1000, random.Random(1))
+    calls.run(operation, in_place, array, op, counts)
+    assert calls.find(operation, in_place, array, op, counts) is not None
+    for send, receive in ((array, in_place), (array, None), (in_place, in_place)):
+        assert calls.find(operation, send, receive, op, counts) is None
+
+
 @pytest.mark.parametrize(
     ("name", "kib", "symmetric", "most"),
     [
@@ -155,6 +166,7 @@ def test_a_reduce_scatter_without_counts_has_no_known_form(calls: Calls) -> None
         ("Bcast", 40 << 10, True, 35),
         ("Alltoallv", 4, False, 60),
         ("Reduce_scatter", 4, False, 35),
+        ("Reduce_scatter in place", 4, False, 45),
         ("rms_norm", 1, False, 60),
         ("rms_norm", 1, True, 60),
     ],

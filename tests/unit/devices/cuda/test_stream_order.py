@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ STREAMS = (1, 2, 3, 4)
 @pytest.fixture
 def order(cuda: FakeCuda) -> Iterator[Any]:
     """An order in which two of the streams are lasting."""
-    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder({0, 1, 2})
+    order = importlib.import_module("mpicomm.devices.cuda.stream_order").StreamOrder(nullcontext, {0, 1, 2})
     yield order
     order.close()
 
@@ -29,10 +28,9 @@ def order(cuda: FakeCuda) -> Iterator[Any]:
 def test_pieces_follow_each_other_and_say_when_they_are_done(cuda: FakeCuda, order: Any) -> None:
     carried_out: list[int] = []
     pending: list[tuple[Place, Callable[[], bool]]] = []
-    completions = importlib.import_module("mpicomm.devices.cuda.events").Completions(nullcontext)
     for piece in range(60):
         stream = cuda.rng.choice(STREAMS)
-        event = completions.take() if cuda.rng.random() < 0.5 else None
+        event = order.completions.take() if cuda.rng.random() < 0.5 else None
         assert order.enqueue(stream, partial(cuda.enqueue, act=partial(carried_out.append, piece)), None, event)
         place = cuda.end_of(stream)
         if event is not None:
@@ -78,22 +76,6 @@ def test_a_piece_of_a_capture_does_not_record_the_event_of_the_caller(cuda: Fake
     cuda.captures = {2: 7}
     assert not order.enqueue(2, None, partial(cuda.enqueue, act=int), event)
     assert cuda.events[event.ptr] is None
-
-
-def test_a_piece_waits_for_no_other_work_whose_end_somebody_asks(cuda: FakeCuda, order: Any) -> None:
-    """The other work may be the copy of a message, and the peer may send the message after the piece."""
-    context = SimpleNamespace(current=nullcontext)
-    streams = importlib.import_module("mpicomm.devices.cuda.streams").StreamsOfGpu(0, context)
-    event = streams.completions.take()
-    order.enqueue(3, partial(cuda.enqueue, act=int), None, event)
-    cuda.finish()
-    assert event.passed()  # so the pool has the event again, and the next piece waits for it
-    order_of_end: list[str] = []
-    cuda.enqueue(4, partial(order_of_end.append, "message"), lambda: bool(order_of_end))
-    has_message = streams.completion(4)
-    order.enqueue(3, partial(cuda.enqueue, act=partial(order_of_end.append, "piece")), None)
-    cuda.finish()
-    assert order_of_end == ["piece", "message"] and has_message()
 
 
 @pytest.mark.parametrize(("stream", "waits"), [(0, 0), (1, 0), (3, 2)])
