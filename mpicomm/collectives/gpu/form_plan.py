@@ -1,68 +1,26 @@
-"""Plans that are filled in: one plan for all calls of a form, or for all messages of a route and a kind.
-
-Each call fills its addresses and counts into the plan.
-"""
+"""FormPlan: one plan for all calls of a form. Each call fills its addresses and counts into the plan."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Copy
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf, filling_at, in_turn
+from mpicomm.collectives.gpu.filled_plan import FilledPlan
+from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, filling_at, in_turn
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.operations import Shape
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped, Mappings
-
-if TYPE_CHECKING:
-    from mpicomm.devices.cuda.stream_order import Enqueue
-
-BY_KERNELS = AlgorithmChoice("stream", "kernels match messages")
-
-
-class FilledPlan(ABC):
-    """Calls that differ in addresses and counts. `DeviceEngine.enqueue` takes it like a `Plan`.
-
-    `fill` makes it the plan of one call. The caller enqueues the filled call before it fills in the next call. Threads
-    of a program do not make such calls at the same time. MPI forbids it for collectives. The order of messages in the
-    order of streams must be the same on both ranks.
-    """
-
-    is_old = False
-    steps = (None,)
-    """It is not empty, because every rank has a part in a call that is filled in."""
-    private_nbytes: int | None = None
-    """See `Plan.private_nbytes`."""
-    launch: Enqueue | None = None
-    enqueue: Enqueue | None = None
-    """Both enqueue the filled-in call; the device's context must be current."""
-
-    @abstractmethod
-    def fill(self, sent: Any, received: Any) -> bool:
-        """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
-
-        The arrays of an epilogue follow the buffers.
-        If `fill` returns False, the engine plans the call, which raises the errors of a wrong call.
-        """
-
-    @property
-    @abstractmethod
-    def text(self) -> str:
-        """The text of the filled-in call."""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class FormPlan(FilledPlan):
@@ -288,39 +246,6 @@ class NeighborPlan(BlocksPlan):
             len(plain) == (5 if shape == "vector" else 3) and not (shape == "blocks" and is_counted(plain))
             for plain, shape in zip((sent, received), self._shapes, strict=True)
         )
-
-
-class MessagePlan(FilledPlan):
-    """The messages of one route between ranks, from and into buffers of one kind.
-
-    ``element_nbytes`` are the bytes of an element of both buffers; 0 for a buffer that no message uses.
-    """
-
-    collective = False
-    choice = BY_KERNELS
-
-    def __init__(
-        self, text: str, template: SendrecvTemplate, launch_of: LaunchOf, element_nbytes: tuple[int, int]
-    ) -> None:
-        self._text = text
-        self._template = template
-        self._launch_of = launch_of
-        self._send_nbytes, self._receive_nbytes = element_nbytes
-
-    @property
-    def text(self) -> str:
-        return self._text
-
-    def fill(self, sent: Any, received: Any) -> bool:
-        send, receive = sent[0], received[0]
-        send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
-        if send < receive + receive_nbytes and receive < send + send_nbytes:
-            return False  # the buffers overlap
-        filled = self._template.fill(send, send_nbytes, receive, receive_nbytes)
-        if filled is None:
-            return False
-        self.launch = self.enqueue = self._launch_of(filled)
-        return True
 
 
 # Each of these functions adds the bytes and the addresses of a buffer's blocks to the two lists. It returns whether the

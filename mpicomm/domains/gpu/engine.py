@@ -17,7 +17,7 @@ from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.engine import DeviceEngine
-from mpicomm.collectives.gpu.form_plan import MessagePlan
+from mpicomm.collectives.gpu.filled_plan import MessagePlan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.launches_around import finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
