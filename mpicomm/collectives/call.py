@@ -115,7 +115,7 @@ class Call:
                     operation, self.send, self.receive, neighborhood, rank, size
                 )
         self.packed = self._packed() if self.on_device else None
-        """The call on packed memory if kernels pack derived datatypes; else None."""
+        """The call on packed memory if a buffer has a derived datatype; else None."""
         if self.packed is not None:
             self.send, self.receive = self.packed.send, self.packed.receive
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
@@ -150,7 +150,7 @@ class Call:
         """The buffer that all ranks have in the same form and receive into; None if their buffers may differ.
 
         It is None for an all-to-all in place, because its buffer is input too, and no rank knows when the peers have
-        read it.
+        read it. It is None with every derived datatype, because no rank knows whether the peers pack theirs.
         """
         operation = self.operation
         input_too = operation.send == "blocks" and self.send is None
@@ -321,7 +321,7 @@ class Call:
             self.arguments = replace(given, send=sent, receive=received)
 
     def _packed(self) -> Packed | None:
-        """Return the call on packed memory; None unless a buffer has a derived datatype that kernels pack."""
+        """Return the call on packed memory; None unless kernels move elements of a derived datatype."""
         operation, root = self.operation, self._rank == self.arguments.root
         if operation.reduces:
             return None

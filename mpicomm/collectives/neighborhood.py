@@ -21,7 +21,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.layout import DatatypeLayout, layout_of, run_of, together
+from mpicomm.mpi.layout import layout_of, run_of, together
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _in_bytes(operand: Operand, blocks: Sequence[Sequence[Elements]]) -> Operand
     layouts = [made[tuple(of_rank)] for of_rank in blocks]
     counts = tuple(layout.nbytes for layout in layouts)
     displs, derived = tuple(layout.begin for layout in layouts), None
-    if not all(map(_is_run, layouts)):
+    if not all(layout.is_run for layout in layouts):
         derived = tuple(Elements(base, layout) for layout in layouts)
     total = sum(counts)
     return replace(operand, dtype=types.BYTE, count=total, total=total, counts=counts, displs=displs, derived=derived)
@@ -169,7 +169,3 @@ def _cut_of(blocks: Sequence[Elements]) -> int:
     """
     lengths = [block.layout.nbytes for block in blocks]
     return zlib.crc32(struct.pack(f"<{len(lengths)}Q", *lengths)) if len(lengths) > 1 else 0
-
-
-def _is_run(layout: DatatypeLayout) -> bool:
-    return not layout.regions or (len(layout.regions) == 1 and not layout.regions[0].loops)

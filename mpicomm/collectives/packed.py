@@ -2,11 +2,12 @@
 
 MPI lets the ranks of a call use datatypes of different layout if they name the same basic elements. Packed memory holds
 these elements one after the other. So all algorithms serve all datatypes, and ranks with plain arrays can meet ranks
-with derived datatypes.
+with derived datatypes. If each block of a buffer is one run of bytes, nothing is packed, and the buffer stays in place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ _ALIGNED_NBYTES = 256
 
 @dataclass(frozen=True)
 class Packed:
-    """The buffers of a call. Buffers of derived datatypes lie in scratch memory; their pointers are offsets."""
+    """The buffers of a call. Buffers with gaps in a block lie in scratch memory; their pointers are offsets."""
 
     send: Operand | None
     receive: Operand | None
@@ -49,7 +50,7 @@ class Packed:
         packed_send, sent, nbytes = _pack(send, dtype, 0)
         packed_receive, received, nbytes = _pack(receive, dtype, nbytes)
         before = (*sent, *(received if input_in_receive else ()))
-        return cls(packed_send, packed_receive, max(1, nbytes), before, received if receives else ())
+        return cls(packed_send, packed_receive, nbytes, before, received if receives else ())
 
     def placed(self, scratch: int) -> tuple[Operand | None, Operand | None]:
         """Return the buffers. Packed buffers get addresses in the memory at ``scratch``."""
@@ -82,6 +83,10 @@ def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Opera
         assert operand.dtype is not None
         return _rescaled(operand, operand.dtype.itemsize // dtype.itemsize, dtype), (), at
     lengths = [block.layout.nbytes for block in operand.derived]
+    if all(block.layout.is_run for block in operand.derived):
+        starts = [block.address + block.layout.begin - operand.pointer for block in operand.derived]
+        in_place = replace(operand, derived=None)
+        return _in_elements(in_place, lengths, starts, dtype), (), at
     places, end = dict[Elements, int](), 0
     for block, nbytes in zip(operand.derived, lengths, strict=True):
         if block not in places:  # the same elements for several ranks are packed once
@@ -91,16 +96,20 @@ def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Opera
     jobs = tuple(
         PackJob(block.address, block.layout, at + start) for block, start in places.items() if block.layout.regions
     )
-    if operand.counts is None:
-        parts = operand.total // operand.count if operand.count else 1
-        total = end // dtype.itemsize
-        packed = replace(operand, pointer=at, dtype=dtype, count=total // parts, total=total)
-    else:
-        counts, displs = (tuple(number // dtype.itemsize for number in numbers) for numbers in (lengths, starts))
-        packed = replace(
-            operand, pointer=at, dtype=dtype, count=sum(counts), total=sum(counts), counts=counts, displs=displs
-        )
+    packed = _in_elements(replace(operand, pointer=at), lengths, starts, dtype)
     return packed, jobs, at + -(-end // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
+
+
+def _in_elements(operand: Operand, lengths: Sequence[int], starts: Sequence[int], dtype: np.dtype[Any]) -> Operand:
+    """Return an operand with blocks of ``lengths`` bytes, ``starts`` bytes from its pointer on, in elements."""
+    if any(start % dtype.itemsize for start in starts):
+        dtype = types.BYTE  # an extent need not be a multiple of the elements
+    counts, displs = (tuple(number // dtype.itemsize for number in numbers) for numbers in (lengths, starts))
+    total = sum(counts)
+    if operand.counts is not None:
+        return replace(operand, dtype=dtype, count=total, total=total, counts=counts, displs=displs)
+    parts = operand.total // operand.count if operand.count else 1
+    return replace(operand, pointer=operand.pointer + starts[0], dtype=dtype, count=total // parts, total=total)
 
 
 def _rescaled(operand: Operand, factor: int, dtype: np.dtype[Any]) -> Operand:

@@ -42,6 +42,11 @@ class DatatypeLayout:
         """The byte after the last byte that the element touches; 0 without bytes."""
         return max((region.ends[1] for region in self.regions), default=0)
 
+    @cached_property
+    def is_run(self) -> bool:
+        """Whether the element is one run of bytes, or has no bytes."""
+        return not self.regions or (len(self.regions) == 1 and not self.regions[0].loops)
+
     def repeated(self, count: int) -> DatatypeLayout:
         """Return the layout of ``count`` elements that follow each other."""
         if count == 1:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import mul
 from typing import Any
 
 from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.devices.memory_location import place_of
+from mpicomm.mpi.layout import known_of
 
 PlainArray = tuple[int, int, Any]
 """The address of a contiguous array on a GPU, the number of its elements, and their type and device.
@@ -20,16 +22,17 @@ because a tuple without names takes a third of the time to make.
 PlainBlocks = tuple[int, int, Any, tuple[int, ...], "tuple[int, ...] | None"]
 """A `PlainArray` with the counts and displacements of blocks, in elements. Its type item also holds the datatype.
 
-The displacements are None if each block follows the block before.
+The displacements are None if each block follows the block before. If each block has a datatype, all numbers are bytes.
 """
 
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     """Read a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None. Return None for all others. Local.
 
-    A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. The function does
-    not check the values of counts and displacements. A list with one count, or with only a datatype, is a plain array
-    of so many elements. In lists with a datatype, an address of a GPU's memory may take the place of the array.
+    A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. So has a list with
+    a datatype for each block, if no datatype has gaps. The function does not check the values of counts and
+    displacements. A list with one count, or with only a datatype, is a plain array of so many elements. In lists with a
+    datatype, an address of a GPU's memory may take the place of the array.
     """
     read = _readers.get(type(argument)) or _find(type(argument))
     return read(argument) if read else None
@@ -109,7 +112,7 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
     handle = None
     if datatype is not None:
         if cls is not _buffer and not _is_of_size(datatype, array):
-            return None
+            return _in_types(read, array.itemsize, counts, displs, datatype)
         handle = datatype.handle
     if counts is None and displs is None:
         return pointer, size, (kind, handle)
@@ -124,6 +127,37 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
             return None
     # "blocks" tells this form from a list without counts, because a plan of the one does not fit the other.
     return pointer, size, (kind, handle, "blocks"), counts, displs
+
+
+def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: Any) -> PlainBlocks | None:
+    """Return blocks in bytes; None unless each block has a count, a displacement and a datatype without gaps."""
+    if type(datatypes) is not list and type(datatypes) is not tuple:
+        return None
+    counts, displs, sizes = plain_integers(counts), plain_integers(displs), [*map(_run_nbytes, datatypes)]
+    if counts is None or displs is None or None in sizes or not len(counts) == len(displs) == len(sizes):
+        return None
+    return array[0], array[1] * itemsize, (array[2], None, "types"), tuple(map(mul, counts, sizes)), displs
+
+
+def _run_nbytes(datatype: Any) -> int | None:
+    """Return the bytes of a datatype if any number of its elements is one run of bytes; else None."""
+    if type(datatype) is not _Datatype:
+        return None
+    nbytes = _predefined.get(datatype.handle)
+    if nbytes is not None:
+        return nbytes
+    known = known_of(datatype)
+    layout = known.layout
+    # Only a call that is planned asks MPI whether a datatype is committed.
+    if layout is None or not known.committed or not layout.is_run or layout.begin or layout.nbytes != layout.extent:
+        return None
+    if datatype.is_predefined:
+        _predefined[datatype.handle] = layout.nbytes
+    return layout.nbytes
+
+
+_predefined: dict[int, int] = {}
+"""Results of `_run_nbytes` by handle; only predefined types, because MPI reuses other handles."""
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:

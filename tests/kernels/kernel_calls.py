@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mpicomm.collectives import operations
+from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
 from tests.helpers.inputs import patterns
@@ -58,7 +60,7 @@ class Calls:
         expected = reduced(op, parts) if self._rig.size > 1 else parts[0]
         return lambda: _require(targets, [expected] * self._rig.size)
 
-    def alltoallv(self, counts: Array) -> Check:
+    def alltoallv(self, counts: Array, operation: Operation = operations.ALLTOALLV) -> Check:
         """Rank a sends ``counts[a][b]`` bytes to rank b."""
         ranks, dtype = range(self._rig.size), np.dtype(np.uint8)
         data = [[self._bytes(int(counts[a][b])) for b in ranks] for a in ranks]
@@ -66,8 +68,8 @@ class Calls:
         for rank in ranks:
             sends = [self._span(self._place(rank, block)) for block in data[rank]]
             receives = [self._span(place) for place in targets[rank]]
-            exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives)
-            self._run(rank, exchanges, Signature("Alltoallv", "uint8"))
+            exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives, operation)
+            self._run(rank, exchanges, Signature(operation.name, "uint8"))
 
         def check() -> None:
             for b in ranks:

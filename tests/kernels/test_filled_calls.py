@@ -70,10 +70,12 @@ class FilledRig(ProgramRig):
         own = b.output or (b.blocks and b.blocks[rank])
         if b.send is not None and own and b.send.pointer == own.pointer:
             send = MPI.IN_PLACE
-        elif operation.send != "vector" and isinstance(send, list):
+        elif operation.send not in ("vector", "typed") and isinstance(send, list):
             send = send[0]
-        if operation.receive != "vector" and isinstance(receive, list):
+        if operation.receive not in ("vector", "typed") and isinstance(receive, list):
             receive = receive[0]
+        if operation.send == "typed":
+            send, receive = _typed(send), _typed(receive)
         counts = [block.count for block in b.send_blocks or ()] if operation.send == "counted" else None
         if counts and send.pointer == receive.pointer:
             send, receive = MPI.IN_PLACE, send
@@ -127,6 +129,13 @@ def _argument(span: Span | None, blocks: Sequence[Span] | None, dtype: np.dtype[
     return [DeviceArray(base, max(map(sum, zip(counts, displs, strict=True))), dtype), counts, displs, None]
 
 
+def _typed(spec: list[Any]) -> list[Any]:
+    """Return an argument with blocks of bytes as one with a datatype for each block."""
+    array, counts, displs, _ = spec
+    datatypes = [MPI.BYTE if count % 4 else MPI.FLOAT for count in counts]
+    return [array, [count // each.size for count, each in zip(counts, datatypes, strict=True)], displs, datatypes]
+
+
 @pytest.mark.parametrize(("size", "name"), [(2, "float32"), (3, "int32")])
 def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatch, size: int, name: str) -> None:
     read_device_arrays(monkeypatch)
@@ -145,7 +154,8 @@ def test_filled_calls_of_any_size(builds: Builds, monkeypatch: pytest.MonkeyPatc
         checks += [calls.reduce(name, "sum", count, algorithm) for algorithm in ("one_shot", "chain")]
         checks.append(calls.scan(name, "sum", count))
         checks.append(calls.allgather(4 * count))
-        checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
+        for operation in (operations.ALLTOALLV, operations.ALLTOALLW):
+            checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count)), operation))
         checks.append(calls.allreduce(name, "sum", count))
         rig.machine.run(seed=count, jitter_us=200)
         for check in checks:
@@ -318,6 +328,31 @@ def test_a_stale_value_of_a_call_in_scratch_memory_is_noticed(
     else:
         run(2)
     assert {*first} == {0, 1}
+
+
+@pytest.mark.parametrize("stale", [None, "counts", "displacements sent", "displacements received"])
+def test_a_stale_value_of_a_call_with_datatypes_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: str | None
+) -> None:
+    """The negative control of Alltoallw in `test_filled_calls_of_any_size`."""
+    read_device_arrays(monkeypatch)
+    displacements = [*["displacements sent"] * 2, *["displacements received"] * 2]
+    keep_first_values(monkeypatch, ("", *["counts"] * 4, *displacements), stale)  # see `PacketBlocks`
+    rig = FilledRig(Machine(builds, 2))
+    calls = Calls(rig, np.random.default_rng(7))
+
+    def run(number: int) -> None:
+        check = calls.alltoallv(np.array([[600, 500], [401, 300]]) * number, operations.ALLTOALLW)
+        rig.machine.run(seed=number)
+        check()
+
+    run(1)
+    if stale:
+        with pytest.raises((AssertionError, RunFailedError)):
+            run(2)
+    else:
+        run(2)
+    assert rig.kernels == {"mpicomm_packets"}
 
 
 @pytest.mark.parametrize("stale", [None, "length", "send", "receive"])

@@ -163,7 +163,7 @@ class BlocksPlan(FormPlan):
         form = fillings.form
         self._element_nbytes = form.element_nbytes
         self._counted = form.sends == "counted"
-        self._vectors = form.sends in ("vector", "counted"), form.receives == "vector"
+        self._vectors = form.sends in ("vector", "counted", "typed"), form.receives in ("vector", "typed")
         self._singles = form.sends == "one", form.receives == "one"
         self._sends, self._receives = (part > 0 for part in form.parts)
         # The numbers of the blocks that this rank sends to itself and takes from itself, if it has both.

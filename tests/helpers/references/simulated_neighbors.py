@@ -1,4 +1,4 @@
-"""Calls of neighbours on device arrays, carried out in one process, without devices.
+"""Calls on device arrays, also of neighbours, carried out in one process, without devices.
 
 Memory of the host stands for memory of GPUs. NumPy packs in the place of the kernel, and bytes are copied from rank to
 rank as the exchanges say.
@@ -74,10 +74,11 @@ def exchange(parts: Sequence[Part]) -> None:
     for part in parts:
         part.pack()
     found: list[tuple[Span | None, npt.NDArray[np.uint8]]] = []
+    cuts = [part.exchange.cuts or ((0, 0),) * len(parts) for part in parts]
     for rank, part in enumerate(parts):
         for peer, other in enumerate(parts):
             (sent, _), (_, received) = part.exchange.nbytes_with(peer), other.exchange.nbytes_with(rank)
-            (cut, _), (_, expected_cut) = part.exchange.cuts[peer], other.exchange.cuts[rank]
+            (cut, _), (_, expected_cut) = cuts[rank][peer], cuts[peer][rank]
             assert sent == received, f"rank {rank} sends {sent} bytes where rank {peer} expects {received}"
             assert cut == expected_cut, f"rank {rank} sends other blocks than rank {peer} expects"
             source = part.exchange.sends[peer]

@@ -129,6 +129,39 @@ def test_only_one_rank_names_a_large_block(
     np.testing.assert_array_equal(to_host(back), whole if rank == 0 else 0 * whole)
 
 
+@pytest.mark.parametrize("gaps_on", [0, 1])
+def test_datatypes_without_gaps_meet_datatypes_with_gaps(
+    comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype], gaps_on: int
+) -> None:
+    """Some ranks pack, and others send and receive where the data lies. The data begins after the first element."""
+    size, rank, units = comm.size, comm.rank, 1000
+    step = 2 if rank % 2 == gaps_on else 1
+    pair = MPI.INT32_T.Create_vector(2, 1, step)
+    made.append(pair)
+    datatype = committed(made, pair.Create_resized(0, 8 * step))
+
+    def spread(values: Any) -> Any:
+        """An array with the gaps of this rank."""
+        array = np.full(step * (values.size + 2), -1, np.int32)
+        array[2 * step :: step] = values
+        return xp.asarray(array)
+
+    def sent(source: int) -> Any:
+        return np.arange(2 * units * size, dtype=np.int32) + 100_000 * source
+
+    rows = np.stack([sent(source).reshape(size, -1)[rank] for source in range(size)]).ravel()
+    counts, places = [units] * size, [1 + units * peer for peer in range(size)]
+    starts, types = [8 * step * place for place in places], [datatype] * size
+    for method, more in (("Alltoallv", (places, datatype)), ("Alltoallw", (starts, types))):
+        for _ in range(2):
+            given, got = spread(sent(rank)), spread(np.full(2 * units * size, -1))
+            getattr(comm, method)([given, counts, *more], [got, counts, *more])
+            np.testing.assert_array_equal(to_host(got), to_host(spread(rows)))
+    given = spread(sent(rank))
+    comm.Bcast([given, (units * size, 1), datatype], gaps_on)
+    np.testing.assert_array_equal(to_host(given), to_host(spread(sent(gaps_on))))
+
+
 def test_ranks_without_elements(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
     size, rank = comm.size, comm.rank
     gapped = column(made, 3, 4)

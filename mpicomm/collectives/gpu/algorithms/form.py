@@ -44,12 +44,13 @@ NO_PIECE = Piece(0, -1)
 def has_form(call: Call) -> bool:
     """Return whether calls like this call differ only in addresses, counts and displacements."""
     shapes, neighborhood = {call.operation.send, call.operation.receive}, call.neighborhood
-    readable = shapes <= {"one", "blocks", "vector", "counted"}
+    typed = shapes == {"typed"} and neighborhood is None and call.scratch_nbytes == 0  # each block is a run of bytes
+    readable = typed or shapes <= {"one", "blocks", "vector", "counted"}
     if neighborhood is not None and readable:
         # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
         # blocks.
         readable = neighborhood.names_ranks_once and not any(operand.by_address for operand in call.operands)
-    return readable and call.packed is None and call.counted is None
+    return readable and (typed or call.packed is None) and call.counted is None
 
 
 class Form:

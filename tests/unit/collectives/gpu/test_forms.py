@@ -202,6 +202,99 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
 
 
 @given(data=st.data())
+def test_a_filled_call_with_datatypes_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Alltoallw"]
+    device = Device(regions=data.draw(st.booleans()), size=size, rank=rank, blocks=132, link_speed=1.0)
+    in_place, plan = data.draw(st.booleans(), "in place"), None
+    pair = MPI.FLOAT.Create_contiguous(2).Commit()
+    blocks_of_rank = st.lists(
+        st.tuples(
+            st.sampled_from([MPI.FLOAT, MPI.INT16_T, MPI.BYTE, pair]),
+            st.integers(0, 9) | st.integers(0, 90_000) | st.integers(0, 9_000_000),
+            st.integers(0, 30),  # the bytes before the block
+        ),
+        min_size=size,
+        max_size=size,
+    )
+    for number in range(4):
+        arguments: list[Any] = [MPI.IN_PLACE, None]
+        own = None
+        for index in range(in_place, 2):
+            blocks = data.draw(blocks_of_rank, f"blocks of call {number}")
+            blocks[rank] = own = own or blocks[rank]
+            displs, end = [], 0
+            for datatype, count, gap in blocks:
+                displs.append(end + gap)
+                end += gap + count * datatype.size
+            array = DeviceArray((1 << 50 + index) + 128 * number, end // 4 + 1, np.dtype("f4"))
+            datatypes, counts, _ = zip(*blocks, strict=True)
+            arguments[index] = [array, counts, displs, [*datatypes]]
+        read = Call(operation, Arguments(*arguments), rank, size)
+        planned = GpuCall.of(read, Mappings(), None)
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        plan = plan or plan_of(read, device, "auto")
+        sent, received = map(plain_array, arguments)
+        assert sent is not None and received is not None and plan.takes(sent, received)
+        filled = plan.fill(sent, received)
+        assert filled == all(map(device.node.arena.has, algorithm.memory(planned, device.node)))
+        if filled:
+            device.launch(plan)
+            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+            assert plan.text == planned.text(into_memory=False)
+            assert plan.private_nbytes == longest_with_peers(planned.one_shot, rank)
+    pair.Free()
+
+
+def test_datatypes_with_gaps_are_left_to_planning() -> None:
+    here, there = (DeviceArray(at, 10, np.dtype("f4")) for at in (1 << 50, 1 << 51))
+    pair, once = MPI.FLOAT.Create_contiguous(2).Commit(), MPI.FLOAT.Create_contiguous(2)
+    wide, shifted = pair.Create_resized(0, 12).Commit(), MPI.FLOAT.Create_hindexed([1], [4]).Commit()
+
+    def blocks(*datatypes: Any, counts: Any = (1, 2), displs: Any = (0, 8), array: Any = here) -> Any:
+        return [array, counts, displs, datatypes]
+
+    def call(*datatypes: Any) -> Call:
+        arguments = blocks(*datatypes), blocks(*datatypes, array=there)
+        return Call(OPERATIONS["Alltoallw"], Arguments(*arguments), 0, 2)
+
+    assert plain_array(blocks(MPI.FLOAT, pair)) is None  # until MPI has said that it is committed
+    assert has_form(call(MPI.FLOAT, pair)) and has_form(call(pair, MPI.DOUBLE))
+    assert not has_form(call(MPI.FLOAT, wide))
+    read = plain_array(blocks(MPI.FLOAT, pair))
+    assert read is not None and (read[:2], read[3:]) == ((1 << 50, 40), ((4, 16), (0, 8)))
+    assert call(shifted, shifted).scratch_nbytes == 0
+    for spec in (
+        blocks(MPI.FLOAT, wide),
+        blocks(MPI.FLOAT, shifted),
+        blocks(MPI.FLOAT, once),
+        blocks(MPI.FLOAT, MPI.SHORT_INT),
+        blocks(MPI.FLOAT, MPI.DATATYPE_NULL),
+        blocks(MPI.FLOAT, "f"),
+        blocks(MPI.FLOAT),
+        blocks(pair, pair, counts=[1, 1.5]),
+        blocks(pair, pair, counts=None),
+        blocks(pair, pair, displs=None),
+        blocks(pair, pair, counts=[1]),
+        blocks(pair, pair, displs=[0]),
+        blocks(pair, pair, array=None),
+    ):
+        assert plain_array(spec) is None
+    plan = plan_of(call(MPI.FLOAT, pair), Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0), "auto")
+
+    def fits(send: Any, receive: Any) -> bool:
+        return plan.fill(plain_array(send), plain_array(receive))
+
+    other = blocks(MPI.BYTE, MPI.BYTE, counts=[4, 1], displs=[0, 39], array=there)
+    assert fits(blocks(MPI.FLOAT, pair), other)
+    assert not fits(blocks(pair, pair), other)  # this rank sends itself 8 bytes, and takes 4
+    assert not fits(blocks(MPI.FLOAT, pair, displs=[0, 25]), other)
+    assert not fits(blocks(MPI.FLOAT, pair, counts=[1, -1]), other)
+    for datatype in (pair, once, wide, shifted):
+        datatype.Free()
+
+
+@given(data=st.data())
 def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Reduce_scatter"]
@@ -347,6 +440,8 @@ def test_lists_that_one_plan_cannot_take_alike_are_of_different_kinds() -> None:
                 kinds[plan.takes(sent, received)].add((sent[2], received[2]))
     assert all(kinds.values())
     assert not kinds[True] & kinds[False]
+    in_bytes = plain_array([here, [5, 5], [0, 20], [MPI.FLOAT] * 2])
+    assert in_bytes is not None and (in_bytes[2], in_bytes[2]) not in kinds[True]
 
 
 def test_blocks_that_do_not_fit_their_array_or_each_other_are_left_to_planning() -> None:

@@ -114,6 +114,14 @@ def call_of(name: str, count: int, rng: random.Random) -> tuple[Any, ...]:
     if name == "Alltoallv":
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], [Array(send, 2 * count), counts], [Array(receive, 2 * count), counts], None
+    if name == "Alltoallw":
+        counts, types = [count, rng.randrange(count)], [MPI.FLOAT, MPI.BYTE]
+        return (
+            OPERATIONS[name],
+            [Array(send, 2 * count), counts, [0, 4 * count], types],
+            [Array(receive, 2 * count), counts, [0, 4 * count], types],
+            None,
+        )
     if name == "Reduce_scatter":
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], Array(send, sum(counts)), Array(receive, count), MPI.SUM, counts
@@ -165,6 +173,7 @@ def test_a_reduce_scatter_into_no_buffer_is_no_call_in_place(calls: Calls) -> No
         ("Allgather", 4, False, 30),
         ("Bcast", 40 << 10, True, 35),
         ("Alltoallv", 4, False, 60),
+        ("Alltoallw", 4, False, 60),
         ("Reduce_scatter", 4, False, 35),
         ("Reduce_scatter in place", 4, False, 45),
         ("rms_norm", 1, False, 60),

@@ -229,6 +229,30 @@ def test_a_derived_datatype_is_known_until_it_is_freed() -> None:
     derived.Free()
 
 
+def test_blocks_with_datatypes_are_known_by_their_bytes() -> None:
+    known = Known()
+
+    def given(
+        datatype: MPI.Datatype, count: int, displ: int = 4, datatypes: Any = list, receive: int = 64
+    ) -> Arguments:
+        blocks = [[1, count], [0, displ], datatypes([MPI.FLOAT, datatype])]
+        return arguments([Array(16, (50,)), *blocks], [Array(receive, (50,)), *blocks], None)
+
+    plan = known.add("Alltoallw", given(MPI.FLOAT, 4))
+    pair = MPI.FLOAT.Create_contiguous(2).Commit()
+    assert known.find("Alltoallw", given(MPI.DOUBLE, 2, datatypes=tuple)) is plan
+    for other in (
+        given(MPI.FLOAT, 3),
+        given(MPI.DOUBLE, 4),
+        given(MPI.FLOAT, 4, displ=8),
+        given(MPI.FLOAT, 4, receive=128),
+        given(pair, 4),
+    ):
+        assert known.find("Alltoallw", other) is None
+    assert known.find("Alltoallv", given(MPI.FLOAT, 4)) is None
+    pair.Free()
+
+
 def test_calls_are_forgotten_with_every_change_of_symmetric_memory() -> None:
     known, given = Known(), arguments(Array(16), Array(64))
     for change in (lambda: known.mappings.add([0, 64], 1, 16), lambda: known.mappings.remove(1)):
