@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,9 @@ from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.overlap import overlaps
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.types import is_covered
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Memory = tuple[int, int]
 """The address of an array, and the number of its elements."""
@@ -65,11 +70,19 @@ class BoundEpilogue(ABC):
         """The address of the result."""
         self.itemsizes = [array.dtype.itemsize for array in arrays.values() if array.dtype is not None]
         """The bytes of an element of each of ``arrays``, the `Epilogue.arrays` as read."""
+        self._arrays = arrays
 
     @property
     def converts(self) -> bool:
         """Whether the stored elements have another type than the reduced ones."""
         return self.result != self.dtype
+
+    def without_owners(self) -> Self:
+        """Return a copy that keeps no array alive. Kernels can apply it after `place`, and the host cannot."""
+        kept = copy(self)
+        kept._arrays = {name: replace(array, owner=None, spec=None) for name, array in self._arrays.items()}
+        kept.writes = ()
+        return kept
 
     @abstractmethod
     def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:

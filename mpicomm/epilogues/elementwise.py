@@ -128,7 +128,6 @@ class BoundElementwise(BoundEpilogue):
         super().__init__(text, dtype, result, arrays)
         self._expression = expression
         self._numbers = numbers
-        self._arrays = arrays
         self._operands = EpilogueOperands(tuple(map(_word, numbers.values())))
         self.place(result.pointer, result.total, [(array.pointer, array.total) for array in arrays.values()])
 

@@ -193,7 +193,6 @@ class BoundNorm(BoundEpilogue):
         self.row_nbytes = weight.total * dtype.itemsize
         self.in_element = 1 if codes is None else codes.in_byte
         self._centred = name == "layer_norm"
-        self._arrays = arrays
         self._eps = eps
         self._codes = codes
         self._scale = 1.0 if scale is None else float(scale)

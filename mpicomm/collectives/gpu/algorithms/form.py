@@ -63,7 +63,7 @@ class Form:
         self.size = size
         self.itemsize = call.dtype.itemsize if operation.reduces else 1
         """The bytes of the elements that `Call.buffers` counts. Calls that only move data count bytes."""
-        self.epilogue = call.epilogue
+        self.epilogue = None if call.epilogue is None else call.epilogue.without_owners()
         """The epilogue that the kernel which reduces applies, as `BoundEpilogue.place` says for each call."""
         self.element_nbytes = tuple(_element_nbytes(operand) for operand in (call.send, call.receive))
         """The bytes of an element of the send buffer and of the receive buffer."""

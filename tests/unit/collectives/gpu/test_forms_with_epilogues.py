@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -305,6 +307,18 @@ def test_calls_of_different_kinds_have_different_forms() -> None:
     epilogues += [Elementwise("v * n", n=number) for number in (1, 1.0, 2.0)]
     keys = [epilogue.key(lambda array: None)[0] for epilogue in epilogues]
     assert None not in keys and len({*map(repr, keys)}) == len(keys)
+
+
+@pytest.mark.parametrize("of", [layer, by_element])
+def test_a_plan_keeps_no_array_of_a_call_alive(of: Any) -> None:
+    device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
+    call = CallAt(of, 5, 64, 0)
+    arrays = [weakref.ref(array) for array in (*call.given, *call.epilogue.arrays.values())]
+    plan = plan_of(call.read(), device, "auto")
+    del call
+    gc.collect()
+    assert [array() for array in arrays] == [None] * len(arrays)
+    assert CallAt(of, 7, 64, 4096).fill(plan)
 
 
 def test_an_array_that_is_not_plain_is_a_part_of_the_key() -> None:
