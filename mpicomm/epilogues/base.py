@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,14 @@ from mpicomm.expressions.functions import KINDS, kind_of
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.overlap import overlaps
+from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.mpi.types import is_covered
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Memory = tuple[int, int]
+"""The address of an array, and the number of its elements."""
 
 
 class KernelCall(NamedTuple):
@@ -29,55 +37,71 @@ class KernelCall(NamedTuple):
     threads: int
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a shard of the result. An epilogue needs all elements of a row at once."""
-
-    count: int
-    nbytes: int
-    """The bytes of one row, in elements of the reduction."""
-
-
 class Fused(NamedTuple):
     """An epilogue as a part of a kernel that reduces."""
 
     options: tuple[str, ...]
     """The compiler options that make it a part of the kernel."""
     arguments: ctypes.Structure
-    rows: Rows | None = None
-    """The rows of a shard, which one rank must reduce as a whole; None if the epilogue needs only single elements."""
 
 
 class BoundEpilogue(ABC):
-    """An epilogue for the types and buffers of a call. Its methods are local."""
+    """An epilogue for the types and buffers of a call. Its methods are local.
+
+    `place` makes it the epilogue of another call of the same form.
+    """
 
     writes: tuple[Operand, ...] = ()
     """The other arrays that it writes, besides the result."""
+    row_nbytes = 0
+    """The bytes of a row of reduced elements, if it needs all elements of a row at once; else 0."""
+    in_element = 1
+    """The reduced elements in an element of the result."""
 
-    def __init__(self, text: str, dtype: np.dtype[Any], result: np.dtype[Any]) -> None:
+    def __init__(self, text: str, dtype: np.dtype[Any], result: Operand, arrays: Mapping[str, Operand]) -> None:
+        assert result.dtype is not None
         self.text = text
         """The epilogue in words. Ranks must agree in it."""
         self.dtype = dtype
         """The type of the reduced elements."""
-        self.result = result
+        self.result = result.dtype
         """The type of the stored elements."""
+        self.output = result.pointer
+        """The address of the result."""
+        self.itemsizes = [array.dtype.itemsize for array in arrays.values() if array.dtype is not None]
+        """The bytes of an element of each of ``arrays``, the `Epilogue.arrays` as read."""
+        self._arrays = arrays
 
     @property
     def converts(self) -> bool:
         """Whether the stored elements have another type than the reduced ones."""
         return self.result != self.dtype
 
+    def without_owners(self) -> Self:
+        """Return a copy that keeps no array alive. Kernels can apply it after `place`, and the host cannot."""
+        kept = copy(self)
+        kept._arrays = {name: replace(array, owner=None, spec=None) for name, array in self._arrays.items()}
+        kept.writes = ()
+        return kept
+
     @abstractmethod
-    def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
-        """Return it as a part of a kernel that reduces. The kernel makes elements at ``finished``.
+    def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
+        """Take the memory of a call of this form that reduces ``count`` elements; return whether all lengths fit.
+
+        ``output`` is the address of the result, and ``arrays`` are in the order of `Epilogue.arrays`.
+        """
+
+    @abstractmethod
+    def fused(self, reduced: int, shards: int = 1) -> Fused:
+        """Return it as a part of a kernel that reduces. The kernel makes elements at `output`.
 
         The kernel's exchange names addresses from ``reduced`` on. It stores nothing there if the epilogue `converts`.
         ``shards`` is the number of ranks that each reduce a shard. A shard has whole rows.
         """
 
     @abstractmethod
-    def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
-        """Return the kernel that makes elements at ``output`` from elements at ``source``. The addresses may be equal.
+    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> KernelCall:
+        """Return the kernel that makes elements at `output` from elements at ``source``. The addresses may be equal.
 
         The kernel does nothing after the word at ``failed`` is set.
         """
@@ -90,9 +114,29 @@ class BoundEpilogue(ABC):
 class Epilogue(ABC):
     """One of `mpicomm.epilogues`. An all-reduce applies it to its result before it stores the result."""
 
-    @abstractmethod
-    def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
-        """Return a key that is equal for equal epilogues, or None if an array cannot be recognised."""
+    grows: tuple[str, ...] = ()
+    """The arrays whose lengths depend on the length of the result."""
+
+    facts: Hashable
+    """All of it except the memory of `arrays`."""
+    arrays: dict[str, Any]
+    """The arrays that it uses, by name."""
+
+    def key(self, identity_of: Callable[[Any], Hashable]) -> tuple[Any, ...]:
+        """Return a key that calls of one form share, followed by the `Memory` of each of `arrays`.
+
+        If an array is not plain, only equal epilogues have an equal key, and no memory follows. The key is None if an
+        array cannot be recognised.
+        """
+        kinds, memory = [self.facts], []
+        for name, array in self.arrays.items():
+            plain = plain_array(array)
+            if plain is None or len(plain) > 3:
+                identities = [identity_of(each) for each in self.arrays.values()]
+                return (None if None in identities else (self.facts, *identities),)
+            kinds.append(plain[2] if name in self.grows else plain[1:])
+            memory.append(plain[:2])
+        return tuple(kinds), *memory
 
     @abstractmethod
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:

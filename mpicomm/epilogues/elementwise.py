@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import keyword
 import struct
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, host_array
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Memory, host_array
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.bounds import bounds, indices
 from mpicomm.expressions.expression import Expression, parse, shown
@@ -63,7 +63,7 @@ class Elementwise(Epilogue):
             )
         self.expression = expression
         self._numbers: dict[str, int | float] = {}
-        self._arrays: dict[str, Any] = {}
+        self.arrays = {}
         for name, operand in operands.items():
             if name in ("v", "i") or name in FUNCTIONS or keyword.iskeyword(name):
                 raise InvalidUsageError(
@@ -71,24 +71,19 @@ class Elementwise(Epilogue):
                 )
             number = number_of(operand)
             if number is None:
-                self._arrays[name] = operand
+                self.arrays[name] = operand
             else:
                 self._numbers[name] = number
+        numbers = [(name, type(number), number) for name, number in self._numbers.items()]
+        self.facts = expression, *numbers, *self.arrays
 
     def __repr__(self) -> str:
         operands = "".join(f", {name}={operand!r}" for name, operand in self._numbers.items())
-        return f"Elementwise({shown(self.expression)}{operands}{''.join(f', {name}=...' for name in self._arrays)})"
-
-    def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
-        arrays = [(name, identity_of(array)) for name, array in self._arrays.items()]
-        if any(identity is None for _, identity in arrays):
-            return None
-        numbers = [(name, type(number), number) for name, number in self._numbers.items()]
-        return self.expression, *numbers, *arrays
+        return f"Elementwise({shown(self.expression)}{operands}{''.join(f', {name}=...' for name in self.arrays)})"
 
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
         assert result.dtype is not None
-        arrays = {name: self.read(name, array, result) for name, array in self._arrays.items()}
+        arrays = {name: self.read(name, array, result) for name, array in self.arrays.items()}
         expression = self._parse(arrays)
         for name in (*self._numbers, *arrays):
             if name not in expression.names:
@@ -97,15 +92,12 @@ class Elementwise(Epilogue):
                 )
         expression.require_defined(dtype.name)
         self.require_kind(operation, dtype, result)
-        self._require_within(operation, expression, arrays, result.total)
-        operands = EpilogueOperands(count=result.total)
-        for place, name in enumerate((*self._numbers, *arrays)):
-            number = self._numbers.get(name)
-            operands.words[place] = arrays[name].pointer if number is None else _word(number)
         said = "".join(f", {name}={number}" for name, number in self._numbers.items())
         said += "".join(f", {name}={array.dtype}" for name, array in arrays.items())
         text = f"{expression.text!r}{said}, to {result.dtype}"
-        return BoundElementwise(text, dtype, result.dtype, expression, operands, self._numbers, arrays)
+        bound = BoundElementwise(text, dtype, result, expression, self._numbers, arrays)
+        bound.require_within(operation, result.total)
+        return bound
 
     def _parse(self, arrays: dict[str, Operand]) -> Expression:
         numbers, named = [], []
@@ -120,24 +112,6 @@ class Elementwise(Epilogue):
         whole_numbers = [number for number in numbers if number.kind == "integer"]
         return parse(self.expression, (_VALUE, _INDEX, *numbers), "epilogue", tuple(named), (_INDEX, *whole_numbers))
 
-    def _require_within(self, operation: str, expression: Expression, arrays: dict[str, Operand], count: int) -> None:
-        ranges = {name: (number, number) for name, number in self._numbers.items() if isinstance(number, int)}
-        ranges["i"] = (0, count - 1)
-        for element in indices(expression.tree) if count else ():
-            try:
-                least, largest = bounds(element.index, ranges)
-            except OverflowError:
-                raise InvalidUsageError(
-                    f"{operation}: epilogue={shown(self.expression)}: the index of {element.array.name} may need more "
-                    "than 64 bits: use smaller numbers"
-                ) from None
-            size = arrays[element.array.name].total
-            if least < 0 or largest >= size:
-                raise InvalidUsageError(
-                    f"{operation}: epilogue={shown(self.expression)}: {element.array.name} has {size} elements, and "
-                    f"its index goes from {least} to {largest} for {count} elements: pass more, or use i % {size}"
-                )
-
 
 class BoundElementwise(BoundEpilogue):
     """An expression for the types and buffers of a call. ``numbers`` and ``arrays`` are its operands by name."""
@@ -146,24 +120,53 @@ class BoundElementwise(BoundEpilogue):
         self,
         text: str,
         dtype: np.dtype[Any],
-        result: np.dtype[Any],
+        result: Operand,
         expression: Expression,
-        operands: EpilogueOperands,
         numbers: Mapping[str, int | float],
         arrays: Mapping[str, Operand],
     ) -> None:
-        super().__init__(text, dtype, result)
+        super().__init__(text, dtype, result, arrays)
         self._expression = expression
-        self._operands = operands
         self._numbers = numbers
-        self._arrays = arrays
+        self._operands = EpilogueOperands(tuple(map(_word, numbers.values())))
+        self.place(result.pointer, result.total, [(array.pointer, array.total) for array in arrays.values()])
 
-    def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
+    def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
+        self.output, self._operands.count = output, count
+        for place, (pointer, _) in enumerate(arrays, len(self._numbers)):
+            self._operands.words[place] = pointer
+        try:
+            self.require_within("", count)
+        except InvalidUsageError:
+            return False
+        return True
+
+    def require_within(self, operation: str, count: int) -> None:
+        """Raise `InvalidUsageError` if an index is outside its array for one of ``count`` elements."""
+        expression, arrays = self._expression, self._arrays
+        ranges = {name: (number, number) for name, number in self._numbers.items() if isinstance(number, int)}
+        ranges["i"] = (0, count - 1)
+        for element in indices(expression.tree) if count else ():
+            try:
+                least, largest = bounds(element.index, ranges)
+            except OverflowError:
+                raise InvalidUsageError(
+                    f"{operation}: epilogue={shown(expression.text)}: the index of {element.array.name} may need more "
+                    "than 64 bits: use smaller numbers"
+                ) from None
+            size = arrays[element.array.name].total
+            if least < 0 or largest >= size:
+                raise InvalidUsageError(
+                    f"{operation}: epilogue={shown(expression.text)}: {element.array.name} has {size} elements, and "
+                    f"its index goes from {least} to {largest} for {count} elements: pass more, or use i % {size}"
+                )
+
+    def fused(self, reduced: int, shards: int = 1) -> Fused:
         options = epilogue_options(self._code, self.result.name if self.converts else None)
-        return Fused(options, PacketEpilogue(self._operands, reduced, finished))
+        return Fused(options, PacketEpilogue(self._operands, reduced, self.output))
 
-    def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
-        arguments = EpilogueArguments(source, output, failed, self._operands)
+    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> KernelCall:
+        arguments = EpilogueArguments(source, self.output, failed, self._operands)
         nbytes = self._operands.count * max(self.dtype.itemsize, self.result.itemsize)
         variant = epilogue_kernel(self.dtype.name, self.result.name, self._code)
         return KernelCall(variant, arguments, blocks_for(nbytes, multiprocessors), EPILOGUE_THREADS)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Rows, host_array
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Memory, host_array
 from mpicomm.epilogues.elementwise import number_of
 from mpicomm.epilogues.scaled_codes import GROUPS, LARGEST, SCALES, TILED_GROUPS, Codes, encode, scales_of, tiles_of
 from mpicomm.errors import InvalidUsageError
@@ -27,6 +29,8 @@ _PACKET_NBYTES = 16
 _BLOCK = 1 << 16  # the elements that NumPy computes at once
 _LAYOUTS = ("linear", "128x4")
 _ROWS = ("residual", "weight", "bias", "linear_bias")  # the arrays of which threads read packets
+_ARRAYS = (*_ROWS, "scales", "scale")  # in the order of `NormArguments`
+_NOWHERE = 0, 0
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,18 @@ class CodeArguments:
 class Norm(Epilogue):
     """See `mpicomm.epilogues.rms_norm` and `layer_norm`, which name it."""
 
+    grows = ("residual", "scales")
+
     def __init__(
         self, name: str, residual: Any, weight: Any, bias: Any, eps: float, linear_bias: Any, scaling: CodeArguments
     ) -> None:
         self._name = name
         self._centred = name == "layer_norm"
-        self._given = {"residual": residual, "weight": weight, "bias": bias, "linear_bias": linear_bias}
         self._scaling = scaling
         self._number = None if scaling.scale is None else number_of(scaling.scale)
+        scale = scaling.scale if self._number is None else None
+        given = zip(_ARRAYS, (residual, weight, bias, linear_bias, scaling.scales, scale), strict=True)
+        self.arrays = {name: array for name, array in given if array is not None or name in ("residual", "weight")}
         self._eps = float(eps)
         if not 0 <= self._eps < np.inf:
             raise InvalidUsageError(f"eps={eps!r} of {name} is no small number: pass one such as 1e-6")
@@ -56,18 +64,10 @@ class Norm(Epilogue):
             raise InvalidUsageError(f"scale_layout={scaling.layout!r} of {name}: use one of {', '.join(_LAYOUTS)}")
         if scaling.layout != "linear" and scaling.scales is None:
             raise InvalidUsageError(f"scale_layout={scaling.layout!r} of {name} is for scales: pass scales")
+        self.facts = name, self._eps, self._number, scaling.layout, *self.arrays
 
     def __repr__(self) -> str:
         return f"{self._name}(..., eps={self._eps})"
-
-    def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
-        """See `Epilogue`."""
-        scale = self._scaling.scale if self._number is None else None
-        arrays = [*self._given.values(), self._scaling.scales, scale]
-        identities = [None if array is None else (identity_of(array),) for array in arrays]
-        if (None,) in identities:
-            return None
-        return self._name, self._eps, self._number, self._scaling.layout, *identities
 
     def elements_in(self, result: Operand) -> int:
         """See `Epilogue`. Two codes of 4 bits lie in a byte."""
@@ -79,8 +79,8 @@ class Norm(Epilogue):
         said, count = f"{operation}: epilogue={self!r}", self.elements_in(result)
         read = {
             name: self.read(name, array, result, writable=name == "residual")
-            for name, array in self._given.items()
-            if array is not None or name in ("residual", "weight")
+            for name, array in self.arrays.items()
+            if name in _ROWS
         }
         residual, weight = read["residual"], read["weight"]
         assert residual.dtype is not None and weight.dtype is not None
@@ -107,12 +107,13 @@ class Norm(Epilogue):
                 )
         codes, scaled = self._codes(said, dtype, result, count // weight.total, weight.total)
         read |= scaled
+        read = {name: read[name] for name in self.arrays}
         written = [residual, *([read["scales"]] if "scales" in read else [])]
         for changed in written:
             for other in read.values():
                 if other is not changed and overlaps(changed, other):
                     raise InvalidUsageError(f"{said}: {changed.name} and {other.name} overlap: copy one of them")
-        return BoundNorm(self._name, dtype, result.dtype, read, self._eps, codes, self._number, tuple(written))
+        return BoundNorm(self._name, dtype, result, read, self._eps, codes, self._number, tuple(written))
 
     def _has_four_bits(self, result: Operand) -> bool:
         assert result.dtype is not None
@@ -176,7 +177,7 @@ class BoundNorm(BoundEpilogue):
         self,
         name: str,
         dtype: np.dtype[Any],
-        result: np.dtype[Any],
+        result: Operand,
         arrays: dict[str, Operand],
         eps: float,
         codes: Codes | None,
@@ -185,53 +186,60 @@ class BoundNorm(BoundEpilogue):
     ) -> None:
         weight = arrays["weight"]
         has = "".join(f", {each}" for each in ("bias", "linear_bias", "scale") if each in arrays)
-        made = result if codes is None else f"{codes}, scale={scale}"
-        super().__init__(f"{name}, {weight.total} {weight.dtype}{has}, eps={eps}, to {made}", dtype, result)
+        made = result.dtype if codes is None else f"{codes}, scale={scale}"
+        text = f"{name}, {weight.total} {weight.dtype}{has}, eps={eps}, to {made}"
+        super().__init__(text, dtype, result, arrays)
         self.writes = writes
+        self.row_nbytes = weight.total * dtype.itemsize
+        self.in_element = 1 if codes is None else codes.in_byte
         self._centred = name == "layer_norm"
-        self._arrays = arrays
         self._eps = eps
         self._codes = codes
         self._scale = 1.0 if scale is None else float(scale)
         self._hidden = weight.total
-        self._rows = arrays["residual"].total // weight.total
+        self._columns = 0 if codes is None or codes.scales is None else self._hidden // (codes.group or self._hidden)
+        self._tiled = codes is not None and codes.tiled
+        assert weight.dtype is not None
+        self._options = [
+            norm_options(
+                self.result.name,
+                weight.dtype.name,
+                centred=self._centred,
+                bias="bias" in arrays,
+                linear_bias="linear_bias" in arrays,
+                codes=None if codes is None else codes.type,
+                scales=None if codes is None or codes.scales is None else (codes.scales, codes.group),
+                aligned=aligned,
+            )
+            for aligned in (False, True)
+        ]
+        memory = [(array.pointer, array.total) for array in arrays.values()]
+        self.place(result.pointer, arrays["residual"].total, memory)
 
-    def _options(self, *, aligned: bool = False) -> tuple[str, ...]:
-        weight, codes = self._arrays["weight"].dtype, self._codes
-        assert weight is not None
-        return norm_options(
-            self.result.name,
-            weight.name,
-            centred=self._centred,
-            bias="bias" in self._arrays,
-            linear_bias="linear_bias" in self._arrays,
-            codes=None if codes is None else codes.type,
-            scales=None if codes is None or codes.scales is None else (codes.scales, codes.group),
-            aligned=aligned,
-        )
-
-    def _arguments(self, output: int, rows_of_shard: int) -> NormArguments:
-        named = ("residual", "weight", "bias", "linear_bias", "scales", "scale")
-        pointers = [self._arrays[name].pointer if name in self._arrays else 0 for name in named]
-        codes, tiles = self._codes, 0
-        if codes is not None and codes.tiled:
-            tiles = tiles_of(self._hidden // (codes.group or self._hidden))
-        shape = self._rows, rows_of_shard, self._hidden, tiles
-        return NormArguments(output, *pointers, *shape, self._eps, self._scale)
-
-    def fused(self, reduced: int, finished: int, shards: int = 1) -> Fused:
+    def place(self, output: int, count: int, arrays: Sequence[Memory]) -> bool:
         """See `BoundEpilogue`."""
-        rows = Rows(-(-self._rows // shards), self._hidden * self.dtype.itemsize)
+        placed = dict(zip(self._arrays, arrays, strict=True))
+        self.output, self._pointers = output, [placed.get(name, _NOWHERE)[0] for name in _ARRAYS]
+        self._rows, rest = divmod(count, self._hidden)
+        lengths = placed["residual"][1], placed.get("scales", _NOWHERE)[1]
+        return rest == 0 and lengths == (count, scales_of(self._rows, self._columns, tiled=self._tiled))
+
+    def _arguments(self, rows_of_shard: int) -> NormArguments:
+        shape = self._rows, rows_of_shard, self._hidden, tiles_of(self._columns) if self._tiled else 0
+        return NormArguments(self.output, *self._pointers, *shape, self._eps, self._scale)
+
+    def fused(self, reduced: int, shards: int = 1) -> Fused:
+        """See `BoundEpilogue`."""
         # Other ranks may have arrays at other addresses, because ranks need not run the same code for them.
-        places = [finished, rows.nbytes, *(self._arrays[name].pointer for name in _ROWS if name in self._arrays)]
-        aligned = all(place % _PACKET_NBYTES == 0 for place in places)
-        return Fused(self._options(aligned=aligned), self._arguments(finished, rows.count), rows)
+        places = self.output, self.row_nbytes, *self._pointers[: len(_ROWS)]
+        aligned = reduce(or_, places) % _PACKET_NBYTES == 0
+        return Fused(self._options[aligned], self._arguments(-(-self._rows // shards)))
 
-    def following_kernel(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
+    def following_kernel(self, source: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
-        arguments = NormKernelArguments(source, failed, self._arguments(output, self._rows))
+        arguments = NormKernelArguments(source, failed, self._arguments(self._rows))
         blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
-        return KernelCall(norm_kernel(self.dtype.name, self._options()), arguments, blocks, NORM_THREADS)
+        return KernelCall(norm_kernel(self.dtype.name, self._options[False]), arguments, blocks, NORM_THREADS)
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """See `BoundEpilogue`. It adds numbers in the order of the kernel, so it has the kernel's bits."""

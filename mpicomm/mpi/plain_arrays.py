@@ -200,7 +200,8 @@ _readers: dict[type, _Reader] = {
 
 def _find(cls: type) -> _Reader | None:
     """Return the reader of a class, or None if its objects are no plain arrays. Objects of subclasses may be none."""
-    for library, name, read in (("cupy", "ndarray", _cupy), ("torch", "Tensor", plain_tensor)):
+    readers = ("cupy", "ndarray", _cupy), ("torch", "Tensor", plain_tensor), ("torch.nn", "Parameter", plain_tensor)
+    for library, name, read in readers:
         if cls is getattr(sys.modules.get(library), name, None):
             return _readers.setdefault(cls, read)
     return None

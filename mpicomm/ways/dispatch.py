@@ -96,8 +96,8 @@ class Dispatcher:
         """
         gpu = self.engines.gpu
         if gpu:
-            finish = (wire or ()) if epilogue is None else epilogue.key(gpu.identity_of)
-            known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
+            finish = (wire or (),) if epilogue is None else epilogue.key(gpu.identity_of)
+            known = gpu.find(operation, algorithm, send, receive, op, root, counts, *finish)
             if known:
                 gpu.enqueue(known, stream, send, receive, blocking=True)
                 return

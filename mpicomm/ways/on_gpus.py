@@ -30,10 +30,10 @@ class OnGpus:
             self._witness.tell(operation, on_host=False)
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
-        finish = (given.wire or ()) if given.epilogue is None else given.epilogue.key(gpu.identity_of)
+        made = (given.wire or (),) if given.epilogue is None else given.epilogue.key(gpu.identity_of)
         # Other ranks may pass other memory the next time, and this rank would not ask.
-        if finish is not None and not call.was_undecided:
-            key = (operation, call.algorithm, given.send, given.receive, given.op, given.root, given.counts, finish)
+        if made[0] is not None and not call.was_undecided:
+            key = (operation, call.algorithm, given.send, given.receive, given.op, given.root, given.counts, *made)
             gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
         stream = backend.stream(call.stream, call.device_array)
         if blocking:
@@ -75,8 +75,8 @@ class OnGpus:
         if gpu is None:
             return None
         send, receive, op, root, counts, epilogue, wire = given
-        finish = (wire or ()) if epilogue is None else epilogue.key(gpu.identity_of)
-        known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
+        finish = (wire or (),) if epilogue is None else epilogue.key(gpu.identity_of)
+        known = gpu.find(operation, algorithm, send, receive, op, root, counts, *finish)
         if known is None:
             return None
         backend, events = self._session.backend, gpu.engine.completions

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues import Epilogue
@@ -24,9 +23,10 @@ from tests.kernels.packet_rig import PacketRig
 from tests.kernels.packet_runs import INBOX_NBYTES, SMALL
 
 
-def bound(epilogue: Epilogue, dtype: str, result: str, count: int) -> BoundEpilogue:
+def bound(epilogue: Epilogue, dtype: str, result: str, count: int, output: int = 0) -> BoundEpilogue:
+    """Return the epilogue of a call with a result at an address."""
     receive = parse(np.zeros(count, dtype_named(result)), writable=True, name="recvbuf")
-    return epilogue.bind("Allreduce", dtype_named(dtype), receive)
+    return epilogue.bind("Allreduce", dtype_named(dtype), replace(receive, pointer=output))
 
 
 def on_rank(epilogue: Epilogue, machine: Machine, rank: int, offset: int = 0) -> tuple[Epilogue, dict[str, Place]]:
@@ -102,7 +102,8 @@ class FusedCalls:
             )
             signature = Signature("Allreduce", name, count, op, epilogue=whole.text)
             nap_us = int(rng.integers(3000)) if rng.integers(4) == 0 else 0
-            self._rig.run(rank, pattern, signature, finish=CallEpilogue(on_ranks[rank], target.address), nap_us=nap_us)
+            on_ranks[rank].output = target.address
+            self._rig.run(rank, pattern, signature, finish=on_ranks[rank], nap_us=nap_us)
             self._checks.append((target, expected, exact))
             if whole.converts:
                 self._checks.append((scratch, np.zeros_like(part), True))

@@ -10,16 +10,17 @@ from typing import Any, cast
 import numpy as np
 
 from mpicomm.collectives.exchange import TwoShot
-from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, Node
+from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
-from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in, two_shot_of_rows
+from mpicomm.collectives.gpu.algorithms.packets.plan import two_shot_of_rows
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, coding_of
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.sentinels import ABSENT
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
 from tests.helpers.inputs.patterns import Pattern
@@ -82,17 +83,19 @@ class PacketRig:
         signature: Signature,
         *,
         nap_us: int = 0,
-        finish: CallEpilogue | None = None,
+        finish: BoundEpilogue | None = None,
         wire: tuple[Wire, np.dtype[Any]] | None = None,
     ) -> None:
         """Enqueue a rank's part of a collective; the geometry of the rig divides the work among threads."""
         call = replace(pattern.call(signature), epilogue=finish, wire=wire)
         fans = pattern.algorithm == "two_shot"
-        fused = fused_in(call, self.size if fans else 1)
-        rows, steps = None, pattern.steps
-        if fused and fused.rows:
-            rows = row_geometry(fused.rows, self._geometry.blocks, self.size, fan_out=fans)
-            steps = [two_shot_of_rows(call, fused.rows)] if fans else steps
+        shards, output = self.size if fans else 1, call.buffers.output
+        fused = None if finish is None or output is None else finish.fused(output.pointer, shards)
+        rows, steps, row_nbytes = None, pattern.steps, finish.row_nbytes if finish else 0
+        if row_nbytes:
+            longest = -(-call.nbytes // (row_nbytes * shards))
+            rows = row_geometry(longest, row_nbytes, self._geometry.blocks, self.size, fan_out=fans)
+            steps = [two_shot_of_rows(call, row_nbytes)] if fans else steps
         for step in steps:
             exchange, fan_out = (step.first, step.second) if isinstance(step, TwoShot) else (step, None)
             nbytes = _ANY_NBYTES if pattern.operation.counts == "private" else step.longest_nbytes
@@ -105,7 +108,7 @@ class PacketRig:
             if coding:
                 way = coding.way_in(inboxes, geometry, self.size)
             else:
-                way = PacketWay.of(self._protocol, inboxes, geometry)
+                way = PacketWay.of(self._protocol, inboxes, geometry)._replace(row_nbytes=rows.nbytes if rows else 0)
             launch = template.launch(signature.hash32, way, nbytes)
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 

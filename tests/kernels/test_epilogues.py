@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.gpu.launches_around import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
@@ -50,7 +49,7 @@ def test_the_kernel_after_the_reduction(builds: Builds, epilogue: Epilogue, dtyp
         if dtype == result and offset:
             target = source  # in place
         moved, _ = on_rank(epilogue, machine, 0)
-        finish = CallEpilogue(bound(moved, dtype, result, count), target.address)
+        finish = bound(moved, dtype, result, count, target.address)
         (launch,) = finish_launches(finish, Span(source.address, count), machine.faults[0], 2)
         kernel = kernel_of(builds, launch.variant)
         machine.launch(0, kernel, [launch.arguments], blocks=launch.blocks, threads=64)
@@ -62,9 +61,9 @@ def test_the_kernel_after_the_reduction(builds: Builds, epilogue: Epilogue, dtyp
 def test_the_kernel_after_a_failed_one_does_nothing(builds: Builds) -> None:
     machine, values = Machine(builds, 1), np.ones(100, np.float32)
     machine.failed[0].bytes[:] = 1
-    whole = bound(Elementwise("v + 1"), "float32", "float32", values.size)
     place = machine.place(0, values)
-    (launch,) = finish_launches(CallEpilogue(whole, place.address), Span(place.address, 100), machine.faults[0], 1)
+    whole = bound(Elementwise("v + 1"), "float32", "float32", values.size, place.address)
+    (launch,) = finish_launches(whole, Span(place.address, 100), machine.faults[0], 1)
     machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=1, threads=64)
     machine.run()
     require_same(place.view(np.float32).copy(), values)
@@ -87,7 +86,7 @@ def test_rows_are_normalised(builds: Builds, dtype: str, result: str, hidden: in
     moved, places = on_rank(epilogue, machine, 0)
     source = machine.place(0, values)
     target = source if dtype == result else machine.place(0, np.zeros(values.size, dtype_named(result)))
-    finish = CallEpilogue(bound(moved, dtype, result, values.size), target.address)
+    finish = bound(moved, dtype, result, values.size, target.address)
     (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
     kernel = kernel_of(builds, launch.variant)
     machine.launch(0, kernel, [launch.arguments], blocks=2, threads=launch.threads)
@@ -104,7 +103,7 @@ def test_the_threads_of_a_row_leave_together_if_some_see_a_failure(builds: Build
     machine, values = Machine(builds, 1), np.ones(64, np.float32)
     epilogue, _ = on_rank(rms_norm(np.zeros(64, np.float32), np.ones(64, np.float32), 0.0), machine, 0)
     source, target = machine.place(0, values), machine.place(0, np.full(64, 7, np.float32))
-    finish = CallEpilogue(bound(epilogue, "float32", "float32", values.size), target.address)
+    finish = bound(epilogue, "float32", "float32", values.size, target.address)
     (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
     # Another stream reports a failure while the block begins: only one thread sees it.
     late = Change("norm.cu", "load_relaxed(x.failed) == kClear", "threadIdx.x != 5")

@@ -81,24 +81,33 @@ class FilledRig(ProgramRig):
             send, receive = MPI.IN_PLACE, send
         op = MPI.SUM if operation.reduces else None
         call = Call(operation, Arguments(send, receive, op, b.root, counts), rank, self.size)
-        self._scratch[rank].of(call.scratch_nbytes)  # as a plan of the call does
-        key = rank, operation, b.dtype, b.root, pattern.algorithm, type(send), type(receive)
-        if key not in self._plans:
-            form = Form(call, rank, self.size)
-            loader: Any = SimpleNamespace(enqueuers=partial(self._enqueuers, rank))
-            fillings = Fillings(form, pattern.algorithm, BUILT_IN, self.nodes[rank], loader)
-            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank], self._scratch[rank])
-        moves, plan = call.scratch_nbytes > 0, self._plans[key]
-        sent: Any
-        sent, received = map(plain_array, (receive, send) if moves else (send, receive))
-        if counts and sent is not None:
-            sent = *sent, tuple(counts), None
-        assert sent is not None and received is not None and plan.takes(sent, received)
-        assert plan.fill(sent, received)
         self._nap_us = nap_us
+        self.launch(rank, call, pattern.algorithm, (operation, b.dtype, b.root, type(send), type(receive)))
+
+    def launch(self, rank: int, call: Call, algorithm: str, kinds: Hashable, *arrays: Any) -> None:
+        """Fill a call of these kinds into the plan of its form, and launch it; ``arrays`` are of its epilogue."""
+        key = rank, algorithm, kinds
+        if key not in self._plans:
+            loader: Any = SimpleNamespace(enqueuers=partial(self._enqueuers, rank))
+            fillings = Fillings(Form(call, rank, self.size), algorithm, BUILT_IN, self.nodes[rank], loader)
+            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank], self._scratch[rank])
+        self._scratch[rank].of(call.scratch_nbytes)  # as a plan of the call does
+        plan, given, counts = self._plans[key], call.given, call.given.counts
+        buffers: Any = plain_array(given.send), plain_array(given.receive)
+        if counts:  # they cut the input, which may be in place
+            sent, received = reversed(buffers) if given.send is MPI.IN_PLACE else buffers
+            buffers = (*sent, tuple(counts), None), received
+        assert None not in buffers and plan.takes(*buffers, *arrays)
+        assert plan.fill(*buffers, *arrays)
         assert plan.launch is not None
         plan.launch(7)
         self.launched.append(plan.choice.algorithm)
+
+    def keep_scratch(self, nbytes: int) -> None:
+        """Let each rank have scratch memory that stays if the machine is cleared."""
+        for scratch in self._scratch:
+            scratch.of(nbytes)
+        self.machine.keep()
 
     def _allocate(self, rank: int, nbytes: int) -> Scratch:
         return Scratch(self.machine.allocate(rank, nbytes).address, nbytes, None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups, row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.rows import fewest_rows, most_groups, row_geometry
 from mpicomm.epilogues import rms_norm
-from mpicomm.epilogues.base import Rows
 from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import FusedCalls
@@ -240,8 +240,15 @@ def test_a_thread_that_gets_no_more_of_a_row_leaves_with_its_group(builds: Build
 
 
 def test_which_rows_one_kernel_normalises() -> None:
-    for rows in (Rows(0, 4096), Rows(4, 4104), Rows(4, 8 * 4096 + 16)):
-        assert row_geometry(rows, 128, 2, fan_out=False) is None
+    for nbytes, shards, fewest in (
+        (4104, 1, inf),
+        (4104, 2, inf),
+        (8 * 4096, 1, 1),
+        (8 * 4096 + 16, 1, 128),
+        (16, 2, 255),
+        (8 * 4096 + 16, 3, 382),
+    ):
+        assert fewest_rows(nbytes, 128, shards) == fewest
     for count, nbytes, size, fan_out, blocks, workers, steps in (
         (1, 16, 2, False, 1, 256, 1),
         (128, 4096, 2, False, 128, 256, 1),
@@ -251,7 +258,6 @@ def test_which_rows_one_kernel_normalises() -> None:
         (1000, 32768, 2, False, 128, 512, 32),
         (128, 65536, 2, False, 128, 256, 16),
     ):
-        geometry = row_geometry(Rows(count, nbytes), 128, size, fan_out=fan_out)
-        assert geometry is not None
+        geometry = row_geometry(count, nbytes, 128, size, fan_out=fan_out)
         assert (geometry.threads.blocks, geometry.threads.workers, geometry.steps) == (blocks, workers, steps)
         assert geometry.nbytes == steps * blocks * workers * 16

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
 from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
 from mpicomm.collectives.gpu.launches_around import finish_launches
 from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
@@ -106,7 +105,7 @@ def test_the_kernel_after_the_reduction(builds: Builds, case: Case, rows: int) -
     values = numbers(dtype_named(case.dtype), rows * case.hidden, rng)
     moved, places = on_rank(epilogue, machine, 0)
     source, target = machine.place(0, values), machine.place(0, np.zeros(count, dtype_named(case.result)))
-    finish = CallEpilogue(bound(moved, case.dtype, case.result, count), target.address)
+    finish = bound(moved, case.dtype, case.result, count, target.address)
     (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
     machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=2, threads=launch.threads)
     machine.run()

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.choose import AlgorithmChoice
-    from mpicomm.collectives.gpu.form_plan import FormPlan, MessagePlan
+    from mpicomm.collectives.gpu.filled_plan import MessagePlan
+    from mpicomm.collectives.gpu.form_plan import FormPlan
     from mpicomm.devices.cuda.events import Completions, LocalEvent
     from mpicomm.symmetric.registry import Mappings
 

@@ -27,8 +27,9 @@ from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice, Preparation
 from mpicomm.collectives.gpu.device_facts import device_facts
+from mpicomm.collectives.gpu.filled_plan import BY_KERNELS, MessagePlan
 from mpicomm.collectives.gpu.fillings import Fillings, launches_of
-from mpicomm.collectives.gpu.form_plan import BY_KERNELS, FormPlan, MessagePlan, form_plan
+from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.launches_around import pack_launches
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers

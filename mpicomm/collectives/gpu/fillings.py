@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache, partial
 from itertools import pairwise
 from math import floor, inf
@@ -12,7 +14,10 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, Filled, GpuCall, 
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.launches_around import finish_launches
 from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.epilogues.base import BoundEpilogue
+from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped
 
 if TYPE_CHECKING:
@@ -53,6 +58,8 @@ class Filling:
     def __init__(self, algorithm: Algorithm | None, form: Form, node: Node, loader: StepLoader) -> None:
         self.name = algorithm.name if algorithm else ""
         self.into_memory = algorithm is not None and algorithm.into_memory
+        self.finishes = form.epilogue is not None
+        """Whether the algorithm applies the epilogue of the calls."""
         self._made_of = algorithm, form, node, loader
         self.template: Any = None
         """An `EvenTemplate` or a `BlocksTemplate`, by the form; None before the first call, or if calls have several
@@ -119,14 +126,21 @@ class Fillings:
         self.loader = loader
         self._tuning = tuning
         self._node = node
-        self._filling = cache(partial(Filling, form=form, node=node, loader=loader))
+        self._plain = copy(form)  # for algorithms that do not apply the epilogue
+        self._plain.epilogue = None
+        self._filling = cache(partial(Filling, node=node, loader=loader))
 
-    def by_length(self, *, symmetric: bool) -> ByLength:
+    def followed(self, reduction: Enqueue, finish: BoundEpilogue, reduced: Span) -> Enqueue:
+        """Return a function that enqueues a reduction and the kernel that applies the epilogue to its result."""
+        launches = finish_launches(finish, reduced, self._node.team.faults, self._node.multiprocessors)
+        return in_turn([reduction, *self.loader.enqueuers(launches)])
+
+    def by_length(self, *, symmetric: bool, tuning: Tuning | None = None) -> ByLength:
         """Return the algorithms that `choose` takes, by the bytes of the longest message of a call.
 
-        ``symmetric`` is whether the output of all ranks is symmetric memory.
+        ``symmetric`` is whether the output of all ranks is symmetric memory. ``tuning`` replaces the table.
         """
-        form, node, tuning = self.form, self._node, self._tuning
+        form, node, tuning = self.form, self._node, tuning or self._tuning
         taking = [
             (algorithm, *lengths)
             for algorithm in ALGORITHMS
@@ -145,9 +159,36 @@ class Fillings:
         for (begin, name), (end, _) in pairwise([*by_table, (NO_END, "")]):
             named = [each for each in taking if each[0].name == name]
             bounds = {at for _, fewest, most in named for at in (fewest, most if most == inf else floor(most) + 1)}
+            if form.epilogue is not None:
+                bounds |= {algorithm.finishes_from(form.epilogue, node) for algorithm, *_ in named}
             first, last = (-(-nbytes // form.blocks_counted) for nbytes in (begin, end))
             for bound in sorted({first, *(int(bound) for bound in bounds if first < bound < last)}):
                 algorithm = next((each for each, fewest, most in named if fewest <= bound <= most), None)
                 begins.append(bound)
-                found.append(self._filling(algorithm))
+                found.append(self._filling(algorithm, self._form_for(algorithm, bound)))
+        if form.epilogue is not None and self.asked == "auto":
+            return self._finishing((begins, found), tuning, symmetric=symmetric)
         return begins, found
+
+    def _form_for(self, algorithm: Algorithm | None, nbytes: int) -> Form:
+        finish = self.form.epilogue
+        finishes = algorithm and finish and nbytes >= algorithm.finishes_from(finish, self._node)
+        return self.form if finishes else self._plain
+
+    def _finishing(self, chosen: ByLength, tuning: Tuning, *, symmetric: bool) -> ByLength:
+        """Return the algorithms by length, with others for those that do not apply the epilogue if the others do."""
+        names = {filling.name for filling in chosen[1]} - {"", "one_shot"}
+        others = {name: self.by_length(symmetric=symmetric, tuning=tuning.without(name)) for name in names}
+        begins = sorted({*chosen[0], *(begin for other in others.values() for begin in other[0])})
+        found = []
+        for begin in begins:
+            filling = filling_at(begin, chosen)
+            other = filling_at(begin, others.get(filling.name, chosen))
+            found.append(other if other.finishes and not filling.finishes else filling)
+        return begins, found
+
+
+def filling_at(nbytes: int, by_length: ByLength) -> Filling:
+    """Return the algorithm for messages of so many bytes."""
+    begins, found = by_length
+    return found[bisect_right(begins, nbytes) - 1]

@@ -1,65 +1,26 @@
-"""Plans that are filled in: one plan for all calls of a form, or for all messages of a route and a kind.
-
-Each call fills its addresses and counts into the plan.
-"""
+"""FormPlan: one plan for all calls of a form. Each call fills its addresses and counts into the plan."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import Any
 
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.gpu.algorithms.base import with_place
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Copy
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, LaunchOf, in_turn
+from mpicomm.collectives.gpu.filled_plan import FilledPlan
+from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, filling_at, in_turn
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.operations import Shape
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
+from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped, Mappings
-
-if TYPE_CHECKING:
-    from mpicomm.devices.cuda.stream_order import Enqueue
-
-BY_KERNELS = AlgorithmChoice("stream", "kernels match messages")
-
-
-class FilledPlan(ABC):
-    """Calls that differ in addresses and counts. `DeviceEngine.enqueue` takes it like a `Plan`.
-
-    `fill` makes it the plan of one call. The caller enqueues the filled call before it fills in the next call. Threads
-    of a program do not make such calls at the same time. MPI forbids it for collectives. The order of messages in the
-    order of streams must be the same on both ranks.
-    """
-
-    is_old = False
-    steps = (None,)
-    """It is not empty, because every rank has a part in a call that is filled in."""
-    private_nbytes: int | None = None
-    """See `Plan.private_nbytes`."""
-    launch: Enqueue | None = None
-    enqueue: Enqueue | None = None
-    """Both enqueue the filled-in call; the device's context must be current."""
-
-    @abstractmethod
-    def fill(self, sent: Any, received: Any) -> bool:
-        """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
-
-        If `fill` returns False, the engine plans the call, which raises the errors of a wrong call.
-        """
-
-    @property
-    @abstractmethod
-    def text(self) -> str:
-        """The text of the filled-in call."""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class FormPlan(FilledPlan):
@@ -79,7 +40,7 @@ class FormPlan(FilledPlan):
 
     @abstractmethod
     def takes(self, sent: Any, received: Any) -> bool:
-        """Return whether buffers of these kinds have the fields that `fill` reads."""
+        """Return whether buffers of these kinds have the fields that `fill` reads. Its arguments are as there."""
 
     @property
     def text(self) -> str:
@@ -153,6 +114,42 @@ class EvenPlan(FormPlan):
         if memory.array != self._array:
             self._array, self._into = memory.array, with_place(self._text, memory.text_at(OFFSET_IN_TEXT))
         return self._into
+
+
+class FinishedPlan(EvenPlan):
+    """The calls of a form with an epilogue. If it converts, the reduction goes to ``scratch`` memory."""
+
+    def __init__(self, signature: Signature, fillings: Fillings, mappings: Mappings, scratch: GrowingScratch) -> None:
+        super().__init__(signature, fillings, mappings)
+        assert fillings.form.epilogue is not None
+        self._epilogue = finish = fillings.form.epilogue
+        self._scratch = scratch
+        self._receive_nbytes = self._unit_nbytes
+        self._followed = fillings.followed
+        self._itemsizes = self._unit_nbytes, finish.result.itemsize, *finish.itemsizes
+
+    def takes(self, sent: Any, received: Any, *arrays: Any) -> bool:
+        return len(arrays) == len(self._epilogue.itemsizes) and super().takes(sent, received)
+
+    def fill(self, sent: Any, received: Any, *arrays: Any) -> bool:
+        finish, count = self._epilogue, (sent if self._sent else received)[1]
+        memory = zip((sent, received, *arrays), self._itemsizes, strict=True)
+        spans = sorted([(plain[0], plain[0] + plain[1] * nbytes) for plain, nbytes in memory])
+        if any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+            return False  # arrays overlap
+        if count != received[1] * finish.in_element or not finish.place(received[0], count, arrays):
+            return False
+        if finish.converts:
+            scratch = self._scratch.parts[-1]
+            if scratch.nbytes < count * self._unit_nbytes:
+                return False  # a plan of the call makes more
+            received = scratch.pointer, count
+        if not super().fill(sent, received):
+            return False
+        if not self._filling.finishes:
+            assert self.launch is not None
+            self.launch = self.enqueue = self._followed(self.launch, finish, Span(received[0], count))
+        return True
 
 
 class BlocksPlan(FormPlan):
@@ -251,39 +248,6 @@ class NeighborPlan(BlocksPlan):
         )
 
 
-class MessagePlan(FilledPlan):
-    """The messages of one route between ranks, from and into buffers of one kind.
-
-    ``element_nbytes`` are the bytes of an element of both buffers; 0 for a buffer that no message uses.
-    """
-
-    collective = False
-    choice = BY_KERNELS
-
-    def __init__(
-        self, text: str, template: SendrecvTemplate, launch_of: LaunchOf, element_nbytes: tuple[int, int]
-    ) -> None:
-        self._text = text
-        self._template = template
-        self._launch_of = launch_of
-        self._send_nbytes, self._receive_nbytes = element_nbytes
-
-    @property
-    def text(self) -> str:
-        return self._text
-
-    def fill(self, sent: Any, received: Any) -> bool:
-        send, receive = sent[0], received[0]
-        send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
-        if send < receive + receive_nbytes and receive < send + send_nbytes:
-            return False  # the buffers overlap
-        filled = self._template.fill(send, send_nbytes, receive, receive_nbytes)
-        if filled is None:
-            return False
-        self.launch = self.enqueue = self._launch_of(filled)
-        return True
-
-
 # Each of these functions adds the bytes and the addresses of a buffer's blocks to the two lists. It returns whether the
 # blocks are in the buffer. ``nbytes`` are the bytes of an element.
 
@@ -370,7 +334,7 @@ def _first_difference(into_any: ByLength, into_memory: ByLength) -> int:
     A look for the memory would cost each call more than a microsecond.
     """
     for nbytes in sorted({*into_any[0], *into_memory[0]}):
-        usual, chosen = (choices[bisect_right(begins, nbytes) - 1] for begins, choices in (into_any, into_memory))
+        usual, chosen = (filling_at(nbytes, by_length) for by_length in (into_any, into_memory))
         if chosen.into_memory or chosen is not usual:
             return nbytes
     return NO_END
@@ -378,6 +342,8 @@ def _first_difference(into_any: ByLength, into_memory: ByLength) -> int:
 
 def form_plan(signature: Signature, fillings: Fillings, mappings: Mappings, scratch: GrowingScratch) -> FormPlan:
     """Return the plan of all calls of a form, which differ from ``signature`` only in the count."""
+    if fillings.form.epilogue is not None:
+        return FinishedPlan(signature, fillings, mappings, scratch)
     if fillings.form.is_even:
         return EvenPlan(signature, fillings, mappings)
     return (BlocksPlan if fillings.form.neighborhood is None else NeighborPlan)(signature, fillings, scratch)

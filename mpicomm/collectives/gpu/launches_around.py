@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.base import GpuBackend
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 from mpicomm.mpi.packing import PackJob, table_of
@@ -26,12 +26,12 @@ def pack_launch(backend: GpuBackend, table: PackTable, memory: int, packed: int,
     return Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)
 
 
-def finish_launches(finish: CallEpilogue, reduced: Span, faults: Faults, multiprocessors: int) -> list[Launch]:
+def finish_launches(finish: BoundEpilogue, reduced: Span, faults: Faults, multiprocessors: int) -> list[Launch]:
     """Return the launch that applies the epilogue to the ``reduced`` elements; none for no elements. Local.
 
     The kernel does nothing if an earlier kernel of the device has failed.
     """
     if reduced.count == 0:
         return []
-    call = finish.epilogue.following_kernel(reduced.pointer, finish.pointer, faults.failed, multiprocessors)
+    call = finish.following_kernel(reduced.pointer, faults.failed, multiprocessors)
     return [Launch(call.variant, call.arguments, blocks=call.blocks, threads=call.threads)]

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
-    from mpicomm.collectives.gpu.form_plan import FormPlan, MessagePlan
+    from mpicomm.collectives.gpu.filled_plan import MessagePlan
+    from mpicomm.collectives.gpu.form_plan import FormPlan
     from mpicomm.devices.cuda.events import LocalEvent
     from mpicomm.session import Session
 
@@ -82,11 +83,12 @@ class PlanCache:
         root: int,
         counts: Sequence[int] | None,
         finish: Hashable = (),
+        *arrays: Any,
     ) -> KnownCall | None:
         """Return a call that was made before, or that has a known form; None for all other calls.
 
-        ``finish`` is the key of the epilogue, () without one. It is None, and no call is found, if the epilogue has
-        an array that cannot be recognised.
+        ``finish`` and ``arrays`` are the key of the epilogue. Without an epilogue ``finish`` is (). It is None, and no
+        call is found, if the epilogue has an array that cannot be recognised.
         """
         sent: Any
         received: Any
@@ -102,8 +104,8 @@ class PlanCache:
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
-                return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, finish))
-            return self.find_plain(operation, algorithm, sent, received, op, root, finish)
+                return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, finish, *arrays))
+            return self.find_plain(operation, algorithm, sent, received, op, root, finish, *arrays)
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
 
@@ -116,15 +118,16 @@ class PlanCache:
         op: MPI.Op | None,
         root: int,
         finish: Hashable = (),
+        *arrays: Any,
     ) -> KnownCall | None:
         """As `find`, for buffers as `plain_array` reads them. Raises `TypeError` for a root that is a list."""
         if self._session.mappings.version != self._version:
             self._forget_memory()
         kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
-        form = self._forms.get(kinds)
+        form, call = self._forms.get(kinds), (sent, received, *arrays)
         if form is None:
-            return self._of_key((kinds, sent, received))
-        calls, call = form.calls, (sent, received)
+            return self._of_key((kinds, call))
+        calls = form.calls
         kept = calls.get(call, 0)
         if not isinstance(kept, int):
             return None if kept.plan.is_old else kept
@@ -133,7 +136,7 @@ class PlanCache:
         if len(calls) >= _MOST:
             _make_room(calls)
         calls[call] = kept + 1
-        return form.filled if form.fill(sent, received) else None
+        return form.filled if form.fill(*call) else None
 
     def find_message(
         self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]
@@ -219,7 +222,7 @@ class PlanCache:
     def add(
         self,
         plan: AnyPlan,
-        call: tuple[Operation, str, Any, Any, MPI.Op | None, int, Sequence[int] | None, Hashable],
+        call: tuple[Any, ...],
         *,
         by_output: bool,
         read: Call | None = None,
@@ -228,7 +231,7 @@ class PlanCache:
 
         ``read`` is the same call, as read. With it, `find` also finds other calls of its form from now on.
         """
-        operation, algorithm, send, receive, op, root, counts, finish = call
+        operation, algorithm, send, receive, op, root, counts, finish, *arrays = call
         by_address = read is not None and any(operand.by_address for operand in read.operands)
         known = KnownCall(plan, op, by_output, by_address)
         sent, received = _plain(operation, send, receive, counts)
@@ -240,9 +243,9 @@ class PlanCache:
         # kinds have another form.
         if kinds not in self._forms and read is not None and (send is MPI.IN_PLACE or not read.in_place):
             filled = self.engine.form_plan(read, self._session.mappings, algorithm)
-            if filled is not None and filled.takes(sent, received):
+            if filled is not None and filled.takes(sent, received, *arrays):
                 self._add_form(kinds, filled, known)
-        self._keep_plain(kinds, sent, received, known)
+        self._keep_plain(kinds, (sent, received, *arrays), known)
 
     def add_message(
         self,
@@ -273,21 +276,21 @@ class PlanCache:
             send_nbytes, receive_nbytes = (0 if end is None else end.span.count // plain[1] for plain, end in ends)
             filled = self.engine.message_plan(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
             self._add_form(kinds, filled, known)
-        self._keep_plain(kinds, sent, received, known)
+        self._keep_plain(kinds, (sent, received), known)
 
     def _add_form(self, kinds: Hashable, plan: FormPlan | MessagePlan, known: KnownCall) -> None:
         if len(self._forms) >= _MOST_FORMS:
             self._forms.clear()
         self._forms[kinds] = _Form(plan.fill, known._replace(plan=plan), {})
 
-    def _keep_plain(self, kinds: Hashable, sent: Any, received: Any, known: KnownCall) -> None:
+    def _keep_plain(self, kinds: Hashable, call: tuple[Any, ...], known: KnownCall) -> None:
         form = self._forms.get(kinds)
         if form is None:
-            self._keep((kinds, sent, received), known)
+            self._keep((kinds, call), known)
         else:
             if len(form.calls) >= _MOST:
                 _make_room(form.calls)
-            form.calls[sent, received] = known
+            form.calls[call] = known
 
     def _keep(self, key: Hashable, known: KnownCall) -> None:
         if key is not None:
@@ -318,6 +321,7 @@ class PlanCache:
         root: int,
         counts: Sequence[int] | None,
         finish: Hashable,
+        *arrays: Any,
     ) -> Hashable:
         """Return the key of a call; None if the cache cannot recognise its arguments."""
         if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
@@ -329,7 +333,7 @@ class PlanCache:
         shares = None if counts is None else identity_of_said(counts)
         if sent is None or received is None or (shares is None and counts is not None):
             return None
-        return operation, sent, received, shares, id(op), root, finish, algorithm
+        return operation, sent, received, shares, id(op), root, (finish, *arrays), algorithm
 
     def _key_of_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> Hashable:
         """Return the key of a message, None where its buffers cannot be recognised."""

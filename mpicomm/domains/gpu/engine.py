@@ -12,12 +12,12 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, GpuCall
+from mpicomm.collectives.gpu.algorithms.base import GpuCall
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.engine import DeviceEngine
-from mpicomm.collectives.gpu.form_plan import MessagePlan
+from mpicomm.collectives.gpu.filled_plan import MessagePlan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.launches_around import finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
@@ -109,10 +109,9 @@ class DomainsEngine:
             packs = pack_launches(self._backend, call.packed.before, scratch.pointer, unpacks=False)
             unpacks = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
             before, after = (self._engine.prepare_alone(str(signature), steps) for steps in (packs, unpacks))
-        if call.epilogue is not None and call.receive is not None and buffers.output is not None:
-            finish = CallEpilogue(call.epilogue, call.receive.pointer)
+        if call.epilogue is not None and buffers.output is not None:
             backend = self._backend
-            steps = finish_launches(finish, buffers.output, backend.faults, backend.multiprocessors)
+            steps = finish_launches(call.epilogue, buffers.output, backend.faults, backend.multiprocessors)
             after = self._engine.prepare_alone(str(signature), steps)
         return DomainsPlan(signature, planned, self._choice(asked), before, after)
 

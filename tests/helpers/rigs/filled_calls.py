@@ -100,8 +100,7 @@ def call_of(
 
 def plan_of(call: Call, device: Device, asked: str, mappings: Mappings | None = None) -> FormPlan:
     node = device.node
-    form = Form(call, node.rank, node.size)
-    fillings = Fillings(form, asked, BUILT_IN, node, cast(Any, device))
+    fillings = Fillings(Form(call, node.rank, node.size), asked, BUILT_IN, node, cast(Any, device))
     return form_plan(call.signature, fillings, mappings or Mappings(), device.scratch)
 
 

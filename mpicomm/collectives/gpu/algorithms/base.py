@@ -67,14 +67,6 @@ class Node:
 
 
 @dataclass(frozen=True)
-class CallEpilogue:
-    """The epilogue of a call, and the address of the elements that it makes."""
-
-    epilogue: BoundEpilogue
-    pointer: int
-
-
-@dataclass(frozen=True)
 class GpuCall:
     """One rank's collective call on device arrays."""
 
@@ -88,7 +80,7 @@ class GpuCall:
     """Bytes of the whole call, by which a table chooses; 0 if ranks may know different numbers."""
     memory: Mapped | None = None
     """The place of all ranks' output, if that is symmetric memory."""
-    epilogue: CallEpilogue | None = None
+    epilogue: BoundEpilogue | None = None
     wire: tuple[Wire, np.dtype[Any]] | None = None
     """How elements travel, and their type; None if they travel as they are."""
     counted: CountedBuffers | None = None
@@ -100,17 +92,12 @@ class GpuCall:
         output, memory = call.common_output, None
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        finish = None
-        if call.epilogue is not None and call.receive is not None:
-            finish = CallEpilogue(call.epilogue, call.receive.pointer)
-        facts, buffers = call.signature, call.buffers(scratch)
+        facts, buffers, nbytes = call.signature, call.buffers(scratch), call.nbytes or 0
         wire = None
         if call.wire is not None and call.dtype is not None:
             wire = call.wire, call.dtype
             buffers = replace(buffers, whole=BLOCK)  # so that results do not depend on the shards
-        return cls(
-            call.operation, str(facts), facts.hash32, buffers, call.nbytes or 0, memory, finish, wire, call.counted
-        )
+        return cls(call.operation, str(facts), facts.hash32, buffers, nbytes, memory, call.epilogue, wire, call.counted)
 
     @property
     def lengths_are_private(self) -> bool:
@@ -199,12 +186,19 @@ class Algorithm(ABC):
         """Return the memory that it needs beyond the arena."""
         return ()
 
+    def finishes_from(self, epilogue: BoundEpilogue, node: Node) -> float:
+        """Return the fewest bytes of a call whose epilogue its steps apply; else a further step applies it."""
+        return inf
+
     def finishes(self, call: GpuCall, node: Node) -> bool:
-        """Return whether its steps apply the epilogue of a call with an epilogue; else a further step applies it."""
-        return False
+        """Return whether its steps apply the epilogue of a call with an epilogue."""
+        return call.epilogue is not None and call.nbytes >= self.finishes_from(call.epilogue, node)
 
     def template(self, form: Form, node: Node) -> Template | None:
-        """Return one launch that each call of a form fills in; None if the engine plans each call."""
+        """Return one launch that each call of a form fills in; None if the engine plans each call.
+
+        The launch applies the epilogue of the form.
+        """
         return None
 
     @abstractmethod

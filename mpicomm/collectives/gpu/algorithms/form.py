@@ -50,8 +50,7 @@ def has_form(call: Call) -> bool:
         # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
         # blocks.
         readable = neighborhood.names_ranks_once and not any(operand.by_address for operand in call.operands)
-    plain = (typed or call.packed is None) and call.epilogue is None and call.counted is None
-    return readable and plain
+    return readable and (typed or call.packed is None) and call.counted is None
 
 
 class Form:
@@ -64,6 +63,8 @@ class Form:
         self.size = size
         self.itemsize = call.dtype.itemsize if operation.reduces else 1
         """The bytes of the elements that `Call.buffers` counts. Calls that only move data count bytes."""
+        self.epilogue = None if call.epilogue is None else call.epilogue.without_owners()
+        """The epilogue that the kernel which reduces applies, as `BoundEpilogue.place` says for each call."""
         self.element_nbytes = tuple(_element_nbytes(operand) for operand in (call.send, call.receive))
         """The bytes of an element of the send buffer and of the receive buffer."""
         self.neighborhood = call.neighborhood

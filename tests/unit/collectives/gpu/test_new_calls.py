@@ -17,12 +17,15 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.epilogues import Epilogue, rms_norm
+from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import buffers
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.rigs.fake_engines import STREAM, Rig
 
 FLOAT = np.dtype("f4")
+HIDDEN = 1024
 PACKAGE = str(Path(mpicomm.__file__).parent)
 
 
@@ -61,24 +64,40 @@ class Calls:
         self._session.mappings.add([2 << 50, 3 << 50], 0, 1 << 49)
 
     def run(
-        self, operation: Operation, send: Any, receive: Any, op: MPI.Op | None, counts: list[int] | None = None
+        self,
+        operation: Operation,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None,
+        counts: list[int] | None = None,
+        epilogue: Epilogue | None = None,
     ) -> None:
         """Make a call as the dispatcher does."""
-        known = self.find(operation, send, receive, op, counts)
+        known = self.find(operation, send, receive, op, counts, epilogue)
         if known is not None:
             self._cache.enqueue(known, None, send, receive, blocking=True)
             return
         self.planned += 1
-        call = Call(operation, Arguments(send, receive, op, 0, counts), 0, 2)
+        call = Call(operation, Arguments(send, receive, op, 0, counts, epilogue), 0, 2)
         plan = self._rig.engine.prepare_call(call, self._session.mappings, "auto")
-        self._cache.add(plan, (operation, "auto", send, receive, op, 0, counts, ()), by_output=False, read=call)
+        key = operation, "auto", send, receive, op, 0, counts, *self._key(epilogue)
+        self._cache.add(plan, key, by_output=False, read=call)
         self._rig.engine.enqueue(plan, STREAM)
 
     def find(
-        self, operation: Operation, send: Any, receive: Any, op: MPI.Op | None, counts: list[int] | None = None
+        self,
+        operation: Operation,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None,
+        counts: list[int] | None = None,
+        epilogue: Epilogue | None = None,
     ) -> Any:
         """Return the known call with these arguments, or None."""
-        return self._cache.find(operation, "auto", send, receive, op, 0, counts)
+        return self._cache.find(operation, "auto", send, receive, op, 0, counts, *self._key(epilogue))
+
+    def _key(self, epilogue: Epilogue | None) -> tuple[Any, ...]:
+        return ((),) if epilogue is None else epilogue.key(self._cache.identity_of)
 
     def finish(self) -> None:
         """Let the streams carry out their work."""
@@ -111,6 +130,11 @@ def call_of(name: str, count: int, rng: random.Random) -> tuple[Any, ...]:
         return OPERATIONS["Reduce_scatter"], MPI.IN_PLACE, Array(receive, sum(counts)), MPI.SUM, counts
     if name == "Bcast":
         return OPERATIONS[name], None, Array(receive, count), None
+    if name == "rms_norm":
+        count *= HIDDEN
+        residual, weight = ((at << 50) + 256 * rng.randrange(1 << 20) for at in (4, 5))
+        norm = rms_norm(Array(residual, count), Array(weight, HIDDEN))
+        return OPERATIONS["Allreduce"], Array(send, count), Array(receive, count), MPI.SUM, None, norm
     blocks = 2 if name == "Allgather" else 1
     op = MPI.SUM if name == "Allreduce" else None
     return OPERATIONS[name], Array(send, count), Array(receive, blocks * count), op
@@ -152,6 +176,8 @@ def test_a_reduce_scatter_into_no_buffer_is_no_call_in_place(calls: Calls) -> No
         ("Alltoallw", 4, False, 60),
         ("Reduce_scatter", 4, False, 35),
         ("Reduce_scatter in place", 4, False, 45),
+        ("rms_norm", 1, False, 60),
+        ("rms_norm", 1, True, 60),
     ],
 )
 def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, kib: int, symmetric: bool, most: int) -> None:
@@ -190,6 +216,32 @@ def test_copy_engines_copy_the_data_of_each_new_call(calls: Calls, cuda: FakeCud
     assert calls.planned == 1
 
 
+def test_a_repeated_call_with_an_epilogue_gets_a_separate_plan(calls: Calls) -> None:
+    rng = random.Random(5)
+    calls.run(*call_of("rms_norm", 3, rng))
+    again, *others = (call_of("rms_norm", rows, rng) for rows in (7, 8, 9))
+    filled = calls.find(*again)
+    for call in others:
+        assert calls.find(*call) is filled
+    for _ in range(12):
+        calls.run(*again)
+    assert calls.planned == 2
+    assert calls.find(*again) is not filled
+
+
+def test_a_call_with_a_wrong_epilogue_is_refused_as_if_it_had_no_form(calls: Calls) -> None:
+    rng = random.Random(6)
+    calls.run(*call_of("rms_norm", 3, rng))
+    operation, send, receive, op, *_ = call_of("rms_norm", 4, rng)
+    *_, norm_of_others = call_of("rms_norm", 5, rng)
+    for _ in range(3):
+        with pytest.raises(InvalidUsageError, match="residual has"):
+            calls.run(operation, send, receive, op, epilogue=norm_of_others)
+    with pytest.raises(InvalidUsageError, match="overlaps"):
+        calls.run(operation, send, receive, op, epilogue=rms_norm(send, Array(5 << 50, HIDDEN)))
+    assert calls.find(*call_of("rms_norm", 4, rng)) is not None
+
+
 def test_arrays_beside_symmetric_memory_may_have_a_datatype(calls: Calls) -> None:
     calls.add_symmetric_memory()
     rng = random.Random(3)
@@ -206,7 +258,7 @@ def test_calls_of_random_sizes_and_addresses_take_no_memory(calls: Calls) -> Non
         """Make that many calls; return the number of blocks of memory that Python uses then."""
         for _ in range(number // 100):
             for _ in range(100):
-                name = rng.choice(("Allreduce", "Allgather", "Alltoallv"))
+                name = rng.choice(("Allreduce", "Allgather", "Alltoallv", "rms_norm"))
                 calls.run(*call_of(name, rng.choice((100, 10_000, 1_000_000)) + rng.randrange(100), rng))
             calls.finish()
         gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.gpu import plan_cache as known_calls
+from mpicomm.mpi.plain_arrays import plain_array
 from tests.helpers.rigs.plan_caches import Array, Known, Tensor, arguments, install_libraries
 
 
@@ -102,6 +105,19 @@ def test_what_cannot_be_looked_up_is_not_known() -> None:
     known = Known()
     known.add("Bcast", arguments(None, Array(16), None, root=0))
     assert known.find("Bcast", arguments(None, Array(16), None, root=[0])) is None
+
+
+def test_a_weight_of_a_model_is_recognised_as_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parameter(Tensor):
+        """PyTorch's class of the weights of models."""
+
+    class Other(Tensor):
+        """A subclass with memory of another kind, perhaps."""
+
+    monkeypatch.setitem(sys.modules, "torch.nn", SimpleNamespace(Parameter=Parameter))
+    assert plain_array(Parameter(16)) == plain_array(Tensor(16)) is not None
+    assert plain_array(Parameter(16, requires_grad=True)) is None
+    assert plain_array(Other(16)) is None
 
 
 SAID = (

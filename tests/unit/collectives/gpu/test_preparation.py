@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 
 from mpicomm.collectives.gpu import choose
-from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, Node
+from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, FEWEST_LAPS, OVERSEERS
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
@@ -84,12 +84,14 @@ class Rig:
         if result:
             receive = parse(np.empty(count, result), writable=True, name="recvbuf")
             epilogue = Elementwise("v * i").bind("Allreduce", FLOAT32, receive)
-            call = replace(call, epilogue=CallEpilogue(epilogue, output.pointer if result == "float32" else 3 << 40))
+            epilogue.output = output.pointer if result == "float32" else 3 << 40
+            call = replace(call, epilogue=epilogue)
         if hidden:
             receive = parse(np.empty(count, np.float32), writable=True, name="recvbuf")
             residual, weight = np.empty(count, np.float32), np.empty(hidden, np.float32)
             norm = rms_norm(residual, weight).bind("Allreduce", FLOAT32, receive)
-            call = replace(call, epilogue=CallEpilogue(norm, output.pointer))
+            norm.output = output.pointer
+            call = replace(call, epilogue=norm)
         return self._preparation.steps(call, asked)[1]
 
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from mpicomm.collectives.eight_bits import BLOCK
@@ -18,7 +18,6 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     OVERSEERS,
     PacketArguments,
-    Protocol,
     Steps,
     finished_packet_arguments,
     packet_kernel,
@@ -43,8 +42,8 @@ _pack_pair = struct.Struct("<IQQQQ").pack
 
 Number = Callable[[Span | None], int]
 """Returns the number of a place. A new place gets the next number."""
-Kernel = tuple[Protocol, Steps]
-"""A kernel of one template."""
+Kernel = tuple[Any, ...]
+"""A kernel of one template: its `Protocol`, its `Steps`, and the options of its epilogue."""
 
 
 class PacketTemplate:
@@ -53,7 +52,8 @@ class PacketTemplate:
     The form is ``exchange`` and, with ``fan_out``, the next exchange, in which ranks send on the data that they have
     reduced or received. `places` are the pieces of memory in both exchanges, each once. With ``alike`` all places have
     the same length in each call. With ``even`` the tag of a call implies all lengths. ``reduction`` is (dtype, op) if
-    any rank reduces. The kernel applies ``finish`` to the result. With ``coding`` packets carry codes.
+    any rank reduces. The kernel applies ``finish`` to the result, or another epilogue of this
+    kind after `apply`. With ``coding`` packets carry codes.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between.
@@ -78,8 +78,7 @@ class PacketTemplate:
         self._alike = fan_out is None and len(sent) == 1 and (mine is None or mine.own in sent)
         self._host_slots = node.host_slots
         self._fans = fan_out is not None
-        self._rows = finish is not None and finish.rows is not None
-        self._options = finish.options if finish else ()
+        self._options: tuple[str, ...] = ()
         self._size, self._rank = size, rank = node.size, node.rank
         team, layout = node.team, node.arena.layout
         own = team.arenas[rank]
@@ -87,7 +86,8 @@ class PacketTemplate:
         if finish is None:
             self.arguments = PacketArguments(**given)
         else:
-            self.arguments = finished_packet_arguments(type(finish.arguments))(**given, finish=finish.arguments)
+            self.arguments = finished_packet_arguments(type(finish.arguments))(**given)
+            self.apply(finish)
         self.early = node.early
         words, absent = f"{size}Q", f"{8 * (MAX_RANKS - size)}x"
         self._messages = struct.Struct(f"={size}I{4 * (MAX_RANKS - size)}x{4 * (words + absent)}3Q5I")
@@ -114,6 +114,10 @@ class PacketTemplate:
         self._reduces = exchange.reduction is not None
         self.places: tuple[Span | None, ...] = tuple(numbers)
         """The pieces of memory of the form; the first is None, for no memory."""
+
+    def apply(self, finish: Fused) -> None:
+        """Let the kernel of the next `write` apply an epilogue."""
+        self._options, self.arguments.finish = finish
 
     def bind(self, addresses: Sequence[int], lengths: Sequence[int], number: int) -> None:
         """Let `write` take ``number`` values. The address and the length of each place have these indices."""
@@ -160,6 +164,9 @@ class PacketTemplate:
             inboxes = way.inboxes
             self._inboxes.pack_into(self.arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
+        if self._options:
+            kernel, blocks, threads = filled
+            return (*kernel, *self._options), blocks, threads
         return filled
 
     def launch(self, tag: int, way: PacketWay, nbytes: int) -> Launch:
@@ -174,7 +181,7 @@ class PacketTemplate:
 
     def variant(self, kernel: Kernel) -> Variant:
         """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
-        coding, reduction = self._coding, self._reduction
+        (protocol, steps, *epilogue), coding, reduction = kernel, self._coding, self._reduction
         wire: tuple[str, ...] = ()
         if coding is not None:
             wire = wire_options(
@@ -184,10 +191,11 @@ class PacketTemplate:
         return packet_kernel(
             reduction,
             self._size,
-            *kernel,
+            protocol,
+            steps,
             fan_out=self._fans,
             host_slots=self._host_slots,
-            epilogue=self._options,
+            epilogue=tuple(epilogue),
             wire=wire,
         )
 
@@ -198,7 +206,7 @@ class PacketTemplate:
             steps, laps = self._steps(nbytes, way)
             self._cut = nbytes, way, steps, laps
         threads, paced = way.blocks * way.workers, 0
-        if not (self._fans or self._rows):
+        if not (self._fans or way.row_nbytes):
             # The steps that the data between this rank and its peers takes, whatever the other ranks send.
             steps = -(-longest // (way.unit_nbytes * threads)) or 1
             if steps > laps:
@@ -214,7 +222,7 @@ class PacketTemplate:
             units = -(-units // LANES) * LANES
         steps = -(-units // (way.blocks * way.workers)) or 1
         laps = steps if units <= way.slots else way.laps
-        if steps > laps and (laps < FEWEST_LAPS + self._rows or way.protocol == "flagged"):
+        if steps > laps and (laps < FEWEST_LAPS + (way.row_nbytes > 0) or way.protocol == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {way.inboxes.nbytes} bytes")
         return steps, laps
 
@@ -289,9 +297,17 @@ class PacketCalls(PacketTemplate):
     def __init__(self, form: Form, node: Node, way_of: WayOf, *, two_shot: bool) -> None:
         first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
         super().__init__(
-            node, first, form.reduction, fan_out=second, alike=not two_shot, even=True, coding=coding_of(form)
+            node,
+            first,
+            form.reduction,
+            fan_out=second,
+            finish=None if form.epilogue is None else form.epilogue.fused(0),
+            alike=not two_shot,
+            even=True,
+            coding=coding_of(form),
         )
-        self._whole = BLOCK if form.wire else 0
+        self._epilogue = form.epilogue
+        self._whole = BLOCK if form.wire else form.epilogue.row_nbytes // form.itemsize if form.epilogue else 0
         own = first.reduction.own if first.reduction is not None else None
         pieces = [form.piece(span, own) for span in self.places]
         self._parts = parts = form.shards if two_shot else 1 + max(piece.part for piece in pieces)
@@ -304,12 +320,14 @@ class PacketCalls(PacketTemplate):
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
         parts = self._parts
+        if self._epilogue is not None:
+            self.apply(self._epilogue.fused(receive, parts))
         if not self._fans:
             way = self._way_of(nbytes)
             if way is None:
                 return None
             if parts == 1:  # inlined, because ranges take ten times as long
-                return self.write([0, nbytes, send, receive], nbytes, nbytes, hash32, way)
+                return self.write([0, nbytes, send, receive], nbytes, way.row_nbytes or nbytes, hash32, way)
             end = nbytes * parts
             begins, others = range(send, send + end, nbytes), range(receive, receive + end, nbytes)
             return self.write([0, *[nbytes] * parts, *begins, *others], nbytes, nbytes, hash32, way)
@@ -323,7 +341,7 @@ class PacketCalls(PacketTemplate):
         empty = [0] * (parts - number)  # shards after the last element
         values = [0, *[longest] * number, *empty, *begins, *empty, *others, *empty]
         values[number] = nbytes - (number - 1) * longest
-        return self.write(values, longest, longest, hash32, way)
+        return self.write(values, longest, way.row_nbytes or longest, hash32, way)
 
 
 class PacketBlocks(PacketTemplate):

@@ -23,6 +23,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     parts_of,
 )
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry, geometries_of, geometry_within, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES
@@ -93,6 +94,8 @@ class PacketWay(NamedTuple):
     """The longest message that goes in one step."""
     in_one_step: Stepped
     """The launch for messages of at most `step_nbytes`."""
+    row_nbytes: int = 0
+    """The bytes as which all messages count if the kernel normalises rows: the bytes of all slots; else 0."""
 
     @classmethod
     def of(
@@ -162,6 +165,24 @@ def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> 
         return way
 
     return way_of
+
+
+def row_ways(row_nbytes: int, node: Node, *, fan_out: bool) -> WayOf:
+    """Return the ways of calls in which the kernel also normalises rows of so many bytes."""
+    # The sum of squares has the order of packets of 16 bytes.
+    ways = sized_ways(ProtocolLimits(0, inf), node, fan_out=fan_out)
+
+    def way_of(nbytes: int) -> PacketWay | None:
+        rows = rows_of(row_nbytes, nbytes, node, fan_out=fan_out)
+        way = ways(rows.nbytes)
+        return way and PacketWay.of(way.protocol, way.inboxes, rows.threads)._replace(row_nbytes=rows.nbytes)
+
+    return way_of
+
+
+def rows_of(row_nbytes: int, nbytes: int, node: Node, *, fan_out: bool) -> RowGeometry:
+    """Return how the kernel normalises the rows of messages of at most ``nbytes``."""
+    return row_geometry(nbytes // row_nbytes, row_nbytes, most_blocks_of(node), node.size, fan_out=fan_out)
 
 
 def any_length_ways(node: Node) -> WayOf:
