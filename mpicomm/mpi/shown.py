@@ -11,6 +11,8 @@ from mpi4py import MPI
 from mpicomm.activity.layout import DEST, NOBODY, RECEIVES, SEND_TAG, SENDS, SOURCE, TAG
 
 Result = TypeVar("Result")
+_NOT_SHOWN = TypeError, ValueError
+"""Errors of a row for a rank or a tag that is no integer of 64 bits. MPI takes a float, and refuses all others."""
 _recv = MPI.Intracomm.Recv
 _sendrecv = MPI.Intracomm.Sendrecv
 
@@ -22,8 +24,11 @@ def sending(send: Callable[..., None]) -> Callable[..., None]:
     def shown(comm: Any, obj: Any, dest: int, tag: int = 0) -> None:  # the names of mpi4py's calls on objects
         row = comm._row
         row[SENDS] += 1
-        row[SEND_TAG] = tag
-        row[DEST] = dest
+        try:
+            row[SEND_TAG] = tag
+            row[DEST] = dest
+        except _NOT_SHOWN:
+            pass
         try:
             send(comm, obj, dest, tag)
         finally:
@@ -42,8 +47,11 @@ def receiving(receive: Callable[..., Result], source_at: int) -> Callable[..., R
     def shown(comm: Any, *arguments: Any) -> Result:
         row = comm._row
         row[RECEIVES] += 1
-        row[TAG] = arguments[source_at + 1]
-        row[SOURCE] = arguments[source_at]
+        try:
+            row[TAG] = arguments[source_at + 1]
+            row[SOURCE] = arguments[source_at]
+        except _NOT_SHOWN:
+            pass
         try:
             return receive(comm, *arguments)
         finally:
@@ -59,8 +67,11 @@ def recv(comm: Any, buf: Any, source: int, tag: int, status: MPI.Status | None) 
     """Receive as MPI's Recv does."""
     row = comm._row
     row[RECEIVES] += 1
-    row[TAG] = tag
-    row[SOURCE] = source
+    try:
+        row[TAG] = tag
+        row[SOURCE] = source
+    except _NOT_SHOWN:
+        pass
     try:
         _recv(comm, buf, source, tag, status)
     finally:
@@ -73,8 +84,11 @@ def sendrecv(
     """Send and receive as MPI's Sendrecv does."""
     row = comm._row
     row[RECEIVES] += 1
-    row[TAG] = tag
-    row[SOURCE] = source
+    try:
+        row[TAG] = tag
+        row[SOURCE] = source
+    except _NOT_SHOWN:
+        pass
     try:
         _sendrecv(comm, sendbuf, dest, sendtag, recvbuf, source, tag, status)
     finally:

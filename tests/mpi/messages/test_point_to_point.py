@@ -60,6 +60,27 @@ def test_requests_and_a_blocking_receive(comm: mpicomm.Communicator, xp: Any, me
         ring.check(status, tag)
 
 
+def test_mpi_takes_floats_as_ranks_and_tags_and_refuses_others(comm: mpicomm.Communicator) -> None:
+    right: Any = float((comm.rank + 1) % comm.size)
+    left: Any = float((comm.rank - 1) % comm.size)
+    tags: Any = [float(tag) for tag in range(5)]
+    x, y = np.full(3, comm.rank), np.zeros(3, int)
+    requests = [comm.Irecv(y, left, tags[0]), comm.irecv(None, left, tags[1])]
+    comm.Send(x, right, tags[0])
+    comm.ssend(comm.rank, right, tags[1])
+    assert MPI.Request.Wait(requests[0]) and requests[1].wait() == left and (y == left).all()
+    assert comm.sendrecv(comm.rank, right, tags[2], None, left, tags[2]) == left
+    comm.Sendrecv(x, right, tags[3], y, left, tags[3])
+    comm.Sendrecv_replace(x, right, tags[4], left, tags[4])
+    assert (x == left).all() and (y == left).all()
+    calls: list[Any] = [comm.Send, comm.Recv, comm.send, MPI.COMM_WORLD.Send]
+    for wrong in (None, "1", 2**70):
+        for call in calls:
+            with pytest.raises((TypeError, OverflowError)) as error:
+                call(x, wrong)
+            assert "memoryview" not in str(error.value)
+
+
 @pytest.mark.parametrize("method", ["Send", "Ssend", "Rsend", "Bsend"])
 def test_blocking_sends_and_a_posted_receive(comm: mpicomm.Communicator, xp: Any, method: str) -> None:
     # For all messages: they may be received late.
