@@ -134,7 +134,7 @@ def test_datatypes_without_gaps_meet_datatypes_with_gaps(
     comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype], gaps_on: int
 ) -> None:
     """Some ranks pack, and others send and receive where the data lies. The data begins after the first element."""
-    size, rank, units = comm.size, comm.rank, 1000
+    size, rank, units, root = comm.size, comm.rank, 1000, gaps_on % comm.size
     step = 2 if rank % 2 == gaps_on else 1
     pair = MPI.INT32_T.Create_vector(2, 1, step)
     made.append(pair)
@@ -158,8 +158,8 @@ def test_datatypes_without_gaps_meet_datatypes_with_gaps(
             getattr(comm, method)([given, counts, *more], [got, counts, *more])
             np.testing.assert_array_equal(to_host(got), to_host(spread(rows)))
     given = spread(sent(rank))
-    comm.Bcast([given, (units * size, 1), datatype], gaps_on)
-    np.testing.assert_array_equal(to_host(given), to_host(spread(sent(gaps_on))))
+    comm.Bcast([given, (units * size, 1), datatype], root)
+    np.testing.assert_array_equal(to_host(given), to_host(spread(sent(root))))
 
 
 def test_ranks_without_elements(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
