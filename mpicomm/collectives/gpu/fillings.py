@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, Filled, GpuCall, Node, Template
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
-from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.launches_around import finish_launches
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.tuning import Tuning
-from mpicomm.epilogues.base import BoundEpilogue
-from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped
 
 if TYPE_CHECKING:
@@ -123,24 +120,23 @@ class Fillings:
     def __init__(self, form: Form, asked: str, tuning: Tuning, node: Node, loader: StepLoader) -> None:
         self.form = form
         self.asked = asked
-        self.loader = loader
+        self.node = node
+        self._loader = loader
         self._tuning = tuning
-        self._node = node
         self._plain = copy(form)  # for algorithms that do not apply the epilogue
         self._plain.epilogue = None
         self._filling = cache(partial(Filling, node=node, loader=loader))
 
-    def followed(self, reduction: Enqueue, finish: BoundEpilogue, reduced: Span) -> Enqueue:
-        """Return a function that enqueues a reduction and the kernel that applies the epilogue to its result."""
-        launches = finish_launches(finish, reduced, self._node.team.faults, self._node.multiprocessors)
-        return in_turn([reduction, *self.loader.enqueuers(launches)])
+    def followed(self, launch: Enqueue, steps: Sequence[Step]) -> Enqueue:
+        """Return a function that enqueues a launch, and then steps."""
+        return in_turn([launch, *self._loader.enqueuers(steps)])
 
     def by_length(self, *, symmetric: bool, tuning: Tuning | None = None) -> ByLength:
         """Return the algorithms that `choose` takes, by the bytes of the longest message of a call.
 
         ``symmetric`` is whether the output of all ranks is symmetric memory. ``tuning`` replaces the table.
         """
-        form, node, tuning = self.form, self._node, tuning or self._tuning
+        form, node, tuning = self.form, self.node, tuning or self._tuning
         taking = [
             (algorithm, *lengths)
             for algorithm in ALGORITHMS
@@ -172,7 +168,7 @@ class Fillings:
 
     def _form_for(self, algorithm: Algorithm | None, nbytes: int) -> Form:
         finish = self.form.epilogue
-        finishes = algorithm and finish and nbytes >= algorithm.finishes_from(finish, self._node)
+        finishes = algorithm and finish and nbytes >= algorithm.finishes_from(finish, self.node)
         return self.form if finishes else self._plain
 
     def _finishing(self, chosen: ByLength, tuning: Tuning, *, symmetric: bool) -> ByLength:

@@ -14,8 +14,9 @@ from mpicomm.collectives.gpu.algorithms.base import with_place
 from mpicomm.collectives.gpu.algorithms.steps import Copy
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.filled_plan import FilledPlan
-from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, filling_at, in_turn
+from mpicomm.collectives.gpu.fillings import NO_END, ByLength, Fillings, filling_at
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.launches_around import finish_launches
 from mpicomm.collectives.operations import Shape
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.mpi.plain_arrays import is_counted
@@ -125,7 +126,7 @@ class FinishedPlan(EvenPlan):
         self._epilogue = finish = fillings.form.epilogue
         self._scratch = scratch
         self._receive_nbytes = self._unit_nbytes
-        self._followed = fillings.followed
+        self._followed, self._node = fillings.followed, fillings.node
         self._itemsizes = self._unit_nbytes, finish.result.itemsize, *finish.itemsizes
 
     def takes(self, sent: Any, received: Any, *arrays: Any) -> bool:
@@ -140,7 +141,7 @@ class FinishedPlan(EvenPlan):
         if count != received[1] * finish.in_element or not finish.place(received[0], count, arrays):
             return False
         if finish.converts:
-            scratch = self._scratch.parts[-1]
+            scratch = self._scratch.largest
             if scratch.nbytes < count * self._unit_nbytes:
                 return False  # a plan of the call makes more
             received = scratch.pointer, count
@@ -148,7 +149,9 @@ class FinishedPlan(EvenPlan):
             return False
         if not self._filling.finishes:
             assert self.launch is not None
-            self.launch = self.enqueue = self._followed(self.launch, finish, Span(received[0], count))
+            reduced, node = Span(received[0], count), self._node
+            launches = finish_launches(finish, reduced, node.team.faults, node.multiprocessors)
+            self.launch = self.enqueue = self._followed(self.launch, launches)
         return True
 
 
@@ -179,7 +182,7 @@ class BlocksPlan(FormPlan):
             else _add_nothing
             for nbytes, vector, single in zip(form.element_nbytes, self._vectors, self._singles, strict=True)
         )
-        self._loader, self._moves = fillings.loader, form.moves
+        self._followed, self._moves = fillings.followed, form.moves
         if form.moves:
             self._add_received = partial(_add_result, scratch, form.rank)
         self._call_hash = counted_hash(self._hash, None)
@@ -221,7 +224,7 @@ class BlocksPlan(FormPlan):
         self.launch = self.enqueue = chosen.launch_of(filled)
         if self._moves and begins[-1]:
             move = Copy(sent[0], begins[-1], lengths[-1], local=True)
-            self.launch = self.enqueue = in_turn([self.launch, *self._loader.enqueuers([move])])
+            self.launch = self.enqueue = self._followed(self.launch, [move])
         self._filling = chosen
         self.private_nbytes = chosen.template.private_nbytes
         return True
@@ -264,7 +267,7 @@ def _add_whole(nbytes: int, buffer: Any, lengths: list[int], begins: list[int]) 
 
 def _add_result(scratch: GrowingScratch, rank: int, buffer: Any, lengths: list[int], begins: list[int]) -> bool:
     """Add the scratch memory for the result, if there is enough. A plan of the call makes more."""
-    part, nbytes = scratch.parts[-1], lengths[rank]
+    part, nbytes = scratch.largest, lengths[rank]
     lengths.append(nbytes)
     begins.append(part.pointer if nbytes else 0)
     return part.nbytes >= nbytes

@@ -11,20 +11,24 @@ class GrowingScratch:
 
     def __init__(self, backend: GpuBackend) -> None:
         self._backend = backend
-        self.parts = [Scratch(0, 0, None)]
-        """All memory. The first part has no bytes, and the last part is the largest."""
+        self._parts = [Scratch(0, 0, None)]
+
+    @property
+    def largest(self) -> Scratch:
+        """The part that the next calls use; a part without bytes before the first `of`."""
+        return self._parts[-1]
 
     @property
     def nbytes(self) -> int:
         """The bytes of all memory."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self._parts)
 
     def of(self, nbytes: int) -> Span | None:
         """Return memory of at least ``nbytes`` bytes; None for 0 bytes. Local."""
         if nbytes == 0:
             return None
-        if self.parts[-1].nbytes < nbytes:
+        if self.largest.nbytes < nbytes:
             # Smaller parts stay, because a captured graph may use them. Sizes are powers of two, so all parts together
             # have at most twice the bytes of the largest part.
-            self.parts.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
-        return Span(self.parts[-1].pointer, 0)
+            self._parts.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
+        return Span(self.largest.pointer, 0)

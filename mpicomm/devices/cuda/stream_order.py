@@ -35,8 +35,12 @@ class StreamOrder:
         """``current`` makes the device current. The process never destroys the streams at the addresses ``lasting``."""
         self._lasting = lasting
         self.completions = Completions(current)
-        """The events of callers that ask whether their piece is done. `enqueue` alone records them, because the next
-        piece may wait for an event that has gone back to this pool. It must not wait for any other work."""
+        """The events of callers that ask whether their piece is done. Only `enqueue` records them.
+
+        The next piece may wait for an event after the event has gone back to this pool. If other work recorded the
+        event, the piece would wait for that work. A peer may begin that work only after the piece, so both ranks would
+        wait in a circle.
+        """
         self._own: Any = self.completions.take()  # the event to record after a piece without an event of its caller
         # The event to wait for before the next piece. This keeps it, because whoever owns it may drop it.
         self._awaited: Any = self._own

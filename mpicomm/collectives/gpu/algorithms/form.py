@@ -64,7 +64,7 @@ class Form:
         self.itemsize = call.dtype.itemsize if operation.reduces else 1
         """The bytes of the elements that `Call.buffers` counts. Calls that only move data count bytes."""
         self.epilogue = None if call.epilogue is None else call.epilogue.without_owners()
-        """The epilogue that the kernel which reduces applies, as `BoundEpilogue.place` says for each call."""
+        """The epilogue that the algorithm's kernel applies, else None. Each call gives it memory by `place`."""
         self.element_nbytes = tuple(_element_nbytes(operand) for operand in (call.send, call.receive))
         """The bytes of an element of the send buffer and of the receive buffer."""
         self.neighborhood = call.neighborhood
@@ -79,7 +79,7 @@ class Form:
         self.has_common_output = call.common_output is not None
         """Whether all ranks have output of the same form: see `Call.common_output`."""
         self.moves = call.in_place and operation.send == "counted"
-        """Whether the result goes to scratch memory and then to its place, because recvcounts cut an input in place."""
+        """Whether the result goes to scratch memory, and then to its place: if recvcounts cut an input in place."""
         self._in_place = call.in_place and not self.moves
         # In place, the receive buffer holds the input of a reduction and has the shape of the input.
         self.sends: Shape | None = operation.send if call.send is not None and not self._in_place else None

@@ -52,8 +52,8 @@ class PacketTemplate:
     The form is ``exchange`` and, with ``fan_out``, the next exchange, in which ranks send on the data that they have
     reduced or received. `places` are the pieces of memory in both exchanges, each once. With ``alike`` all places have
     the same length in each call. With ``even`` the tag of a call implies all lengths. ``reduction`` is (dtype, op) if
-    any rank reduces. The kernel applies ``finish`` to the result, or another epilogue of this
-    kind after `apply`. With ``coding`` packets carry codes.
+    any rank reduces. The kernel applies ``finish`` to the result. `apply` replaces it by another epilogue of the same
+    kind. With ``coding`` packets carry codes.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between.
@@ -307,7 +307,8 @@ class PacketCalls(PacketTemplate):
             coding=coding_of(form),
         )
         self._epilogue = form.epilogue
-        self._whole = BLOCK if form.wire else form.epilogue.row_nbytes // form.itemsize if form.epilogue else 0
+        row_nbytes = form.epilogue.row_nbytes if form.epilogue else 0
+        self._whole = BLOCK if form.wire else row_nbytes // form.itemsize
         own = first.reduction.own if first.reduction is not None else None
         pieces = [form.piece(span, own) for span in self.places]
         self._parts = parts = form.shards if two_shot else 1 + max(piece.part for piece in pieces)

@@ -169,7 +169,8 @@ def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> 
 
 def row_ways(row_nbytes: int, node: Node, *, fan_out: bool) -> WayOf:
     """Return the ways of calls in which the kernel also normalises rows of so many bytes."""
-    # The sum of squares has the order of packets of 16 bytes.
+    # The sum of squares has the order of packets of 16 bytes, so all lengths use sentinels. A thread may have no unit
+    # in a step, so each message counts as the bytes of all slots.
     ways = sized_ways(ProtocolLimits(0, inf), node, fan_out=fan_out)
 
     def way_of(nbytes: int) -> PacketWay | None:

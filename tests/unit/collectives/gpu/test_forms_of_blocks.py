@@ -1,0 +1,288 @@
+"""A call with blocks of any lengths has the same launch filled into the plan of its form as planned alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.gpu.algorithms.base import GpuCall
+from mpicomm.collectives.gpu.algorithms.form import Form, has_form
+from mpicomm.collectives.gpu.built_in import BUILT_IN
+from mpicomm.collectives.gpu.choose import choose
+from mpicomm.collectives.gpu.longest_message import longest_with_peers
+from mpicomm.collectives.neighborhood import Neighborhood
+from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.mpi.plain_arrays import plain_array
+from mpicomm.symmetric.registry import Mappings
+from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
+from tests.helpers.rigs.filled_calls import Device, as_enqueued, plan_of
+
+OPERATIONS_OF_BLOCKS = [
+    row for row in OPERATIONS.values() if "vector" in (row.send, row.receive) and not row.of_neighbors
+]
+
+OPERATIONS_OF_NEIGHBORS = [row for row in OPERATIONS.values() if row.of_neighbors and row.send != "typed"]
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_device_arrays(monkeypatch)
+
+
+def blocks_of(counts: list[int], gaps: list[int]) -> tuple[list[int], list[int]]:
+    """Counts, and displacements of blocks with gaps before them."""
+    displs, end = [], 0
+    for count, gap in zip(counts, gaps, strict=True):
+        displs.append(end + gap)
+        end += gap + count
+    return counts, displs
+
+
+@given(data=st.data())
+def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank, root = data.draw(st.integers(0, size - 1), "rank"), data.draw(st.integers(0, size - 1), "root")
+    operation = data.draw(st.sampled_from(OPERATIONS_OF_BLOCKS), "operation")
+    dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "u1", "c16", "g"])))
+    regions = data.draw(st.booleans(), "regions")
+    device = Device(regions=regions, size=size, rank=rank, blocks=data.draw(st.sampled_from([16, 132])), link_speed=1.0)
+    own = rank if operation.rooted == "" else root
+    counts_of = st.lists(
+        st.integers(0, 9) | st.integers(0, 90_000) | st.integers(0, 9_000_000), min_size=size, max_size=size
+    )
+    gaps_of = st.lists(st.integers(0, 3), min_size=size, max_size=size)
+
+    def draw(number: int) -> tuple[Any, Any]:
+        """Two arguments with blocks, at addresses that depend on the number of the call."""
+        counts = {name: data.draw(counts_of, f"{name} of call {number}") for name in ("send", "receive")}
+        counts["send"][own] = counts["receive"][own]
+        arguments = []
+        for name, shape, base in (("send", operation.send, 1 << 50), ("receive", operation.receive, 1 << 51)):
+            single = counts["receive" if name == "send" else "send"][own if rank == own or not operation.rooted else 0]
+            each, displs = blocks_of(counts[name], data.draw(gaps_of))
+            total = displs[-1] + each[-1] + 1 if shape == "vector" else single
+            array = DeviceArray(base + 128 * number, total, dtype)
+            forms: list[Any] = [[array, (each, displs)], [array, each, displs, None], (array, (tuple(each), displs))]
+            arguments.append(data.draw(st.sampled_from(forms)) if shape == "vector" else array)
+        send, receive = arguments
+        return send, receive
+
+    def call(arguments: tuple[Any, Any]) -> Call:
+        return Call(operation, Arguments(*arguments, None, root), rank, size)
+
+    plan = None
+    for number in range(4):
+        arguments = draw(number)
+        read = call(arguments)
+        planned = GpuCall.of(read, Mappings(), None)
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        requests = algorithm.memory(planned, device.node)
+        plan = plan or plan_of(read, device, "auto")
+        sent, received = map(plain_array, arguments)
+        assert sent is not None and received is not None and plan.takes(sent, received)
+        packets = algorithm.template(Form(read, rank, size), device.node) is not None
+        filled = plan.fill(sent, received)
+        assert filled == (packets and all(map(device.node.arena.has, requests)))
+        if filled:
+            device.launch(plan)
+            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+            assert plan.text == planned.text(into_memory=False)
+            longest = longest_with_peers(planned.one_shot, rank) if operation.counts == "private" else None
+            assert plan.private_nbytes == longest
+
+
+@given(data=st.data())
+def test_a_filled_call_with_datatypes_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Alltoallw"]
+    device = Device(regions=data.draw(st.booleans()), size=size, rank=rank, blocks=132, link_speed=1.0)
+    in_place, plan = data.draw(st.booleans(), "in place"), None
+    pair = MPI.FLOAT.Create_contiguous(2).Commit()
+    blocks_of_rank = st.lists(
+        st.tuples(
+            st.sampled_from([MPI.FLOAT, MPI.INT16_T, MPI.BYTE, pair]),
+            st.integers(0, 9) | st.integers(0, 90_000) | st.integers(0, 9_000_000),
+            st.integers(0, 30),  # the bytes before the block
+        ),
+        min_size=size,
+        max_size=size,
+    )
+    for number in range(4):
+        arguments: list[Any] = [MPI.IN_PLACE, None]
+        own = None
+        for index in range(in_place, 2):
+            blocks = data.draw(blocks_of_rank, f"blocks of call {number}")
+            blocks[rank] = own = own or blocks[rank]
+            displs, end = [], 0
+            for datatype, count, gap in blocks:
+                displs.append(end + gap)
+                end += gap + count * datatype.size
+            array = DeviceArray((1 << 50 + index) + 128 * number, end // 4 + 1, np.dtype("f4"))
+            datatypes, counts, _ = zip(*blocks, strict=True)
+            arguments[index] = [array, counts, displs, [*datatypes]]
+        read = Call(operation, Arguments(*arguments), rank, size)
+        planned = GpuCall.of(read, Mappings(), None)
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        plan = plan or plan_of(read, device, "auto")
+        sent, received = map(plain_array, arguments)
+        assert sent is not None and received is not None and plan.takes(sent, received)
+        filled = plan.fill(sent, received)
+        assert filled == all(map(device.node.arena.has, algorithm.memory(planned, device.node)))
+        if filled:
+            device.launch(plan)
+            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+            assert plan.text == planned.text(into_memory=False)
+            assert plan.private_nbytes == longest_with_peers(planned.one_shot, rank)
+    pair.Free()
+
+
+def test_datatypes_with_gaps_are_left_to_planning() -> None:
+    here, there = (DeviceArray(at, 10, np.dtype("f4")) for at in (1 << 50, 1 << 51))
+    pair, once = MPI.FLOAT.Create_contiguous(2).Commit(), MPI.FLOAT.Create_contiguous(2)
+    wide, shifted = pair.Create_resized(0, 12).Commit(), MPI.FLOAT.Create_hindexed([1], [4]).Commit()
+
+    def blocks(*datatypes: Any, counts: Any = (1, 2), displs: Any = (0, 8), array: Any = here) -> Any:
+        return [array, counts, displs, datatypes]
+
+    def call(*datatypes: Any) -> Call:
+        arguments = blocks(*datatypes), blocks(*datatypes, array=there)
+        return Call(OPERATIONS["Alltoallw"], Arguments(*arguments), 0, 2)
+
+    assert plain_array(blocks(MPI.FLOAT, pair)) is None  # until MPI has said that it is committed
+    assert has_form(call(MPI.FLOAT, pair)) and has_form(call(pair, MPI.DOUBLE))
+    assert not has_form(call(MPI.FLOAT, wide))
+    read = plain_array(blocks(MPI.FLOAT, pair))
+    assert read is not None and (read[:2], read[3:]) == ((1 << 50, 40), ((4, 16), (0, 8)))
+    assert call(shifted, shifted).scratch_nbytes == 0
+    for spec in (
+        blocks(MPI.FLOAT, wide),
+        blocks(MPI.FLOAT, shifted),
+        blocks(MPI.FLOAT, once),
+        blocks(MPI.FLOAT, MPI.SHORT_INT),
+        blocks(MPI.FLOAT, MPI.DATATYPE_NULL),
+        blocks(MPI.FLOAT, "f"),
+        blocks(MPI.FLOAT),
+        blocks(pair, pair, counts=[1, 1.5]),
+        blocks(pair, pair, counts=None),
+        blocks(pair, pair, displs=None),
+        blocks(pair, pair, counts=[1]),
+        blocks(pair, pair, displs=[0]),
+        blocks(pair, pair, array=None),
+    ):
+        assert plain_array(spec) is None
+    plan = plan_of(call(MPI.FLOAT, pair), Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0), "auto")
+
+    def fits(send: Any, receive: Any) -> bool:
+        return plan.fill(plain_array(send), plain_array(receive))
+
+    other = blocks(MPI.BYTE, MPI.BYTE, counts=[4, 1], displs=[0, 39], array=there)
+    assert fits(blocks(MPI.FLOAT, pair), other)
+    assert not fits(blocks(pair, pair), other)  # this rank sends itself 8 bytes, and takes 4
+    assert not fits(blocks(MPI.FLOAT, pair, displs=[0, 25]), other)
+    assert not fits(blocks(MPI.FLOAT, pair, counts=[1, -1]), other)
+    for datatype in (pair, once, wide, shifted):
+        datatype.Free()
+
+
+@given(data=st.data())
+def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Reduce_scatter"]
+    dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "c16"])))
+    device = Device(regions=data.draw(st.booleans()), size=size, rank=rank, blocks=132, link_speed=1.0)
+    in_place, plan = data.draw(st.booleans(), "in place"), None
+    for number in range(4):
+        counts_of = st.lists(st.integers(0, 9) | st.integers(0, 9_000_000), min_size=size, max_size=size)
+        counts = data.draw(counts_of.filter(any), f"counts of call {number}")
+        send = DeviceArray((1 << 50) + 128 * number, sum(counts), dtype)
+        receive = DeviceArray((1 << 51) + 128 * number, counts[rank], dtype)
+        given: tuple[Any, Any] = (MPI.IN_PLACE, send) if in_place else (send, receive)
+        read = Call(operation, Arguments(*given, MPI.SUM, 0, counts), rank, size)
+        planned = GpuCall.of(read, Mappings(), device.scratch.of(read.scratch_nbytes))
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        plan = plan or plan_of(read, device, "auto")
+        sent: Any = (*plain_array(send), tuple(counts), None)  # type: ignore[misc]
+        received = plain_array(MPI.IN_PLACE if in_place else receive)
+        assert received is not None and plan.takes(sent, received)
+        packets = algorithm.template(Form(read, rank, size), device.node) is not None
+        there = all(map(device.node.arena.has, algorithm.memory(planned, device.node)))
+        assert plan.fill(sent, received) == (packets and there)
+        if packets and there:
+            device.launch(plan)
+            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+            assert plan.text == planned.text(into_memory=False)
+        assert not plan.fill((sent[0], sent[1] + 1, *sent[2:]), received)  # recvcounts do not cut all of it
+
+
+def test_a_result_longer_than_the_scratch_memory_is_left_to_planning() -> None:
+    """Only a plan of a call on a usable communicator may take more memory."""
+    device, dtype = Device(regions=True, size=2, rank=1, blocks=132, link_speed=1.0), np.dtype("f4")
+    arguments = Arguments(MPI.IN_PLACE, DeviceArray(1 << 50, 9, dtype), MPI.SUM, 0, [1, 8])
+    plan = plan_of(Call(OPERATIONS["Reduce_scatter"], arguments, 1, 2), device, "auto")
+
+    def fits(*counts: int) -> bool:
+        return plan.fill((1 << 50, 9, None, counts, None), plain_array(MPI.IN_PLACE))
+
+    assert fits(9, 0)
+    assert not fits(8, 1)
+    device.scratch.of(32)
+    assert fits(1, 8)
+    assert not fits(0, 9)
+    for wrong in ((1, 1 << 60), (2, 8), (1, 7), (10, -1), (9,)):
+        assert not fits(*wrong)
+    assert device.scratch.nbytes == 32
+
+
+@given(data=st.data())
+def test_a_filled_call_of_neighbours_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank = data.draw(st.integers(0, size - 1), "rank")
+    operation = data.draw(st.sampled_from(OPERATIONS_OF_NEIGHBORS), "operation")
+    dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "c16"])))
+    device = Device(regions=False, size=size, rank=rank, blocks=132, link_speed=1.0)
+    order = data.draw(st.permutations(range(size)))
+    peers = [order[: data.draw(st.integers(1, size))] for _ in range(2)]
+    sources, destinations = ((*ranks, *[MPI.PROC_NULL] * data.draw(st.integers(0, 1))) for ranks in peers)
+    own = rank in sources
+    assume(own == (rank in destinations))
+    neighborhood = Neighborhood(sources, destinations)
+    plan = None
+    for number in range(4):
+        count = data.draw(st.integers(0, 9_000), f"count of call {number}")
+        arguments: list[Any] = []
+        for shape, ranks, base in ((operation.send, destinations, 1 << 50), (operation.receive, sources, 1 << 51)):
+            at = base + 128 * number
+            if shape == "vector":
+                drawn = data.draw(st.lists(st.integers(0, 900), min_size=len(ranks), max_size=len(ranks)))
+                counts = [count if own and peer == rank else each for peer, each in zip(ranks, drawn, strict=True)]
+                counts, displs = blocks_of(counts, [number] * len(ranks))
+                total = displs[-1] + counts[-1] + 1
+                arguments.append([DeviceArray(at, total, dtype), (counts, displs)])
+            else:
+                arguments.append(DeviceArray(at, count * (len(ranks) if shape == "blocks" else 1), dtype))
+        read = Call(operation, Arguments(*arguments), rank, size, "auto", neighborhood)
+        planned = GpuCall.of(read, Mappings(), None)
+        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        assert has_form(read)
+        plan = plan or plan_of(read, device, "auto")
+        sent, received = map(plain_array, arguments)
+        assert plan.takes(sent, received)
+        assert plan.fill(sent, received)
+        device.launch(plan)
+        assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+        assert plan.text == planned.text(into_memory=False)
+        assert plan.private_nbytes == longest_with_peers(planned.one_shot, rank)
+
+
+def test_a_rank_that_is_a_neighbour_twice_has_no_form() -> None:
+    here, there = (DeviceArray(at, 8, np.dtype("f4")) for at in (1 << 50, 1 << 51))
+    for ranks, form in (((0, 1), True), ((1, 1), False)):
+        neighborhood = Neighborhood(ranks, ranks)
+        call = Call(OPERATIONS["Neighbor_alltoall"], Arguments(here, there), 0, 2, "auto", neighborhood)
+        assert has_form(call) == form
