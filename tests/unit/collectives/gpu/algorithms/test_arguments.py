@@ -26,6 +26,7 @@ from mpicomm.devices.cuda.compile import compile_kernel
 from mpicomm.kernels import accumulate, combine, epilogue, experts, message, packing, team, window
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
+from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import Faults, Team
 from mpicomm.p2p import kernels as p2p
 from tests.helpers.inputs.kernel_sources import INCLUDES
@@ -104,7 +105,7 @@ CONSTANTS = {
         "kStages": packets.STAGES,
         "kSlotNbytes": packets.SLOT_NBYTES,
         "kFencesNbytes": packets.FENCES_NBYTES,
-        "SentinelProtocol::kAbsent": packets.ABSENT,
+        "SentinelProtocol::kAbsent": ABSENT,
         "SentinelProtocol::kEscaped": SENTINELS[1],
     },
     "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
@@ -158,7 +159,7 @@ CONSTANTS = {
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: Path) -> None:
-    assert SENTINELS[0] == packets.ABSENT
+    assert SENTINELS[0] == ABSENT
     require_agreement(name, STRUCTURES[name], CONSTANTS[name], tmp_path)
 
 
