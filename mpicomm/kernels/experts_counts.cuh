@@ -49,7 +49,14 @@ struct Counts {
     const u64 number = static_cast<u64>(block) * kWarps + of_warp;
     return static_cast<u32>(quotient(number * shares.all, blocks * kWarps));
   }
-  // `most` is the largest number of tokens of a source.
+  // The largest number of tokens of a source.
+  MPICOMM_DEVICE u32 most_tokens() const {
+    u32 most = 0;
+#pragma unroll 1
+    for (u32 source = 0; source < size(); ++source) most = layout.tokens[source] > most ? layout.tokens[source] : most;
+    return most;
+  }
+  // `most` is a result of `most_tokens`.
   MPICOMM_DEVICE void share_tokens(u32 most) {
     shares.all = most * size();
     shares.begin = first_token(warp);
@@ -77,18 +84,6 @@ struct Counts {
     return packets + static_cast<u64>(seat(route)) * x.experts.top_k + route.slot;
   }
 
-  // Waits for a packet of a source. Packets need no order: see packet_protocols.cuh.
-  MPICOMM_DEVICE bool await_packet(u32 source, const Pair* place, Packet& unit) const {
-    Pair packet{};
-    const auto reached = [&] {
-      packet = load_volatile(place);
-      return FlagProtocol::has_come(packet, epoch());
-    };
-    if (!await_peer(x.experts, kDispatch, turn.number, source, reached)) return false;
-    unit = FlagProtocol::unit(packet);
-    return true;
-  }
-
   // Learns the number of tokens of each source, on all threads of the block.
   MPICOMM_DEVICE bool count_tokens() {
     // Most often all ranks have as many tokens as this rank. Then the divisions of the shares end before the
@@ -97,14 +92,12 @@ struct Counts {
     bool ok = true;
     if (thread < size()) {
       Packet unit{};
-      ok = await_packet(thread, routes_of(x.experts, rank(), thread) + turn.parity(), unit);
+      ok = await_packet(x.experts, turn, thread, routes_of(x.experts, rank(), thread) + turn.parity(), unit);
       layout.tokens[thread] = unit.words[0];
       if (ok && block == 0) x.tokens[thread] = unit.words[0];
     }
     if (!__syncthreads_and(ok)) return false;
-    u32 most = 0;
-#pragma unroll 1
-    for (u32 source = 0; source < size(); ++source) most = layout.tokens[source] > most ? layout.tokens[source] : most;
+    const u32 most = most_tokens();
     if (most != x.num_tokens) share_tokens(most);
     return true;
   }
@@ -126,7 +119,7 @@ struct Counts {
     if (!pair.exists) return true;
     Packet unit = FlagProtocol::unit(packet);
     const bool has_come = FlagProtocol::has_come(packet, epoch());
-    if (!has_come && !await_packet(pair.route.source, packet_of(pair.route), unit)) return false;
+    if (!has_come && !await_packet(x.experts, turn, pair.route.source, packet_of(pair.route), unit)) return false;
     pair.expert = unit.words[0];
     pair.weight = unit.words[1];
     if (pair.expert == kWrongExpert) return give_up(kRoutes, pair.route.token, pair.route.source);
@@ -362,11 +355,12 @@ struct Counts {
   }
 
   // Counts pairs, and finds the place of each expert on each rank, and the first places of each warp. `packet`
-  // becomes a result of `first_packet_now`.
-  MPICOMM_DEVICE bool place_experts(Pair& packet) const {
+  // becomes a result of `first_packet_now`. `count_all` counts all pairs if there are few.
+  template <class CountAll>
+  MPICOMM_DEVICE bool place_experts(Pair& packet, CountAll count_all) const {
     bool ok;
     if (counts_alone()) {
-      ok = count_all_pairs();
+      ok = count_all();
     } else {
       if (!count_pairs()) return false;
       publish_counts();

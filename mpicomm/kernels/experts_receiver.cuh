@@ -158,15 +158,21 @@ struct Receiver : Counts {
     }
   }
 
+  // Gives places, and describes them. `count_all` is as in `place_experts`. All threads of the block go on or leave
+  // together.
+  template <class CountAll>
+  MPICOMM_DEVICE bool give_places(CountAll count_all) const {
+    Pair packet;
+    if (!place_experts(packet, count_all)) return false;
+    // The barrier also orders the places of all warps before the loads in `lay_out`.
+    if (!__syncthreads_and(place_pairs(packet))) return false;
+    fill_gaps();
+    return true;
+  }
+
   MPICOMM_DEVICE void run() {
     clear_counts();
-    Pair packet;
-    if (!count_tokens() || !place_experts(packet)) return;
-    // All threads of the block go on or leave together. The barrier also orders the places of all
-    // warps before the loads in `lay_out`.
-    if (!__syncthreads_and(place_pairs(packet))) return;
-    fill_gaps();
-    lay_out();
+    if (count_tokens() && give_places([&] { return count_all_pairs(); })) lay_out();
   }
 };
 

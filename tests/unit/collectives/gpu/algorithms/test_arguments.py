@@ -134,6 +134,8 @@ CONSTANTS = {
         "kDispatchThreads": experts.DISPATCH_THREADS,
         "kMostExperts": experts.MOST_EXPERTS,
         "kMostTopK": experts.MOST_TOP_K,
+        "kFewTokens": experts.FEW_TOKENS,
+        "kHeads": experts.HEADS,
         "kPartPackets": experts.PART_PACKETS,
         "kDispatch": experts.DISPATCH,
         "kCombine": experts.COMBINE,
@@ -219,6 +221,7 @@ def require_agreement(
         "-DMPICOMM_RANKS=4",
         "-DMPICOMM_RESULT=float32",
         "-DMPICOMM_BY_TOKEN=true",
+        "-DMPICOMM_IN_PACKETS=true",
     )
     compile_kernel(source, WITHOUT_ASSEMBLER, (*reduction, *options, *INCLUDES))
 
