@@ -41,6 +41,7 @@ class Experts:
     - ``layout`` says how tokens lie where they come. By ``"experts"`` a token has a row for each of its experts there,
       ready for a grouped product. By ``"tokens"`` it has one row there, with the experts and weights of its slots, and
       with indices of rows by expert. The second layout moves less memory, so large dispatches and combines are faster.
+      With ``max_tokens`` of 256 or less it also has the least latency on GPUs.
     - With ``wire_dtype="float8_e4m3fn"`` tokens travel as floats of 8 bits, with a scale in float32 for each 128
       elements. `dispatch` quantises them, or takes tokens of 8 bits with their scales. The sums of `combine` travel as
       ``dtype``. ``hidden`` is a multiple of 512 then.
