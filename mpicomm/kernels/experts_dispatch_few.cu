@@ -60,68 +60,14 @@ MPICOMM_DEVICE void send(const Dispatch& x, const Turn& turn, Layout& layout, He
 struct FewReceiver : Receiver {
   Heads& heads;
 
-  // The number of pairs of a source whose tokens come before token `number` of all sources.
-  MPICOMM_DEVICE u32 pairs_before(u32 source, u32 number) const {
-    return (number + size() - 1 - source) / size() * x.experts.top_k;
-  }
-
-  // Counts what `count_all_pairs` counts. Threads share out the packets of each source, which follow each other. So a
-  // thread computes few numbers for a packet.
-  MPICOMM_DEVICE bool count_each_source() const {
-    constexpr u32 kAtOnce = 3;
-    const u32 stride = blockDim.x, top_k = x.experts.top_k;
-#pragma unroll 1
-    for (u32 distance = 0; distance < size(); ++distance) {
-      const u32 source = source_of({distance, 0, 0});
-      const Pair* const packets = packet_of({source, 0, 0});
-      const u32 pairs = layout.tokens[source] * top_k;
-      const u32 begin = pairs_before(source, shares.block_begin), end = pairs_before(source, shares.block_end);
-#pragma unroll 1
-      for (u32 first = thread; first < pairs; first += kAtOnce * stride) {
-        u32 words[kAtOnce];  // the experts
-        u32 missing = 0;
-#pragma unroll
-        for (u32 i = 0; i < kAtOnce; ++i) missing |= (first + i * stride < pairs ? 1u : 0u) << i;
-        const u32 all = missing;
-        const auto reached = [&] {
-          // The loads of all missing packets are in flight together.
-          Pair loaded[kAtOnce];
-#pragma unroll
-          for (u32 i = 0; i < kAtOnce; ++i) {
-            if ((missing >> i & 1) != 0) loaded[i] = load_volatile(packets + first + i * stride);
-          }
-#pragma unroll
-          for (u32 i = 0; i < kAtOnce; ++i) {
-            if ((missing >> i & 1) == 0 || !FlagProtocol::has_come(loaded[i], epoch())) continue;
-            words[i] = FlagProtocol::unit(loaded[i]).words[0];
-            missing &= ~(1u << i);
-          }
-          return missing == 0;
-        };
-        if (!await_peer(x.experts, kDispatch, turn.number, source, reached)) return false;
-#pragma unroll
-        for (u32 i = 0; i < kAtOnce; ++i) {
-          const u32 pair = first + i * stride;
-          if ((all >> i & 1) == 0 || words[i] == kNoExpert) continue;
-          if (words[i] == kWrongExpert) return give_up(kRoutes, pair / top_k, source);
-          const u32 expert = words[i] & ~kNewRank;
-          u32* counts = pair < begin ? layout.before : layout.totals;
-          if (pair >= begin && pair < end) counts = layout.histograms[warp_of(pair / top_k * size() + source)];
-          atomicAdd(&counts[expert], 1);
-          if (words[i] != expert) atomicAdd(&counts[num_experts(x.experts) + rank_of(x.experts, expert)], 1);
-        }
-      }
-    }
-    return true;
-  }
-
   // Copies the rows of peers, by `copiers` blocks, of which this block is number `copier`.
   MPICOMM_DEVICE void copy_rows(u32 copier, u32 copiers) const {
     const Experts& experts = x.experts;
     const u32 peers = size() - 1, parts = experts.parts, units = most_tokens() * peers * parts;
     for (u32 unit = warp * copiers + copier; unit < units; unit += copiers * kWarps) {
       const u32 number = unit / parts, part = unit - number * parts;
-      const u32 token = number / peers, source = source_of({1 + number - token * peers, 0, 0});
+      const u32 token = number / peers, next = rank() + 1 + number - token * peers;
+      const u32 source = next < size() ? next : next - size();
       const i64 row = heads.row_of(x, source, token);
       if (row < 0) continue;
       const Part range(experts, part, lane);
@@ -141,7 +87,7 @@ struct FewReceiver : Receiver {
     if (number < placers || placers == 0) {
       blocks = placers == 0 ? 1 : placers;
       share_tokens(most_tokens());
-      if (!give_places([&] { return count_each_source(); })) return;
+      if (!give_places()) return;
     }
     if (number >= placers) copy_rows(number - placers, copiers);
   }

@@ -158,12 +158,10 @@ struct Receiver : Counts {
     }
   }
 
-  // Gives places, and describes them. `count_all` is as in `place_experts`. All threads of the block go on or leave
-  // together.
-  template <class CountAll>
-  MPICOMM_DEVICE bool give_places(CountAll count_all) const {
+  // Gives places, and describes them. All threads of the block go on or leave together.
+  MPICOMM_DEVICE bool give_places() const {
     Pair packet;
-    if (!place_experts(packet, count_all)) return false;
+    if (!place_experts(packet)) return false;
     // The barrier also orders the places of all warps before the loads in `lay_out`.
     if (!__syncthreads_and(place_pairs(packet))) return false;
     fill_gaps();
@@ -172,7 +170,7 @@ struct Receiver : Counts {
 
   MPICOMM_DEVICE void run() {
     clear_counts();
-    if (count_tokens() && give_places([&] { return count_all_pairs(); })) lay_out();
+    if (count_tokens() && give_places()) lay_out();
   }
 };
 
