@@ -18,7 +18,7 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse, summed
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.recording.channel import Channel
-from mpicomm.sharing.choose_on_nodes import choose_handles, node_of
+from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.suspension import Suspension
 from mpicomm.symmetric.owner import AnyShared, Shared
 from mpicomm.symmetric.registry import Mappings
