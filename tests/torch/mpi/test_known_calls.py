@@ -43,7 +43,7 @@ class Comm:
             if name == "Bcast":
                 send, receive, op, root = None, send, None, receive
             plan: Any = SimpleNamespace(text=name, is_old=False)
-            key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, ())
+            key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, None, None)
             read: Any = SimpleNamespace(operands=(), in_place=False) if self.knows_forms else None
             self.cache.add(plan, key, by_output=False, read=read)
 

@@ -32,17 +32,17 @@ def rig(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Rig:
 def test_calls_with_private_lengths_are_planned_again_when_inboxes_have_changed(rig: Rig) -> None:
     short, long = rig.alltoallv(4096), rig.alltoallv(64 * MIB)
     rig.enqueue(short)
-    rig.enqueue(short, again=True)
+    rig.enqueue(short)
     rig.enqueue(long)
     assert rig.longest == [4096, 4096, 64 * MIB] and not short.is_old
-    rig.enqueue(long, again=True)
+    rig.enqueue(long)
     assert short.is_old and long.is_old
     again = rig.alltoallv(4096)
     for _ in range(20):
         rig.enqueue(again)
     assert not again.is_old
     sizes = [x.inbox_nbytes for x in rig.launched]
-    assert sizes == [4 * MIB] * 4 + [16 * MIB] * 20
+    assert sizes == [4 * MIB] * 4 + [16 * MIB] * 2  # one by one, then in a graph
 
 
 def test_plans_of_other_calls_stay_and_do_not_count(rig: Rig) -> None:
