@@ -19,10 +19,10 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.mpi.requests import DeferredRequest
 from mpicomm.torch.call_queue import CallQueue
-from mpicomm.torch.collective_calls import CollectiveCalls, Given
+from mpicomm.torch.collective_calls import CollectiveCalls
 from mpicomm.torch.collectives import TensorCalls
 from mpicomm.torch.failures import WAITS, translated
-from mpicomm.torch.known_calls import TensorCall
+from mpicomm.torch.known_calls import Given, TensorCall
 from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.streams import Streams

@@ -186,14 +186,6 @@ class PlanCache:
             self.await_address(stream, resolved)
         return pending
 
-    def enqueue_at(self, call: KnownCall, stream: int, event: LocalEvent | None = None) -> bool:
-        """As `enqueue`, for a call on tensors on the stream with the address ``stream``."""
-        session, plan = self._session, call.plan
-        backend: Any = session.backend
-        session.require_usable(plan)
-        backend.note(stream)
-        return self.engine.enqueue(plan, stream, event)
-
     def await_address(self, stream: Any, resolved: int) -> None:
         """Wait for a call on memory that an address names, because no library knows which stream uses it next."""
         backend: Any = self._session.backend
