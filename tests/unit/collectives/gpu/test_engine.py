@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,17 @@ MIB = 1 << 20
 @pytest.fixture
 def rig(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(cuda, monkeypatch)
+
+
+def test_the_call_log_gets_each_enqueue_of_a_plan_once(rig: Rig) -> None:
+    said: list[str] = []
+    log: Any = rig.engine._call_log
+    log.post = lambda text, count=0, offset=None, *, ready=False: said.append("launches" if ready else "plans")
+    log.ready = lambda: said.append("goes on")
+    plan, other = rig.alltoallv(4096), rig.alltoallv(8192)
+    for each in (plan, plan, other, plan, other):
+        rig.enqueue(each)
+    assert said == ["plans", "plans", "goes on", "launches", "goes on", "launches", "launches"]
 
 
 def test_calls_with_private_lengths_are_planned_again_when_inboxes_have_changed(rig: Rig) -> None:
