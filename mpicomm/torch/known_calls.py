@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +28,8 @@ def unknown(gpu: PlanCache, given: Given) -> None:
     """Find no call."""
 
 
-class TensorCall(NamedTuple):
+@dataclass(slots=True)
+class TensorCall:
     """A collective on tensors, or an operation on them."""
 
     carry_out: Callable[..., None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -29,7 +30,8 @@ _MOST_FORMS = 256
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
 
 
-class KnownCall(NamedTuple):
+@dataclass(slots=True)
+class KnownCall:
     """A call that was made before."""
 
     plan: AnyPlan
@@ -41,7 +43,8 @@ class KnownCall(NamedTuple):
     """Whether an address names a buffer. The caller's later work on the buffer may be on any stream."""
 
 
-class _Form(NamedTuple):
+@dataclass(slots=True)
+class _Form:
     """The calls of one form: an operation on plain arrays of two kinds. The calls differ in addresses and counts."""
 
     fill: Callable[..., bool]
@@ -131,15 +134,18 @@ class PlanCache:
         if form is None:
             return self._of_key((kinds, call))
         calls = form.calls
-        kept = calls.get(call, 0)
+        number = len(calls)
+        kept = calls.setdefault(call, 1)  # one look-up for a new call, too
         if not isinstance(kept, int):
             return None if kept.plan.is_old else kept
-        if kept >= _TIMES:
-            return None  # a repeated call gets a separate plan, because a graph launches faster
-        if len(calls) >= _MOST:
+        if len(calls) == number:
+            if kept >= _TIMES:
+                return None  # a repeated call gets a separate plan, because a graph launches faster
+            calls[call] = kept + 1
+        elif number >= _MOST:
             _make_room(calls)
-        calls[call] = kept + 1
-        return form.filled if form.fill(*call) else None
+        is_filled = form.fill(*call) if arrays else form.fill(sent, received)
+        return form.filled if is_filled else None
 
     def find_message(
         self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]
@@ -278,7 +284,7 @@ class PlanCache:
     def _add_form(self, kinds: Hashable, plan: FormPlan | MessagePlan, known: KnownCall) -> None:
         if len(self._forms) >= _MOST_FORMS:
             self._forms.clear()
-        self._forms[kinds] = _Form(plan.fill, known._replace(plan=plan), {})
+        self._forms[kinds] = _Form(plan.fill, replace(known, plan=plan), {})
 
     def _keep_plain(self, kinds: Hashable, call: tuple[Any, ...], known: KnownCall) -> None:
         form = self._forms.get(kinds)
