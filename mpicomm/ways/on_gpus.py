@@ -73,13 +73,14 @@ class OnGpus:
         gpu = self._engines.gpu
         if gpu is None:
             return None
-        known = gpu.find(operation, algorithm, *given)
+        send, receive, op, root, counts, epilogue, wire = given
+        known = gpu.find(operation, algorithm, send, receive, op, root, counts, epilogue, wire)
         if known is None:
             return None
         backend, events = self._session.backend, gpu.engine.completions
         event = events.take()  # if the call raises, the event goes with its last reference
         done = event.passed
-        if not gpu.enqueue(known, stream, given[0], given[1], event):
+        if not gpu.enqueue(known, stream, send, receive, event):
             events.give_back(event)
             done = _at_once
         return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)
