@@ -85,7 +85,7 @@ class Streams:
         work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event.ptr, None, list(outputs)
         try:
             self.marks.wait_stream_again(self._begin, address, current)
-            is_recorded = self.enqueue(call, given, event, True)
+            is_recorded = self.enqueue(call, given, event, beside=True)
             if self._pool.is_in_use:
                 self._note_use((*outputs, *inputs))
             if not is_recorded:
@@ -102,7 +102,7 @@ class Streams:
     def here(self, outputs: Tensors, name: str, limit: timedelta) -> StreamWork:
         """Return a work for the work of the current stream so far. A wait for it waits on the host. Local."""
         stream, work = torch.cuda.current_stream(self.gpu), StreamWork()
-        work.side, work.name, work.kept, work._outputs = self, name, None, list(outputs)
+        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, 0, None, list(outputs)
         self._mark(work, stream.cuda_stream)
         work.stream, work.limit = stream, limit
         return work
@@ -126,7 +126,7 @@ class Streams:
         current, side = current_stream(self.gpu), self.stream
         try:
             self.marks.wait_stream_again(self._begin, self._address, current)
-            self.enqueue(call, given, None, True)
+            self.enqueue(call, given, beside=True)
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.is_in_use:

@@ -107,7 +107,7 @@ class PlanCache:
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
-                return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, finish))
+                return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, (finish, arrays)))
             return self.find_plain(operation, algorithm, sent, received, op, root, finish, arrays)
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
@@ -239,7 +239,7 @@ class PlanCache:
         known = KnownCall(plan, op, by_output, by_address)
         sent, received = _plain(operation, send, receive, counts)
         if received is None:
-            self._keep(self._key(operation, algorithm, send, receive, op, root, counts, finish), known)
+            self._keep(self._key(operation, algorithm, send, receive, op, root, counts, (finish, arrays)), known)
             return
         kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
