@@ -56,6 +56,10 @@ class Arguments:
     wire: Wire | None = None
 
 
+in_order = attrgetter(*Arguments.__slots__)
+"""Returns the fields of `Arguments` in their order."""
+
+
 class Call:
     """One collective call of one rank: read and checked. Local.
 

@@ -132,12 +132,12 @@ def record_inside(collectives: Dispatcher, session: Session) -> None:
 
 
 def _enqueue(method: Callable[..., bool]) -> Callable[..., bool]:
-    def enqueue(self: Any, plan: Any, stream: int, **keywords: Any) -> bool:
+    def enqueue(self: Any, plan: Any, stream: int, *arguments: Any, **keywords: Any) -> bool:
         algorithm, why, slow = plan.choice
         if slow:
             hear_of_slow_way(slow)
         with self._work.enqueued(stream, algorithm, why):
-            return method(self, plan, stream, **keywords)
+            return method(self, plan, stream, *arguments, **keywords)
 
     return enqueue
 
