@@ -26,7 +26,7 @@ from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
 from mpicomm.api.products import ProductCalls
-from mpicomm.cluster.agreement import forked
+from mpicomm.cluster import agreement
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
 from mpicomm.collectives.host.fast_path import PlainCheck
@@ -355,7 +355,7 @@ class Communicator(
     def _close(self) -> bool:
         """Close the session. Return whether MPI's own free, which is collective, may follow."""
         self._unfreed = False  # MPI keeps its part of a broken communicator, because only a collective call frees it
-        if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
+        if self == MPI.COMM_NULL or MPI.Is_finalized() or agreement.is_forked:
             return False
         self._session.close()
         return self._session.intact

@@ -11,7 +11,6 @@ from mpi4py import MPI
 
 from mpicomm.activity.layout import by_mpi
 from mpicomm.activity.page import begin_by_mpi, page
-from mpicomm.api.at_first_use import AtFirstUse
 from mpicomm.api.reorder import (
     Lists,
     edges_of_graph,
@@ -24,7 +23,7 @@ from mpicomm.api.reorder import (
 from mpicomm.api.topologies import require_edges, require_graph, require_matching
 from mpicomm.cluster.agreement import ranks_in_world
 from mpicomm.cluster.linked_order import Edges
-from mpicomm.cluster.roll_call import RollCalls
+from mpicomm.cluster.roll_call import roll_call
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -174,19 +173,15 @@ class Constructors(MPI.Intracomm):
     def _linked_well(
         self, what: str, reorder: bool, edges: Callable[[], Edges]
     ) -> AbstractContextManager[tuple[MPI.Intracomm, bool]]:
-        plain = self._roll_calls.comm
+        plain = MPI.Intracomm(self)
         return linked_well(plain, self._session, what, edges) if reorder else nullcontext((plain, False))
 
     def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
         """Wait for all ranks to call ``operation``, because MPI waits without a limit. Return MPI's communicator."""
         begin_by_mpi(self._row, by_mpi(operation))
-        calls = self._roll_calls
-        calls.take(operation, self._session.placement.here.timeout_s)
-        return calls.comm
-
-    @AtFirstUse
-    def _roll_calls(self) -> RollCalls:
-        return RollCalls(MPI.Intracomm(self))
+        plain = MPI.Intracomm(self)
+        roll_call(plain, operation, self._session.placement.here.timeout_s)
+        return plain
 
     def _ranks_of(self, group: MPI.Group) -> list[int]:
         """Return the ranks of ``group`` in this communicator. MPI refuses a group with other ranks."""

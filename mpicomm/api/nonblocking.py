@@ -51,9 +51,12 @@ class NonblockingCollectives(MPI.Intracomm):
         **operands: Any,
     ) -> MPI.Request:
         """Start `Allreduce`; return its request."""
-        finish = as_epilogue(epilogue, operands) if epilogue is not None or operands else None
-        wire = as_wire(wire_dtype) if wire_dtype is not None else None
-        if finish is stream is wire is None and algorithm == "auto" and self._plain["Iallreduce"](sendbuf, recvbuf, op):
+        if epilogue is not None or operands or wire_dtype is not None:
+            finish, wire = as_epilogue(epilogue, operands), as_wire(wire_dtype)
+            return self._collectives.start(
+                rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish, wire=wire
+            )
+        if stream is None and algorithm == "auto" and self._plain["Iallreduce"](sendbuf, recvbuf, op):
             row = self._row
             row[CALLS_BY_MPI] += 1
             row[CALL] = _ALLREDUCE
@@ -61,9 +64,7 @@ class NonblockingCollectives(MPI.Intracomm):
                 return holding(_iallreduce(self, sendbuf, recvbuf, op), (sendbuf, recvbuf, op))
             except REFUSALS as error:
                 return self._collectives.start_again(error, rows.ALLREDUCE, sendbuf, recvbuf, op)
-        return self._collectives.start(
-            rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish, wire=wire
-        )
+        return self._collectives.start(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op)
 
     # scripts/write_methods.py writes all that follows, from the table of operations.
 

@@ -98,7 +98,7 @@ class Win(HostWindowCalls):
             return _observed(_create(cls, memory, disp_unit, info, comm), comm)
         parts = [each.part for each in offers]
         array = memory if offer.where == "device" else None
-        return _on_device(session, comm, info, "Win.Create", parts, provide, MPI.WIN_FLAVOR_CREATE, array)
+        return _on_device(comm, info, "Win.Create", parts, provide, MPI.WIN_FLAVOR_CREATE, array)
 
     @classmethod
     def Allocate(
@@ -146,9 +146,7 @@ class Win(HostWindowCalls):
         session: Session = comm._session.set_up("Win.Create_dynamic")  # type: ignore[attr-defined]
         require_one_node(session, "Win.Create_dynamic")
         memory = share_dynamic_window(session, "Win.Create_dynamic")
-        return _made(
-            session, comm, info, memory, session.backend.view(memory.own_board, (0,), BYTES), MPI.WIN_FLAVOR_DYNAMIC
-        )
+        return _made(comm, info, memory, session.backend.view(memory.own_board, (0,), BYTES), MPI.WIN_FLAVOR_DYNAMIC)
 
 
 class DeviceWin(DeviceWindowCalls, Win):
@@ -180,28 +178,21 @@ def _new(comm: Any, what: str, size: Any, disp_unit: int, info: MPI.Info, flavor
     session: Session = comm._session.set_up(what)
     parts = session.group.exchange(what, lambda: checked_part(size, disp_unit, what))
     provide = allocated(session, parts[comm.rank].nbytes)
-    return _on_device(session, comm, info, what, parts, provide, flavor, None)
+    return _on_device(comm, info, what, parts, provide, flavor)
 
 
 def _on_device(
-    session: Session,
-    comm: MPI.Intracomm,
-    info: MPI.Info,
-    what: str,
-    parts: list[Part],
-    provide: Provider,
-    flavor: int,
-    array: Any,
+    comm: Any, info: MPI.Info, what: str, parts: list[Part], provide: Provider, flavor: int, array: Any = None
 ) -> Win:
     """Make a window of device memory. Collective. ``array`` is memory of the caller."""
+    session: Session = comm._session
     require_one_node(session, what)
     memory = share_window(session, what, parts, provide, allocated=flavor != MPI.WIN_FLAVOR_CREATE)
-    return _made(session, comm, info, memory, memory.view(comm.rank) if array is None else array, flavor)
+    return _made(comm, info, memory, memory.view(comm.rank) if array is None else array, flavor)
 
 
-def _made(
-    session: Session, comm: MPI.Intracomm, info: MPI.Info, memory: WindowMemory, array: Any, flavor: int
-) -> DeviceWin:
+def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: int) -> DeviceWin:
+    session: Session = comm._session
     made: list[DeviceWin] = []
 
     def make() -> None:

@@ -14,12 +14,11 @@ from mpicomm.bench.contenders import OWN, UNCODED, Contenders
 from mpicomm.bench.content import Content
 from mpicomm.bench.experts import command as experts
 from mpicomm.bench.machine import GpuMachine, HostMachine, Machine
-from mpicomm.bench.measure import Effort, Measuring, Outcome
+from mpicomm.bench.measure import ROOM_NBYTES, Effort, Measuring, Outcome, mean_share
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.products import command as products
 from mpicomm.bench.results import ResultRow, Results
 from mpicomm.bench.table import Table
-from mpicomm.bench.variation import ROOM_NBYTES, mean_share
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting

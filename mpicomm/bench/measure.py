@@ -11,12 +11,48 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Any, TypeVar
 
+import numpy as np
+
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, together
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, CallTimes, Machine, time_calls
 from mpicomm.bench.operations import BARRIER, Case, CaseBuffers
-from mpicomm.bench.variation import ROOM_NBYTES, draw
+
+_SEED = 48
+_STEP_NBYTES = 512  # PyTorch and CuPy place arrays of GPUs at multiples of it
+_PLACES = 64
+ROOM_NBYTES = _STEP_NBYTES * _PLACES
+"""The bytes that an array for all variations has in addition to the largest case."""
+
+
+@dataclass(frozen=True)
+class Variation:
+    """A call on blocks of ``block`` elements. Its buffers begin ``shift`` bytes into their arrays.
+
+    Such calls come from a program with changing batches and an allocator that places arrays anew.
+    """
+
+    block: int
+    shift: int
+
+
+def draw(largest: int, wanted: int) -> list[Variation]:
+    """Return ``wanted`` different variations of blocks of at most ``largest`` elements, or all that exist.
+
+    Blocks have more than half of ``largest``, so that each call has the algorithm and the geometry of the largest.
+    Every rank draws the same variations.
+    """
+    smallest = largest // 2 + 1
+    possible = (largest - smallest + 1) * _PLACES
+    drawn = np.random.default_rng([_SEED, largest]).choice(possible, min(wanted, possible), replace=False)
+    return [Variation(smallest + number // _PLACES, number % _PLACES * _STEP_NBYTES) for number in drawn.tolist()]
+
+
+def mean_share(largest: int) -> float:
+    """Return the mean block of all variations, divided by ``largest``."""
+    return (largest // 2 + 1 + largest) / 2 / largest
+
 
 T = TypeVar("T")
 _CHECKED = 8  # variations in each check, because a call may go wrong only after a call of another size

@@ -126,7 +126,7 @@ class Group:
 
     def require_whole(self, what: object) -> None:
         """Raise if the group is broken, or if this process is a forked child of its process; local and cheap."""
-        if _forked:
+        if is_forked:
             require_own_process(what)
         if self.broken is not None:
             reason = "timeout" if isinstance(self.broken, CollectiveTimeoutError) else "error"
@@ -346,12 +346,8 @@ def group_by_node(keys: Sequence[str]) -> list[list[int]]:
     return list(nodes.values())
 
 
-_forked = False
-
-
-def forked() -> bool:
-    """Return whether this process is a forked child of an MPI process. All its communicators belong to the parent."""
-    return _forked
+is_forked = False
+"""Whether this process is a forked child of an MPI process. All its communicators belong to the parent."""
 
 
 def require_own_process(what: object) -> None:
@@ -360,7 +356,7 @@ def require_own_process(what: object) -> None:
     The child shares memory and its place in every queue with its parent. So peers would take the messages of the child
     for messages of the parent.
     """
-    if _forked:
+    if is_forked:
         raise InvalidUsageError(
             f"{what}: this process was forked from an MPI process, to which the communicator belongs: use it there, or "
             'start processes another way (in multiprocessing, the method "spawn")'
@@ -368,8 +364,8 @@ def require_own_process(what: object) -> None:
 
 
 def _after_fork() -> None:
-    global _forked
-    _forked = MPI.Is_initialized()
+    global is_forked
+    is_forked = MPI.Is_initialized()
     _at_finalize.clear()  # the parent releases its memory
 
 

@@ -56,6 +56,10 @@ class Arguments:
     wire: Wire | None = None
 
 
+in_order = attrgetter(*Arguments.__slots__)
+"""Returns the fields of `Arguments` in their order."""
+
+
 class Call:
     """One collective call of one rank: read and checked. Local.
 
@@ -116,6 +120,7 @@ class Call:
                 )
         self.packed = self._packed() if self.on_device else None
         """The call on packed memory if a buffer has a derived datatype; else None."""
+        self._receives_typed = self.receive is not None and self.receive.derived is not None
         if self.packed is not None:
             self.send, self.receive = self.packed.send, self.packed.receive
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
@@ -150,11 +155,12 @@ class Call:
         """The buffer that all ranks have in the same form and receive into; None if their buffers may differ.
 
         It is None for an all-to-all in place, because its buffer is input too, and no rank knows when the peers have
-        read it. It is None with every derived datatype, because no rank knows whether the peers pack theirs.
+        read it. It is None if a derived datatype describes the buffer, because no rank knows whether the peers pack
+        theirs.
         """
         operation = self.operation
         input_too = operation.send == "blocks" and self.send is None
-        elsewhere = self.packed is not None or self._converts
+        elsewhere = self._receives_typed or self._converts
         return self.receive if operation.into_all and not input_too and not elsewhere else None
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 from dataclasses import replace
+from typing import Any
 
 from mpi4py import MPI
 
@@ -12,8 +14,8 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.cli.options import open_communicator
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.roll_call import private_copy
-from mpicomm.doctor.facts import MemoryFacts, RankFacts
-from mpicomm.doctor.gpus import find_gpus
+from mpicomm.devices.cuda.driver import call, visible_devices
+from mpicomm.doctor.facts import MemoryFacts, RankFacts, VisibleGpu
 from mpicomm.errors import InvalidUsageError, MpicommError
 
 _WORD = 0x6D706963  # the other ranks read this word
@@ -103,3 +105,27 @@ def _describe(comm: Communicator) -> MemoryFacts:
         handle=info.handle,
         rejected=dict(info.rejected),
     )
+
+
+def find_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
+    """Return the GPUs of this process, and the reason if there are none.
+
+    Local. It starts the driver, but creates no context.
+    """
+    try:
+        devices = visible_devices()
+        driver: Any = importlib.import_module("cuda.bindings.driver")
+        return tuple(
+            VisibleGpu(
+                device.uuid.hex(),
+                device.name,
+                tuple(
+                    peer.uuid.hex()
+                    for peer in devices
+                    if peer != device and not call(driver.cuDeviceCanAccessPeer, device.ordinal, peer.ordinal)
+                ),
+            )
+            for device in devices
+        ), ""
+    except MpicommError as error:
+        return (), str(error)

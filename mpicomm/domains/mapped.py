@@ -8,8 +8,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend, Segment
 from mpicomm.devices.handle import Kind
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
-from mpicomm.sharing.content import SuspendedContent
-from mpicomm.sharing.segments import share
+from mpicomm.sharing.segments import SuspendedContent, share
 from mpicomm.symmetric.owner import SharedMemory
 from mpicomm.symmetric.signals import SignalPad, SignalPads
 

@@ -122,8 +122,8 @@ class Epilogue(ABC):
     arrays: dict[str, Any]
     """The arrays that it uses, by name."""
 
-    def key(self, identity_of: Callable[[Any], Hashable]) -> tuple[Any, ...]:
-        """Return a key that calls of one form share, followed by the `Memory` of each of `arrays`.
+    def key(self, identity_of: Callable[[Any], Hashable]) -> tuple[Hashable, tuple[Any, ...]]:
+        """Return a key that calls of one form share, and the `Memory` of each of `arrays`.
 
         If an array is not plain, only equal epilogues have an equal key, and no memory follows. The key is None if an
         array cannot be recognised.
@@ -133,10 +133,10 @@ class Epilogue(ABC):
             plain = plain_array(array)
             if plain is None or len(plain) > 3:
                 identities = [identity_of(each) for each in self.arrays.values()]
-                return (None if None in identities else (self.facts, *identities),)
+                return None if None in identities else (self.facts, *identities), ()
             kinds.append(plain[2] if name in self.grows else plain[1:])
             memory.append(plain[:2])
-        return tuple(kinds), *memory
+        return tuple(kinds), tuple(memory)
 
     @abstractmethod
     def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:

@@ -32,8 +32,7 @@ from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
-from mpicomm.sharing.content import SuspendedContent
-from mpicomm.sharing.segments import share
+from mpicomm.sharing.segments import SuspendedContent, share
 from mpicomm.symmetric.owner import SharedMemory
 
 _PURPOSE = "experts"

@@ -63,16 +63,16 @@ class InStreamOrder:
 def _read(operation: str, send: End, receive: End, session: Session) -> tuple[Message | None, Message | None]:
     """Parse and check both ends of a call."""
     outward, inward = _NAMES[operation]
-    sent = _operand(operation, send, outward, session)
-    received = _operand(operation, receive, inward, session, receives=True)
+    sent = _read_end(operation, send, outward, session)
+    received = _read_end(operation, receive, inward, session, receives=True)
     if sent is not None and received is not None:
-        require_separate(sent, received)
-    return (_message(operation, send, sent, outward, session), _message(operation, receive, received, inward, session))
+        require_separate(sent[0], received[0])
+    return sent and sent[1], received and received[1]
 
 
-def _operand(
+def _read_end(
     operation: str, end: End, names: tuple[str, str, str], session: Session, *, receives: bool = False
-) -> Operand | None:
+) -> tuple[Operand, Message] | None:
     """Parse and check one end of a call. Return None for MPI.PROC_NULL."""
     buf, rank, tag = end
     name, rank_name, tag_name = names
@@ -92,19 +92,11 @@ def _operand(
         )
     if tag < 0 and not (receives and tag == MPI.ANY_TAG):
         raise InvalidUsageError(f"{operation}: {tag_name}={tag} is negative: use 0 or more")
-    return operand
-
-
-def _message(
-    operation: str, end: End, operand: Operand | None, names: tuple[str, str, str], session: Session
-) -> Message | None:
-    if operand is None:
-        return None
-    _, rank, tag = end
     try:
         peer = session.placement.domain_index_of(rank)
     except InvalidUsageError as error:
-        raise InvalidUsageError(f"{operation}: {str(error).replace('peer=', names[1] + '=', 1)}") from None
+        raise InvalidUsageError(f"{operation}: {str(error).replace('peer=', rank_name + '=', 1)}") from None
     elements = None if operand.derived is None else operand.derived[0]
     pointer = operand.pointer if elements is None else 0
-    return Message(peer, Span(pointer, operand.packed_nbytes), None if tag == MPI.ANY_TAG else tag, elements)
+    span = Span(pointer, operand.packed_nbytes)
+    return operand, Message(peer, span, None if tag == MPI.ANY_TAG else tag, elements)

@@ -10,7 +10,6 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.bottom import lies_together, require_device_addresses
-from mpicomm.mpi.committed import is_committed
 from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
 from mpicomm.mpi.layout import DatatypeLayout, known_of
 from mpicomm.mpi.regions import Region, rounds_of
@@ -102,3 +101,25 @@ def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> li
                 )
             datatypes[number] = MPI.BYTE
     return datatypes
+
+
+def is_committed(datatype: MPI.Datatype) -> bool:
+    """Return whether MPI takes a datatype for communication. Local.
+
+    MPI has no inquiry for it, but refuses other datatypes in messages. This function makes a request that it
+    never starts. MPI need not check the datatype of a message without elements or without a receiver. So this message
+    has an element and goes to this process.
+    """
+    own = MPI.Intracomm(MPI.COMM_SELF)
+    handler = own.Get_errhandler()
+    own.Set_errhandler(MPI.ERRORS_RETURN)  # the program may have chosen that errors end it
+    try:
+        own.Send_init([bytearray(1), 1, datatype], 0).Free()
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_TYPE:
+            raise
+        return False
+    finally:
+        own.Set_errhandler(handler)
+        handler.Free()
+    return True

@@ -8,9 +8,10 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.mpi import measured, types
+from mpicomm.mpi import types
 from mpicomm.mpi.regions import Region, Regions, at_blocks, joined, packed_nbytes, repeated
 
 _MOST_REPEATS = 64
@@ -125,7 +126,7 @@ def _decoded(datatype: MPI.Datatype) -> DatatypeLayout | None:
     dtype = types.numpy_dtype(datatype) if datatype.is_predefined else None
     if datatype.is_predefined:
         if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
-            return DatatypeLayout(measured.regions_of(datatype), extent, dtype)
+            return DatatypeLayout(_measured_regions(datatype), extent, dtype)
         return DatatypeLayout((Region(0, (), datatype.size),) if datatype.size else (), extent, dtype)
     base, combiner, parameters = datatype.decode()
     blocks = _BLOCKS.get(combiner)
@@ -136,8 +137,8 @@ def _decoded(datatype: MPI.Datatype) -> DatatypeLayout | None:
             each.Free()  # decode() has made this handle
     parts = [layout for layout in layouts if layout is not None]
     basic = {part.dtype for part in parts if part.regions}
-    # `measured` handles a DARRAY, or a type of an MPI that is newer than this table.
-    regions = measured.regions_of(datatype) if blocks is None else blocks(parts, parameters)
+    # `_measured_regions` handles a DARRAY, or a type of an MPI that is newer than this table.
+    regions = _measured_regions(datatype) if blocks is None else blocks(parts, parameters)
     return DatatypeLayout(regions, extent, basic.pop() if len(basic) == 1 else None)
 
 
@@ -202,3 +203,40 @@ _BLOCKS: dict[str, Callable[[Sequence[DatatypeLayout], dict[str, Any]], Regions]
     "SUBARRAY": _subarray,
 }
 """For each combiner of MPI, a function that returns the regions of a datatype made from others."""
+
+
+_BYTE = (Region(0, (), 1),)
+
+
+def _measured_regions(datatype: MPI.Datatype) -> Regions:
+    """Return the regions of one element of a datatype without a rule, in the order in which MPI packs them. Local.
+
+    MPI packs the number of each byte, and so shows where the bytes lie. For a moment this takes as much host memory as
+    the element spans.
+    """
+    if datatype.size == 0:
+        return ()
+    begin, nbytes = datatype.Get_true_extent()
+    # The datatype need not be committed. mpi4py divides the memory by the extent to count the elements, so this copy
+    # has the extent of the memory, and packs one element.
+    alone = datatype.Create_resized(begin, nbytes).Commit()
+    try:
+        places = np.full(datatype.size, begin, np.int64)
+        for digit in range((max(nbytes - 1, 1).bit_length() + 7) // 8):
+            places += _packed(alone, begin, _digits(digit, nbytes)).astype(np.int64) << (8 * digit)
+    finally:
+        alone.Free()
+    return at_blocks(_BYTE, 1, places.tolist(), [1] * len(places), 1)
+
+
+def _digits(digit: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return one digit, to base 256, of each of the numbers from 0 to ``nbytes - 1``."""
+    return np.resize(np.repeat(np.arange(256, dtype=np.uint8), min(256**digit, nbytes)), nbytes)
+
+
+def _packed(datatype: MPI.Datatype, begin: int, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    packed = np.empty(datatype.Pack_size(1, MPI.COMM_SELF), np.uint8)
+    element = MPI.memory.fromaddress(memory.ctypes.data - begin, memory.nbytes)
+    end = datatype.Pack(element, packed, 0, MPI.COMM_SELF)
+    assert end == datatype.size, "MPI packs more than the elements"
+    return packed[:end]

@@ -57,11 +57,6 @@ def _cupy(array: Any) -> PlainArray | None:
     return (data.ptr, array.size, (array.dtype, data.device_id)) if array._c_contiguous else None
 
 
-def in_blocks(array: PlainArray, counts: tuple[int, ...]) -> PlainBlocks:
-    """Return the result of `plain_array` for a list of an array and ``counts`` of blocks that follow each other."""
-    return array[0], array[1], (array[2], None, "blocks"), counts, None
-
-
 def plain_tensor(tensor: Any) -> PlainArray | None:
     """As `plain_array`, for a ``torch.Tensor``."""
     if not tensor.is_cuda or not tensor.is_contiguous():
@@ -74,6 +69,29 @@ def plain_tensor(tensor: Any) -> PlainArray | None:
     except RuntimeError:  # a tensor without plain memory
         return None
     return pointer, tensor.numel(), (dtype, tensor.get_device())
+
+
+def tensor_in_blocks(tensor: Any, splits: Sequence[int], blocks: int) -> PlainBlocks | None:
+    """Return a tensor with blocks of ``splits`` rows, which follow each other; None unless it is plain, and has these.
+
+    Without splits all blocks are equal. The function does not check whether splits are negative.
+    """
+    plain = plain_tensor(tensor)
+    if plain is None:
+        return None
+    pointer, total, kind = plain
+    dimensions = tensor.dim()
+    rows = total if dimensions == 1 else tensor.shape[0] if dimensions else 1
+    if not splits:
+        counts: tuple[int, ...] = (total // blocks,) * blocks
+        return None if rows % blocks else (pointer, total, (kind, None, "blocks"), counts, None)
+    counts = tuple(splits)
+    if sum(counts) != rows or len(counts) != blocks:
+        return None
+    if dimensions != 1:
+        of_row = total // rows if rows else 0
+        counts = tuple([count * of_row for count in counts])
+    return pointer, total, (kind, None, "blocks"), counts, None
 
 
 def parts_of(spec: Any) -> Sequence[Any] | None:

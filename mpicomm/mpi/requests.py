@@ -42,26 +42,15 @@ class DeferredRequest(Driven, MPI.Grequest):
     while ``done`` runs. If the message is cancelled, ``done`` returns true.
     """
 
-    # A subclass of mpi4py's class would keep these in a dictionary, which takes longer. A recorded request needs one.
-    __slots__ = (
-        "__dict__",
-        "_cancel",
-        "_done",
-        "_error",
-        "_finish",
-        "_raised_by_caller",
-        "_status",
-        "_turn",
-        "driven",
-        "kept",
-        "over",
-    )
+    # A subclass of mpi4py's class would keep these in a dictionary, which takes longer. The dictionary is for recorded
+    # requests, and for what few requests have.
+    __slots__ = ("__dict__", "_done", "_finish", "_raised_by_caller", "_turn", "driven", "kept", "over")
     _done: Callable[[], bool]
     _finish: Callable[[], None]
     _turn: threading.Lock
-    _status: MPI.Status | None
-    _cancel: Callable[[], None] | None
-    _error: BaseException | None
+    _status: MPI.Status | None = None
+    _cancel: Callable[[], None] | None = None
+    _error: BaseException | None = None
     _raised_by_caller: bool
     kept: Any
     """The buffers, which live until the work is done.
@@ -83,7 +72,7 @@ class DeferredRequest(Driven, MPI.Grequest):
         status: MPI.Status | None = None,
         cancel: Callable[[], None] | None = None,
     ) -> Self:
-        """Return a request for work."""
+        """Return a request for work. Only a message, which has a ``status``, has a ``cancel``."""
         replace_list_calls()
         self: Self
         if status is None:  # a request without callbacks takes two thirds of the time
@@ -93,9 +82,8 @@ class DeferredRequest(Driven, MPI.Grequest):
             # because MPI holds its lock while it calls back, and the thread that has the turn may wait for that lock.
             # `Cancel` calls ``cancel``.
             self = _new_request(cls, _start_request(lambda said: self._say(said), None, lambda completed: None))
-        self._status = status
-        self._cancel = cancel
-        self._error = self.kept = None
+            self._status, self._cancel = status, cancel
+        self.kept = None
         self._raised_by_caller = self.over = self.driven = False
         self._done = done
         self._finish = finish

@@ -132,12 +132,12 @@ def record_inside(collectives: Dispatcher, session: Session) -> None:
 
 
 def _enqueue(method: Callable[..., bool]) -> Callable[..., bool]:
-    def enqueue(self: Any, plan: Any, stream: int, **keywords: Any) -> bool:
+    def enqueue(self: Any, plan: Any, stream: int, *arguments: Any, **keywords: Any) -> bool:
         algorithm, why, slow = plan.choice
         if slow:
             hear_of_slow_way(slow)
         with self._work.enqueued(stream, algorithm, why):
-            return method(self, plan, stream, **keywords)
+            return method(self, plan, stream, *arguments, **keywords)
 
     return enqueue
 
@@ -161,10 +161,29 @@ def _on_stream(method: Callable[..., None]) -> Callable[..., None]:
     return enqueue
 
 
+def _recorded(step: Callable[..., None], work: DeviceWork, algorithm: str = "", why: str = "") -> Callable[..., None]:
+    """Return ``step``, whose first argument is a stream, as recorded work."""
+
+    def recorded(stream: int, *arguments: int, **words: int) -> None:
+        with work.enqueued(stream, algorithm, why):
+            step(stream, *arguments, **words)
+
+    return recorded
+
+
+def _made(method: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..., None]]:
+    """Wrap a method that makes a function for launches."""
+
+    def make(self: Any, *arguments: Any, **numbers: int) -> Callable[..., None]:
+        return _recorded(method(self, *arguments, **numbers), self._work)
+
+    return make
+
+
 class _RecordedSteps:
     """The `MessageSteps` of a backend, as recorded work."""
 
-    def __init__(self, steps: Any, work: Any) -> None:
+    def __init__(self, steps: Any, work: DeviceWork) -> None:
         self._steps, self._work = steps, work
 
     def copy_in(self, place: int, **words: int) -> Callable[..., None]:
@@ -177,37 +196,7 @@ class _RecordedSteps:
         return self._recorded(getattr(self._steps, name))
 
     def _recorded(self, step: Callable[..., None]) -> Callable[..., None]:
-        def enqueue(stream: int, *arguments: int, **words: int) -> None:
-            with self._work.enqueued(stream, "rendezvous", "the receiver's GPU copies it"):
-                step(stream, *arguments, **words)
-
-        return enqueue
-
-
-def _launcher(method: Callable[..., Any]) -> Callable[..., Any]:
-    def launcher(self: Any, variant: Any, arguments: Any) -> Callable[[int, int, int], None]:
-        launch, work = method(self, variant, arguments), self._work
-
-        def enqueue(stream: int, blocks: int, threads: int) -> None:
-            with work.enqueued(stream):
-                launch(stream, blocks, threads)
-
-        return enqueue
-
-    return launcher
-
-
-def _fixed_launch(method: Callable[..., Any]) -> Callable[..., Any]:
-    def fixed_launch(self: Any, variant: Any, arguments: Any, **numbers: int) -> Callable[[int], None]:
-        launch, work = method(self, variant, arguments, **numbers), self._work
-
-        def enqueue(stream: int) -> None:
-            with work.enqueued(stream):
-                launch(stream)
-
-        return enqueue
-
-    return fixed_launch
+        return _recorded(step, self._work, "rendezvous", "the receiver's GPU copies it")
 
 
 def _message_steps(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,8 +214,8 @@ _BACKEND_METHODS: tuple[tuple[str, _Wrapper], ...] = (
     ("wait_signal", _on_stream),
     ("pack", _on_stream),
     ("launch", _on_stream),
-    ("launcher", _launcher),
-    ("fixed_launch", _fixed_launch),
+    ("launcher", _made),
+    ("fixed_launch", _made),
     ("message_steps", _message_steps),
 )
 

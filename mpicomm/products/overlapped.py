@@ -55,7 +55,7 @@ class ProductPlan:
         self._own: dict[str, dict[str, Any]] = {}
         """The matrices over memory of the communicator, by library."""
 
-    def enqueue(self, carry_out: Callable[..., None], operands: Operands, stream: int, *, again: bool) -> None:
+    def enqueue(self, carry_out: Callable[..., None], operands: Operands, stream: int) -> None:
         """Enqueue the call on the current stream of the library, with these matrices.
 
         ``carry_out`` is `PlanCache.carry_out`, which may enqueue the plan on another stream.
@@ -66,7 +66,7 @@ class ProductPlan:
         self._matrices, self._operands = {"a": operands.a, "out": operands.out, **own}, operands
         self._stream = stream
         try:
-            carry_out(self.plan, stream, operands.a, again=again)
+            carry_out(self.plan, stream, operands.a)
         finally:
             self._matrices, self._operands = {}, None
 
@@ -152,12 +152,11 @@ class Overlapped:
         kept = 0 if operands.gathered is None else pointer(operands.gathered)
         key = text, pointer(operands.a), pointer(operands.out), kept
         call = self._known.get(key)
-        again = call is not None
         if call is None:
             call = self._plan(operands, way, key, kept)
         else:
             self._known.move_to_end(key)
-        call.enqueue(self._carry_out, operands, stream, again=again)
+        call.enqueue(self._carry_out, operands, stream)
 
     def _plan(self, operands: Operands, way: ProductWay, key: Any, kept: int) -> ProductPlan:
         from mpicomm.collectives.gpu.engine import OwnCall

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from mpicomm import environment, log
 from mpicomm.activity.page import CommunicatorRow, page
+from mpicomm.cluster import agreement
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
@@ -18,7 +19,7 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse, summed
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.recording.channel import Channel
-from mpicomm.sharing.choose_on_nodes import choose_handles, node_of
+from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.suspension import Suspension
 from mpicomm.symmetric.owner import AnyShared, Shared
 from mpicomm.symmetric.registry import Mappings
@@ -237,7 +238,9 @@ class SetUp:
         if self._is_shut:
             self._require_open(what)
         for group in self._groups:
-            group.require_whole(what)
+            # The same as the begin of `require_whole`, because every known call comes here.
+            if agreement.is_forked or group.broken is not None:
+                group.require_whole(what)
         self.backend.check()
 
     def require_whole(self, what: str) -> None:

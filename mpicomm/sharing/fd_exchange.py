@@ -15,7 +15,6 @@ import array
 import contextlib
 import errno
 import hmac
-import logging
 import os
 import secrets
 import selectors
@@ -28,8 +27,7 @@ from dataclasses import dataclass, field
 from mpicomm.devices.descriptor import Descriptor, way_out
 from mpicomm.errors import HandleError
 from mpicomm.interrupts import uninterrupted
-
-logger = logging.getLogger("mpicomm")
+from mpicomm.log import logger
 
 _MAGIC = b"mpicommF"
 _SECRET_NBYTES = 32

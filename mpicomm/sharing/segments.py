@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend, Segment, VirtualMemory
 from mpicomm.devices.handle import Exported
 from mpicomm.errors import MpicommError
-from mpicomm.sharing.content import SuspendedContent
 from mpicomm.sharing.handle_exchange import HandleExchange
+
+
+@dataclass(frozen=True)
+class SuspendedContent:
+    """The content of this rank's memory after a suspension: the bytes of before, or a fill, or undefined bytes."""
+
+    kept_nbytes: int = 0
+    """The number of the first bytes, which go to the host and come back."""
+    of_user: bool = False
+    """Whether these bytes belong to the program, which may do without them."""
+    fill: Callable[[int], None] | None = None
+    """Fills the memory at an address."""
 
 
 class SharedSegments:

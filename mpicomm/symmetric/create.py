@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from mpicomm.devices.base import Event, Segment
 from mpicomm.errors import InvalidUsageError
-from mpicomm.sharing.content import SuspendedContent
-from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.array import SymmetricArray, checked_shape, require_contiguous, require_writable
 from mpicomm.symmetric.events import SharedEvent
 from mpicomm.symmetric.owner import Owner

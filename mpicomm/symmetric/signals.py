@@ -10,8 +10,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.sharing.content import SuspendedContent
-from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 
 _WORD_NBYTES = 8
 _LINE_NBYTES = 128  # pads share neither cache lines nor the sectors that a GPU polls

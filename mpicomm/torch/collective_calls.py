@@ -10,11 +10,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from mpicomm.torch.collectives import TensorCalls
-from mpicomm.torch.known_calls import TensorCall
+from mpicomm.torch.known_calls import Given, TensorCall
 from mpicomm.torch.works import Tensors, Work
-
-Given = tuple[Any, ...]
-"""The arguments of a `TensorCall`."""
 
 
 class CollectiveCalls(c10d.ProcessGroup):
@@ -53,12 +50,13 @@ class CollectiveCalls(c10d.ProcessGroup):
         if type(tensors) is not list and isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         (tensor,) = tensors
-        return self._run("all_reduce", opts, self.collectives.all_reduce, (tensor, opts.reduceOp), tensors)
+        given = tensor, opts.reduceOp, "tensor", None
+        return self._run("all_reduce", opts, self.collectives.all_reduce, given, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce_coalesced`."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-        each = [(tensor, opts.reduceOp, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
+        each = [(tensor, opts.reduceOp, f"tensors[{index}]", None) for index, tensor in enumerate(tensors)]
         return self._run_each("all_reduce_coalesced", opts, self.collectives.all_reduce, each, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work | None:

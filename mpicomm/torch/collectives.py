@@ -38,7 +38,7 @@ class TensorCollectives:
         self._comm = comm
         self._rank, self._size = comm.rank, comm.size
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any, name: str = "tensor", wire: Wire | None = None) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Any, name: str, wire: Wire | None) -> None:
         """Reduce ``tensor`` over all ranks, in place. Elements travel as codes of ``wire``, if it is not None."""
         memory = flat(tensor, name)
         reduction = reduction_of(op, memory, name)
@@ -173,7 +173,7 @@ class TensorCollectives:
 
     def barrier(self) -> None:
         """Wait until all ranks have come here. It serves groups on the host."""
-        self.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.distributed.ReduceOp.SUM)
+        self.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.distributed.ReduceOp.SUM, "tensor", None)
 
     def _alltoallv(
         self,

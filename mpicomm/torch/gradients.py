@@ -47,7 +47,7 @@ class AllreduceState:
 
         def average_wire() -> None:
             converted.copy_(gradients)
-            self.group.enqueue(all_reduce, (converted, _AVG))
+            self.group.enqueue(all_reduce, (converted, _AVG, "bucket", None))
             gradients.copy_(converted)
 
         beside, call = _is_beside(bucket), TensorCall(average_wire)

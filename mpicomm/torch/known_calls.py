@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from mpicomm.collectives.gpu.plan_cache import KnownCall, PlanCache
 from mpicomm.collectives.operations import (
@@ -16,22 +17,25 @@ from mpicomm.collectives.operations import (
     REDUCE,
     REDUCE_SCATTER_BLOCK,
 )
-from mpicomm.collectives.wire import Wire
-from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, PlainBlocks, in_blocks, plain_tensor
+from mpicomm.mpi.plain_arrays import IN_PLACE, NOTHING, plain_tensor, tensor_in_blocks
 from mpicomm.torch.reductions import op_of_one_call
 
+Given = tuple[Any, ...]
+"""The arguments of a `TensorCall`."""
 
-def unknown(*given: Any) -> None:
+
+def unknown(gpu: PlanCache, given: Given) -> None:
     """Find no call."""
 
 
-class TensorCall(NamedTuple):
-    """A collective on tensors, or an operation on them, in two ways that take the same arguments."""
+@dataclass(slots=True)
+class TensorCall:
+    """A collective on tensors, or an operation on them."""
 
     carry_out: Callable[..., None]
     """Carries out any call. On tensors of a GPU it enqueues the call on PyTorch's current stream."""
-    find: Callable[..., KnownCall | None] = unknown
-    """Returns the call if it is known; else None. The cache of calls comes before the other arguments.
+    find: Callable[[PlanCache, Given], KnownCall | None] = unknown
+    """Returns the call with these arguments of `carry_out` if the cache knows it; else None.
 
     A call that it has found is enqueued before it looks for the next one."""
 
@@ -39,7 +43,7 @@ class TensorCall(NamedTuple):
 class KnownCalls:
     """Finds known calls of a rank, and reads each tensor once, because a read takes as long as the rest of a call.
 
-    The plan of a form refuses calls with wrong counts, and with buffers that overlap.
+    The plan of a form refuses calls with wrong or negative counts, and with buffers that overlap.
 
     The methods are `TensorCall.find` of the methods of `TensorCollectives` with the same names. These take all other
     calls, and raise the errors of wrong calls.
@@ -48,80 +52,60 @@ class KnownCalls:
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
-    def all_reduce(
-        self, gpu: PlanCache, tensor: torch.Tensor, op: Any, name: str = "tensor", wire: Wire | None = None
-    ) -> KnownCall | None:
+    def all_reduce(self, gpu: PlanCache, given: Given) -> KnownCall | None:
         """See `TensorCollectives.all_reduce`."""
-        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
+        tensor, op, name, wire = given
+        plain = plain_tensor(tensor) if type(tensor) is Tensor else None
         if plain is None:
             return None
         op = op_of_one_call(op, tensor, name)
         return None if op is None else gpu.find_plain(ALLREDUCE, "auto", IN_PLACE, plain, op, 0, wire or ())
 
-    def reduce(self, gpu: PlanCache, tensor: torch.Tensor, op: Any, root: int) -> KnownCall | None:
+    def reduce(self, gpu: PlanCache, given: Given) -> KnownCall | None:
         """See `TensorCollectives.reduce`."""
-        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
+        tensor, op, root = given
+        plain = plain_tensor(tensor) if type(tensor) is Tensor else None
         if plain is None:
             return None
         op = op_of_one_call(op, tensor, "tensor")
         sent, received = (IN_PLACE, plain) if self._rank == root else (plain, NOTHING)
         return None if op is None else gpu.find_plain(REDUCE, "auto", sent, received, op, root)
 
-    def broadcast(self, gpu: PlanCache, tensor: torch.Tensor, root: int) -> KnownCall | None:
+    def broadcast(self, gpu: PlanCache, given: Given) -> KnownCall | None:
         """See `TensorCollectives.broadcast`."""
-        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
+        tensor, root = given
+        plain = plain_tensor(tensor) if type(tensor) is Tensor else None
         return None if plain is None else gpu.find_plain(BCAST, "auto", NOTHING, plain, None, root)
 
-    def all_gather(self, gpu: PlanCache, output: torch.Tensor, given: torch.Tensor) -> KnownCall | None:
+    def all_gather(self, gpu: PlanCache, given: Given) -> KnownCall | None:
         """See `TensorCollectives.all_gather`."""
-        if not type(output) is type(given) is torch.Tensor:
+        output, own = given
+        if not type(output) is type(own) is Tensor:
             return None
-        received, block = plain_tensor(output), plain_tensor(given)
+        received, block = plain_tensor(output), plain_tensor(own)
         if received is None or block is None or received[2] != block[2] or received[1] != self._size * block[1]:
             return None
         place = received[0] + self._rank * block[1] * block[2][0].itemsize
         return gpu.find_plain(ALLGATHER, "auto", IN_PLACE if block[0] == place else block, received, None, 0)
 
-    def reduce_scatter(self, gpu: PlanCache, output: torch.Tensor, given: torch.Tensor, op: Any) -> KnownCall | None:
+    def reduce_scatter(self, gpu: PlanCache, given: Given) -> KnownCall | None:
         """See `TensorCollectives.reduce_scatter`."""
-        if not type(output) is type(given) is torch.Tensor:
+        output, whole, op = given
+        if not type(output) is type(whole) is Tensor:
             return None
-        received, sent = plain_tensor(output), plain_tensor(given)
+        received, sent = plain_tensor(output), plain_tensor(whole)
         if received is None or sent is None or received[2] != sent[2]:
             return None
         op = op_of_one_call(op, output, "output")
         return None if op is None else gpu.find_plain(REDUCE_SCATTER_BLOCK, "auto", sent, received, op, 0)
 
-    def all_to_all(
-        self,
-        gpu: PlanCache,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> KnownCall | None:
+    def all_to_all(self, gpu: PlanCache, given: Given) -> KnownCall | None:
         """See `TensorCollectives.all_to_all`."""
-        received, sent = self._in_blocks(output, output_splits), self._in_blocks(given, input_splits)
+        output, whole, output_splits, input_splits = given
+        if not type(output) is type(whole) is Tensor:
+            return None
+        received = tensor_in_blocks(output, output_splits, self._size)
+        sent = tensor_in_blocks(whole, input_splits, self._size)
         if received is None or sent is None or received[2] != sent[2]:
             return None
         return gpu.find_plain(ALLTOALLV, "auto", sent, received, None, 0)
-
-    def _in_blocks(self, tensor: torch.Tensor, splits: Sequence[int]) -> PlainBlocks | None:
-        """Return a tensor with a block for each rank; None if it is no plain tensor, or the splits are wrong.
-
-        The plan of the form refuses negative counts.
-        """
-        plain = plain_tensor(tensor) if type(tensor) is torch.Tensor else None
-        if plain is None:
-            return None
-        total, size, dimensions = plain[1], self._size, tensor.dim()
-        rows = total if dimensions == 1 else tensor.shape[0] if dimensions else 1
-        if not splits:
-            return None if rows % size else in_blocks(plain, (total // size,) * size)
-        counts = tuple(splits)
-        if sum(counts) != rows or len(counts) != size:
-            return None
-        if dimensions != 1:
-            of_row = total // rows if rows else 0
-            counts = tuple([count * of_row for count in counts])
-        return in_blocks(plain, counts)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -19,10 +19,10 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.mpi.requests import DeferredRequest
 from mpicomm.torch.call_queue import CallQueue
-from mpicomm.torch.collective_calls import CollectiveCalls, Given
+from mpicomm.torch.collective_calls import CollectiveCalls
 from mpicomm.torch.collectives import TensorCalls
 from mpicomm.torch.failures import WAITS, translated
-from mpicomm.torch.known_calls import TensorCall
+from mpicomm.torch.known_calls import Given, TensorCall
 from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.streams import Streams
@@ -34,12 +34,6 @@ T = TypeVar("T")
 
 _FREE_S = 30.0
 """A destroyed group waits this long for its other ranks, because they may have ended without destroying it."""
-
-
-class _Coalesced(threading.local):
-    """The works of the calls that a thread makes between `_start_coalescing` and `_end_coalescing`."""
-
-    works: list[Work] | None = None
 
 
 class ProcessGroup(CollectiveCalls):
@@ -69,7 +63,8 @@ class ProcessGroup(CollectiveCalls):
         self._streams = None if comm.device == "cpu" else Streams(comm)
         self._timeout_s = timeout_s
         self._queue = CallQueue(f"mpicomm rank {comm.rank} of {comm.size}")
-        self._coalesced = _Coalesced()
+        self._coalesced: dict[int, list[Work]] = {}
+        """By thread, the works of its calls between `_start_coalescing` and `_end_coalescing`."""
         self._sequence = 0
         self._monitored = 0
         self._open = True
@@ -127,12 +122,11 @@ class ProcessGroup(CollectiveCalls):
 
     def _start_coalescing(self, device: Any = None) -> None:
         """Join the works of this thread's calls up to `_end_coalescing`. Local."""
-        self._coalesced.works = []
+        self._coalesced[get_ident()] = []
 
     def _end_coalescing(self, device: Any = None) -> Work:
         """Return a work for the calls since `_start_coalescing`. Local."""
-        works, self._coalesced.works = self._coalesced.works or [], None
-        return JoinedWork(works)
+        return JoinedWork(self._coalesced.pop(get_ident(), []))
 
     # The group
 
@@ -319,9 +313,9 @@ class ProcessGroup(CollectiveCalls):
             queue.call(name, call.carry_out, *given)
         if not begin and work is not None:
             work.wait()
-        if self._coalesced.works is None:
-            return work  # None for a function of PyTorch that would only wait for a work
-        return self._joined(work or ended(outputs))
+        if self._coalesced and get_ident() in self._coalesced:
+            return self._joined(work or ended(outputs))
+        return work  # None for a function of PyTorch that would only wait for a work
 
     def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
         if self._streams is None:
@@ -365,8 +359,9 @@ class ProcessGroup(CollectiveCalls):
         return self._joined(work)
 
     def _joined(self, work: Work) -> Work:
-        if self._coalesced.works is not None:
-            self._coalesced.works.append(work)
+        works = self._coalesced.get(get_ident())
+        if works is not None:
+            works.append(work)
         return work
 
     def _require_open(self, name: str) -> None:

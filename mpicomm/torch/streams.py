@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.torch.collective_calls import Given
 from mpicomm.torch.current_stream import call_on, current_stream
-from mpicomm.torch.known_calls import TensorCall
+from mpicomm.torch.known_calls import Given, TensorCall
 from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.works import StreamWork, Tensors
 
@@ -34,6 +33,7 @@ class Streams:
         # Marks order streams by their addresses. PyTorch's own methods take several times as long.
         backend = comm._session.gpu("init_process_group")
         self.marks = backend.side_streams
+        self._session: Any = comm._session
         self._engines: Any = comm._collectives.engines
         self._pool = SymmetricPool(comm)
         # The constructor makes the stream, because the first call may be in a capture.
@@ -41,20 +41,35 @@ class Streams:
         self._address = int(self.stream.cuda_stream)
         backend.lasting_streams.add(self._address)  # PyTorch never destroys the streams of its pool
         self._begin = self.marks.mark(self._address)
+        """The mark by which an asynchronous call follows earlier work of the caller's stream.
+
+        It pairs with the mark or event at the end of the call, which orders later work of that stream after the call.
+        One thread at a time uses it, because it has the turn."""
         self._events: dict[int, LocalEvent] = {}
         """The events after asynchronous calls, by their addresses."""
         self.idle: list[int] = []
         """The events that no work has."""
         self.devices = [torch.device("cuda", comm.device)]
 
-    def enqueue(self, call: TensorCall, given: Given) -> None:
-        """Enqueue a call on the current stream."""
+    def enqueue(self, call: TensorCall, given: Given, event: LocalEvent | None = None, beside: bool = False) -> bool:
+        """Enqueue a call on the group's stream (``beside``) or the current one.
+
+        Return whether ``event`` is recorded after it.
+        """
         gpu = self._engines.gpu
-        known = gpu and call.find(gpu, *given)
+        known = gpu and call.find(gpu, given)
         if known:
-            gpu.enqueue_at(known, current_stream(self.gpu))
+            session, plan = self._session, known.plan
+            address = self._address if beside else current_stream(self.gpu)
+            session.require_usable(plan)
+            session.backend.note(address)
+            is_recorded: bool = gpu.engine.enqueue(plan, address, event)
+            return is_recorded
+        if beside:
+            call_on(self.stream, call.carry_out, *given)
         else:
             call.carry_out(*given)
+        return False
 
     def begin(
         self, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors, name: str, limit: timedelta | None
@@ -65,9 +80,12 @@ class Streams:
             event = self._events[self.idle.pop()]
         except IndexError:  # a test beforehand is not enough: a work of another thread may take the last event
             event = self._new_event()
-        work = self._work(outputs, name, event.ptr)
+        # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
+        work = StreamWork()
+        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event.ptr, None, list(outputs)
         try:
-            is_recorded = self._enqueue_beside(call, given, current, event)
+            self.marks.wait_stream_again(self._begin, address, current)
+            is_recorded = self.enqueue(call, given, event, beside=True)
             if self._pool.is_in_use:
                 self._note_use((*outputs, *inputs))
             if not is_recorded:
@@ -83,8 +101,8 @@ class Streams:
 
     def here(self, outputs: Tensors, name: str, limit: timedelta) -> StreamWork:
         """Return a work for the work of the current stream so far. A wait for it waits on the host. Local."""
-        stream = torch.cuda.current_stream(self.gpu)
-        work = self._work(outputs, name, 0)
+        stream, work = torch.cuda.current_stream(self.gpu), StreamWork()
+        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, 0, None, list(outputs)
         self._mark(work, stream.cuda_stream)
         work.stream, work.limit = stream, limit
         return work
@@ -107,7 +125,8 @@ class Streams:
         # There is no work, because its creation and its mark would take the host half as long as the call.
         current, side = current_stream(self.gpu), self.stream
         try:
-            self._enqueue_beside(call, given, current, None)
+            self.marks.wait_stream_again(self._begin, self._address, current)
+            self.enqueue(call, given, beside=True)
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.is_in_use:
@@ -137,30 +156,10 @@ class Streams:
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    def _enqueue_beside(self, call: TensorCall, given: Given, current: int, event: LocalEvent | None) -> bool:
-        """Enqueue a call on the group's stream; return whether ``event`` is recorded after it."""
-        # This orders the call after earlier work of the caller's stream. It pairs with the mark or event at the end of
-        # the call, which orders later work of that stream after the call. One thread at a time uses the mark, because
-        # it has the turn.
-        self.marks.wait_stream_again(self._begin, self._address, current)
-        gpu = self._engines.gpu
-        known = gpu and call.find(gpu, *given)
-        if known:
-            is_recorded: bool = gpu.enqueue_at(known, self._address, event)
-            return is_recorded
-        call_on(self.stream, call.carry_out, *given)
-        return False
-
     def _new_event(self) -> LocalEvent:
         event: LocalEvent = self.marks.event()
         self._events[event.ptr] = event
         return event
-
-    def _work(self, outputs: Tensors, name: str, event: int) -> StreamWork:
-        # This is no ``__init__``, because an ``__init__`` in Python would make a work take half as long again.
-        work = StreamWork()
-        work.side, work.name, work.ptr, work.kept, work._outputs = self, name, event, None, list(outputs)
-        return work
 
     def _mark(self, work: StreamWork, address: int) -> None:
         """Let ``work`` end at the work that the stream with this address has so far."""

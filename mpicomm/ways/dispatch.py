@@ -10,12 +10,11 @@ says why all ranks choose alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call import Arguments, Call, in_order
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.fast_path import at_once, plain_calls
@@ -36,8 +35,6 @@ from mpicomm.ways.on_host import InMappedMemory, OnCopies, WithEpilogue
 from mpicomm.ways.reader import Reader
 from mpicomm.ways.way import Begun, Way
 from mpicomm.ways.witness import Witness
-
-_in_order = attrgetter(*Arguments.__slots__)
 
 
 class MessageCall(NamedTuple):
@@ -96,8 +93,7 @@ class Dispatcher:
         """
         gpu = self.engines.gpu
         if gpu:
-            finish = (wire or (),) if epilogue is None else epilogue.key(gpu.identity_of)
-            known = gpu.find(operation, algorithm, send, receive, op, root, counts, *finish)
+            known = gpu.find(operation, algorithm, send, receive, op, root, counts, epilogue, wire)
             if known:
                 gpu.enqueue(known, stream, send, receive, blocking=True)
                 return
@@ -155,7 +151,7 @@ class Dispatcher:
         if call.on_device:
             self._session.require_gpu(operation.name)
 
-        given = _in_order(arguments)
+        given = in_order(arguments)
 
         def begin() -> DeferredRequest:
             known = self._gpus.start_known(operation, stream, algorithm, given)

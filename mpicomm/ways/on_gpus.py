@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpicomm.collectives.call import Call
+from mpicomm.collectives.call import Call, in_order
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import require_here
@@ -30,10 +30,9 @@ class OnGpus:
             self._witness.tell(operation, on_host=False)
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
-        made = (given.wire or (),) if given.epilogue is None else given.epilogue.key(gpu.identity_of)
         # Other ranks may pass other memory the next time, and this rank would not ask.
-        if made[0] is not None and not call.was_undecided:
-            key = (operation, call.algorithm, given.send, given.receive, given.op, given.root, given.counts, *made)
+        if not call.was_undecided:
+            key = (operation, call.algorithm, *in_order(given))
             gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
         stream = backend.stream(call.stream, call.device_array)
         if blocking:
@@ -75,14 +74,13 @@ class OnGpus:
         if gpu is None:
             return None
         send, receive, op, root, counts, epilogue, wire = given
-        finish = (wire or (),) if epilogue is None else epilogue.key(gpu.identity_of)
-        known = gpu.find(operation, algorithm, send, receive, op, root, counts, *finish)
+        known = gpu.find(operation, algorithm, send, receive, op, root, counts, epilogue, wire)
         if known is None:
             return None
         backend, events = self._session.backend, gpu.engine.completions
         event = events.take()  # if the call raises, the event goes with its last reference
         done = event.passed
-        if not gpu.enqueue(known, stream, send, receive, event=event):
+        if not gpu.enqueue(known, stream, send, receive, event):
             events.give_back(event)
             done = _at_once
         return self._completer.add(DeferredRequest.of(done, backend.check), backend.prepare_thread)

@@ -17,8 +17,7 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.window import BOARD_NBYTES, WINDOW_RANKS
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.sharing.content import SuspendedContent
-from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 from mpicomm.symmetric.array import require_contiguous, require_writable
 from mpicomm.symmetric.owner import Owner
 from mpicomm.windows.host_locks import make_mutex

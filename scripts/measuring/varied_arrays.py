@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from mpicomm.bench.content import REDUCED, expected
+from mpicomm.bench.measure import draw
 from mpicomm.bench.operations import BenchOperation, Case, CaseBuffers, blocks_of, buffers
-from mpicomm.bench.variation import draw
 
 FLOAT = np.dtype(np.float32)
 _POISON = 0xA5

@@ -108,7 +108,7 @@ class PacketRig:
             if coding:
                 way = coding.way_in(inboxes, geometry, self.size)
             else:
-                way = PacketWay.of(self._protocol, inboxes, geometry)._replace(row_nbytes=rows.nbytes if rows else 0)
+                way = replace(PacketWay.of(self._protocol, inboxes, geometry), row_nbytes=rows.nbytes if rows else 0)
             launch = template.launch(signature.hash32, way, nbytes)
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from mpicomm.devices.host import HostBackend
-from mpicomm.sharing import fd_exchange
+from mpicomm.log import logger
 from tests.helpers.fakes.fake_cuda import FakeCuda, imported_over
 
 
@@ -18,7 +18,7 @@ def backend(no_leaks: None) -> HostBackend:
 def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The log lines of exchanges about strangers."""
     lines: list[str] = []
-    monkeypatch.setattr(fd_exchange.logger, "warning", lines.append)
+    monkeypatch.setattr(logger, "warning", lines.append)
     return lines
 
 

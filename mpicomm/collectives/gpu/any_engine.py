@@ -56,7 +56,5 @@ class Engine(Protocol):
     ) -> MessagePlan:
         """See `DeviceEngine.message_plan`."""
 
-    def enqueue(
-        self, plan: Any, stream: int, *, again: bool = False, meets: bool = False, event: LocalEvent | None = None
-    ) -> bool:
+    def enqueue(self, plan: Any, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool:
         """See `DeviceEngine.enqueue`."""

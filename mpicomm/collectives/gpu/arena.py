@@ -14,8 +14,7 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
-from mpicomm.sharing.content import SuspendedContent
-from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 
 _PURPOSE = "collectives: arena"
 

@@ -298,17 +298,14 @@ class DeviceEngine:
         self._plans.add(plan)
         return plan
 
-    def enqueue(
-        self, plan: Plan, stream: int, *, again: bool = False, meets: bool = False, event: LocalEvent | None = None
-    ) -> bool:
+    def enqueue(self, plan: Plan, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
         After some calls with private lengths it may block until all ranks have come: see `LongestMessage`.
 
         Return whether this call has enqueued work, after which it has recorded ``event``. A captured call enqueues no
-        work, and a rank without a part in the call enqueues none. ``again`` says that the plan was enqueued before.
-        Then the plan becomes a graph, which is cheaper from the next time on. With ``meets`` this blocks until all
-        ranks launch this call.
+        work, and a rank without a part in the call enqueues none. At its second enqueue a plan becomes a graph, which
+        is cheaper from then on. With ``meets`` this blocks until all ranks launch this call.
 
         All ranks enqueue the same collectives in the same order. Plans on different streams, or on different streams of
         one capture, run one after the other. The caller must order a captured graph relative to other work of the
@@ -316,18 +313,21 @@ class DeviceEngine:
         """
         if not self._open:
             self._require_open(plan.text)
+        is_new = plan.is_new
+        if is_new:
+            plan.is_new = False
         if plan.collective:
             # `ready` pairs with `meet` on the other ranks: nothing holds this thread up before its launch.
-            if again:
-                self._call_log.post(plan.words, plan.count, plan.offset, ready=True)
-            else:
+            if is_new:
                 self._call_log.ready()
+            else:
+                self._call_log.post(plan.words, plan.count, plan.offset, ready=True)
             if meets:
                 self._calls.meet()
         if not plan.steps:
             return False
         # A rank that meets its peers makes no graph, because making a graph may wait for other threads.
-        eager = plan.launch or (partial(self._launch, plan) if again and not meets else plan.enqueue)
+        eager = plan.launch or (plan.enqueue if is_new or meets else partial(self._launch, plan))
         # This check is cheaper than a change of context. It nearly always succeeds, because creating a Communicator
         # makes its GPU the current device.
         if runtime.getDevice() == self._ordinal:

@@ -23,7 +23,7 @@ class FilledPlan(ABC):
     order of streams must be the same on both ranks.
     """
 
-    is_old = False
+    is_new = is_old = False
     steps = (None,)
     """It is not empty, because every rank has a part in a call that is filled in."""
     private_nbytes: int | None = None

@@ -49,7 +49,8 @@ class LongestMessage:
         for long.
         """
         self._calls += 1
-        self._nbytes = max(self._nbytes, nbytes)
+        if nbytes > self._nbytes:
+            self._nbytes = nbytes
         if self._calls < self._next:
             return False
         self._next += max(1, min(self._calls // 4, _MOST_CALLS_BETWEEN))

@@ -34,6 +34,8 @@ class Plan:
         self.collective = collective
         self.private_nbytes: int | None = None
         """This rank's longest message if only the two ranks of a message know its length; else None."""
+        self.is_new = True
+        """Whether the plan was not enqueued yet. Then the call log has the call already."""
         self.is_old = False
         """Whether the call has to be planned again, because ranks may change the memory that it uses."""
         self.steps = tuple(steps)

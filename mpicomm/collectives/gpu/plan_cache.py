@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
     from mpicomm.collectives.gpu.filled_plan import MessagePlan
     from mpicomm.collectives.gpu.form_plan import FormPlan
+    from mpicomm.collectives.wire import Wire
     from mpicomm.devices.cuda.events import LocalEvent
+    from mpicomm.epilogues.base import Epilogue
     from mpicomm.session import Session
 
 _MOST = 1024  # calls of a form that are kept, and calls without a form
@@ -27,7 +30,8 @@ _MOST_FORMS = 256
 _TIMES = 8  # calls with the same arrays before they get a separate plan, which takes as long as some 20 calls
 
 
-class KnownCall(NamedTuple):
+@dataclass(slots=True)
+class KnownCall:
     """A call that was made before."""
 
     plan: AnyPlan
@@ -39,7 +43,8 @@ class KnownCall(NamedTuple):
     """Whether an address names a buffer. The caller's later work on the buffer may be on any stream."""
 
 
-class _Form(NamedTuple):
+@dataclass(slots=True)
+class _Form:
     """The calls of one form: an operation on plain arrays of two kinds. The calls differ in addresses and counts."""
 
     fill: Callable[..., bool]
@@ -65,11 +70,12 @@ class PlanCache:
 
     def __init__(self, session: Session, engine: Engine) -> None:
         self._session = session
+        self._mappings = session.mappings
         self.engine = engine
         self._forms: dict[Hashable, _Form] = {}
         self._others: dict[Hashable, KnownCall] = {}
         """The calls without a form, by all of their arguments."""
-        self._version = session.mappings.version
+        self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
         self.identity_of = ArgumentKeys().identity_of
 
@@ -82,16 +88,13 @@ class PlanCache:
         op: MPI.Op | None,
         root: int,
         counts: Sequence[int] | None,
-        finish: Hashable = (),
-        *arrays: Any,
+        epilogue: Epilogue | None = None,
+        wire: Wire | None = None,
     ) -> KnownCall | None:
-        """Return a call that was made before, or that has a known form; None for all other calls.
-
-        ``finish`` and ``arrays`` are the key of the epilogue. Without an epilogue ``finish`` is (). It is None, and no
-        call is found, if the epilogue has an array that cannot be recognised.
-        """
+        """Return a call that was made before, or that has a known form; None for all other calls."""
         sent: Any
         received: Any
+        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key(self.identity_of)
         try:
             # The same as `_plain`, inlined, because nearly every call comes here and this takes half the time.
             cupy = self._cupy
@@ -104,8 +107,8 @@ class PlanCache:
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
-                return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, finish, *arrays))
-            return self.find_plain(operation, algorithm, sent, received, op, root, finish, *arrays)
+                return self._of_key(self._key(operation, algorithm, send, receive, op, root, counts, (finish, arrays)))
+            return self.find_plain(operation, algorithm, sent, received, op, root, finish, arrays)
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
 
@@ -118,25 +121,31 @@ class PlanCache:
         op: MPI.Op | None,
         root: int,
         finish: Hashable = (),
-        *arrays: Any,
+        arrays: tuple[Any, ...] = (),
     ) -> KnownCall | None:
-        """As `find`, for buffers as `plain_array` reads them. Raises `TypeError` for a root that is a list."""
-        if self._session.mappings.version != self._version:
+        """As `find`, for buffers as `plain_array` reads them. Raises `TypeError` for a root that is a list.
+
+        ``finish`` and ``arrays`` are the result of `Epilogue.key`. Without an epilogue ``finish`` is the wire, or ().
+        """
+        if self._mappings.version != self._version:
             self._forget_memory()
         kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
         form, call = self._forms.get(kinds), (sent, received, *arrays)
         if form is None:
             return self._of_key((kinds, call))
         calls = form.calls
-        kept = calls.get(call, 0)
+        number = len(calls)
+        kept = calls.setdefault(call, 1)  # one look-up for a new call, too
         if not isinstance(kept, int):
             return None if kept.plan.is_old else kept
-        if kept >= _TIMES:
-            return None  # a repeated call gets a separate plan, because a graph launches faster
-        if len(calls) >= _MOST:
+        if len(calls) == number:
+            if kept >= _TIMES:
+                return None  # a repeated call gets a separate plan, because a graph launches faster
+            calls[call] = kept + 1
+        elif number >= _MOST:
             _make_room(calls)
-        calls[call] = kept + 1
-        return form.filled if form.fill(*call) else None
+        is_filled = form.fill(*call) if arrays else form.fill(sent, received)
+        return form.filled if is_filled else None
 
     def find_message(
         self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]
@@ -159,9 +168,8 @@ class PlanCache:
         stream: Any,
         send: Any,
         receive: Any,
-        *,
-        blocking: bool = False,
         event: LocalEvent | None = None,
+        blocking: bool = False,
     ) -> bool:
         """Enqueue the plan of a call with these buffers again, as `DeviceEngine.enqueue` does. Local.
 
@@ -177,20 +185,12 @@ class PlanCache:
         resolved = backend.stream(stream, array)
         # As `carry_out`, without its call, because each known call comes here.
         if blocking and backend.meets(resolved, array):
-            pending = self._meet(plan, resolved, array, again=True)
+            pending = self._meet(plan, resolved, array)
         else:
-            pending = self.engine.enqueue(plan, resolved, again=True, event=event)
+            pending = self.engine.enqueue(plan, resolved, event)
         if call.by_address:
             self.await_address(stream, resolved)
         return pending
-
-    def enqueue_at(self, call: KnownCall, stream: int, event: LocalEvent | None = None) -> bool:
-        """As `enqueue`, for a call on tensors on the stream with the address ``stream``."""
-        session, plan = self._session, call.plan
-        backend: Any = session.backend
-        session.require_usable(plan)
-        backend.note(stream)
-        return self.engine.enqueue(plan, stream, again=True, event=event)
 
     def await_address(self, stream: Any, resolved: int) -> None:
         """Wait for a call on memory that an address names, because no library knows which stream uses it next."""
@@ -198,15 +198,15 @@ class PlanCache:
         if stream is None and not backend.is_capturing(resolved):
             backend.synchronize(resolved)
 
-    def carry_out(self, plan: AnyPlan, stream: int, array: Any, *, again: bool = False) -> None:
+    def carry_out(self, plan: AnyPlan, stream: int, array: Any) -> None:
         """Enqueue the plan of a blocking collective on ``array``."""
         backend: Any = self._session.backend
         if backend.meets(stream, array):
-            self._meet(plan, stream, array, again=again)
+            self._meet(plan, stream, array)
         else:
-            self.engine.enqueue(plan, stream, again=again)
+            self.engine.enqueue(plan, stream)
 
-    def _meet(self, plan: AnyPlan, stream: int, array: Any, *, again: bool) -> bool:
+    def _meet(self, plan: AnyPlan, stream: int, array: Any) -> bool:
         """Enqueue the plan of a blocking collective; wait beside a stream that several threads use.
 
         If several threads use the device, the ranks meet on the host before a kernel waits on the GPU. Otherwise
@@ -216,8 +216,8 @@ class PlanCache:
         backend: Any = self._session.backend
         if backend.waits_beside(stream, array):
             with beside(backend, stream) as side:
-                return self.engine.enqueue(plan, side, again=again, meets=True)
-        return self.engine.enqueue(plan, stream, again=again, meets=True)
+                return self.engine.enqueue(plan, side, meets=True)
+        return self.engine.enqueue(plan, stream, meets=True)
 
     def add(
         self,
@@ -231,18 +231,21 @@ class PlanCache:
 
         ``read`` is the same call, as read. With it, `find` also finds other calls of its form from now on.
         """
-        operation, algorithm, send, receive, op, root, counts, finish, *arrays = call
+        operation, algorithm, send, receive, op, root, counts, epilogue, wire = call
+        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key(self.identity_of)
+        if finish is None:
+            return
         by_address = read is not None and any(operand.by_address for operand in read.operands)
         known = KnownCall(plan, op, by_output, by_address)
         sent, received = _plain(operation, send, receive, counts)
         if received is None:
-            self._keep(self._key(*call), known)
+            self._keep(self._key(operation, algorithm, send, receive, op, root, counts, (finish, arrays)), known)
             return
         kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
         # kinds have another form.
         if kinds not in self._forms and read is not None and (send is MPI.IN_PLACE or not read.in_place):
-            filled = self.engine.form_plan(read, self._session.mappings, algorithm)
+            filled = self.engine.form_plan(read, self._mappings, algorithm)
             if filled is not None and filled.takes(sent, received, *arrays):
                 self._add_form(kinds, filled, known)
         self._keep_plain(kinds, (sent, received, *arrays), known)
@@ -281,7 +284,7 @@ class PlanCache:
     def _add_form(self, kinds: Hashable, plan: FormPlan | MessagePlan, known: KnownCall) -> None:
         if len(self._forms) >= _MOST_FORMS:
             self._forms.clear()
-        self._forms[kinds] = _Form(plan.fill, known._replace(plan=plan), {})
+        self._forms[kinds] = _Form(plan.fill, replace(known, plan=plan), {})
 
     def _keep_plain(self, kinds: Hashable, call: tuple[Any, ...], known: KnownCall) -> None:
         form = self._forms.get(kinds)
@@ -300,13 +303,13 @@ class PlanCache:
 
     def _forget_memory(self) -> None:
         """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
-        self._version = self._session.mappings.version
+        self._version = self._mappings.version
         self._others.clear()
         for form in self._forms.values():
             form.calls.clear()
 
     def _of_key(self, key: Hashable) -> KnownCall | None:
-        if self._session.mappings.version != self._version:
+        if self._mappings.version != self._version:
             self._forget_memory()
         known = self._others.get(key)
         return None if known is None or known.plan.is_old else known
@@ -321,7 +324,6 @@ class PlanCache:
         root: int,
         counts: Sequence[int] | None,
         finish: Hashable,
-        *arrays: Any,
     ) -> Hashable:
         """Return the key of a call; None if the cache cannot recognise its arguments."""
         if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
@@ -333,7 +335,7 @@ class PlanCache:
         shares = None if counts is None else identity_of_said(counts)
         if sent is None or received is None or (shares is None and counts is not None):
             return None
-        return operation, sent, received, shares, id(op), root, (finish, *arrays), algorithm
+        return operation, sent, received, shares, id(op), root, finish, algorithm
 
     def _key_of_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> Hashable:
         """Return the key of a message, None where its buffers cannot be recognised."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
@@ -13,8 +12,7 @@ from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.virtual_memory import can_export, handle_type
 from mpicomm.devices.handle import Kind
 from mpicomm.errors import InvalidUsageError
-
-_log = logging.getLogger("mpicomm")
+from mpicomm.log import logger
 
 _DLPACK_ON_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _USE_EMPTY = "allocate it with comm.empty()"
@@ -149,7 +147,7 @@ def _warn_once(nbytes: int, size: int) -> None:
     global _warned
     if not _warned:
         _warned = True
-        _log.warning(
+        logger.warning(
             "register: the array has %d bytes and lies in an allocation of %d bytes. The whole allocation becomes "
             "visible to the peers, with all other arrays in it. Memory of comm.empty() shares nothing else",
             nbytes,

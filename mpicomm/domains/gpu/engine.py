@@ -189,10 +189,8 @@ class DomainsEngine:
         self,
         plan: DomainsPlan | Any,
         stream: int,
-        *,
-        again: bool = False,
-        meets: bool = False,
         event: LocalEvent | None = None,
+        meets: bool = False,
     ) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
@@ -201,22 +199,22 @@ class DomainsEngine:
         `InvalidUsageError` in a capture.
         """
         if not isinstance(plan, DomainsPlan):  # it is a plan of one domain
-            return self._engine.enqueue(plan, stream, again=again, meets=meets, event=event)
+            return self._engine.enqueue(plan, stream, event, meets)
         if not self._transport.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(
                 f"{plan.text}: the engine {self._transport.name} between peer domains blocks the host and cannot be "
                 "part of a CUDA graph: call it outside the capture, or use MPICOMM_INTERNODE=nccl"
             )
-        enqueue = partial(self._enqueue, plan, again)
+        enqueue = partial(self._enqueue, plan)
         with self._backend.current():
             return self._order.enqueue(stream, enqueue, enqueue, event)
 
-    def _enqueue(self, plan: DomainsPlan, again: bool, stream: int) -> None:
+    def _enqueue(self, plan: DomainsPlan, stream: int) -> None:
         def start(network_step: NetworkStep) -> Callable[[], object]:
             return self._transport.start(network_step, stream, plan.call)
 
         def work(item: Plan) -> None:
-            self._engine.enqueue(item, stream, again=again)
+            self._engine.enqueue(item, stream)
 
         try:
             if plan.before is not None:

@@ -85,8 +85,8 @@ class Rig:
         pattern = patterns.alltoall(0, 2, BYTE, spans, [Span(1 << 52, nbytes), Span(1 << 53, nbytes)])
         return self.engine.prepare(pattern.call(Signature("Alltoallv", "uint8")))
 
-    def enqueue(self, plan: Any, *, again: bool = False) -> None:
-        self.engine.enqueue(plan, STREAM, again=again)
+    def enqueue(self, plan: Any) -> None:
+        self.engine.enqueue(plan, STREAM)
 
     def _exchange(self, what: str, work: Any) -> list[Any]:
         self.told.append(what)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.collectives.call import Arguments
+from mpicomm.collectives.call import Arguments, in_order
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.symmetric.registry import Mappings
@@ -85,7 +85,7 @@ class Known:
     def __init__(self) -> None:
         self.mappings = Mappings()
         self.usable: Exception | None = None
-        self.enqueued: list[tuple[Any, Any, bool]] = []
+        self.enqueued: list[tuple[Any, Any]] = []
         self.met: list[bool] = []
         """Whether the ranks met on the host before each of these."""
         self.streams: list[Any] = []
@@ -104,27 +104,26 @@ class Known:
         if self.usable is not None:
             raise self.usable
 
-    def _enqueue(self, plan: Any, stream: Any, again: bool, meets: bool = False, event: Any = None) -> bool:
-        self.enqueued.append((plan, stream, again))
+    def _enqueue(self, plan: Any, stream: Any, event: Any = None, meets: bool = False) -> bool:
+        self.enqueued.append((plan, stream))
         self.met.append(meets)
         return self.runs
 
     def add(self, operation: str, given: Arguments, algorithm: str = "auto", *, by_output: bool = False) -> Any:
         plan: Any = SimpleNamespace(text=operation, is_old=False)
-        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts, ())
+        call = (OPERATIONS[operation], algorithm, *in_order(given))
         self._calls.add(plan, call, by_output=by_output)
         return plan
 
     def find(self, operation: str, given: Arguments, algorithm: str = "auto", stream: Any = 7) -> Any:
         """Return the plan that is enqueued, if any."""
-        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts, ())
+        call = (OPERATIONS[operation], algorithm, *in_order(given))
         found = self._calls.find(*call)
         if found is None:
             return None
         assert self._calls.enqueue(found, stream, given.send, given.receive) == self.runs
-        plan, where, again = self.enqueued.pop()
+        plan, where = self.enqueued.pop()
         self.streams.append(where)
-        assert again
         return plan
 
     def start(self, operation: str, given: Arguments) -> MPI.Request:

@@ -207,6 +207,25 @@ def test_memory_that_is_symmetric_no_more(comm: mpicomm.Communicator, xp: Any) -
             assert bool((output.reshape(comm.size, count) == xp.arange(comm.size)[:, None]).all())
 
 
+def test_of_data_with_gaps_on_one_rank(comm: mpicomm.Communicator, xp: Any) -> None:
+    """It packs its data, and stores into the memory of its peers as they do into its own."""
+    count = STORED if xp is not np else 70_001
+    every_other = MPI.FLOAT.Create_vector(count, 1, 2).Commit()
+    mine: Any = xp.full(2 * count, comm.rank, FLOAT32)
+    if comm.rank == 0:
+        mine[1::2] = -1
+    with comm.zeros(count * comm.size, FLOAT32) as array:
+        for _ in range(3):
+            comm.Allgather([mine, 1, every_other] if comm.rank == 0 else mine[:count], array.local)
+            comm.check()
+            assert bool((array.local.reshape(comm.size, count) == xp.arange(comm.size)[:, None]).all())
+            comm.Barrier()
+            array.local[:] = -2
+            comm.check()
+            comm.Barrier()
+    every_other.Free()
+
+
 def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
     if device == "cpu" or MPI.COMM_WORLD.size == 1:
         pytest.skip("needs several GPUs")

@@ -43,7 +43,7 @@ class Comm:
             if name == "Bcast":
                 send, receive, op, root = None, send, None, receive
             plan: Any = SimpleNamespace(text=name, is_old=False)
-            key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, ())
+            key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, None, None)
             read: Any = SimpleNamespace(operands=(), in_place=False) if self.knows_forms else None
             self.cache.add(plan, key, by_output=False, read=read)
 
@@ -63,7 +63,7 @@ def calls(comm: Any) -> dict[str, tuple[TensorCall, tuple[Any, ...]]]:
     splits = [3, 1], [1, 3]
     own = comm.rank
     return {
-        "Allreduce": (every.all_reduce, (some, AVG)),
+        "Allreduce": (every.all_reduce, (some, AVG, "tensor", None)),
         "Reduce": (every.reduce, (some, SUM, 0)),
         "Bcast": (every.broadcast, (some, 1)),
         "Allgather": (every.all_gather, (twice, some)),
@@ -80,9 +80,9 @@ NAMES = list(calls(SimpleNamespace(rank=0, size=2, _session=SimpleNamespace(chan
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_is_known_after_it_was_made(comm: Comm, name: str) -> None:
     call, given = calls(comm)[name]
-    assert call.find(comm.cache, *given) is None
+    assert call.find(comm.cache, given) is None
     call.carry_out(*given)
-    known = call.find(comm.cache, *given)
+    known = call.find(comm.cache, given)
     assert known is not None and known.plan.text == name.split()[0]
 
 
@@ -99,7 +99,7 @@ def test_a_call_is_known_after_it_was_made(comm: Comm, name: str) -> None:
 def test_another_view_of_the_same_memory_is_not_known(comm: Comm, changed: Callable[[Any], Any]) -> None:
     call, (tensor, *others) = calls(comm)["Bcast"]
     call.carry_out(tensor, *others)
-    assert not call.find(comm.cache, changed(tensor), *others)
+    assert not call.find(comm.cache, (changed(tensor), *others))
 
 
 @pytest.mark.parametrize("rows", [(4,), (4, 3)], ids=["of numbers", "of rows"])
@@ -108,18 +108,18 @@ def test_only_splits_that_share_all_rows_are_known(comm: Comm, rows: tuple[int, 
     call = TensorCalls(comm).all_to_all  # type: ignore[arg-type]
     received, sent = torch.zeros(rows), torch.zeros(rows)
     call.carry_out(received, sent, [], [])
-    assert call.find(comm.cache, received, sent, [1, 3], [3, 1])
+    assert call.find(comm.cache, (received, sent, [1, 3], [3, 1]))
     for wrong in ([1, 2], [2, 3], [4], [1, 1, 2]):
-        assert not call.find(comm.cache, received, sent, wrong, [3, 1])
-        assert not call.find(comm.cache, received, sent, [1, 3], wrong)
+        assert not call.find(comm.cache, (received, sent, wrong, [3, 1]))
+        assert not call.find(comm.cache, (received, sent, [1, 3], wrong))
     odd = torch.zeros(3, *rows[1:])
-    assert call.find(comm.cache, odd, sent, [1, 2], [])
-    assert not call.find(comm.cache, odd, sent, [], [])
+    assert call.find(comm.cache, (odd, sent, [1, 2], []))
+    assert not call.find(comm.cache, (odd, sent, [], []))
 
 
 def test_a_sum_with_factors_is_not_known(comm: Comm) -> None:
     every, tensor = TensorCalls(comm), torch.zeros(4)  # type: ignore[arg-type]
     for op in (SUM, dist._make_nccl_premul_sum(2.0)):
-        every.all_reduce.carry_out(tensor, op)
-    assert every.all_reduce.find(comm.cache, tensor, SUM)
-    assert not every.all_reduce.find(comm.cache, tensor, dist._make_nccl_premul_sum(2.0))
+        every.all_reduce.carry_out(tensor, op, "tensor", None)
+    assert every.all_reduce.find(comm.cache, (tensor, SUM, "tensor", None))
+    assert not every.all_reduce.find(comm.cache, (tensor, dist._make_nccl_premul_sum(2.0), "tensor", None))

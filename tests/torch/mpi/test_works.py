@@ -103,6 +103,22 @@ def test_a_future_of_a_coalesced_gathering_has_a_list_of_each_rank(world: dist.P
         require_same(got, [four, two])
 
 
+def test_a_thread_coalesces_only_its_own_calls(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    mine, others = case.own(4), case.own(2)
+    world._start_coalescing(mine.device)
+    begin(mine)
+    other = threading.Thread(target=lambda: begin(others).wait())
+    other.start()
+    other.join(PATIENCE_S)
+    joined = world._end_coalescing(mine.device)
+    joined.wait()
+    require_same(joined.result(), [reduced(case.all(4), Op.SUM)])
+    require_same([others], [reduced(case.all(2), Op.SUM)])
+    begin(mine).wait()
+    assert not world._end_coalescing(mine.device).result()  # it joins no call of before or after
+
+
 def test_a_future_of_the_result_says_that_all_went_well(world: dist.ProcessGroup) -> None:
     work = begin(Case(world).own(4))
     assert work.get_future_result().wait() == int(torch._C._distributed_c10d.WorkResult.SUCCESS)

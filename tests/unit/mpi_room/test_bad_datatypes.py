@@ -91,7 +91,7 @@ def test_parts_of_a_datatype_need_not_be_committed(column: MPI.Datatype) -> None
 def test_a_program_that_errors_of_mpi_end_learns_of_it_and_goes_on() -> None:
     program = """
 from mpi4py import MPI
-from mpicomm.mpi.committed import is_committed
+from mpicomm.mpi.derived import is_committed
 datatypes = [
     MPI.INT.Create_vector(3, 1, 2), MPI.INT.Create_contiguous(0), MPI.INT.Create_hvector(2, 1, -8),
     MPI.Datatype.Create_struct([1, 1], [0, 1 << 40], [MPI.INT, MPI.DOUBLE]),

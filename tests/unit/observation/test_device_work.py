@@ -132,15 +132,15 @@ def test_slow_ways_are_counted_for_each_call(rig: Rig) -> None:
 
 def test_an_engine_tells_the_choice_of_its_plan(rig: Rig) -> None:
     class Engine:
-        def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
-            return again
+        def enqueue(self, plan: Any, stream: int, event: Any = None, meets: bool = False) -> bool:
+            return meets
 
     engine: Any = Engine()
     engine._work = rig.work
     engine.__class__ = inside._subclass(Engine, inside._ENGINE_METHODS)
     record = rig.channel.begin("Allreduce", "collective")
     plan = SimpleNamespace(choice=("two_shot", "by the table", "for want of memory"))
-    assert engine.enqueue(plan, 1, again=True) and not engine.enqueue(plan, 1)
+    assert engine.enqueue(plan, 1, None, meets=True) and not engine.enqueue(plan, 1)
     rig.channel.end(record)
     assert (record.algorithm, record.why, record.slow_ways) == ("two_shot", "by the table", ["for want of memory"])
     assert [interval.ends for interval in rig.intervals] == [2]

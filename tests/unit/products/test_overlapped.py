@@ -39,8 +39,8 @@ class Products:
         self.multiplied: list[tuple[int, int]] = []
         engine = self.rig.engine
 
-        def carry_out(plan: Any, stream: int, array: Any, *, again: bool) -> None:
-            engine.enqueue(plan, stream, again=again)
+        def carry_out(plan: Any, stream: int, array: Any) -> None:
+            engine.enqueue(plan, stream)
 
         self.overlapped = overlapped.Overlapped(SimpleNamespace(engine=engine, carry_out=carry_out))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,20 +30,31 @@ def rig(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(cuda, monkeypatch)
 
 
+def test_the_call_log_gets_each_enqueue_of_a_plan_once(rig: Rig) -> None:
+    said: list[str] = []
+    log: Any = rig.engine._call_log
+    log.post = lambda text, count=0, offset=None, *, ready=False: said.append("launches" if ready else "plans")
+    log.ready = lambda: said.append("goes on")
+    plan, other = rig.alltoallv(4096), rig.alltoallv(8192)
+    for each in (plan, plan, other, plan, other):
+        rig.enqueue(each)
+    assert said == ["plans", "plans", "goes on", "launches", "goes on", "launches", "launches"]
+
+
 def test_calls_with_private_lengths_are_planned_again_when_inboxes_have_changed(rig: Rig) -> None:
     short, long = rig.alltoallv(4096), rig.alltoallv(64 * MIB)
     rig.enqueue(short)
-    rig.enqueue(short, again=True)
+    rig.enqueue(short)
     rig.enqueue(long)
     assert rig.longest == [4096, 4096, 64 * MIB] and not short.is_old
-    rig.enqueue(long, again=True)
+    rig.enqueue(long)
     assert short.is_old and long.is_old
     again = rig.alltoallv(4096)
     for _ in range(20):
         rig.enqueue(again)
     assert not again.is_old
     sizes = [x.inbox_nbytes for x in rig.launched]
-    assert sizes == [4 * MIB] * 4 + [16 * MIB] * 20
+    assert sizes == [4 * MIB] * 4 + [16 * MIB] * 2  # one by one, then in a graph
 
 
 def test_plans_of_other_calls_stay_and_do_not_count(rig: Rig) -> None:

@@ -128,7 +128,7 @@ class CallAt:
 
     def fill(self, plan: FormPlan) -> bool:
         """Fill the call into a plan as `PlanCache` does."""
-        _, *arrays = self.key()
+        _, arrays = self.key()
         buffers = [plain_array(each) for each in self.given]
         assert plan.takes(*buffers, *arrays)
         return plan.fill(*buffers, *arrays)
@@ -324,7 +324,7 @@ def test_a_plan_keeps_no_array_of_a_call_alive(of: Any) -> None:
 def test_an_array_that_is_not_plain_is_a_part_of_the_key() -> None:
     weight = DeviceArray(1 << 40, 4, np.dtype("f4"))
     epilogue = rms_norm(np.zeros(4, np.float32), weight)
-    assert epilogue.key(lambda array: None) == (None,)
-    (key,) = epilogue.key(id)
-    (other,) = rms_norm(np.zeros(4, np.float32), weight).key(id)
+    assert epilogue.key(lambda array: None) == (None, ())
+    key, _ = epilogue.key(id)
+    other, _ = rms_norm(np.zeros(4, np.float32), weight).key(id)
     assert key is not None and key != other

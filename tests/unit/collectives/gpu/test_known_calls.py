@@ -41,7 +41,7 @@ def test_the_request_of_a_known_call_says_when_the_call_is_done() -> None:
     known, given = Known(), arguments(Array(16), Array(64))
     plan = known.add("Allreduce", given)
     request = known.start("Allreduce", given)
-    assert known.enqueued == [(plan, 7, True)]
+    assert known.enqueued == [(plan, 7)]
     assert not request.Test()
     known.done = True
     assert request.Test()
@@ -68,11 +68,11 @@ def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypa
         backend.waits_beside = lambda stream, array, several=of_stream: several
         known._calls.enqueue(call, 7, given.send, given.receive, blocking=True)
     side = "beside", ("behind", 7)
-    assert known.enqueued == [(plan, 7, True), (plan, 7, True), (plan, side, True)]
+    assert known.enqueued == [(plan, 7), (plan, 7), (plan, side)]
     assert known.met == [False, True, True]
     assert said == [["waits for", side, 3], side, "check"]
     known._calls.enqueue(call, 7, given.send, given.receive)
-    assert known.enqueued[3:] == [(plan, 7, True)]  # a nonblocking call must not wait
+    assert known.enqueued[3:] == [(plan, 7)]  # a nonblocking call must not wait
 
 
 @pytest.mark.parametrize("by_address", [False, True])
@@ -86,7 +86,7 @@ def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: b
     known._calls.engine.form_plan = lambda call, mappings, asked: None  # type: ignore[method-assign]
     read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
     plan: Any = SimpleNamespace(text="Allreduce", is_old=False)
-    call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None, ())
+    call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None, None, None)
     known._calls.add(plan, call, by_output=False, read=read)
     found = known._calls.find(*call)
     assert found is not None

@@ -80,7 +80,7 @@ class Calls:
         self.planned += 1
         call = Call(operation, Arguments(send, receive, op, 0, counts, epilogue), 0, 2)
         plan = self._rig.engine.prepare_call(call, self._session.mappings, "auto")
-        key = operation, "auto", send, receive, op, 0, counts, *self._key(epilogue)
+        key = operation, "auto", send, receive, op, 0, counts, epilogue, None
         self._cache.add(plan, key, by_output=False, read=call)
         self._rig.engine.enqueue(plan, STREAM)
 
@@ -94,10 +94,7 @@ class Calls:
         epilogue: Epilogue | None = None,
     ) -> Any:
         """Return the known call with these arguments, or None."""
-        return self._cache.find(operation, "auto", send, receive, op, 0, counts, *self._key(epilogue))
-
-    def _key(self, epilogue: Epilogue | None) -> tuple[Any, ...]:
-        return ((),) if epilogue is None else epilogue.key(self._cache.identity_of)
+        return self._cache.find(operation, "auto", send, receive, op, 0, counts, epilogue)
 
     def finish(self) -> None:
         """Let the streams carry out their work."""

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.gpu import plan_cache as known_calls
+from mpicomm.epilogues import Elementwise
 from mpicomm.mpi.plain_arrays import plain_array
 from tests.helpers.rigs.plan_caches import Array, Known, Tensor, arguments, install_libraries
 
@@ -226,6 +227,23 @@ def test_a_derived_datatype_is_known_until_it_is_freed() -> None:
         derived.Free()
         derived = MPI.FLOAT.Create_vector(2, 1, 3)
         assert known.find("Bcast", arguments([array, derived], Array(64))) is None
+    derived.Free()
+
+
+@pytest.mark.parametrize("has_form", [True, False])
+def test_a_call_is_known_with_the_arrays_of_its_epilogue(has_form: bool) -> None:
+    """Without a form its key has the arrays, too."""
+    known, derived = Known(), MPI.FLOAT.Create_vector(2, 1, 3)
+
+    def given(place: int, weight: float = 2.0) -> Arguments:
+        epilogue = Elementwise("v * w + bias[i]", w=weight, bias=Array(place))
+        buffers = (Array(16), Array(64)) if has_form else ([Array(16), derived], [Array(64), derived])
+        return arguments(*buffers, epilogue=epilogue)
+
+    plan = known.add("Allreduce", given(128))
+    assert known.find("Allreduce", given(128)) is plan
+    for other in (given(256), given(128, 3.0), arguments(Array(16), Array(64))):
+        assert known.find("Allreduce", other) is None
     derived.Free()
 
 

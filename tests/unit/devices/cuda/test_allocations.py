@@ -22,7 +22,7 @@ def arrays(cuda: FakeCuda) -> Any:
 @pytest.fixture
 def said(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(arrays._log, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(arrays.logger, "warning", lambda text, *values: lines.append(text % values))
     return lines
 
 

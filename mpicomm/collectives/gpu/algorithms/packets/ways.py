@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -75,7 +75,8 @@ Stepped = tuple[Filled, int, int, int]
 """A launch, its steps, the steps that an inbox holds, and the peers with which the ranks pace each other, as bits."""
 
 
-class PacketWay(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PacketWay:
     """How a launch carries messages of some lengths; the same on all ranks."""
 
     protocol: Protocol
@@ -176,7 +177,7 @@ def row_ways(row_nbytes: int, node: Node, *, fan_out: bool) -> WayOf:
     def way_of(nbytes: int) -> PacketWay | None:
         rows = rows_of(row_nbytes, nbytes, node, fan_out=fan_out)
         way = ways(rows.nbytes)
-        return way and PacketWay.of(way.protocol, way.inboxes, rows.threads)._replace(row_nbytes=rows.nbytes)
+        return way and replace(PacketWay.of(way.protocol, way.inboxes, rows.threads), row_nbytes=rows.nbytes)
 
     return way_of
 
@@ -203,7 +204,7 @@ def any_length_way(node: Node, inboxes: Inboxes) -> PacketWay:
     """Return the way of messages of any length in these inboxes."""
     way = PacketWay.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size))
     launch, steps, _, paced = way.in_one_step
-    return way._replace(in_one_step=(launch, steps, way.laps, paced))  # other ranks may have longer messages
+    return replace(way, in_one_step=(launch, steps, way.laps, paced))  # other ranks may have longer messages
 
 
 def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
