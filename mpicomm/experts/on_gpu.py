@@ -56,10 +56,11 @@ BlocksOfModes = dict[str, Blocks]
 """The blocks of "dispatch" and "combine", and of "dispatch of few" and "combine of few" tokens."""
 
 
-def blocks_of_modes(most: int, *, by_token: bool) -> BlocksOfModes:
+def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
     """Return the blocks of launches of at most ``most`` blocks, which is 2 or more.
 
-    In the layout by expert receivers store a token several times, so more of the blocks receive.
+    More of the blocks receive in the layout by expert, because receivers store a token several times. More receive
+    packets, too, because receivers reset the slots.
     """
 
     def cut(senders: int, receivers: int) -> Blocks:
@@ -70,7 +71,7 @@ def blocks_of_modes(most: int, *, by_token: bool) -> BlocksOfModes:
         return Blocks(senders, receivers)
 
     return {
-        "dispatch of few": cut(76, 56) if by_token else cut(44, 88),
+        "dispatch of few": cut(76, 156) if shape.in_packets else cut(76, 56) if shape.by_token else cut(44, 88),
         "dispatch": cut(78, 178),
         "combine of few": cut(128, 128),
         "combine": cut(88, 168),
@@ -287,4 +288,4 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Shar
     quantizes = [quantize_experts_kernel(shape.dtype.name)] if shape.scales else []
     for variant in (dispatch_of(shape), *combines_of(shape).values(), *quantizes):
         backend.load(variant)
-    return ExpertsLaunches(shape, team, blocks_of_modes(most, by_token=shape.by_token), multiprocessors)
+    return ExpertsLaunches(shape, team, blocks_of_modes(shape, most), multiprocessors)
