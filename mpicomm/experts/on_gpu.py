@@ -60,7 +60,7 @@ def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
     """Return the blocks of launches of at most ``most`` blocks, which is 2 or more.
 
     More of the blocks receive in the layout by expert, because receivers store a token several times. More receive
-    packets, too, because receivers reset the slots.
+    packets, too, because a warp waits for one part after the other.
     """
 
     def cut(senders: int, receivers: int) -> Blocks:
