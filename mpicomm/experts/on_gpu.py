@@ -13,6 +13,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.shape import DTYPES, RowShape, Shape, round_up
 from mpicomm.kernels.experts import (
     BLOCKS_OF_A_MULTIPROCESSOR,
+    DISPATCH_FEW_KERNEL,
     DISPATCH_KERNEL,
     DISPATCH_THREADS,
     HEADS,
@@ -27,6 +28,7 @@ from mpicomm.kernels.experts import (
     quantize_blocks,
     quantize_experts_kernel,
 )
+from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
@@ -54,10 +56,11 @@ BlocksOfModes = dict[str, Blocks]
 """The blocks of "dispatch" and "combine", and of "dispatch of few" and "combine of few" tokens."""
 
 
-def blocks_of_modes(most: int, *, by_token: bool) -> BlocksOfModes:
+def blocks_of_modes(shape: Shape, most: int) -> BlocksOfModes:
     """Return the blocks of launches of at most ``most`` blocks, which is 2 or more.
 
-    In the layout by expert receivers store a token several times, so more of the blocks receive.
+    More of the blocks receive in the layout by expert, because receivers store a token several times. More receive
+    packets, too, because a warp waits for one part after the other.
     """
 
     def cut(senders: int, receivers: int) -> Blocks:
@@ -68,7 +71,7 @@ def blocks_of_modes(most: int, *, by_token: bool) -> BlocksOfModes:
         return Blocks(senders, receivers)
 
     return {
-        "dispatch of few": cut(76, 56) if by_token else cut(44, 88),
+        "dispatch of few": cut(76, 156) if shape.in_packets else cut(76, 56) if shape.by_token else cut(44, 88),
         "dispatch": cut(78, 178),
         "combine of few": cut(128, 128),
         "combine": cut(88, 168),
@@ -109,6 +112,11 @@ class ExpertsMemory:
     def zeroed_nbytes(self) -> int:
         """The bytes from the start that are zero at first."""
         return self.histograms
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """The begin and the end of the memory that has slots of packets, all of them empty at first."""
+        return (self.rows, self.quantized) if self.shape.in_packets else (0, 0)
 
     def arguments(self, team: Team, row: RowShape) -> ExpertsArguments:
         """Return the part of the argument that dispatch and combine share, without the number of senders.
@@ -158,7 +166,7 @@ class ExpertsLaunches:
         for each in (self._dispatch.x, self._dispatch.rows):
             each.first_nbytes, each.second_nbytes = shape.hidden * shape.row_dtype.itemsize, 4 * shape.scales
         self._combine = CombineExpertsArguments(experts=memory.arguments(team, shape.sums))
-        self._combines = combines_of(shape)
+        self._kernel, self._combines = dispatch_of(shape), combines_of(shape)
         for arguments, text in ((self._dispatch, "dispatch"), (self._combine, "combine")):
             arguments.experts.team.tags[:] = [zlib.crc32(text.encode())] * MAX_RANKS
 
@@ -181,7 +189,7 @@ class ExpertsLaunches:
         arguments.slot_ids, arguments.slot_weights = pointers["topk_ids"], pointers["topk_weights"]
         arguments.row_count = pointers["row_count"]
         arguments.num_tokens, arguments.wide_ids = received.num_tokens, wide_ids
-        return Launch(DISPATCH_KERNEL, arguments, blocks.total, DISPATCH_THREADS)
+        return Launch(self._kernel, arguments, blocks.total, DISPATCH_THREADS)
 
     def quantize(self, x: int, tokens: int) -> tuple[Launch, tuple[int, int]]:
         """Return the launch that quantises tokens, and the addresses of the rows and of their scales."""
@@ -213,9 +221,15 @@ class ExpertsLaunches:
         return self.blocks[f"{what} of few" if tokens <= self._shape.most_few else what]
 
 
+def dispatch_of(shape: Shape) -> Variant:
+    """Return the kernel of a dispatch."""
+    return DISPATCH_FEW_KERNEL if shape.in_packets else DISPATCH_KERNEL
+
+
 def combines_of(shape: Shape) -> dict[str, Variant]:
     """Return the kernel of a combine for each type of the result."""
-    return {result: combine_experts_kernel(shape.dtype.name, result, by_token=shape.by_token) for result in DTYPES}
+    ways = {"by_token": shape.by_token, "in_packets": shape.in_packets}
+    return {result: combine_experts_kernel(shape.dtype.name, result, **ways) for result in DTYPES}
 
 
 def require_one_domain(session: Session) -> None:
@@ -230,13 +244,14 @@ def require_one_domain(session: Session) -> None:
     )
 
 
-def share_arena(session: Session, shape: Shape) -> SharedMemory:
+def share_arena(session: Session, shape: Shape, backend: GpuBackend) -> SharedMemory:
     """Let all ranks open each other's arenas. Collective; a failure raises the same error on all ranks."""
     memory = ExpertsMemory(shape)
-    backend = session.backend
 
     def fill(pointer: int) -> None:
         backend.zero(pointer, memory.zeroed_nbytes)
+        begin, end = memory.slots
+        backend.fill_words(pointer + begin, end - begin, ABSENT)
 
     def allocate() -> Segment:
         segment = backend.allocate(session.kind, memory.nbytes)
@@ -271,6 +286,6 @@ def launches_of(session: Session, shape: Shape, backend: GpuBackend, arena: Shar
         team.arenas[index], team.names[index] = arena.pointers[index], rank
     # Loading may wait for a device on which a kernel waits, so it comes before all launches.
     quantizes = [quantize_experts_kernel(shape.dtype.name)] if shape.scales else []
-    for variant in (DISPATCH_KERNEL, *combines_of(shape).values(), *quantizes):
+    for variant in (dispatch_of(shape), *combines_of(shape).values(), *quantizes):
         backend.load(variant)
-    return ExpertsLaunches(shape, team, blocks_of_modes(most, by_token=shape.by_token), multiprocessors)
+    return ExpertsLaunches(shape, team, blocks_of_modes(shape, most), multiprocessors)

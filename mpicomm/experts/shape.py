@@ -59,6 +59,11 @@ class Shape:
     """Up to so many tokens of a rank are few."""
 
     @property
+    def in_packets(self) -> bool:
+        """Whether rows travel as packets: in the layout by token, if no rank ever has many tokens."""
+        return self.by_token and self.max_tokens <= self.most_few
+
+    @property
     def scales(self) -> int:
         """The number of scales of a row."""
         return 0 if self.wire is None else self.hidden // GROUP

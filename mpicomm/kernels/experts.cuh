@@ -1,11 +1,12 @@
 // Mixture of experts: the memory of an Experts object, its launches and its waits. The kernels are
-// in experts_dispatch.cu and experts_combine.cu. Each launch has two kinds of blocks: senders, which
-// store into the memory of peers, and receivers, which take data from the memory of this rank.
+// in experts_dispatch.cu, experts_dispatch_few.cu and experts_combine.cu. Each launch has two kinds of
+// blocks: senders, which store into the memory of peers, and receivers, which take data from the
+// memory of this rank.
 //
 // Memory. The arena of a rank has these parts after its head. A source is a rank with tokens. The
 // part of a source or of a peer in an arena has the number `index_in`.
 //
-//     routes       of each source: two packets with the number of its tokens, for odd and even launches, then
+//     routes       of each source: heads with the number of its tokens, for even and odd launches in turns, then
 //                  a packet with the expert and the weight of each slot of each token
 //     row flags    of each peer: a word for each part of each token
 //     rows         of each peer: its tokens; only the tokens of this rank's experts
@@ -27,7 +28,9 @@
 // some parts into the memory of peers, and then a flag for each part and peer. A release waits until
 // all earlier stores of the warp have arrived, so a warp with many parts stores several of them
 // before it. Warps release at different times, so the links stay busy. If each warp of a dispatch has at
-// most one part, the warps of a block release their parts together.
+// most one part, the warps of a block release their parts together. Between ranks that never have many
+// tokens, in the layout by token, rows and sums travel without flags: see experts_packets.cuh. All ranks
+// agree on this when they make the Experts object.
 //
 // Launches. The launches of an Experts object, dispatches and combines, have numbers, alike on all
 // ranks (team.cuh). The flags of a launch are its number.
@@ -52,6 +55,7 @@ namespace mpicomm {
 // The host's copies of these constants and of Experts are in experts.py; a test compares them.
 constexpr u32 kMostExperts = 512;
 constexpr u32 kMostTopK = kLanes;
+constexpr u32 kFewTokens = 256;
 constexpr u32 kPartPackets = 4;
 constexpr u64 kWarpNbytes = kLanes * kPacketNbytes;
 
@@ -124,7 +128,11 @@ MPICOMM_DEVICE u32 index_in(const Team& team, u32 owner, u32 peer) {
   return peer > owner ? peer - owner - 1 : peer + team.size - owner - 1;
 }
 
-constexpr u32 kHeads = 2;  // the packets with numbers of tokens
+// The heads of a source. A launch of experts_dispatch.cu has one. In experts_dispatch_few.cu each head stands for
+// kHeadTokens tokens: see experts_heads.cuh.
+constexpr u32 kHeadTokens = 32;
+constexpr u32 kMostHeads = kFewTokens / kHeadTokens;
+constexpr u32 kHeads = 2 * kMostHeads;
 MPICOMM_DEVICE Pair* routes_of(const Experts& x, u32 owner, u32 source) {
   const u64 each = static_cast<u64>(x.seats) * x.top_k + kHeads;
   return reinterpret_cast<Pair*>(x.team.arenas[owner] + x.routes) + index_in(x.team, owner, source) * each;

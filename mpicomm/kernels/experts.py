@@ -19,9 +19,10 @@ DISPATCH, COMBINE, ROUTES, ROOM = 9, 10, 11, 12
 
 BLOCKS_OF_A_MULTIPROCESSOR = 2  # of __launch_bounds__ of both kernels
 PACKET_NBYTES = 16
-HEADS = 2  # kHeads in experts.cuh
 FEW_TOKENS = 256
 """Up to so many tokens of a rank a launch is in the mode of low latency."""
+HEADS = 2 * FEW_TOKENS // LANES
+"""The heads of a source, for even and for odd launches."""
 GROUP = 128
 """The number of elements that share a scale."""
 _LANES_OF_A_GROUP = 16
@@ -79,12 +80,17 @@ class QuantizeArguments(ctypes.Structure):
 
 
 DISPATCH_KERNEL = Variant(SHARED / "experts_dispatch.cu", "mpicomm_experts_dispatch", options_for(None))
+DISPATCH_FEW_KERNEL = Variant(SHARED / "experts_dispatch_few.cu", "mpicomm_experts_dispatch_few", options_for(None))
 
 
-def combine_experts_kernel(dtype: str, result: str, *, by_token: bool) -> Variant:
-    """Return the kernel that adds rows of ``dtype`` and rounds the sums to ``result``, for a layout."""
-    layout = f"-DMPICOMM_BY_TOKEN={str(by_token).lower()}"
-    options = (*options_for((dtype, "sum")), f"-DMPICOMM_RESULT={cpp_name(result)}", layout)
+def combine_experts_kernel(dtype: str, result: str, *, by_token: bool, in_packets: bool = False) -> Variant:
+    """Return the kernel that adds rows of ``dtype`` and rounds the sums to ``result``, for a layout.
+
+    ``in_packets`` is for sums that travel as packets, in the layout by token: see `ExpertsShape`.
+    """
+    ways = {"BY_TOKEN": by_token, "IN_PACKETS": in_packets}
+    named = (f"-DMPICOMM_{name}={str(value).lower()}" for name, value in ways.items())
+    options = (*options_for((dtype, "sum")), f"-DMPICOMM_RESULT={cpp_name(result)}", *named)
     return Variant(SHARED / "experts_combine.cu", "mpicomm_experts_combine", options)
 
 

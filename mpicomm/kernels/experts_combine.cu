@@ -11,6 +11,7 @@
 // rank's tokens that lie here, and the sums of the other ranks as they come.
 
 #include "element.cuh"
+#include "experts_packets.cuh"
 #include "experts_runs.cuh"
 
 namespace mpicomm {
@@ -35,6 +36,7 @@ struct Combine {
 
 using Result = dtype::MPICOMM_RESULT;
 constexpr bool kByToken = MPICOMM_BY_TOKEN;
+constexpr bool kInPackets = MPICOMM_IN_PACKETS;  // whether sums travel as packets: see experts_packets.cuh
 constexpr u32 kElements = kPacketNbytes / sizeof(Element);
 
 struct Elements {
@@ -129,6 +131,9 @@ MPICOMM_DEVICE Sums sum_rows(const Placed& placed, const Part& part, u32 first) 
   return rounded;
 }
 
+// Whether a flag follows a part. Packets need none, but values do not show by themselves that they have come.
+MPICOMM_DEVICE bool has_flag(const Combine& x, u32 part) { return !kInPackets || (part == 0 && x.values != nullptr); }
+
 // This rank's sums for a part, of all threads of a block. In the layout by expert sums need the registers, so the
 // results are in shared memory. In the layout by token a thread only loads, and keeps packets in registers.
 struct Shared {
@@ -200,9 +205,15 @@ MPICOMM_DEVICE void push_sums(const Combine& x, const Turn& turn, Shared& shared
     if (!own.is_here) return;
     const u32 seat = seat_of(experts, turn, x.tokens[own.source], own.token);
     u8* const target = row_in(experts, experts.sums, own.source, team.rank, seat);
-    own.sum.packets(shared).store([&](u64 at) { return target + at; }, Part(experts, own.part, lane));
+    const Part range(experts, own.part, lane);
+    if constexpr (kInPackets) {
+      push_part(own.sum.packets(shared), target, range);
+    } else {
+      own.sum.packets(shared).store([&](u64 at) { return target + at; }, range);
+    }
     // The flag of the first part publishes the values, too.
     if (own.part == 0 && own.value >= 0) values_in(experts, own.source, seat)[lane] = x.values[own.value];
+    if (!has_flag(x, own.part)) return;
     unpublished.note(experts, experts.sum_flags, number, 1u << own.source, seat, own.part, lane);
   };
   const auto ready = [&] { return peers_are_ready(experts, kCombine, turn, [&](u32 peer) { return x.tokens[peer]; }); };
@@ -235,7 +246,7 @@ MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPar
   const u32 token = own.token, part = own.part, seat = seat_of(experts, turn, x.num_tokens, token);
   const Part range(experts, part, lane);
   bool ok = true;
-  if (lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
+  if (has_flag(x, part) && lane < team.size && lane != team.rank && (targets >> lane & 1) != 0) {
     const auto has_come = [&] { return has_part(experts, experts.sum_flags, turn, lane, seat, part); };
     ok = await_peer(experts, kCombine, turn.number, lane, has_come);
   }
@@ -260,8 +271,12 @@ MPICOMM_DEVICE bool finish_part(const Combine& x, const Turn& turn, const OwnPar
     if (from == team.rank) {
       packets = own.sum.packets(shared);
     } else {
-      const u8* const row = row_in(experts, experts.sums, team.rank, from, seat);
-      packets.load([&](u64 at) { return row + at; }, range);
+      u8* const row = row_in(experts, experts.sums, team.rank, from, seat);
+      if constexpr (kInPackets) {
+        if (!take_part(experts, kCombine, turn, from, row, range, packets)) return false;
+      } else {
+        packets.load([&](u64 at) { return row + at; }, range);
+      }
     }
 #pragma unroll
     for (u32 i = 0; i < kPartPackets; ++i) {

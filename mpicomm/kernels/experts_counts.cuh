@@ -49,7 +49,14 @@ struct Counts {
     const u64 number = static_cast<u64>(block) * kWarps + of_warp;
     return static_cast<u32>(quotient(number * shares.all, blocks * kWarps));
   }
-  // `most` is the largest number of tokens of a source.
+  // The largest number of tokens of a source.
+  MPICOMM_DEVICE u32 most_tokens() const {
+    u32 most = 0;
+#pragma unroll 1
+    for (u32 source = 0; source < size(); ++source) most = layout.tokens[source] > most ? layout.tokens[source] : most;
+    return most;
+  }
+  // `most` is a result of `most_tokens`.
   MPICOMM_DEVICE void share_tokens(u32 most) {
     shares.all = most * size();
     shares.begin = first_token(warp);
@@ -77,18 +84,6 @@ struct Counts {
     return packets + static_cast<u64>(seat(route)) * x.experts.top_k + route.slot;
   }
 
-  // Waits for a packet of a source. Packets need no order: see packet_protocols.cuh.
-  MPICOMM_DEVICE bool await_packet(u32 source, const Pair* place, Packet& unit) const {
-    Pair packet{};
-    const auto reached = [&] {
-      packet = load_volatile(place);
-      return FlagProtocol::has_come(packet, epoch());
-    };
-    if (!await_peer(x.experts, kDispatch, turn.number, source, reached)) return false;
-    unit = FlagProtocol::unit(packet);
-    return true;
-  }
-
   // Learns the number of tokens of each source, on all threads of the block.
   MPICOMM_DEVICE bool count_tokens() {
     // Most often all ranks have as many tokens as this rank. Then the divisions of the shares end before the
@@ -97,14 +92,12 @@ struct Counts {
     bool ok = true;
     if (thread < size()) {
       Packet unit{};
-      ok = await_packet(thread, routes_of(x.experts, rank(), thread) + turn.parity(), unit);
+      ok = await_packet(x.experts, turn, thread, routes_of(x.experts, rank(), thread) + turn.parity(), unit);
       layout.tokens[thread] = unit.words[0];
       if (ok && block == 0) x.tokens[thread] = unit.words[0];
     }
     if (!__syncthreads_and(ok)) return false;
-    u32 most = 0;
-#pragma unroll 1
-    for (u32 source = 0; source < size(); ++source) most = layout.tokens[source] > most ? layout.tokens[source] : most;
+    const u32 most = most_tokens();
     if (most != x.num_tokens) share_tokens(most);
     return true;
   }
@@ -126,7 +119,7 @@ struct Counts {
     if (!pair.exists) return true;
     Packet unit = FlagProtocol::unit(packet);
     const bool has_come = FlagProtocol::has_come(packet, epoch());
-    if (!has_come && !await_packet(pair.route.source, packet_of(pair.route), unit)) return false;
+    if (!has_come && !await_packet(x.experts, turn, pair.route.source, packet_of(pair.route), unit)) return false;
     pair.expert = unit.words[0];
     pair.weight = unit.words[1];
     if (pair.expert == kWrongExpert) return give_up(kRoutes, pair.route.token, pair.route.source);
@@ -246,67 +239,37 @@ struct Counts {
     return true;
   }
 
-  // A packet of a thread. All threads of a block share out the packets of each source. This rank's packets come first.
-  struct PacketOfThread {
-    u32 distance;  // of the source from this rank; the number of ranks behind the last packet
-    u32 token;
-    u32 slot;
-  };
-  MPICOMM_DEVICE u32 source_of(const PacketOfThread& at) const {
-    const u32 source = rank() + at.distance;
-    return source < size() ? source : source - size();
-  }
-  // The packet, or the first packet of a later source if this source has no such packet.
-  MPICOMM_DEVICE PacketOfThread existing(PacketOfThread at, u32 token, u32 slot) const {
-#pragma unroll 1
-    while (at.distance < size() && at.token >= layout.tokens[source_of(at)]) at = {at.distance + 1, token, slot};
-    return at;
-  }
-
   // The warp of this block with a token: the inverse of `first_token`.
   MPICOMM_DEVICE u32 warp_of(u32 token) const { return ((token + 1) * (blocks * kWarps) - 1) / shares.all % kWarps; }
 
-  // The counts for a token: of earlier blocks, of a warp of this block, or of later blocks.
-  MPICOMM_DEVICE u32* counts_for(u32 token) const {
-    if (token < shares.block_begin) return layout.before;
-    return token < shares.block_end ? layout.histograms[warp_of(token)] : layout.totals;
+  // The number of pairs of a source whose tokens come before token `number` of all sources.
+  MPICOMM_DEVICE u32 pairs_before(u32 source, u32 number) const {
+    return (number + size() - 1 - source) / size() * x.experts.top_k;
   }
 
-  // Counts the pairs of earlier blocks, of later blocks, and of each warp of this block.
+  // Counts the pairs of earlier blocks, of later blocks, and of each warp of this block. Each source has as many
+  // threads, which share out its packets. The packets of a source follow each other, so a thread computes few numbers
+  // for a packet.
   MPICOMM_DEVICE bool count_all_pairs() const {
-    constexpr u32 kAtOnce = 3;
-    const Pair* const routes = reinterpret_cast<const Pair*>(x.experts.team.arenas[rank()] + x.experts.routes);
-    const u32 top_k = x.experts.top_k;
-    const u32 first_token = thread / top_k, first_slot = thread - first_token * top_k;
-    const u32 tokens = blockDim.x / top_k, slots = blockDim.x - tokens * top_k;  // from a packet to the next
-    const auto next = [&](PacketOfThread at) {
-      at.token += tokens;
-      at.slot += slots;
-      if (at.slot >= top_k) at.slot -= top_k, ++at.token;
-      return existing(at, first_token, first_slot);
-    };
-    PacketOfThread begin = existing({0, first_token, first_slot}, first_token, first_slot);
+    constexpr u32 kAtOnce = 4;
+    const u32 threads = blockDim.x / size(), top_k = x.experts.top_k, source = thread / threads;
+    if (source >= size()) return true;
+    const Pair* const packets = packet_of({source, 0, 0});
+    const u32 pairs = layout.tokens[source] * top_k;
+    const u32 begin = pairs_before(source, shares.block_begin), end = pairs_before(source, shares.block_end);
 #pragma unroll 1
-    while (begin.distance < size()) {
-      u32 places[kAtOnce];  // the number of packets from `routes`
+    for (u32 first = thread - source * threads; first < pairs; first += kAtOnce * threads) {
       u32 words[kAtOnce];  // the experts
       u32 missing = 0;
-      PacketOfThread at = begin;
 #pragma unroll
-      for (u32 i = 0; i < kAtOnce; ++i) {
-        if (at.distance >= size()) continue;
-        places[i] = static_cast<u32>(packet_of({source_of(at), at.token, at.slot}) - routes);
-        missing |= 1u << i;
-        at = next(at);
-      }
-      Spell spell;
-#pragma unroll 1
-      for (u32 poll = 0; missing != 0; ++poll) {
+      for (u32 i = 0; i < kAtOnce; ++i) missing |= (first + i * threads < pairs ? 1u : 0u) << i;
+      const u32 all = missing;
+      const auto reached = [&] {
         // The loads of all missing packets are in flight together.
         Pair loaded[kAtOnce];
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
-          if ((missing >> i & 1) != 0) loaded[i] = load_volatile(routes + places[i]);
+          if ((missing >> i & 1) != 0) loaded[i] = load_volatile(packets + first + i * threads);
         }
 #pragma unroll
         for (u32 i = 0; i < kAtOnce; ++i) {
@@ -314,24 +277,19 @@ struct Counts {
           words[i] = FlagProtocol::unit(loaded[i]).words[0];
           missing &= ~(1u << i);
         }
-        if (missing == 0 || poll < kPollsBeforeClock) continue;
-        PacketOfThread first = begin;
-        for (u32 i = 0; (missing >> i & 1) == 0; ++i) first = next(first);
-        PeerWatch mine(x.experts, kDispatch, turn.number, source_of(first));
-        const SpinEnd spun = spell.end([&] { return mine.leaves(); }, mine.watch);
-        if (!lasts(x.experts.team, mine.watch, spun)) return false;
-      }
+        return missing == 0;
+      };
+      if (!await_peer(x.experts, kDispatch, turn.number, source, reached)) return false;
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) {
-        if (begin.distance >= size()) continue;
-        if (words[i] == kWrongExpert) return give_up(kRoutes, begin.token, source_of(begin));
-        if (words[i] != kNoExpert) {
-          const u32 expert = words[i] & ~kNewRank;
-          u32* const counts = counts_for(begin.token * size() + source_of(begin));
-          atomicAdd(&counts[expert], 1);
-          if (words[i] != expert) atomicAdd(&counts[num_experts(x.experts) + rank_of(x.experts, expert)], 1);
-        }
-        begin = next(begin);
+        const u32 pair = first + i * threads;
+        if ((all >> i & 1) == 0 || words[i] == kNoExpert) continue;
+        if (words[i] == kWrongExpert) return give_up(kRoutes, pair / top_k, source);
+        const u32 expert = words[i] & ~kNewRank;
+        u32* counts = pair < begin ? layout.before : layout.totals;
+        if (pair >= begin && pair < end) counts = layout.histograms[warp_of(pair / top_k * size() + source)];
+        atomicAdd(&counts[expert], 1);
+        if (words[i] != expert) atomicAdd(&counts[num_experts(x.experts) + rank_of(x.experts, expert)], 1);
       }
     }
     return true;

@@ -57,4 +57,31 @@ constexpr u32 kWrongExpert = ~1u;   // in a packet: the id is no expert
 constexpr u32 kNewRank = 1u << 30;  // in a packet: no earlier slot of the token has an expert of this rank
 static_assert(kMostExperts <= kNewRank && (kNewRank | kMostExperts) < kWrongExpert, "packets tell these apart");
 
+MPICOMM_DEVICE i64 id_of(const Dispatch& x, u64 pair) {
+  return x.wide_ids ? static_cast<const i64*>(x.ids)[pair] : static_cast<const i32*>(x.ids)[pair];
+}
+
+// The expert of an id, kNoExpert or kWrongExpert.
+MPICOMM_DEVICE u32 expert_of(const Dispatch& x, i64 id) {
+  if (id == -1) return kNoExpert;
+  return id >= 0 && id < static_cast<i64>(num_experts(x.experts)) ? static_cast<u32>(id) : kWrongExpert;
+}
+
+// The rank of an expert, or kMaxRanks.
+MPICOMM_DEVICE u32 owner_of(const Dispatch& x, u32 expert) {
+  return expert >= kWrongExpert ? kMaxRanks : rank_of(x.experts, expert);
+}
+
+// Waits for a packet of a source. Packets need no order: see packet_protocols.cuh.
+MPICOMM_DEVICE bool await_packet(const Experts& x, const Turn& turn, u32 source, const Pair* place, Packet& unit) {
+  Pair packet{};
+  const auto reached = [&] {
+    packet = load_volatile(place);
+    return FlagProtocol::has_come(packet, static_cast<u32>(turn.number));
+  };
+  if (!await_peer(x, kDispatch, turn.number, source, reached)) return false;
+  unit = FlagProtocol::unit(packet);
+  return true;
+}
+
 }  // namespace mpicomm

@@ -158,15 +158,19 @@ struct Receiver : Counts {
     }
   }
 
+  // Gives places, and describes them. All threads of the block go on or leave together.
+  MPICOMM_DEVICE bool give_places() const {
+    Pair packet;
+    if (!place_experts(packet)) return false;
+    // The barrier also orders the places of all warps before the loads in `lay_out`.
+    if (!__syncthreads_and(place_pairs(packet))) return false;
+    fill_gaps();
+    return true;
+  }
+
   MPICOMM_DEVICE void run() {
     clear_counts();
-    Pair packet;
-    if (!count_tokens() || !place_experts(packet)) return;
-    // All threads of the block go on or leave together. The barrier also orders the places of all
-    // warps before the loads in `lay_out`.
-    if (!__syncthreads_and(place_pairs(packet))) return;
-    fill_gaps();
-    lay_out();
+    if (count_tokens() && give_places()) lay_out();
   }
 };
 

@@ -7,70 +7,20 @@
 // flag, the number of the launch (ll_flags.cuh). It is the fastest protocol for messages of up to
 // some KiB.
 //
-// Sentinel carries 16 bytes of data and no flag. In a slot without a packet, the upper word of each
-// half is kAbsent. The sender stores each half as a whole. So a half has come after its upper word
-// differs from kAbsent. A receiver that has taken a packet resets the slot: it stores kAbsent there
-// again.
-//
-// The data itself may have the word kAbsent in one of these two words. Then the sender stores
-// kEscaped, which differs in the sign. The rest depends on the kernel (kEscapes):
-// - As a number, kEscaped is another NaN. A reduction that makes one NaN of all NaNs (kMakesOneNan)
-//   needs no more. If it has a single contribution, the changed NaN stays, but only one rank
-//   receives this contribution. An epilogue may make any NaN. Packets carry the results of an
-//   epilogue if they have the type of the elements.
-// - All other data has to arrive unchanged. A packet with kAbsent or kEscaped in one of the two
-//   words has an escape: a byte beside the slots. The byte is zero until the sender stores in it
-//   which of the two words were kAbsent. The receiver resets the byte with the slot. Such data is
-//   rare.
+// Sentinel carries 16 bytes of data and no flag: see sentinels.cuh.
 #pragma once
 
 #include "element.cuh"
 #include "flag_protocol.cuh"
+#include "sentinels.cuh"
 
 namespace mpicomm {
 
-struct SentinelProtocol {
-  static constexpr u32 kUnitNbytes = kPacketNbytes;
-  static constexpr bool kGivesBack = true;
 #if defined(MPICOMM_DTYPE) && (defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))
-  static constexpr bool kEscapes = !kMakesOneNan<Op>;
+using SentinelProtocol = Sentinels<!kMakesOneNan<Op>>;
 #else
-  static constexpr bool kEscapes = true;
+using SentinelProtocol = Sentinels<true>;
 #endif
-  struct Flag {};
-
-  MPICOMM_DEVICE static Flag flag(u64) { return {}; }
-  MPICOMM_DEVICE static Pair packet(const Packet& unit, Flag) {
-    Pair packet = __builtin_bit_cast(Pair, unit);
-    if (!kEscapes && upper(packet.first) == kAbsent) packet.first ^= kSign;
-    if (!kEscapes && upper(packet.second) == kAbsent) packet.second ^= kSign;
-    return packet;
-  }
-  MPICOMM_DEVICE static bool has_come(const Pair& packet, Flag) {
-    return upper(packet.first) != kAbsent && upper(packet.second) != kAbsent;
-  }
-  MPICOMM_DEVICE static Packet unit(const Pair& packet) { return __builtin_bit_cast(Packet, packet); }
-  // Whether a packet needs an escape: a packet to send, or a packet that has come.
-  MPICOMM_DEVICE static bool has_escape(const Pair& packet) {
-    return kEscapes && (is_special(packet.first) || is_special(packet.second));
-  }
-  MPICOMM_DEVICE static void give_back(Pair* slot) {
-    constexpr u64 absent = static_cast<u64>(kAbsent) << 32 | kAbsent;
-    store_volatile(slot, {absent, absent});
-  }
-
-  // The host's copy is in arguments.py of packets; a test compares them.
-  static constexpr u32 kAbsent = 0xFFF5A3C6;
-  static constexpr u32 kEscaped = kAbsent ^ 1u << 31;
-  static constexpr u64 kSign = 1ull << 63;  // the bit of a half in which kAbsent and kEscaped differ
-  // The bits of an escape: the first half has kEscaped for kAbsent, the second half has it, and the
-  // escape has come.
-  static constexpr u32 kFirst = 1, kSecond = 2, kCome = 4;
-
-  MPICOMM_DEVICE static u32 upper(u64 half) { return static_cast<u32>(half >> 32); }
-  MPICOMM_DEVICE static bool is_special(u64 half) { return (upper(half) | 1u << 31) == kAbsent; }
-};
-static_assert((SentinelProtocol::kEscaped | 1u << 31) == SentinelProtocol::kAbsent, "they differ in the sign");
 
 // Stores a packet that needs an escape. The two stores have no order and need none. A receiver that
 // has seen the packet waits for the escape. The byte is zero until the escape comes, because the

@@ -85,10 +85,11 @@ def table_of_experts(result: dict[str, Any], where: str | None) -> dict[str, Any
             *("even all-to-all, us", "copy engine, GB/s", "NCCL dispatch, us", "NCCL combine, us"),
         ],
         "rows": rows,
-        "text": f"A token has {shape} and {options['top_k']} different experts, drawn at random. GB/s are the bytes "
-        "that cross the links of a GPU, each way. The even all-to-all is mpicomm's, of as many rows to each rank. "
-        "Calls are in CUDA graphs, but dispatch and combine of NCCL are not: there the host waits for the counts. NCCL "
-        "moves rows that lie by rank already, and does not sort or add them.",
+        "text": f"A token has {shape} and {options['top_k']} different experts, drawn at random. The tokens of a rank "
+        "are the `max_tokens` of its `Experts` object. GB/s are the bytes that cross the links of a GPU, each way. The "
+        "even all-to-all is mpicomm's, of as many rows to each rank. Calls are in CUDA graphs, but dispatch and "
+        "combine of NCCL are not: there the host waits for the counts. NCCL moves rows that lie by rank already, and "
+        "does not sort or add them.",
         "notes": [],
         **{name: document[name] for name in ("command", "versions", "date")},
     }

@@ -11,8 +11,8 @@ import numpy as np
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainTemplate, layout_of
 from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, ChannelMemory
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import Team
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Builds, Change

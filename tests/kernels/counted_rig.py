@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.collectives.gpu.algorithms.packets.any_length import counted_launch
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
+from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
 from tests.kernels.launches import enqueue

@@ -11,6 +11,7 @@ import numpy as np
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.experts.on_gpu import Blocks, ExpertsLaunches, ExpertsMemory
 from mpicomm.experts.shape import Shape
+from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_RANKS
 from tests.kernels.build import Builds, Change
 from tests.kernels.launches import kernel_of
@@ -21,13 +22,16 @@ FEW_THREADS = (
     Change("experts_combine.cu", "kSumThreads = 256", "kSumThreads = 64"),
 )
 """Three warps of a block that dispatches, and two of a block that combines: a CPU runs them sooner."""
-_THREADS = {"experts_dispatch.cu": 96, "experts_combine.cu": 64}
+_THREADS = {"experts_dispatch.cu": 96, "experts_dispatch_few.cu": 96, "experts_combine.cu": 64}
+_OF_DISPATCH = (
+    *("experts.cuh", "experts_dispatch.cuh", "experts_layout.cuh", "experts_counts.cuh"),
+    *("experts_receiver.cuh", "experts_routes.cuh"),
+)
+_OF_PACKETS = ("experts_packets.cuh", "sentinels.cuh")
 _INCLUDED = {
-    "experts_dispatch.cu": (
-        *("experts.cuh", "experts_runs.cuh", "experts_dispatch.cu", "experts_dispatch.cuh", "experts_layout.cuh"),
-        *("experts_counts.cuh", "experts_receiver.cuh"),
-    ),
-    "experts_combine.cu": ("experts.cuh", "experts_runs.cuh", "experts_combine.cu"),
+    "experts_dispatch.cu": (*_OF_DISPATCH, "experts_runs.cuh", "experts_dispatch.cu"),
+    "experts_dispatch_few.cu": (*_OF_DISPATCH, *_OF_PACKETS, "experts_heads.cuh", "experts_dispatch_few.cu"),
+    "experts_combine.cu": ("experts.cuh", "experts_runs.cuh", *_OF_PACKETS, "experts_combine.cu"),
 }
 FEW_TOKENS = 3
 """Up to so many tokens of a rank are few, so that random ranks have few or more."""
@@ -78,18 +82,22 @@ class ExpertsRig:
         timeout_s: float = 20,
         all_threads: bool = False,
         by_token: bool = False,
+        in_packets: bool = False,
         wire: np.dtype[Any] | None = None,
     ) -> None:
         self.size = len(experts_per_rank)
         self.shape = Shape(
             *(tuple(experts_per_rank), hidden, max_tokens, top_k, np.dtype(dtype), capacity, alignment),
-            *(None, by_token, wire, FEW_TOKENS),
+            *(None, by_token, wire, max_tokens if in_packets else FEW_TOKENS),
         )
         self.machine = machine = Machine(builds, self.size)
         self._all_threads = all_threads
         self._changes = [*changes, *(() if all_threads else FEW_THREADS)]
-        nbytes = ExpertsMemory(self.shape).nbytes
-        self.arenas = [machine.allocate(rank, nbytes) for rank in range(self.size)]
+        memory = ExpertsMemory(self.shape)
+        self.arenas = [machine.allocate(rank, memory.nbytes) for rank in range(self.size)]
+        begin, end = memory.slots
+        for arena in self.arenas:
+            arena.bytes[begin:end].view(np.uint32)[:] = ABSENT
         machine.keep()
         modes = dict.fromkeys(("dispatch", "combine", "dispatch of few", "combine of few"), Blocks(*blocks))
         self._launches = [

@@ -173,8 +173,12 @@ class Machine:
                 faults.append(f"fault on rank {rank}: {said}")
         if faults:
             raise RunFailedError("\n".join(faults))
-        if any((gap != _GAP_BYTE).any() for gap in self._gaps):
+        if self.wrote_beside():
             raise RunFailedError("a kernel wrote beside what it was to write")
+
+    def wrote_beside(self) -> bool:
+        """Return whether a kernel wrote beside what it was to write."""
+        return any((gap != _GAP_BYTE).any() for gap in self._gaps)
 
     def _faults_of(self, rank: int) -> Faults:
         failed = self.failed[rank]

@@ -12,7 +12,7 @@ import numpy as np
 from mpicomm.collectives.exchange import TwoShot
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.collectives.gpu.algorithms.packets.plan import two_shot_of_rows
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
@@ -21,6 +21,7 @@ from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, coding_of
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
+from mpicomm.kernels.sentinels import ABSENT
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Change

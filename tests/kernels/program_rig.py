@@ -12,13 +12,14 @@ from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaRegion, Inboxes, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
+from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES
 from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes
 from mpicomm.collectives.gpu.algorithms.registry import ANY_LENGTH
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
 from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import Team
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.patterns import Pattern

@@ -39,6 +39,7 @@ from mpicomm.kernels.epilogue import (  # noqa: E402
     norm_options,
 )
 from mpicomm.kernels.experts import (  # noqa: E402
+    DISPATCH_FEW_KERNEL,
     DISPATCH_KERNEL,
     DISPATCH_THREADS,
     QUANTIZE_THREADS,
@@ -110,11 +111,11 @@ BANDWIDTH += [DIRECT_KERNEL, PACK_KERNEL, COPY]
 EXPERTS_DTYPES = ("float32", "float16", "bfloat16")
 # Each type is once converted to, and once converted from. The loads of a type, not the stores, need the registers.
 BANDWIDTH += [
-    combine_experts_kernel(dtype, result, by_token=by_token)
+    combine_experts_kernel(dtype, result, by_token=by_token, in_packets=in_packets)
     for dtype, result in zip(EXPERTS_DTYPES, (*EXPERTS_DTYPES[1:], EXPERTS_DTYPES[0]), strict=True)
-    for by_token in (False, True)
+    for by_token, in_packets in ((False, False), (True, False), (True, True))
 ]
-BANDWIDTH += [quantize_experts_kernel("bfloat16")]
+BANDWIDTH += [DISPATCH_FEW_KERNEL, quantize_experts_kernel("bfloat16")]
 BANDWIDTH += [
     combine_kernel(reduction, result)
     for reduction, result in ((("float32", "sum"), "bfloat16"), (("bfloat16", "max"), "bfloat16"), (WIDEST, WIDEST[0]))
@@ -307,6 +308,7 @@ LARGEST_BLOCKS = [
     (PACK_KERNEL, PACK_THREADS),
     (counted_step_kernel(8), most_workers(8, fan_out=False, one_step=True) + OVERSEERS),
     (DISPATCH_KERNEL, DISPATCH_THREADS),
+    (DISPATCH_FEW_KERNEL, DISPATCH_THREADS),
     (combine_experts_kernel("bfloat16", "float32", by_token=False), SUM_THREADS),
     (quantize_experts_kernel("float32"), QUANTIZE_THREADS),
     (MESSAGE_KERNEL, MESSAGE_THREADS),

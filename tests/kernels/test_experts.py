@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,144 +12,27 @@ from hypothesis import strategies as st
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the rig reads fault records by a module that needs cuda-bindings")
 
-from tests.helpers.inputs.routings import Routing, require_laid_by_token, require_laid_out, require_same  # noqa: E402
-from tests.helpers.references.experts import Laid  # noqa: E402
+from tests.helpers.inputs.routings import require_same  # noqa: E402
 from tests.kernels.build import Builds, Change  # noqa: E402
 from tests.kernels.experts_rig import ExpertsRig, Result  # noqa: E402
-from tests.kernels.machine import CAUGHT, SEEDS, Array, Place, RunFailedError  # noqa: E402
-
-BY_BLOCKS = Change("experts_counts.cuh", "kFewPairs = 8192", "kFewPairs = 0")
-"""As if there were many pairs: each block counts only its own pairs."""
-TYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
-ONE_TYPE = (np.float32,)
-"""Each type of the results is one more build of the kernel."""
+from tests.kernels.experts_runs import BY_BLOCKS, ONE_TYPE, TYPES, WAYS, Round, play, rig_of  # noqa: E402
+from tests.kernels.machine import CAUGHT, SEEDS, Array, RunFailedError  # noqa: E402
 
 
-class Round:
-    """One dispatch of random tokens, and its combines."""
-
-    def __init__(self, rig: ExpertsRig, rng: np.random.Generator, *, none: float = 0.2) -> None:
-        self.rig = rig
-        shape = rig.shape
-        experts = shape.experts_per_rank
-        self.routing = Routing(rng, experts, shape.hidden, shape.max_tokens, shape.top_k, shape.dtype, none=none)
-        self.results: list[Result] = []
-        self.sums: list[tuple[list[tuple[Place, Place]], np.dtype[Any], bool]] = []
-        of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
-        self.values = [rng.random(of_rows, dtype=np.float32) for _ in experts]
-
-    def dispatch(self, ranks: Iterable[int], naps: Sequence[int] | None = None) -> None:
-        x = self.routing
-        for rank in ranks:
-            nap_us = naps[rank] if naps else 0
-            self.results.append(self.rig.dispatch(rank, x.xs[rank], x.ids[rank], x.weights[rank], nap_us=nap_us))
-
-    def combine(
-        self, ranks: Iterable[int], dtype: Any, naps: Sequence[int] | None = None, *, weighted: bool = True
-    ) -> None:
-        places = []
-        for rank in ranks:
-            nap_us, result = naps[rank] if naps else 0, self.results[rank]
-            values = None if weighted else self.values[rank]
-            places.append(self.rig.combine(rank, result.rows, result, dtype, values, weighted=weighted, nap_us=nap_us))
-        self.sums.append((places, np.dtype(dtype), weighted))
-
-    def check(self) -> None:
-        shape = self.rig.shape
-        laid = self.routing.laid(shape.alignment)
-        if shape.by_token:
-            self._check_by_token(laid)
-            return
-        for rank, (expected, result) in enumerate(zip(laid, self.results, strict=True)):
-            experts = shape.experts_per_rank[rank]
-            rows = result.rows.view(shape.dtype).reshape(-1, shape.hidden)
-            counts, offsets = result.counts.view(np.int32)[:experts], result.offsets.view(np.int32)
-            sources = result.sources.view(np.int32).reshape(-1, 3)
-            require_laid_out(expected, rows, counts, offsets, sources, result.weights.view(np.float32))
-            rest = rows[expected.offsets[-1] :]
-            require_same("rows that no pair has", rest, np.zeros_like(rest))
-        for places, dtype, weighted in self.sums:
-            for rank, (place, slots) in enumerate(places):
-                expected_sums = self.routing.sums(laid, [each.rows for each in laid], rank, dtype, weighted=weighted)
-                require_same("sums", place.view(dtype).reshape(expected_sums.shape), expected_sums)
-                if not weighted:
-                    of_slots = self.routing.of_slots(laid, self.values, rank)
-                    require_same("values", slots.view(np.float32).reshape(of_slots.shape), of_slots)
-
-    def _check_by_token(self, places: list[Laid]) -> None:
-        shape = self.rig.shape
-        laid = self.routing.laid_by_token()
-        for rank, (expected, result) in enumerate(zip(laid, self.results, strict=True)):
-            words = {name: place.view(np.int32) for name, place in result.of_tokens.items()}
-            found = {
-                **words,
-                "x": result.rows.view(shape.dtype).reshape(-1, shape.hidden),
-                "counts": result.counts.view(np.int32)[: shape.experts_per_rank[rank]],
-                "offsets": result.offsets.view(np.int32),
-                "sources": result.sources.view(np.int32).reshape(-1, 3),
-                "weights": result.weights.view(np.float32),
-                "tokens": result.tokens.view(np.int32),
-                "topk_ids": words["topk_ids"].reshape(-1, shape.top_k),
-                "topk_weights": words["topk_weights"].view(np.float32).reshape(-1, shape.top_k),
-                "token_rows": words["token_rows"].reshape(shape.size, -1),
-            }
-            require_laid_by_token(expected, places[rank], found)
-        for sums, dtype, has_values in ((places, dtype, not weighted) for places, dtype, weighted in self.sums):
-            for rank, (place, slots) in enumerate(sums):
-                expected_sums = self.routing.sums_by_token(laid, [each.rows for each in laid], rank, dtype)
-                require_same("sums", place.view(dtype).reshape(expected_sums.shape), expected_sums)
-                if has_values:
-                    of_slots = self.routing.slots_by_token(laid, self.values, rank)
-                    require_same("values", slots.view(np.float32).reshape(of_slots.shape), of_slots)
-
-
-def play(
-    rig: ExpertsRig,
-    seed: int,
-    rounds: int,
-    *,
-    types: Sequence[Any] = TYPES,
-    jitter_us: int = 200,
-    napping: bool = True,
-    limit_s: float = 60,
-) -> None:
-    """Random dispatches, each with no combine, one or two."""
-    rng = np.random.default_rng([rig.size, seed])
-    played, everyone = [], range(rig.size)
-    for _ in range(rounds):
-        each = Round(rig, rng)
-        played.append(each)
-        naps = rng.choice((0, 0, 500), rig.size) if napping else [0] * rig.size
-        each.dispatch(everyone, [int(nap) for nap in naps])
-        for _ in range(int(rng.choice((0, 1, 1, 2)))):
-            naps = rng.choice((0, 0, 500), rig.size) if napping else [0] * rig.size
-            dtype = types[int(rng.integers(len(types)))]
-            each.combine(everyone, dtype, [int(nap) for nap in naps], weighted=bool(rng.integers(2)))
-    rig.machine.run(seed=seed, jitter_us=jitter_us, limit_s=limit_s)
-    for each in played:
-        each.check()
-
-
-def rig_of(builds: Builds, size: int, changes: Sequence[Change] = (), **options: Any) -> ExpertsRig:
-    """Return ranks with 3, 0, 2, ... experts, and rows of two parts of odd length."""
-    experts = [3, 0, 2, 1][:size] if size > 1 else [4]
-    dtype = options.pop("dtype", np.float32)
-    hidden = 4112 // np.dtype(dtype).itemsize
-    options.setdefault("capacity", 96)
-    return ExpertsRig(builds, experts, hidden, 7, options.pop("top_k", 3), dtype, changes=changes, **options)
-
-
-@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_random_routings(builds: Builds, size: int, by_token: bool) -> None:
-    cases = zip(((1, 1), (2, 3), (3, 2)), TYPES, (1, 4, 3), ((), (BY_BLOCKS,), (BY_BLOCKS,)), strict=True)
+def test_random_routings(builds: Builds, size: int, way: str) -> None:
+    # Of five receivers that take packets two give places, of two one does, and one does all.
+    of_cases = ((1, 1), (2, 5), (3, 2)) if way == "in packets" else ((1, 1), (2, 3), (3, 2))
+    cases = zip(of_cases, TYPES, (1, 4, 3), ((), (BY_BLOCKS,), ()), strict=True)
     for seed, (blocks, dtype, alignment, changes) in enumerate(cases):
-        options = {"dtype": dtype, "alignment": alignment, "by_token": by_token, "all_threads": size == 2}
+        options = {"dtype": dtype, "alignment": alignment, "all_threads": size == 2, **WAYS[way]}
         play(rig_of(builds, size, changes, blocks=blocks, **options), seed, 6)
 
 
-def test_launches_past_the_end_of_32_bits(builds: Builds) -> None:
-    rig = rig_of(builds, 3, blocks=(2, 2))
+@pytest.mark.parametrize("way", ["by expert", "in packets"])
+def test_launches_past_the_end_of_32_bits(builds: Builds, way: str) -> None:
+    rig = rig_of(builds, 3, blocks=(2, 2), **WAYS[way])
     rig.start_at(2**32 - 5)
     play(rig, 0, 8)
 
@@ -162,7 +44,8 @@ def test_any_routing(builds: Builds, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, 5), "top_k")
     alignment = data.draw(st.integers(1, 9), "alignment")
     blocks = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 3)), "blocks")
-    rig = ExpertsRig(builds, experts, 8, 6, top_k, ml_dtypes.bfloat16, capacity=200, alignment=alignment, blocks=blocks)
+    options = {"alignment": alignment, "blocks": blocks, **WAYS[data.draw(st.sampled_from(list(WAYS)), "way")]}
+    rig = ExpertsRig(builds, experts, 8, 6, top_k, ml_dtypes.bfloat16, capacity=200, **options)
     play(rig, data.draw(st.integers(0, 2**32 - 1), "seed"), 2, napping=False)
 
 
@@ -197,13 +80,15 @@ def test_tokens_are_quantised_on_the_way(builds: Builds, dtype: Any) -> None:
 
 
 def test_no_race(watched_builds: Builds) -> None:
-    for changes, by_token in (((), True), ((BY_BLOCKS,), False), ((BY_BLOCKS,), True)):
-        play(rig_of(watched_builds, 3, changes, blocks=(1, 2), by_token=by_token), 0, 3, types=ONE_TYPE)
+    for changes, ways in (((), ("by token", "in packets")), ((BY_BLOCKS,), tuple(WAYS))):
+        for way in ways:
+            play(rig_of(watched_builds, 3, changes, blocks=(1, 4), **WAYS[way]), 0, 3, types=ONE_TYPE)
 
 
+@pytest.mark.parametrize("way", ["by expert", "in packets"])
 @pytest.mark.parametrize("wrong", [-2, 5, 2**40])
-def test_id_that_is_no_expert_is_a_fault_on_all_ranks(builds: Builds, wrong: int) -> None:
-    rig = rig_of(builds, 3, blocks=(1, 2))
+def test_id_that_is_no_expert_is_a_fault_on_all_ranks(builds: Builds, wrong: int, way: str) -> None:
+    rig = rig_of(builds, 3, blocks=(1, 2), **WAYS[way])
     ids = np.zeros((4, 3), np.int64)
     for rank in range(3):
         mine = ids.copy()
@@ -236,9 +121,10 @@ def test_rank_without_room_is_a_fault_on_all_ranks_and_nothing_is_written(builds
     assert not any(each.rows.bytes.any() for each in results)
 
 
+@pytest.mark.parametrize("way", ["by expert", "in packets"])
 @pytest.mark.parametrize("combines", [False, True])
-def test_rank_that_does_not_come_is_named(builds: Builds, combines: bool) -> None:
-    rig = rig_of(builds, 3, blocks=(1, 2), timeout_s=0.3)
+def test_rank_that_does_not_come_is_named(builds: Builds, combines: bool, way: str) -> None:
+    rig = rig_of(builds, 3, blocks=(1, 2), timeout_s=0.3, **WAYS[way])
     rounds = Round(rig, np.random.default_rng(0), none=0)
     if combines:
         rounds.dispatch(range(3))
@@ -314,8 +200,8 @@ RACES = {
     ),
     "places read before they are written": Change(
         "experts_receiver.cuh",
-        "if (!__syncthreads_and(place_pairs(packet))) return;",
-        "if (!place_pairs(packet)) return;",
+        "if (!__syncthreads_and(place_pairs(packet))) return false;",
+        "if (!place_pairs(packet)) return false;",
     ),
 }
 FAILURES = {
@@ -328,8 +214,8 @@ FAILURES = {
         "return true;",
     ),
     "packet of an earlier launch": Change(
-        "experts_counts.cuh",
-        "return FlagProtocol::has_come(packet, epoch());",
+        "experts_dispatch.cuh",
+        "return FlagProtocol::has_come(packet, static_cast<u32>(turn.number));",
         "return packet.first >> 32 != 0;",
     ),
     "launch not counted": Change(
@@ -349,7 +235,7 @@ FAILURES = {
 
 FAILURES_BY_TOKEN = {
     "two tokens in one row": Change("experts_receiver.cuh", "__popc(rows & earlier_tokens())", "0"),
-    "a row for each pair": Change("experts_dispatch.cu", " && is_new ?", " ?"),
+    "a row for each pair": Change("experts_routes.cuh", " && is_new ?", " ?"),
     "rows of earlier steps forgotten": Change("experts_receiver.cuh", "if (lane == 0) next += __popc(rows);", ""),
     "rows not counted": Change("experts_counts.cuh", "if (lane == 0) mine[num_experts", "if (false) mine[num_experts"),
 }

@@ -213,7 +213,7 @@ MISTAKES: dict[str, tuple[Protocol, Change]] = {
     "old flags not wiped": ("flagged", Change("ll_flags.cuh", "wipe_flags(inboxes, launch);", ";")),
     "sentinels not put back": (
         "sentinel",
-        Change("packet_protocols.cuh", "store_volatile(slot, {absent, absent});", "(void)slot;"),
+        Change("sentinels.cuh", "store_volatile(slot, {absent, absent});", "(void)slot;"),
     ),
     "a source that goes on before the relays": (
         "sentinel",
@@ -233,9 +233,7 @@ def test_mistake_is_seen(builds: Builds, name: str) -> None:
 ESCAPES = {
     "not put back": Change(WORKER, "store_volatile(escape, 0);", ""),
     "looked at once": Change(WORKER, "return code == 0 ? 1u << rank : 0u;", "return 0u;"),
-    "left out": Change(
-        "packet_protocols.cuh", "return kEscapes && (is_special", "return kEscapes && false && (is_special"
-    ),
+    "left out": Change("sentinels.cuh", "return kEscapes && (is_special", "return kEscapes && false && (is_special"),
 }
 
 
@@ -247,8 +245,8 @@ def test_mistake_with_escapes_is_seen(builds: Builds, name: str) -> None:
 
 
 NANS = {
-    "a number changed with them": Change("packet_protocols.cuh", "kSign = 1ull << 63", "kSign = 1ull << 32"),
-    "sent as they are": Change("packet_protocols.cuh", "packet.second ^= kSign;\n    return", ";\n    return"),
+    "a number changed with them": Change("sentinels.cuh", "kSign = 1ull << 63", "kSign = 1ull << 32"),
+    "sent as they are": Change("sentinels.cuh", "packet.second ^= kSign;\n    return", ";\n    return"),
 }
 
 

@@ -55,7 +55,11 @@ def parser() -> argparse.ArgumentParser:
     count = arguments.count_from
     result.add_argument("experts", choices=[NAME], help=argparse.SUPPRESS)
     result.add_argument(
-        "--tokens", type=arguments.counts_from(1), default=[128, 4096], metavar="N,...", help="of a rank"
+        "--tokens",
+        type=arguments.counts_from(1),
+        default=[128, 4096],
+        metavar="N,...",
+        help="of a rank; also the max_tokens of the Experts object",
     )
     result.add_argument("--hidden", type=count(1), default=7168, metavar="N", help="elements of a token; default: 7168")
     result.add_argument("--experts", dest="num_experts", type=count(1), default=64, metavar="N", help="default: 64")

@@ -7,12 +7,12 @@ from functools import partial
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, round_up
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
+from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 

@@ -290,6 +290,9 @@ class ThreadDevice:
     def zero(self, pointer: int, nbytes: int) -> None:
         array_at(pointer, nbytes, np.dtype(np.uint8))[:] = 0
 
+    def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
+        array_at(pointer, nbytes // 4, np.dtype(np.uint32))[:] = word
+
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         if not self.owns(source):
             self.host_copies += 1

@@ -11,7 +11,10 @@ from tests.helpers.references.experts import Array, Laid, LaidByToken, by_token,
 
 
 class Routing:
-    """Tokens with ids and weights for each rank. A part ``none`` of the slots has no expert."""
+    """Tokens with ids and weights for each rank. A part ``none`` of the slots has no expert.
+
+    Without ``tokens``, the number of tokens of each rank, ranks have random numbers of tokens.
+    """
 
     def __init__(
         self,
@@ -23,9 +26,11 @@ class Routing:
         dtype: np.dtype[Any],
         *,
         none: float = 0.2,
+        tokens: Sequence[int] | None = None,
     ) -> None:
         self.experts_per_rank = experts_per_rank
-        experts, counts = sum(experts_per_rank), rng.integers(max_tokens + 1, size=len(experts_per_rank))
+        experts = sum(experts_per_rank)
+        counts = rng.integers(max_tokens + 1, size=len(experts_per_rank)) if tokens is None else tokens
         self.xs = [rng.standard_normal((count, hidden)).astype(dtype) for count in counts]
         self.ids: list[Array] = []
         for count in counts:

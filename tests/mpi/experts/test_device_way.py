@@ -18,6 +18,8 @@ import mpicomm
 from mpicomm import Experts, InvalidUsageError
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.host import array_at
+from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
 from tests.helpers.fakes.message_devices import DeviceArray
@@ -35,6 +37,7 @@ class Noted:
     arguments: Any
     stream: int
     blocks: int
+    options: tuple[str, ...]
 
 
 class ExpertsDevice(WindowDevice):
@@ -50,7 +53,9 @@ class ExpertsDevice(WindowDevice):
 
     def launch(self, variant: Variant, arguments: ctypes.Structure, stream: int, *, blocks: int, threads: int) -> None:
         assert variant in self.loaded and threads > 0
-        self.noted.append(Noted(variant.entry, type(arguments).from_buffer_copy(arguments), stream, blocks))
+        self.noted.append(
+            Noted(variant.entry, type(arguments).from_buffer_copy(arguments), stream, blocks, variant.options)
+        )
 
     def of(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return an array of zeros with a shape, which arrays of CuPy have, too."""
@@ -86,7 +91,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 def experts_of(rig: Rig, **options: Any) -> Experts:
-    return Experts(rig.comm, 2 * rig.comm.size, HIDDEN, TOKENS, TOP_K, "float32", **options)
+    max_tokens = options.pop("max_tokens", TOKENS)
+    return Experts(rig.comm, 2 * rig.comm.size, HIDDEN, max_tokens, TOP_K, "float32", **options)
 
 
 def address(array: Any) -> int:
@@ -120,6 +126,23 @@ def test_launches_have_the_arrays_of_the_result(rig: Rig) -> None:
         experts.combine(received.x, received, weighted=False, stream=5)
         combine = rig.device.noted[-1]
         assert (dispatch.arguments.token_rows, combine.arguments.token_rows, combine.arguments.row_weights) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("max_tokens", [256, 257])
+@pytest.mark.parametrize("layout", ["experts", "tokens"])
+def test_rows_travel_in_packets_by_token_if_there_are_never_many(rig: Rig, layout: str, max_tokens: int) -> None:
+    in_packets = layout == "tokens" and max_tokens == 256
+    with experts_of(rig, layout=layout, max_tokens=max_tokens) as experts:
+        received, (dispatch,) = rig.dispatch(experts, 4)
+        experts.combine(received.x, received, stream=5)
+        combine = rig.device.noted[-1]
+        assert dispatch.entry == f"mpicomm_experts_dispatch{'_few' if in_packets else ''}"
+        assert ("-DMPICOMM_IN_PACKETS=true" in combine.options) == in_packets
+        x = dispatch.arguments.experts
+        nbytes = 2 * (x.sums - x.rows)  # rows and sums are alike
+        words = array_at(x.team.arenas[x.team.rank] + x.rows, nbytes // 4, np.dtype(np.uint32))
+        assert len(words) >= (rig.comm.size - 1) * max_tokens * HIDDEN
+        assert (words == ABSENT).all() == in_packets
 
 
 @pytest.mark.parametrize("blocks", [None, 2, 7])

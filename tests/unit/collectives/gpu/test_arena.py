@@ -12,9 +12,9 @@ pytest.importorskip("cuda.bindings", reason="the arena is memory of a GPU")
 
 from mpicomm.collectives.gpu import arena as device_arena
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError, OverBoundError
 from mpicomm.errors import HandleError, InvalidUsageError
+from mpicomm.kernels.sentinels import ABSENT
 
 MIB = 1 << 20
 

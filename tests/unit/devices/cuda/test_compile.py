@@ -64,7 +64,7 @@ def test_every_kernel_compiles(source: Path, capability: tuple[int, int]) -> Non
     reduces = ["-DMPICOMM_RANKS=4", "-DMPICOMM_DTYPE=float32", "-DMPICOMM_OP=sum", "-DMPICOMM_RESULT=float16"]
     options = {
         **dict.fromkeys(("packets", "local_reduction", "combine", "accumulate"), reduces),
-        "experts_combine": [*reduces, "-DMPICOMM_BY_TOKEN=true"],
+        "experts_combine": [*reduces, "-DMPICOMM_BY_TOKEN=true", "-DMPICOMM_IN_PACKETS=true"],
         "epilogue": [*reduces, "-DMPICOMM_EPILOGUE=v"],
         "norm": [*reduces, "-DMPICOMM_WEIGHT=float32"],
         "counted_step": list(counted_step_kernel(4).options),

@@ -19,8 +19,6 @@ OVERSEERS = 32
 STAGES = 2
 SLOT_NBYTES = 16
 FENCES_NBYTES = 3072  # for each block: see fences.cuh
-ABSENT = 0xFFF5A3C6
-"""The words of an empty slot of the sentinel protocol."""
 CODES_OF_PACKET = 16
 """The elements that a packet carries as codes of 8 bits: ``kPartElements`` in eight_bits.cuh."""
 UNIT_NBYTES = {"flagged": 8, "sentinel": 16}

@@ -26,6 +26,7 @@ from mpicomm.devices.cuda.compile import compile_kernel
 from mpicomm.kernels import accumulate, combine, epilogue, experts, message, packing, team, window
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
+from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import Faults, Team
 from mpicomm.p2p import kernels as p2p
 from tests.helpers.inputs.kernel_sources import INCLUDES
@@ -104,7 +105,7 @@ CONSTANTS = {
         "kStages": packets.STAGES,
         "kSlotNbytes": packets.SLOT_NBYTES,
         "kFencesNbytes": packets.FENCES_NBYTES,
-        "SentinelProtocol::kAbsent": packets.ABSENT,
+        "SentinelProtocol::kAbsent": ABSENT,
         "SentinelProtocol::kEscaped": SENTINELS[1],
     },
     "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
@@ -133,6 +134,8 @@ CONSTANTS = {
         "kDispatchThreads": experts.DISPATCH_THREADS,
         "kMostExperts": experts.MOST_EXPERTS,
         "kMostTopK": experts.MOST_TOP_K,
+        "kFewTokens": experts.FEW_TOKENS,
+        "kHeads": experts.HEADS,
         "kPartPackets": experts.PART_PACKETS,
         "kDispatch": experts.DISPATCH,
         "kCombine": experts.COMBINE,
@@ -158,7 +161,7 @@ CONSTANTS = {
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: Path) -> None:
-    assert SENTINELS[0] == packets.ABSENT
+    assert SENTINELS[0] == ABSENT
     require_agreement(name, STRUCTURES[name], CONSTANTS[name], tmp_path)
 
 
@@ -218,6 +221,7 @@ def require_agreement(
         "-DMPICOMM_RANKS=4",
         "-DMPICOMM_RESULT=float32",
         "-DMPICOMM_BY_TOKEN=true",
+        "-DMPICOMM_IN_PACKETS=true",
     )
     compile_kernel(source, WITHOUT_ASSEMBLER, (*reduction, *options, *INCLUDES))
 
