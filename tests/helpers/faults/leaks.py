@@ -11,6 +11,7 @@ from pathlib import Path
 
 # Threads end, and other ranks free their part, a little after a call has returned.
 PATIENCE_S = 1.0
+_PAUSE_S = 1e-3  # most take less, and hundreds of tests wait here
 # Files in /dev/shm that other MPI jobs create at any time, and that the CUDA driver creates once per process.
 OF_OTHERS = ("mpich", "ucx_", "ompi", "vader", "sm_segment.", "sem.", "cuda.shm.")
 # Files of Python's SharedMemory: tests that run beside this one create them, mpicomm only opens them.
@@ -31,7 +32,7 @@ def nothing_leaks() -> Iterator[None]:
     while leaked := _resources() - before:
         if time.monotonic() > deadline:
             raise AssertionError("leaked: " + ", ".join(sorted(leaked)))
-        time.sleep(0.01)
+        time.sleep(_PAUSE_S)
 
 
 def collect_only_new_objects() -> None:
