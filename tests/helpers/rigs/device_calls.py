@@ -40,16 +40,15 @@ class Engine:
     def prepare_call(self, call: Call, mappings: object, asked: str) -> Any:
         text = str(call.signature)
         self._post(text)
-        return SimpleNamespace(part=Part(call), text=text, is_old=False)
+        return SimpleNamespace(part=Part(call), text=text, is_new=True, is_old=False)
 
     def form_plan(self, call: Call, mappings: object, asked: str) -> None:
         return None
 
-    def enqueue(
-        self, plan: Any, stream: int, *, again: bool = False, meets: bool = False, event: object = None
-    ) -> bool:
-        if again:
+    def enqueue(self, plan: Any, stream: int, event: object = None, meets: bool = False) -> bool:
+        if not plan.is_new:
             self._post(plan.text)
+        plan.is_new = False
         self.calls += 1
         plan.part.pack()
         self._host.run([plan.part.exchange], CALL)
