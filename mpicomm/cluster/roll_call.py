@@ -97,6 +97,9 @@ class PartRollCalls:
             raise
 
 
+_Wait = Callable[[list[MPI.Request], float], bool]
+
+
 class _RollCall(ABC):
     """One roll call of ``ranks`` of ``comm``."""
 
@@ -108,18 +111,18 @@ class _RollCall(ABC):
         self._requests: list[MPI.Request] = []
 
     @abstractmethod
-    def _down(self, memory: bytes | bytearray) -> None:
+    def _down(self, memory: bytes | bytearray) -> list[MPI.Request]:
         """Begin to send the memory from the first rank to each other rank."""
 
     @abstractmethod
-    def _up(self, memory: bytearray) -> None:
+    def _up(self, memory: bytearray) -> list[MPI.Request]:
         """Begin to send one byte from each other rank to its place in the memory of the first rank."""
 
     def meet(self, step: str, timeout_s: float) -> None:
         """Return when all ranks are here. Raises `CollectiveTimeoutError` with the missing ranks."""
 
-        def wait(limit_s: float) -> bool:
-            ready = partial(MPI.Request.Testall, self._requests)
+        def wait(requests: list[MPI.Request], limit_s: float) -> bool:
+            ready = partial(MPI.Request.Testall, requests)
             if soon(ready):
                 return True
             with page().step(step, ranks_in_world(self._comm, self._ranks)):
@@ -136,64 +139,57 @@ class _RollCall(ABC):
             abandoned.extend(self._requests)
             raise
 
-    def _hear(self, wait: Callable[[float], bool], limit_s: float) -> bytes:
+    def _hear(self, wait: _Wait, limit_s: float) -> bytes:
         words = bytearray(len(self._ranks))
         words[0] = _HERE
-        self._down(bytes(1))
-        self._up(words)
-        wait(limit_s)
+        self._requests += self._down(bytes(1))
+        hearing = self._up(words)
+        self._requests += hearing
+        wait(hearing, limit_s)  # for nothing else: MPI may fail to send to a dead rank, but silence names the rank
         heard = bytes(words)  # some words may not have arrived
-        self._down(heard)
+        self._requests += self._down(heard)
         if heard == self._all_here:
-            wait(limit_s)
+            wait(self._requests, limit_s)
         return heard
 
-    def _answer(self, wait: Callable[[float], bool], limit_s: float) -> bytes:
+    def _answer(self, wait: _Wait, limit_s: float) -> bytes:
         words = bytearray(len(self._ranks))
-        self._down(bytearray(1))
-        called = wait(limit_s)
-        self._up(bytearray([_HERE if called else _LEFT]))
-        self._down(words)
-        return bytes(words) if called and wait(limit_s) else b"\0" + self._all_here[1:]
+        self._requests += self._down(bytearray(1))
+        called = wait(self._requests, limit_s)
+        self._requests += self._up(bytearray([_HERE if called else _LEFT]))
+        self._requests += self._down(words)
+        return bytes(words) if called and wait(self._requests, limit_s) else b"\0" + self._all_here[1:]
 
 
 class _Collectives(_RollCall):
     """Speaks through collectives of MPI: ``comm`` may belong to the user, whose receives may take any message."""
 
-    def _down(self, memory: bytes | bytearray) -> None:
+    def _down(self, memory: bytes | bytearray) -> list[MPI.Request]:
         size, nbytes = len(self._ranks), len(memory)
-        request = (
-            self._comm.Iscatterv([memory * size, [nbytes] * size, MPI.BYTE], MPI.IN_PLACE)
-            if self._is_first
-            else self._comm.Iscatterv(None, [memory, MPI.BYTE])
-        )
-        self._requests.append(request)
+        if self._is_first:
+            return [self._comm.Iscatterv([memory * size, [nbytes] * size, MPI.BYTE], MPI.IN_PLACE)]
+        return [self._comm.Iscatterv(None, [memory, MPI.BYTE])]
 
-    def _up(self, memory: bytearray) -> None:
-        request = (
-            self._comm.Igatherv(MPI.IN_PLACE, [memory, [1] * len(memory), MPI.BYTE])
-            if self._is_first
-            else self._comm.Igatherv([memory, MPI.BYTE], None)
-        )
-        self._requests.append(request)
+    def _up(self, memory: bytearray) -> list[MPI.Request]:
+        if self._is_first:
+            return [self._comm.Igatherv(MPI.IN_PLACE, [memory, [1] * len(memory), MPI.BYTE])]
+        return [self._comm.Igatherv([memory, MPI.BYTE], None)]
 
 
 class _Messages(_RollCall):
     """Speaks by messages in a communicator that is private to mpicomm."""
 
-    def _down(self, memory: bytes | bytearray) -> None:
+    def _down(self, memory: bytes | bytearray) -> list[MPI.Request]:
         if self._is_first:
-            self._requests += [self._send(memory, rank) for rank in self._ranks[1:]]
-        else:
-            self._requests.append(self._comm.Irecv(memory, self._ranks[0], _PART_TAG))
+            return [self._send(memory, rank) for rank in self._ranks[1:]]
+        return [self._comm.Irecv(memory, self._ranks[0], _PART_TAG)]
 
-    def _up(self, memory: bytearray) -> None:
+    def _up(self, memory: bytearray) -> list[MPI.Request]:
         if self._is_first:
             places = memoryview(memory)
-            for place, rank in enumerate(self._ranks[1:], 1):
-                self._requests.append(self._comm.Irecv(places[place : place + 1], rank, _PART_TAG))
-        else:
-            self._requests.append(self._send(memory, self._ranks[0]))
+            others = enumerate(self._ranks[1:], 1)
+            return [self._comm.Irecv(places[place : place + 1], rank, _PART_TAG) for place, rank in others]
+        return [self._send(memory, self._ranks[0])]
 
     def _send(self, memory: bytes | bytearray, rank: int) -> MPI.Request:
         """Send without waiting. If MPI knows that the rank is dead, send nothing: its silence names it."""
