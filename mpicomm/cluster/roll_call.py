@@ -145,7 +145,9 @@ class _RollCall(ABC):
         self._requests += self._down(bytes(1))
         hearing = self._up(words)
         self._requests += hearing
-        wait(hearing, limit_s)  # for nothing else: MPI may fail to send to a dead rank, but silence names the rank
+        # This waits for words alone. MPI may report an error for a send to a dead rank, and its error would take the
+        # place of the error that names the silent rank.
+        wait(hearing, limit_s)
         heard = bytes(words)  # some words may not have arrived
         self._requests += self._down(heard)
         if heard == self._all_here:

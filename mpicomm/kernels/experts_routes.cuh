@@ -1,5 +1,5 @@
-// What senders of a dispatch do alike for few and for many tokens: they store the routes of their tokens into the memory
-// of all ranks, and load parts of rows.
+// The senders of experts_dispatch.cu and experts_dispatch_few.cu share these steps. A sender stores the routes of its
+// rank's tokens into the memory of all ranks. It loads the parts of the tokens' rows.
 #pragma once
 
 #include "experts_dispatch.cuh"

@@ -9,8 +9,9 @@
 // - As a number, kEscaped is another NaN. A reduction that makes one NaN of all NaNs (kMakesOneNan)
 //   needs no more. If it has a single contribution, the changed NaN stays, but only one rank
 //   receives this contribution. An epilogue may make any NaN. Packets carry the results of an
-//   epilogue if they have the type of the elements. Rows of experts are numbers, too. Whatever their
-//   type is, also with 8 bits, the two words end with a NaN of either sign.
+//   epilogue if they have the type of the elements. Rows of experts are numbers, too. In each of
+//   their types, also with 8 bits, the last element of kAbsent is a NaN, and kEscaped differs in its
+//   sign.
 // - All other data has to arrive unchanged. A packet with kAbsent or kEscaped in one of the two
 //   words has an escape: a byte beside the slots. The byte is zero until the sender stores in it
 //   which of the two words were kAbsent. The receiver resets the byte with the slot. Such data is

@@ -238,7 +238,7 @@ class SetUp:
         if self._is_shut:
             self._require_open(what)
         for group in self._groups:
-            # The same as the begin of `require_whole`, because every known call comes here.
+            # `require_whole` has these two checks, too. They save a call of it, because every known call comes here.
             if agreement.is_forked or group.broken is not None:
                 group.require_whole(what)
         self.backend.check()

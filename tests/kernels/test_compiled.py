@@ -309,7 +309,7 @@ LARGEST_BLOCKS = [
     (counted_step_kernel(8), most_workers(8, fan_out=False, one_step=True) + OVERSEERS),
     (DISPATCH_KERNEL, DISPATCH_THREADS),
     (DISPATCH_FEW_KERNEL, DISPATCH_THREADS),
-    (combine_experts_kernel("bfloat16", "float32", by_token=False), SUM_THREADS),
+    (combine_experts_kernel("bfloat16", "float32", by_token=False, in_packets=False), SUM_THREADS),
     (quantize_experts_kernel("float32"), QUANTIZE_THREADS),
     (MESSAGE_KERNEL, MESSAGE_THREADS),
     (COPY, COPY_THREADS),
