@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,6 +33,10 @@ class CollectiveCalls(c10d.ProcessGroup):
         It returns no work if the options say that the call is not asynchronous, which functions of PyTorch say.
         """
 
+    @abstractmethod
+    def _bucket(self, tensor: torch.Tensor, opts: Any) -> torch.futures.Future[Any] | None:
+        """Begin an all-reduce that code in C++ calls, if its form is known: see `Streams.bucket`; else return None."""
+
     def _run_each(
         self, name: str, opts: Any, call: TensorCall, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
     ) -> Work | None:
@@ -50,6 +55,11 @@ class CollectiveCalls(c10d.ProcessGroup):
         if type(tensors) is not list and isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         (tensor,) = tensors
+        if sys._getframe().f_back is None:  # code in C++ without Python below it calls, such as DDP
+            future = self._bucket(tensor, opts)
+            if future is not None:
+                of_cpp: Any = c10d._create_work_from_future(future)
+                return of_cpp  # type: ignore[no-any-return]
         given = tensor, opts.reduceOp, "tensor", None
         return self._run("all_reduce", opts, self.collectives.all_reduce, given, tensors)
 

@@ -271,6 +271,21 @@ class ProcessGroup(CollectiveCalls):
         streams = self._gpu_streams(name, output)
         return self._queue.call(name, streams.future, call, given, output, (output, *inputs), beside)
 
+    def _bucket(self, tensor: torch.Tensor, opts: Any) -> torch.futures.Future[Any] | None:
+        streams, queue = self._streams, self._queue
+        if streams is None or not self._open or opts.timeout > FOREVER:
+            return None
+        queue.take_turn()
+        try:
+            future = streams.bucket(self.collectives.all_reduce, tensor, opts.reduceOp)
+        except WAITS as error:
+            raise translated(error, "all_reduce") from error
+        finally:
+            queue.end_turn()
+        if future is not None:
+            self._sequence += 1
+        return future
+
     def _run(
         self, name: str, opts: Any, call: TensorCall, given: Given, outputs: Tensors, inputs: Tensors = ()
     ) -> Work | None:

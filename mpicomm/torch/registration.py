@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from mpicomm.torch.callbacks import install_places
+from mpicomm.torch.future_tensors import install_quick_look
 from mpicomm.torch.gradients import install_fp16_hook
 from mpicomm.torch.groups import create
 from mpicomm.torch.rendezvous import install_handler
@@ -30,4 +31,5 @@ def register() -> None:
     install_handler()
     install_conversions()
     install_places()
+    install_quick_look()
     install_fp16_hook()

@@ -10,50 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicomm.collectives.gpu.plan_cache import PlanCache
-from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.symmetric.registry import Mappings
 from mpicomm.torch.collectives import TensorCalls
 from mpicomm.torch.known_calls import TensorCall
+from tests.helpers.fakes.planning_comm import PlanningComm
 
 pytestmark = pytest.mark.host_alone
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
-class Comm:
-    """The Communicator of a rank of two, which plans all calls that it gets. The GPU has the memory of the host."""
-
-    size = 2
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.knows_forms = False
-        """Whether all calls of a form are known after the first one, whatever their counts."""
-        session: Any = SimpleNamespace(mappings=Mappings(), channel=None)
-        self._session = session
-        form = SimpleNamespace(text="a form", is_old=False, takes=lambda *_: True, fill=lambda *_: True)
-        engine: Any = SimpleNamespace(form_plan=lambda *_: form)
-        self.cache = PlanCache(session, engine)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        operation = OPERATIONS[name]
-
-        def call(send: Any, receive: Any = None, op: Any = None, root: int = 0, *, algorithm: str, **_: Any) -> None:
-            if name == "Bcast":
-                send, receive, op, root = None, send, None, receive
-            plan: Any = SimpleNamespace(text=name, is_old=False)
-            key = (operation, algorithm, send, receive, op if operation.reduces else None, root, None, None, None)
-            read: Any = SimpleNamespace(operands=(), in_place=False) if self.knows_forms else None
-            self.cache.add(plan, key, by_output=False, read=read)
-
-        return call
-
-
 @pytest.fixture(params=[0, 1])
-def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Comm:
+def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PlanningComm:
     monkeypatch.setattr(torch.Tensor, "is_cuda", torch._C.TensorBase.is_cpu, raising=False)
-    return Comm(request.param)
+    return PlanningComm(request.param)
 
 
 def calls(comm: Any) -> dict[str, tuple[TensorCall, tuple[Any, ...]]]:
@@ -78,7 +47,7 @@ NAMES = list(calls(SimpleNamespace(rank=0, size=2, _session=SimpleNamespace(chan
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_is_known_after_it_was_made(comm: Comm, name: str) -> None:
+def test_a_call_is_known_after_it_was_made(comm: PlanningComm, name: str) -> None:
     call, given = calls(comm)[name]
     assert call.find(comm.cache, given) is None
     call.carry_out(*given)
@@ -96,14 +65,14 @@ def test_a_call_is_known_after_it_was_made(comm: Comm, name: str) -> None:
         lambda tensor: torch.nn.Parameter(tensor),
     ],
 )
-def test_another_view_of_the_same_memory_is_not_known(comm: Comm, changed: Callable[[Any], Any]) -> None:
+def test_another_view_of_the_same_memory_is_not_known(comm: PlanningComm, changed: Callable[[Any], Any]) -> None:
     call, (tensor, *others) = calls(comm)["Bcast"]
     call.carry_out(tensor, *others)
     assert not call.find(comm.cache, (changed(tensor), *others))
 
 
 @pytest.mark.parametrize("rows", [(4,), (4, 3)], ids=["of numbers", "of rows"])
-def test_only_splits_that_share_all_rows_are_known(comm: Comm, rows: tuple[int, ...]) -> None:
+def test_only_splits_that_share_all_rows_are_known(comm: PlanningComm, rows: tuple[int, ...]) -> None:
     comm.knows_forms = True
     call = TensorCalls(comm).all_to_all  # type: ignore[arg-type]
     received, sent = torch.zeros(rows), torch.zeros(rows)
@@ -117,7 +86,7 @@ def test_only_splits_that_share_all_rows_are_known(comm: Comm, rows: tuple[int, 
     assert not call.find(comm.cache, (odd, sent, [], []))
 
 
-def test_a_sum_with_factors_is_not_known(comm: Comm) -> None:
+def test_a_sum_with_factors_is_not_known(comm: PlanningComm) -> None:
     every, tensor = TensorCalls(comm), torch.zeros(4)  # type: ignore[arg-type]
     for op in (SUM, dist._make_nccl_premul_sum(2.0)):
         every.all_reduce.carry_out(tensor, op, "tensor", None)

@@ -52,23 +52,25 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for step in range(STEPS):
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, part: Callable[[torch.Tensor], torch.Tensor], steps: int = STEPS
+) -> None:
+    for step in range(steps):
         given, wanted = (part(each) for each in batch(step))
         optimizer.zero_grad()
         nn.functional.mse_loss(model(given), wanted).backward()
         optimizer.step()
 
 
-def trained_by_one_rank() -> list[torch.Tensor]:
+def trained_by_one_rank(steps: int = STEPS) -> list[torch.Tensor]:
     model = network()
-    train(model, sgd(model.parameters()), lambda tensor: tensor)
+    train(model, sgd(model.parameters()), lambda tensor: tensor, steps)
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def require_trained(parameters: Sequence[torch.Tensor]) -> None:
+def require_trained(parameters: Sequence[torch.Tensor], steps: int = STEPS) -> None:
     """Assert that the parameters are equal to the parameters of one rank."""
-    for mine, right in zip(parameters, trained_by_one_rank(), strict=True):
+    for mine, right in zip(parameters, trained_by_one_rank(steps), strict=True):
         whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
         torch.testing.assert_close(whole.detach(), right, **TOLERANCE)
 
@@ -92,6 +94,20 @@ def test_data_parallel(world: dist.ProcessGroup, name: str) -> None:
     model = DistributedDataParallel(network(), **DDP_OPTIONS[name])
     train(model, sgd(model.parameters()), share)
     require_trained(list(model.parameters()))
+
+
+def test_data_parallel_repeats_its_buckets_beside_other_calls(world: dist.ProcessGroup) -> None:
+    model, steps = DistributedDataParallel(network(), bucket_cap_mb=0.0005, gradient_as_bucket_view=True), 2 * BATCH
+    optimizer = sgd(model.parameters())
+
+    def spoil(*_: Any) -> None:
+        for parameter in model.parameters():  # its gradient lies in a bucket
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, dist.ReduceOp.MAX)
+
+    optimizer.register_step_post_hook(spoil)
+    train(model, optimizer, share, steps)
+    require_trained(list(model.parameters()), steps)
 
 
 def test_data_parallel_with_the_hook(world: dist.ProcessGroup) -> None:
