@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PAUSE_S = PAUSE_S
 _NEEDED_S = 5e-3  # for this time after it has completed work, a completer looks with the short pauses
 _LONG_PAUSE_S = 1e-3  # its pauses later
-_YIELDING_S = SPIN_S - 50e-6  # the end of a spin, in which it yields: few collectives of a GPU take longer than the rest
+_YIELDING_S = SPIN_S - 50e-6  # the end of a spin, in which it yields: most collectives of a GPU end before
 _LINGER_S = 0.05  # a completer lives so long without work, because the start of a thread takes longer
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
@@ -116,9 +116,8 @@ class DeferredRequest(Driven, MPI.Grequest):
                     now_s = time.perf_counter()
                     if now_s >= until_s:
                         return False
-                    # If ranks share cores, the rank that this rank waits for can run. This takes as long as several looks.
-                    if now_s >= alone_until_s:
-                        os.sched_yield()
+                    if now_s >= alone_until_s:  # not before, because a yield takes as long as several looks
+                        os.sched_yield()  # to the rank that this rank waits for, if ranks share cores
         return True
 
     def look(self) -> bool:
