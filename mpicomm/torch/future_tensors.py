@@ -12,11 +12,14 @@ from torch import _jit_internal
 def install_quick_look() -> None:
     """Let PyTorch find the tensor of a value that is one tensor at once. Local.
 
-    PyTorch looks for the tensors of a value when a future gets it, and DistributedDataParallel looks again when it
-    takes it. Code in C++ pickles the value for this, which takes as long as all else that a bucket needs of PyTorch.
-    PyTorch keeps the function at the first look, so later looks of a program that has looked before do not change.
+    PyTorch looks for the tensors when a future gets its value, and DistributedDataParallel looks again when it takes
+    the value. PyTorch's function pickles the value, which takes as long as all else that a bucket needs of PyTorch.
+    PyTorch loads the function at the first look, so nothing changes for a program that has looked before. The function
+    is internal, so a version of PyTorch may lack it.
     """
-    look: Any = _jit_internal._extract_tensors
+    look: Any = getattr(_jit_internal, "_extract_tensors", None)
+    if look is None:
+        return
 
     @wraps(look)
     def quick_look(value: Any) -> list[torch.Tensor]:
