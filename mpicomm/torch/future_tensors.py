@@ -10,7 +10,7 @@ from torch import _jit_internal
 
 
 def install_quick_look() -> None:
-    """Let PyTorch find the tensor of a value that is one tensor at once. Local.
+    """Let PyTorch find the tensors of a value that is a tensor or a list of tensors at once. Local.
 
     PyTorch looks for the tensors when a future gets its value, and DistributedDataParallel looks again when it takes
     the value. PyTorch's function pickles the value, which takes as long as all else that a bucket needs of PyTorch.
@@ -23,6 +23,9 @@ def install_quick_look() -> None:
 
     @wraps(look)
     def quick_look(value: Any) -> list[torch.Tensor]:
-        return [value] if type(value) is torch.Tensor else look(value)
+        kind = type(value)
+        if kind is torch.Tensor:
+            return [value]
+        return [*value] if kind is list and {*map(type, value)} == {torch.Tensor} else look(value)
 
     _jit_internal._extract_tensors = quick_look

@@ -119,6 +119,17 @@ def test_an_old_plan_is_not_enqueued(rank: Rank) -> None:
 def test_the_tensors_of_a_value_are_the_tensors_that_pytorch_finds() -> None:
     look: Any = _jit_internal._extract_tensors
     one, other = torch.zeros(2), torch.nn.Parameter(torch.zeros(3))
-    for value in (one, other, [one, other], {"one": one, "more": (other, 1)}, None, "text"):
+    for value in (
+        one,
+        other,
+        [one],
+        [one, one],
+        [one, other],
+        [],
+        [[one], one],
+        {"one": one, "more": (other, 1)},
+        None,
+        "text",
+    ):
         found, right = look(value), look.__wrapped__(value)
         assert len(found) == len(right) and all(mine is its for mine, its in zip(found, right, strict=True))
