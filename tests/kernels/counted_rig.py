@@ -11,7 +11,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.collectives.gpu.algorithms.packets.any_length import counted_launch
+from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
 from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
@@ -76,7 +77,8 @@ class CountedRig(PacketRig):
             )  # fmt: skip
             if rank not in without:
                 node = self._nodes[rank]
-                made = counted_launch(node, buffers, call.tag, node.arena.sentinels, self._geometry)
+                way = PacketWay.of("sentinel", node.arena.sentinels, self._geometry)
+                made = CountedPackets(node, buffers, call.tag, lambda _, way=way: way).launch(buffers)
                 late = int(rng.integers(nap_us)) if nap_us else 0
                 enqueue(self.machine, rank, made, changes=self._changes, nap_us=late)
             expected = np.full(room * dtype.itemsize, UNTOUCHED, np.uint8).view(dtype)
