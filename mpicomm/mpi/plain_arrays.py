@@ -169,10 +169,10 @@ def _counted(array: PlainArray, counts: Any, displs: Any) -> PlainBlocks | None:
 
 def _numbers(numbers: Any) -> tuple[Any, Any] | None:
     """Return integers and their number, or the address of a plain array and its number, type and device; else None."""
-    known = plain_integers(numbers)
-    if known is not None:
-        return known, len(known)
-    read = None if type(numbers) is list or type(numbers) is tuple else plain_array(numbers)
+    if type(numbers) in _HOST_NUMBERS:
+        known = plain_integers(numbers)
+        return None if known is None else (known, len(known))
+    read = plain_array(numbers)
     return None if read is None or type(read[2]) is str else (read[0], read[1:])
 
 
@@ -234,7 +234,7 @@ def plain_integers(numbers: Any) -> tuple[int, ...] | None:
     return None
 
 
-_INT = frozenset((int,))
+_INT, _HOST_NUMBERS = frozenset((int,)), frozenset((list, tuple, ndarray))
 _Datatype, _buffer = MPI.Datatype, MPI.buffer
 _Reader = Callable[[Any], "PlainArray | PlainBlocks | None"]
 _readers: dict[type, _Reader] = {
