@@ -160,8 +160,13 @@ def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks |
 
 def _counted(array: PlainArray, counts: Any, displs: Any) -> PlainBlocks | None:
     """Return blocks with counts on a GPU; None unless counts are a plain array, and displacements are plain, too."""
-    numbers, places = _numbers(counts), (None, None) if displs is None else _numbers(displs)
-    if numbers is None or places is None:
+    numbers = _numbers(counts)
+    if numbers is None:
+        return None
+    if type(displs) is int:  # the distance of the blocks
+        displs = [displs * block for block in range(numbers[1][0])]
+    places = (None, None) if displs is None else _numbers(displs)
+    if places is None:
         return None
     pointer, size, kind = array
     return pointer, size, (*kind, numbers[1], places[1], "on a GPU"), numbers[0], places[0]
@@ -171,7 +176,7 @@ def _numbers(numbers: Any) -> tuple[Any, Any] | None:
     """Return integers and their number, or the address of a plain array and its number, type and device; else None."""
     if type(numbers) in _HOST_NUMBERS:
         known = plain_integers(numbers)
-        return None if known is None else (known, len(known))
+        return (known, len(known)) if known and -_TOO_LARGE <= min(known) and max(known) < _TOO_LARGE else None
     read = plain_array(numbers)
     return None if read is None or type(read[2]) is str else (read[0], read[1:])
 
@@ -235,6 +240,7 @@ def plain_integers(numbers: Any) -> tuple[int, ...] | None:
 
 
 _INT, _HOST_NUMBERS = frozenset((int,)), frozenset((list, tuple, ndarray))
+_TOO_LARGE = 1 << 63  # for 64 bits
 _Datatype, _buffer = MPI.Datatype, MPI.buffer
 _Reader = Callable[[Any], "PlainArray | PlainBlocks | None"]
 _readers: dict[type, _Reader] = {

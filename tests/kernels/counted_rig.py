@@ -131,7 +131,8 @@ class FilledCountedRig(CountedRig):
         super().__init__(*given, **named)
         self._plans: dict[Hashable, CountedPlan] = {}
         for node in self._nodes:
-            node.arena.any_length = node.arena.sentinels
+            arena: Any = node.arena
+            arena.any_length = arena.sentinels
 
     def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
         plain = [_plain(side) for side in (buffers.send, buffers.receive)]

@@ -61,13 +61,14 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
     device = device_of(size, data.draw(st.integers(0, size - 1), "rank"))
     dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "u1", "c16"])))
     kinds = [data.draw(st.sampled_from(["i4", "i8"]), "counts") for _ in range(2)]
-    places = [data.draw(st.sampled_from(["", "i4", "i8", "host"]), "displacements") for _ in range(2)]
+    places = [data.draw(st.sampled_from(["", "i4", "i8", "host", "distance"]), "displacements") for _ in range(2)]
     rooms = st.integers(0, 9) | st.integers(0, 90_000) | st.integers(0, 1 << 29)
     plan = None
     for number in range(4):
         if number == 2 and data.draw(st.booleans(), "larger inboxes"):
             pointers = tuple(rank << 44 for rank in range(1, size + 1))
-            device.node.arena.any_length = Inboxes(pointers, 4 * device.node.arena.any_length.nbytes)
+            arena: Any = device.node.arena
+            arena.any_length = Inboxes(pointers, 4 * arena.any_length.nbytes)
         slots = data.draw(st.permutations(range(1, 7)), "order")
         specs: list[Any] = []
         for side, kind, place in zip(range(2), kinds, places, strict=True):
@@ -77,7 +78,10 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
             displs: Any = None
             if place == "host":
                 numbers = st.lists(st.integers(-3, 1 << 40), min_size=size, max_size=size)
-                displs = data.draw(st.sampled_from([list, tuple, np.array]))(data.draw(numbers))
+                makers: list[Any] = [list, tuple, np.array]
+                displs = data.draw(st.sampled_from(makers))(data.draw(numbers))
+            elif place == "distance":
+                displs = data.draw(st.integers(-3, 1 << 40))
             elif place:
                 displs = array((slots[4 + side] << 50) + 128 * number, size, place)
             forms: list[Any] = [[buffer, (counts, displs)], (buffer, counts, displs, None)]
@@ -155,7 +159,11 @@ def test_calls_that_one_plan_cannot_take_alike_are_of_different_kinds() -> None:
     [
         [X, ([1, 2], DISPLS)],
         [X, (None, DISPLS)],
-        [X, (COUNTS, 7)],
+        [X, (COUNTS, [0, 1 << 63])],
+        [X, (COUNTS, -(1 << 63) - 1)],
+        [X, (COUNTS, 1 << 63)],
+        [X, (COUNTS, [])],
+        [X, (COUNTS, True)],
         [X, (COUNTS, [0, 0.5])],
         [X, COUNTS, MPI.DOUBLE],
         [X, [COUNTS, 2]],

@@ -113,9 +113,9 @@ def call_of(name: str, count: int, rng: random.Random) -> tuple[Any, ...]:
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], [Array(send, 2 * count), counts], [Array(receive, 2 * count), counts], None
     if name == "Alltoallv with counts on the GPU":
-        counts, places, came = (Array((at << 50) + 64 * rng.randrange(1 << 20), 2, INT) for at in (4, 5, 6))
+        lengths, places, came = (Array((at << 50) + 64 * rng.randrange(1 << 20), 2, INT) for at in (4, 5, 6))
         operation, (x, _), (y, _), _ = call_of("Alltoallv", count, rng)
-        return operation, [x, (counts, places)], [y, came], None
+        return operation, [x, (lengths, places)], [y, came], None
     if name == "Alltoallw":
         counts, types = [count, rng.randrange(count)], [MPI.FLOAT, MPI.BYTE]
         return (
