@@ -148,7 +148,7 @@ def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks |
         return (pointer, counts, (kind, handle, "count")) if 0 <= counts <= size else None
     numbers = plain_integers(counts)
     if numbers is None:
-        # An address has no number of elements without counts of the host.
+        # A call with counts on a GPU takes another number of elements at an address.
         return _counted((pointer, size, (kind, handle)), counts, displs) if on_device and cls is not _buffer else None
     if displs is not None:
         displs = plain_integers(displs)

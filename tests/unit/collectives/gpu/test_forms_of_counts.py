@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from mpicomm.collectives.gpu.filled_plan import CountedPlan
 from mpicomm.collectives.gpu.longest_message import longest_with_peers
 from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import plain_arrays
 from mpicomm.mpi.plain_arrays import plain_array, plain_or_counted
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
@@ -171,11 +173,19 @@ def test_calls_that_one_plan_cannot_take_alike_are_of_different_kinds() -> None:
         [MPI.IN_PLACE, COUNTS],
         [None, COUNTS, MPI.FLOAT],
         [np.zeros(4), COUNTS],
-        [MPI.memory.fromaddress(1 << 50, 80), COUNTS, MPI.FLOAT],
     ],
 )
 def test_other_lists_have_no_form(spec: Any) -> None:
     assert plain_or_counted(spec) is None
+
+
+def test_an_address_has_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With counts of the host an address may have more elements than it says. Such a call takes only those."""
+    place = SimpleNamespace(managed=False, nbytes=1 << 20, device=0)
+    monkeypatch.setattr(plain_arrays, "place_of", lambda address: place)
+    address = MPI.memory.fromaddress(1 << 50, 80)
+    assert plain_or_counted([address, [1, 2], MPI.FLOAT]) is not None
+    assert plain_or_counted([address, COUNTS, MPI.FLOAT]) is None
 
 
 def test_only_an_alltoallv_takes_counts_on_the_device() -> None:
