@@ -176,7 +176,7 @@ def _numbers(numbers: Any) -> tuple[Any, Any] | None:
     """Return integers and their number, or the address of a plain array and its number, type and device; else None."""
     if type(numbers) in _HOST_NUMBERS:
         known = plain_integers(numbers)
-        return (known, len(known)) if known and -_TOO_LARGE <= min(known) and max(known) < _TOO_LARGE else None
+        return (known, len(known)) if known and min(known) >= -_TOO_LARGE and max(known) < _TOO_LARGE else None
     read = plain_array(numbers)
     return None if read is None or type(read[2]) is str else (read[0], read[1:])
 
