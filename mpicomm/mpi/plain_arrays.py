@@ -19,10 +19,11 @@ PlainArray = tuple[int, int, Any]
 An argument without an array has no elements, and in place of their type the name of its class. This is a plain tuple,
 because a tuple without names takes a third of the time to make.
 """
-PlainBlocks = tuple[int, int, Any, tuple[int, ...], "tuple[int, ...] | None"]
+PlainBlocks = tuple[int, int, Any, "tuple[int, ...] | int", "tuple[int, ...] | int | None"]
 """A `PlainArray` with the counts and displacements of blocks, in elements. Its type item also holds the datatype.
 
 The displacements are None if each block follows the block before. If each block has a datatype, all numbers are bytes.
+In place of numbers on a GPU there is their address, and the type item also holds their number and their type.
 """
 
 
@@ -36,6 +37,12 @@ def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     """
     read = _readers.get(type(argument)) or _find(type(argument))
     return read(argument) if read else None
+
+
+def plain_or_counted(argument: Any) -> PlainArray | PlainBlocks | None:
+    """As `plain_array`. Also reads a list whose counts are a plain array on a GPU, and perhaps the displacements."""
+    cls = type(argument)
+    return _blocks(argument, on_device=True) if cls is list or cls is tuple else plain_array(argument)
 
 
 def is_counted(plain: PlainArray | PlainBlocks) -> bool:
@@ -112,8 +119,11 @@ def parts_of(spec: Any) -> Sequence[Any] | None:
     return (array, *counts, datatype) if len(counts) == 2 else None
 
 
-def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
-    """Return the blocks of a list as `parse_vector` reads it, or None if the call may read the form in another way."""
+def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks | None:
+    """Return the blocks of a list as `parse_vector` reads it, or None if the call may read the form in another way.
+
+    ``on_device`` is whether counts may lie on a GPU, as `read_counted` reads them.
+    """
     parts = parts_of(spec)
     if parts is None:
         return None
@@ -136,15 +146,39 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
         return pointer, size, (kind, handle)
     if type(counts) is int and displs is None:
         return (pointer, counts, (kind, handle, "count")) if 0 <= counts <= size else None
-    counts = plain_integers(counts)
-    if counts is None:
-        return None
+    numbers = plain_integers(counts)
+    if numbers is None:
+        # A call with counts on a GPU takes another number of elements at an address.
+        return _counted((pointer, size, (kind, handle)), counts, displs) if on_device and cls is not _buffer else None
     if displs is not None:
         displs = plain_integers(displs)
-        if displs is None or len(counts) != len(displs):
+        if displs is None or len(numbers) != len(displs):
             return None
     # "blocks" tells this form from a list without counts, because a plan of the one does not fit the other.
-    return pointer, size, (kind, handle, "blocks"), counts, displs
+    return pointer, size, (kind, handle, "blocks"), numbers, displs
+
+
+def _counted(array: PlainArray, counts: Any, displs: Any) -> PlainBlocks | None:
+    """Return blocks with counts on a GPU; None unless counts are a plain array, and displacements are plain, too."""
+    numbers = _numbers(counts)
+    if numbers is None:
+        return None
+    if type(displs) is int:  # the distance of the blocks
+        displs = [displs * block for block in range(numbers[1][0])]
+    places = (None, None) if displs is None else _numbers(displs)
+    if places is None:
+        return None
+    pointer, size, kind = array
+    return pointer, size, (*kind, numbers[1], places[1], "on a GPU"), numbers[0], places[0]
+
+
+def _numbers(numbers: Any) -> tuple[Any, Any] | None:
+    """Return integers and their number, or the address of a plain array and its number, type and device; else None."""
+    if type(numbers) in _HOST_NUMBERS:
+        known = plain_integers(numbers)
+        return (known, len(known)) if known and min(known) >= -_TOO_LARGE and max(known) < _TOO_LARGE else None
+    read = plain_array(numbers)
+    return None if read is None or type(read[2]) is str else (read[0], read[1:])
 
 
 def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: Any) -> PlainBlocks | None:
@@ -205,7 +239,8 @@ def plain_integers(numbers: Any) -> tuple[int, ...] | None:
     return None
 
 
-_INT = frozenset((int,))
+_INT, _HOST_NUMBERS = frozenset((int,)), frozenset((list, tuple, ndarray))
+_TOO_LARGE = 1 << 63  # for 64 bits
 _Datatype, _buffer = MPI.Datatype, MPI.buffer
 _Reader = Callable[[Any], "PlainArray | PlainBlocks | None"]
 _readers: dict[type, _Reader] = {

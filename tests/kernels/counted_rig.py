@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -11,7 +11,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.collectives.gpu.algorithms.packets.any_length import counted_launch
+from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets
+from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
+from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.filled_plan import CountedPlan
+from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
@@ -75,8 +79,7 @@ class CountedRig(PacketRig):
                              DeviceIndices(said.address, call.wide[1], said.bytes.nbytes), call, call.receive_displs),
             )  # fmt: skip
             if rank not in without:
-                node = self._nodes[rank]
-                made = counted_launch(node, buffers, call.tag, node.arena.sentinels, self._geometry)
+                made = self._launch(rank, buffers, call)
                 late = int(rng.integers(nap_us)) if nap_us else 0
                 enqueue(self.machine, rank, made, changes=self._changes, nap_us=late)
             expected = np.full(room * dtype.itemsize, UNTOUCHED, np.uint8).view(dtype)
@@ -94,6 +97,11 @@ class CountedRig(PacketRig):
 
         self.outputs = [output for output, *_ in checks]
         return check
+
+    def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
+        node = self._nodes[rank]
+        way = PacketWay.of("sentinel", node.arena.sentinels, self._geometry)
+        return CountedPackets(node, buffers, call.tag, lambda _: way).launch(buffers)
 
     def _indices(self, rank: int, values: Array, *, wide: bool) -> DeviceIndices:
         place = self.machine.place(rank, np.asarray(values, np.int64 if wide else np.int32))
@@ -114,6 +122,34 @@ class CountedRig(PacketRig):
         if displs is not None:
             known = tuple(map(int, displs[rank])) if call.host_displs else self._indices(rank, displs[rank], wide=True)
         return CountedBuffer(cast(Any, operand), counts, known)
+
+
+class FilledCountedRig(CountedRig):
+    """A `CountedRig` on which each rank fills its calls into the plans of their forms."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._plans: dict[Hashable, CountedPlan] = {}
+        for node in self._nodes:
+            arena: Any = node.arena
+            arena.any_length = arena.sentinels
+
+    def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
+        plain = [_plain(side) for side in (buffers.send, buffers.receive)]
+        key = rank, call.dtype, call.wide, *(type(displs) for *_, displs in plain)
+        if key not in self._plans:
+            loader: Any = SimpleNamespace(enqueuers=lambda steps: [lambda stream, step=step: step for step in steps])
+            signature = Signature("Alltoallv", f"elements of {buffers.itemsize} bytes")
+            self._plans[key] = CountedPlan(signature, buffers, self._nodes[rank], loader)
+        plan = self._plans[key]
+        assert plan.takes(*plain) and plan.fill(*plain)
+        launch: Any = plan.launch
+        return cast(Launch, launch(7))
+
+
+def _plain(side: CountedBuffer) -> tuple[Any, ...]:
+    displs = side.displs.pointer if isinstance(side.displs, DeviceIndices) else side.displs
+    return side.pointer, side.room, None, side.counts.pointer, displs
 
 
 def _starts(counts: Array) -> Array:

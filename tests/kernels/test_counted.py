@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
+from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets
 from mpicomm.kernels.team import COUNTED_ROOM, COUNTS, MISMATCH, OF_RECEIVE
 from tests.kernels.build import Builds, Change
-from tests.kernels.counted_rig import UNTOUCHED, CountedCall, CountedRig
+from tests.kernels.counted_rig import UNTOUCHED, CountedCall, CountedRig, FilledCountedRig
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE
 from tests.kernels.machine import CAUGHT, SEEDS, Array, Machine, RunFailedError
@@ -26,10 +29,15 @@ LENGTHS = (0, 0, 1, 3, _STEP - 1, _STEP + 1, _INBOX, _INBOX + 1, 3 * _INBOX + 5)
 
 
 def rig_of(
-    builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20, laps: int = 6
+    builds: Builds,
+    size: int,
+    changes: Sequence[Change] = (),
+    timeout_s: float = 20,
+    laps: int = 6,
+    kind: type[CountedRig] = CountedRig,
 ) -> CountedRig:
     machine, inbox_nbytes = Machine(builds, size), laps * _STEP * 4
-    return CountedRig(machine, "sentinel", SMALL, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
+    return kind(machine, "sentinel", SMALL, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
 
 
 def random_call(rng: np.random.Generator, size: int, lengths: Sequence[int] = LENGTHS) -> CountedCall:
@@ -145,6 +153,48 @@ def test_ranks_with_room_for_one_step_beside_ranks_with_more_room(builds: Builds
 @given(size=st.integers(1, 4), seed=st.integers(0, 2**32 - 1), most=st.sampled_from([1, 9, _STEP, 3 * _INBOX]))
 def test_random_calls_have_the_results_of_numpy(builds: Builds, size: int, seed: int, most: int) -> None:
     run(builds, size, seed=seed, calls=3, lengths=range(most + 1))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_filled_calls(builds: Builds, size: int) -> None:
+    rig, rng = rig_of(builds, size, kind=FilledCountedRig), np.random.default_rng(size)
+    for _ in range(3):
+        calls = [random_call(rng, size) for _ in range(8)] + [step_call(rng, size) for _ in range(8)]
+        checks = [rig.enqueue(calls[number], rng, nap_us=1000) for number in rng.permutation(len(calls))]
+        rig.machine.run(jitter_us=300, limit_s=40)
+        for check in checks:
+            check()
+        rig.machine.clear()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("stale", [None, 0, 1, 3, 4])
+def test_a_stale_value_of_a_filled_call_is_noticed(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, stale: int | None, side: int
+) -> None:
+    """The negative control of `test_filled_calls`: an address, the room, or the address of counts or displacements."""
+    fill, first = CountedPackets.fill, dict[int, Sequence[Any]]()
+
+    def fill_stale(self: CountedPackets, *sides: Any) -> Any:
+        kept = first.setdefault(id(self), sides)
+        mixed = [*map(list, sides)]
+        if stale is not None:
+            mixed[side][stale] = kept[side][stale]
+        return fill(self, *map(tuple, mixed))
+
+    monkeypatch.setattr(CountedPackets, "fill", fill_stale)
+    rig, rng = rig_of(builds, 2, kind=FilledCountedRig, timeout_s=2), np.random.default_rng(7)
+    counts = np.array([[6, 50], [40, 3]])
+
+    def run(number: int) -> None:
+        displs = np.array([[60, 0], [0, 50]]) * number
+        check = rig.enqueue(CountedCall(counts * number, displs, displs, room=70 * number), rng)
+        rig.machine.run(seed=number)
+        check()
+
+    run(1)
+    with nullcontext() if stale is None else pytest.raises((AssertionError, RunFailedError)):
+        run(2)
 
 
 @pytest.mark.parametrize("start", STARTS)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.choose import AlgorithmChoice
-    from mpicomm.collectives.gpu.filled_plan import MessagePlan
+    from mpicomm.collectives.gpu.filled_plan import CountedPlan, MessagePlan
     from mpicomm.collectives.gpu.form_plan import FormPlan
     from mpicomm.devices.cuda.events import Completions, LocalEvent
     from mpicomm.symmetric.registry import Mappings
@@ -39,7 +39,7 @@ class Engine(Protocol):
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
         """See `DeviceEngine.prepare_call`."""
 
-    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | None:
+    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | CountedPlan | None:
         """See `DeviceEngine.form_plan`."""
 
     def prepare_barrier(self) -> AnyPlan:

@@ -27,7 +27,7 @@ from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice, Preparation
 from mpicomm.collectives.gpu.device_facts import device_facts
-from mpicomm.collectives.gpu.filled_plan import BY_KERNELS, MessagePlan
+from mpicomm.collectives.gpu.filled_plan import BY_KERNELS, CountedPlan, MessagePlan
 from mpicomm.collectives.gpu.fillings import Fillings, launches_of
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
@@ -197,9 +197,13 @@ class DeviceEngine:
             self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
         return plan
 
-    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | None:
+    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | CountedPlan | None:
         """Return one plan for all calls of a call's form; None if it has no form. ``mappings`` as in `prepare_call`."""
-        if self._node.size == 1 or not has_form(call):
+        if self._node.size == 1:
+            return None
+        if call.counted is not None:
+            return CountedPlan(call.signature, call.counted, self._node, self._loader)
+        if not has_form(call):
             return None
         form = Form(call, self._node.rank, self._node.size)
         fillings = Fillings(form, asked, self.tuning, self._node, self._loader)

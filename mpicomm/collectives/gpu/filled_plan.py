@@ -1,18 +1,28 @@
-"""FilledPlan: a plan into which each call fills its addresses and counts. MessagePlan: the messages of one route."""
+"""FilledPlan: a plan into which each call fills its addresses and counts.
+
+MessagePlan: the messages of one route. CountedPlan: calls with counts on the device.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets
+from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_ways
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.choose import AlgorithmChoice
-from mpicomm.collectives.gpu.fillings import LaunchOf
+from mpicomm.collectives.gpu.fillings import NO_END, LaunchOf, launches_of
+from mpicomm.collectives.signature import Signature
+from mpicomm.mpi.device_counts import CountedBuffers
 
 if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.step_loader import StepLoader
     from mpicomm.devices.cuda.stream_order import Enqueue
 
 BY_KERNELS = AlgorithmChoice("stream", "kernels match messages")
+_WITH_COUNTS = AlgorithmChoice("one_shot", "the counts are on the GPU")
 
 
 class FilledPlan(ABC):
@@ -79,4 +89,53 @@ class MessagePlan(FilledPlan):
         if filled is None:
             return False
         self.launch = self.enqueue = self._launch_of(filled)
+        return True
+
+
+class CountedPlan(FilledPlan):
+    """The calls of a form with counts on the device. Their buffers are of the same kinds as ``buffers``."""
+
+    collective = True
+    choice = _WITH_COUNTS
+    count = 0
+    offset: int | None = None
+    """See `FormPlan`."""
+
+    def __init__(self, signature: Signature, buffers: CountedBuffers, node: Node, loader: StepLoader) -> None:
+        self.words = str(signature)
+        self._template = CountedPackets(node, buffers, signature.hash32, any_length_ways(node))
+        self._launch_of = launches_of(self._template, loader)
+        self._itemsize = buffers.itemsize
+        self._most = NO_END if buffers.receive.counts.is_wide else (1 << 31) - 1
+        send, receive = ([each.nbytes for each in side.indices()] for side in (buffers.send, buffers.receive))
+        self._nbytes = send[0], send[-1], receive[0], receive[-1]
+        """The bytes of counts and of displacements to send, and of those to receive."""
+
+    @property
+    def text(self) -> str:
+        return self.words
+
+    def takes(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan.takes`."""
+        return type(sent[3]) is type(received[3]) is int
+
+    def fill(self, sent: Any, received: Any) -> bool:
+        send, room, _, counts, displs = sent
+        receive, most, _, coming, places = received
+        if most > self._most:
+            return False
+        of_counts, of_displs, of_coming, of_places = self._nbytes
+        nbytes, end, last = room * self._itemsize, receive + most * self._itemsize, coming + of_coming
+        read = [(send, nbytes), (counts, of_counts)]
+        if type(displs) is int:
+            read.append((displs, of_displs))
+        if type(places) is int:
+            read.append((places, of_places))
+        for begin, length in read:
+            if (begin < end and receive < begin + length) or (begin < last and coming < begin + length):
+                return False  # the call would write into an array that it reads
+        if receive < last and coming < end:
+            return False
+        self.launch = self.enqueue = self._launch_of(self._template.fill(sent, received))
+        self.private_nbytes = nbytes
         return True

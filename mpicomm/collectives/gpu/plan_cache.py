@@ -12,13 +12,13 @@ from mpicomm.collectives.gpu.argument_keys import ArgumentKeys, identity_of_said
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain_integers
+from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain_integers, plain_or_counted
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
-    from mpicomm.collectives.gpu.filled_plan import MessagePlan
+    from mpicomm.collectives.gpu.filled_plan import CountedPlan, MessagePlan
     from mpicomm.collectives.gpu.form_plan import FormPlan
     from mpicomm.collectives.wire import Wire
     from mpicomm.devices.cuda.events import LocalEvent
@@ -281,7 +281,7 @@ class PlanCache:
             self._add_form(kinds, filled, known)
         self._keep_plain(kinds, (sent, received), known)
 
-    def _add_form(self, kinds: Hashable, plan: FormPlan | MessagePlan, known: KnownCall) -> None:
+    def _add_form(self, kinds: Hashable, plan: FormPlan | CountedPlan | MessagePlan, known: KnownCall) -> None:
         if len(self._forms) >= _MOST_FORMS:
             self._forms.clear()
         self._forms[kinds] = _Form(plan.fill, replace(known, plan=plan), {})
@@ -355,6 +355,9 @@ def _plain(
     operation: Operation, send: Any, receive: Any, counts: Sequence[int] | None
 ) -> tuple[Any, PlainArray | PlainBlocks | None]:
     """Return both buffers as `plain_array` reads them; None for the second if the call has no form."""
+    if operation is ALLTOALLV:
+        given = plain_or_counted(send)
+        return given, None if given is None else plain_or_counted(receive)
     in_place = operation is REDUCE_SCATTER and send is MPI.IN_PLACE
     sent: Any = plain_array(receive if in_place else send)
     if operation is REDUCE_SCATTER:  # recvcounts cut the input

@@ -63,6 +63,7 @@ class Case:
     op: str = "sum"
     root: int = 0
     form: str = "plain"
+    """One of `FORMS`; or "arrays" for an Alltoallv whose counts and displacements are arrays where the buffers are."""
     in_place: bool = False
     algorithm: str = "auto"
     offset: int = 0
@@ -91,7 +92,9 @@ class Prepared:
     """This rank's part of a case: its buffers, its arguments, and the check of its result."""
 
     def __init__(self, case: Case, rank: int, size: int, xp: Any) -> None:
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._xp = rank, size, xp
+        self._came: Any = None
+        """The array into which a call with counts on the GPU writes the counts."""
         self._plan(case)
         self._buffers = [
             None if content is None else Placed(xp, content, offset=case.offset, fortran=case.form == "fortran")
@@ -163,6 +166,12 @@ class Prepared:
         displ: Any = self._pad
         if isinstance(argument, list):
             count, displ = [n for n, _ in argument], [start + self._pad for _, start in argument]
+        if form == "arrays":
+            dtype = (np.int32, np.int64)[self.case.seed // 2 % 2]
+            numbers = self._xp.asarray(count, dtype)
+            if buffer is self._buffers[1] and self._xp is not np:
+                numbers = self._came = self._xp.full(self._size, -1, dtype)
+            return [array, (numbers, self._xp.asarray(displ) if self.case.seed % 2 else displ)]
         if form == "counted":
             return [array, (count, displ)] if isinstance(argument, list) else [array, count]
         return [array, (count, displ), dtype] if form == "displaced" else (array, count, displ, dtype)
@@ -173,6 +182,9 @@ class Prepared:
             assert send.get().tobytes() == sent.tobytes(), "the send buffer has changed"
         if receive is None or before is None:
             return
+        if self._came is not None:
+            places: Any = self._arguments[1]
+            assert self._came.get().tolist() == [count for count, _ in places], "the counts are wrong"
         after, pad = receive.get(), self._pad
         assert after[:pad].tobytes() == before[:pad].tobytes(), "elements before the displacement have changed"
         expected = before[pad : before.size - pad] if self._expected is None else self._expected

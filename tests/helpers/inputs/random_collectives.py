@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.collectives.operations import ALLTOALLV, OPERATIONS
 from mpicomm.collectives.wire import CODED, CODED_OPS, CODES
 from mpicomm.mpi.types import COVERED
 from tests.helpers.inputs.communicator_calls import FORMS, OF_ONE_TYPE, Case, Prepared, algorithms, legal_ops
@@ -120,6 +120,9 @@ class Player:
             count = self._choose(SWITCH_POINTS) // dtype.itemsize + int(self._rng.integers(-1, 2))
         root, form, in_place = int(self._rng.integers(1 << 16)) % size, self._choose(FORMS), self._rng.random() < 0.3
         algorithm = self._choose(("auto", "auto", *algorithms(row.name)))
+        in_place = in_place and row.rooted != "bcast"
+        if row is ALLTOALLV and self._rng.random() < 0.6:
+            form, in_place, algorithm = "arrays", False, "auto"
         offset = dtype.itemsize * int(self._rng.integers(4))
         ordered = algorithm != "auto" or self._family.world.device != "cpu"
         # If the processor can, NumPy fuses products and sums of complex numbers, so their bits may differ.
@@ -132,7 +135,7 @@ class Player:
             op if not moves else "sum",
             root,
             form,
-            bool(in_place and row.rooted != "bcast"),
+            bool(in_place),
             algorithm,
             offset,
             seed=1000 * self._seed + number,
@@ -143,7 +146,8 @@ class Player:
     def _call(self, member: Member, case: Case, mode: str, what: str) -> None:
         groups = groups_of(member.comm)
         if groups is not None and len(groups) > 1 and member.comm.device != "cpu":
-            case = replace(case, wire=None)  # GPUs of several peer domains refuse it
+            # GPUs of several peer domains refuse both.
+            case = replace(case, wire=None, form="counted" if case.form == "arrays" else case.form)
         prepared = Prepared(replace(case, groups=groups), member.rank, member.size, self._xp)
         self._unchecked.append((what, member, prepared))
         if mode == "blocking":

@@ -15,6 +15,7 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
+from mpicomm.collectives.gpu.filled_plan import FilledPlan
 from mpicomm.collectives.gpu.fillings import Fillings
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
@@ -62,7 +63,7 @@ class Device:
         backend: Any = SimpleNamespace(scratch=lambda nbytes: Scratch((1 << 53) + nbytes, nbytes, None))
         self.scratch = GrowingScratch(backend)
 
-    def launch(self, plan: FormPlan) -> None:
+    def launch(self, plan: FilledPlan) -> None:
         """Launch the call that was filled into a plan."""
         self.launched = []
         assert plan.launch is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,64 @@ def test_tensors_of_torch(comm: mpicomm.Communicator, xp: Any) -> None:
         comm.Alltoallv([x, counts], [y, came])
         assert came.tolist() == case.coming.tolist()
         assert (y.cpu().numpy() == case.expected).all()
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_new_arrays_in_each_call(comm: mpicomm.Communicator, xp: Any, library: str) -> None:
+    """Each call has other addresses, rooms and counts, and the arrays of the calls before stay."""
+    rng, size = np.random.default_rng(11), comm.size
+    make: Any = xp.asarray
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        make = partial(torch.asarray, device=torch.device("cuda", int(comm.device)))
+    kept, checks = [], []
+    with comm.empty(size * 3000, np.float32) as symmetric:
+        for number in range(60):
+            most = int(rng.choice([3, 300, 300, 3000, 90_000]))
+            case = Case(comm, matrix_of(rng, size, most), size * most)
+            x, y = make(case.data), make(np.full(size * most, UNTOUCHED, np.float32))
+            into_symmetric = number % 5 == 4 and most <= 3000
+            if into_symmetric:
+                y = symmetric.local[: size * most]
+                y[:] = UNTOUCHED
+            counts, came = make(case.counts), make(np.full(size, -1, np.int64))
+            if number % 3:
+                comm.Alltoallv([x, counts], [y, came])
+            else:
+                comm.Ialltoallv((x, counts), (y, came)).Wait()
+            kept.append((x, counts))
+            checks.append((case, y.copy() if into_symmetric else y, came))
+        comm.check()
+        for check in checks:
+            _require(*check)
+
+
+def _require(case: Case, y: Any, came: Any) -> None:
+    on_host = [array.get() if hasattr(array, "get") else array.cpu().numpy() for array in (y, came)]
+    assert on_host[1].tolist() == case.coming.tolist()
+    assert (on_host[0] == case.expected).all()
+
+
+def test_a_new_call_in_a_capture(comm: mpicomm.Communicator, xp: Any) -> None:
+    rng, size, most = np.random.default_rng(12), comm.size, 400
+    stream = xp.cuda.Stream(non_blocking=True)
+    buffers = []
+    for _ in range(3):
+        case = Case(comm, matrix_of(rng, size, most), size * most)
+        x, y = xp.asarray(case.data), xp.full(size * most, UNTOUCHED, xp.float32)
+        buffers.append((case, x, xp.asarray(case.counts), y, xp.zeros(size, xp.int64)))
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        for number, (_, x, counts, y, came) in enumerate(buffers):
+            if number == 1:
+                stream.begin_capture()
+            comm.Alltoallv([x, counts], [y, came])
+        graph = stream.end_capture()
+    for _ in range(3):
+        graph.launch(stream)
+        comm.check(stream)
+    for case, _, _, y, came in buffers:
+        _require(case, y, came)
 
 
 def _fails(comm: mpicomm.Communicator, xp: Any, send: Any, receive: Any, error: type[MpicommError], text: str) -> None:

@@ -24,7 +24,7 @@ from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.fake_cuda import FakeCuda
 from tests.helpers.rigs.fake_engines import STREAM, Rig
 
-FLOAT = np.dtype("f4")
+FLOAT, INT = np.dtype("f4"), np.dtype("i8")
 HIDDEN = 1024
 PACKAGE = str(Path(mpicomm.__file__).parent)
 
@@ -32,11 +32,12 @@ PACKAGE = str(Path(mpicomm.__file__).parent)
 class Array:
     """The attributes of CuPy's arrays that distinguish them."""
 
-    _c_contiguous, dtype, itemsize = True, FLOAT, FLOAT.itemsize
+    _c_contiguous = True
 
-    def __init__(self, pointer: int, count: int) -> None:
+    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any] = FLOAT) -> None:
         self.data = SimpleNamespace(ptr=pointer, device_id=0)
-        self.size, self.nbytes = count, count * FLOAT.itemsize
+        self.dtype, self.itemsize = dtype, dtype.itemsize
+        self.size, self.nbytes = count, count * dtype.itemsize
 
 
 class Calls:
@@ -46,7 +47,7 @@ class Calls:
         from mpicomm.collectives.gpu.plan_cache import PlanCache
 
         def read(array: Any, writable: bool, name: str) -> buffers.ArrayMemory:
-            return buffers.ArrayMemory(array.data.ptr, array.nbytes, FLOAT, True, 0, array)
+            return buffers.ArrayMemory(array.data.ptr, array.nbytes, array.dtype, True, 0, array)
 
         monkeypatch.setitem(buffers._readers, Array, read)
         monkeypatch.setattr(sys.modules["cupy"], "ndarray", Array, raising=False)
@@ -111,6 +112,10 @@ def call_of(name: str, count: int, rng: random.Random) -> tuple[Any, ...]:
     if name == "Alltoallv":
         counts = [count, rng.randrange(count)]
         return OPERATIONS[name], [Array(send, 2 * count), counts], [Array(receive, 2 * count), counts], None
+    if name == "Alltoallv with counts on the GPU":
+        lengths, places, came = (Array((at << 50) + 64 * rng.randrange(1 << 20), 2, INT) for at in (4, 5, 6))
+        operation, (x, _), (y, _), _ = call_of("Alltoallv", count, rng)
+        return operation, [x, (lengths, places)], [y, came], None
     if name == "Alltoallw":
         counts, types = [count, rng.randrange(count)], [MPI.FLOAT, MPI.BYTE]
         return (
@@ -170,6 +175,8 @@ def test_a_reduce_scatter_into_no_buffer_is_no_call_in_place(calls: Calls) -> No
         ("Allgather", 4, False, 30),
         ("Bcast", 40 << 10, True, 35),
         ("Alltoallv", 4, False, 60),
+        ("Alltoallv with counts on the GPU", 4, False, 60),
+        ("Alltoallv with counts on the GPU", 4, True, 60),
         ("Alltoallw", 4, False, 60),
         ("Reduce_scatter", 4, False, 35),
         ("Reduce_scatter in place", 4, False, 45),
@@ -239,6 +246,22 @@ def test_a_call_with_a_wrong_epilogue_is_refused_as_if_it_had_no_form(calls: Cal
     assert calls.find(*call_of("rms_norm", 4, rng)) is not None
 
 
+def test_wrong_counts_on_the_gpu_are_refused_as_if_they_had_no_form(calls: Calls) -> None:
+    rng = random.Random(7)
+    name = "Alltoallv with counts on the GPU"
+    calls.run(*call_of(name, 300, rng))
+    operation, [x, (counts, places)], [y, came], _ = call_of(name, 400, rng)
+    wrong = Array(came.data.ptr, 2, np.dtype("u8")), Array(came.data.ptr, 3, INT), Array(y.data.ptr, 2, INT), counts
+    for array, text in zip(wrong, ("type uint64", "3 integers for 2 ranks", "overlap", "overlap"), strict=True):
+        for _ in range(3):
+            with pytest.raises(InvalidUsageError, match=text):
+                calls.run(operation, [x, (counts, places)], [y, array], None)
+    with pytest.raises(InvalidUsageError, match=r"sendbuf=MPI\.IN_PLACE"):
+        calls.run(operation, MPI.IN_PLACE, [y, came], None)
+    assert calls.find(*call_of(name, 500, rng)) is not None
+    assert calls.find(OPERATIONS["Allgatherv"], x, [y, came], None) is None
+
+
 def test_arrays_beside_symmetric_memory_may_have_a_datatype(calls: Calls) -> None:
     calls.add_symmetric_memory()
     rng = random.Random(3)
@@ -255,7 +278,9 @@ def test_calls_of_random_sizes_and_addresses_take_no_memory(calls: Calls) -> Non
         """Make that many calls; return the number of blocks of memory that Python uses then."""
         for _ in range(number // 100):
             for _ in range(100):
-                name = rng.choice(("Allreduce", "Allgather", "Alltoallv", "rms_norm"))
+                name = rng.choice(
+                    ("Allreduce", "Allgather", "Alltoallv", "Alltoallv with counts on the GPU", "rms_norm")
+                )
                 calls.run(*call_of(name, rng.choice((100, 10_000, 1_000_000)) + rng.randrange(100), rng))
             calls.finish()
         gc.collect()

@@ -12,16 +12,9 @@ from collections.abc import Iterator
 from mpicomm.collectives.gpu.algorithms.base import ALL_LENGTHS, Algorithm, GpuCall, Lengths, Node, Template, moved
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import (
-    OVERSEERS,
-    SLOT_NBYTES,
-    UNIT_NBYTES,
-    CountedPacketArguments,
-    CountedSideArguments,
-    counted_step_kernel,
-    packet_kernel,
-)
-from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry, geometry_within, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.packets.arguments import UNIT_NBYTES
+from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets
+from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketBlocks, PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import (
     ANY_NBYTES,
@@ -31,10 +24,8 @@ from mpicomm.collectives.gpu.algorithms.packets.ways import (
     inboxes_of,
     large_inboxes,
 )
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.operations import Operation
-from mpicomm.kernels.team import MAX_RANKS
-from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers
 
 
 class AnyLengthPackets(Algorithm):
@@ -62,11 +53,10 @@ class AnyLengthPackets(Algorithm):
         return None if call.lengths_are_private else "all ranks know the lengths of all messages"
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        inboxes, coding = node.arena.any_length if call.lengths_are_private else node.arena.sentinels, coding_of(call)
         if call.counted is not None:
-            geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size)
-            yield counted_launch(node, call.counted, call.tag(), inboxes, geometry)
+            yield CountedPackets(node, call.counted, call.tag(), any_length_ways(node)).launch(call.counted)
             return
+        inboxes, coding = node.arena.any_length if call.lengths_are_private else node.arena.sentinels, coding_of(call)
         template = PacketTemplate(node, call.one_shot, call.reduction, coding=coding)
         if coding is None:
             yield template.launch(call.tag(), any_length_way(node, inboxes), ANY_NBYTES)
@@ -97,53 +87,3 @@ def larger_inboxes(node: Node, nbytes: int) -> list[Request]:
 def inboxes_for(node: Node, request: Request) -> Inboxes:
     """Return the existing inboxes for a request of `larger_inboxes`."""
     return inboxes_of(node.arena.layout, node.arena.region(request))
-
-
-def counted_launch(node: Node, buffers: CountedBuffers, tag: int, inboxes: Inboxes, geometry: Geometry) -> Launch:
-    """Return the launch of a call; ``tag``, ``inboxes`` and ``geometry`` are the same on all ranks.
-
-    The host knows no lengths, but it knows how much the buffers of this rank hold. So the kernel of this rank may
-    differ from the kernels of its peers: see counted_step.cu.
-    """
-    layout, own = node.arena.layout, node.team.arenas[node.rank]
-    arguments = CountedPacketArguments(
-        team=node.team,
-        laps=inboxes.nbytes // SLOT_NBYTES // geometry.threads,
-        inbox_nbytes=inboxes.nbytes,
-        flagged=layout.flagged_inboxes(own),
-        fences=own + layout.fences,
-    )
-    arguments.team.tags[:] = [tag] * MAX_RANKS
-    arguments.inboxes[: node.size] = inboxes.pointers
-    arguments.counted.send = _side(buffers.send)
-    arguments.counted.receive = _side(buffers.receive)
-    arguments.counted.itemsize = buffers.itemsize
-    kernel = (
-        counted_step_kernel(node.size)
-        if _takes_one_step(buffers, geometry)
-        else packet_kernel(
-            None, node.size, "sentinel", "paced", fan_out=False, host_slots=node.host_slots, counted=True
-        )
-    )
-    return Launch(kernel, arguments, geometry.blocks, geometry.workers + OVERSEERS, node.early)
-
-
-def _takes_one_step(buffers: CountedBuffers, geometry: Geometry) -> bool:
-    """Return whether counted_step.cu can carry all that the buffers of this rank hold."""
-    sides, nbytes = (buffers.send, buffers.receive), geometry.threads * UNIT_NBYTES["sentinel"]
-    return all(side.displs is None and side.room * buffers.itemsize <= nbytes for side in sides)
-
-
-def _side(buffer: CountedBuffer) -> CountedSideArguments:
-    side = CountedSideArguments(
-        buffer=buffer.pointer,
-        room=buffer.room,
-        counts=buffer.counts.pointer,
-        wide_counts=buffer.counts.is_wide,
-        follows=buffer.displs is None,
-    )
-    if isinstance(buffer.displs, tuple):
-        side.known[: len(buffer.displs)] = buffer.displs
-    elif buffer.displs is not None:
-        side.displs, side.wide_displs = buffer.displs.pointer, buffer.displs.is_wide
-    return side

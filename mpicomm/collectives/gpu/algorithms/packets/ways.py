@@ -187,7 +187,7 @@ def rows_of(row_nbytes: int, nbytes: int, node: Node, *, fan_out: bool) -> RowGe
     return row_geometry(nbytes // row_nbytes, row_nbytes, most_blocks_of(node), node.size, fan_out=fan_out)
 
 
-def any_length_ways(node: Node) -> WayOf:
+def any_length_ways(node: Node) -> Callable[[int], PacketWay]:
     """Return the way of calls in which only two ranks know the length of a message; one way for all lengths."""
     arena, way = node.arena, any_length_way(node, node.arena.any_length)
 
