@@ -3,10 +3,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from mpicomm.devices.host import HostBackend
 from mpicomm.log import logger
 from tests.helpers.fakes.fake_cuda import FakeCuda, imported_over
+
+# The load of the machine decides how long an example takes.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture

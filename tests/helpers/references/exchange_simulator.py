@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from mpicomm.collectives.exchange import Exchange
@@ -17,7 +16,6 @@ ITEMSIZE = DTYPE.itemsize
 SIZES = st.integers(1, 8)
 COUNTS = st.integers(0, 9)
 LONG_COUNTS = st.integers(0, 400)
-UNHURRIED = settings(deadline=None)  # the machine decides how long an example takes
 PIECES = st.sampled_from([1, 4, 40, 128, 500, 10**6])
 
 

@@ -15,7 +15,6 @@ from tests.helpers.references.exchange_simulator import (
     LONG_COUNTS,
     PIECES,
     SIZES,
-    UNHURRIED,
     Memory,
     counts_of,
     everywhere,
@@ -46,7 +45,6 @@ def layouts(draw: st.DrawFn, counts: list[int]) -> Layout:
     return Layout(counts, displs, position)
 
 
-@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), data=st.data())
 def test_allgather(size: int, in_place: bool, data: st.DataObject) -> None:
     counts = counts_of(data, size)
@@ -61,7 +59,6 @@ def test_allgather(size: int, in_place: bool, data: st.DataObject) -> None:
     everywhere(memories, lambda rank, size: patterns.allgather(rank, size, DTYPE, sends[rank], blocks[rank]))
 
 
-@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), data=st.data())
 def test_gather(size: int, in_place: bool, data: st.DataObject) -> None:
     counts, root = counts_of(data, size), data.draw(st.integers(0, size - 1))
@@ -79,7 +76,6 @@ def test_gather(size: int, in_place: bool, data: st.DataObject) -> None:
     )
 
 
-@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), data=st.data())
 def test_scatter(size: int, in_place: bool, data: st.DataObject) -> None:
     counts, root = counts_of(data, size), data.draw(st.integers(0, size - 1))
@@ -98,7 +94,6 @@ def test_scatter(size: int, in_place: bool, data: st.DataObject) -> None:
     )
 
 
-@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), data=st.data())
 def test_alltoall(size: int, in_place: bool, data: st.DataObject) -> None:
     table = [counts_of(data, size) for _ in range(size)]
@@ -130,7 +125,6 @@ def told(size: int, count: int, data: st.DataObject) -> tuple[list[Memory], list
     return memories, buffers, root
 
 
-@UNHURRIED
 @given(size=st.integers(2, 8), count=LONG_COUNTS, piece_nbytes=st.none() | PIECES, data=st.data())
 def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObject) -> None:
     memories, buffers, root = told(size, count, data)
@@ -140,7 +134,6 @@ def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObj
     )
 
 
-@UNHURRIED
 @given(size=st.integers(2, 8), count=LONG_COUNTS, data=st.data())
 def test_two_shot_bcast(size: int, count: int, data: st.DataObject) -> None:
     memories, buffers, root = told(size, count, data)

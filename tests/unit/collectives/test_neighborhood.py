@@ -18,7 +18,6 @@ from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of, require_symmetric
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.references.exchange_simulator import UNHURRIED
 from tests.helpers.references.simulated_neighbors import OnDevice, Part, exchange
 
 NOBODY = MPI.PROC_NULL
@@ -77,7 +76,6 @@ EDGES = st.integers(1, 4).flatmap(
 )
 
 
-@UNHURRIED
 @given(EDGES)
 def test_each_edge_of_a_graph_is_one_match(edges_and_size: tuple[list[tuple[int, int]], int]) -> None:
     edges, size = edges_and_size

@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.references.exchange_simulator import UNHURRIED
 from tests.helpers.references.simulated_neighbors import OnDevice, Part, exchange
 
 ELEMENT, ELEMENTS = MPI.INT16_T, np.dtype(np.int16)
@@ -97,7 +96,6 @@ class Buffer:
         return self.array.memory[self.blocks[block]]
 
 
-@UNHURRIED
 @given(data=st.data())
 def test_ranks_with_gaps_meet_ranks_without(datatypes: dict[str, MPI.Datatype], data: st.DataObject) -> None:
     row = OPERATIONS[data.draw(st.sampled_from(OPERATIONS_OF_TYPES), "operation")]

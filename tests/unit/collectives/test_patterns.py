@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
 from tests.helpers.inputs import patterns
-from tests.helpers.references.exchange_simulator import DTYPE, SIZES, UNHURRIED
+from tests.helpers.references.exchange_simulator import DTYPE, SIZES
 
 
-@UNHURRIED
 @given(count=st.integers(0, 10**7), size=SIZES, itemsize=st.sampled_from([1, 2, 4, 8, 16, 200]))
 def test_split_covers_a_span_in_order(count: int, size: int, itemsize: int) -> None:
     span = Span(4096, count)

@@ -19,7 +19,6 @@ from tests.helpers.references.exchange_simulator import (
     LONG_COUNTS,
     PIECES,
     SIZES,
-    UNHURRIED,
     counts_of,
     everywhere,
     fold,
@@ -28,7 +27,6 @@ from tests.helpers.references.exchange_simulator import (
 )
 
 
-@UNHURRIED
 @given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), piece_nbytes=st.none() | PIECES)
 def test_allreduce(size: int, count: int, in_place: bool, piece_nbytes: int | None) -> None:
     memories = ranks(size)
@@ -83,7 +81,6 @@ def test_ring_cannot_average() -> None:
     assert ring_refusal("sum") is None
 
 
-@UNHURRIED
 @given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), data=st.data())
 def test_reduce(size: int, count: int, in_place: bool, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))
@@ -99,7 +96,6 @@ def test_reduce(size: int, count: int, in_place: bool, data: st.DataObject) -> N
     )
 
 
-@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), equal=st.booleans(), data=st.data())
 def test_reduce_scatter(size: int, in_place: bool, equal: bool, data: st.DataObject) -> None:
     counts = [data.draw(COUNTS)] * size if equal else counts_of(data, size)
@@ -124,7 +120,6 @@ def test_reduce_scatter(size: int, in_place: bool, equal: bool, data: st.DataObj
     )
 
 
-@UNHURRIED
 @given(size=st.integers(2, 8), count=LONG_COUNTS, in_place=st.booleans(), data=st.data())
 def test_two_shot_reduce(size: int, count: int, in_place: bool, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))
@@ -144,7 +139,6 @@ def test_two_shot_reduce(size: int, count: int, in_place: bool, data: st.DataObj
 
 
 @pytest.mark.parametrize("inclusive", [True, False], ids=["scan", "exscan"])
-@UNHURRIED
 @given(size=SIZES, count=COUNTS, in_place=st.booleans())
 def test_scan(size: int, count: int, in_place: bool, inclusive: bool) -> None:
     memories = ranks(size)

@@ -22,7 +22,6 @@ from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.schedules import schedule_of, steps_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
-from tests.helpers.references.exchange_simulator import UNHURRIED
 from tests.helpers.references.schedule_simulator import Cluster
 
 Array = npt.NDArray[Any]
@@ -204,7 +203,6 @@ def test_movements_bring_each_block_to_its_place(domains: list[list[int]], name:
 
 
 @given(st.data())
-@UNHURRIED
 def test_any_domains_work(data: st.DataObject) -> None:
     numbers = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=9).filter(lambda drawn: len({*drawn}) > 1))
     domains = [ranks for n in range(4) if (ranks := [rank for rank, number in enumerate(numbers) if number == n])]
