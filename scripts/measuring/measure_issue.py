@@ -27,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 from needed import torch
 from result_file import Table, add_tables, command, hardware
@@ -188,6 +189,14 @@ def array_rows(session: Session) -> list[Row]:
 
         return run
 
+    def counted(pools: Pools, number: int) -> Call:
+        import cupy
+
+        send, receive = (part.view(FLOAT) for part in _parts(pools.arrays(number)))
+        case = pools.cases[number]
+        counts, coming = cupy.asarray(case.sent()[0]), cupy.zeros(WORLD.size, np.int64)
+        return lambda: comm.Alltoallv([send, counts], [receive, coming], stream=machine.stream)
+
     own = partial(of_peer, session.own_arrays)
     nccl = partial(of_peer, session.nccl) if session.nccl is not None else None
     names = ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast", "reduce", "gather", "scatter")
@@ -199,6 +208,8 @@ def array_rows(session: Session) -> list[Row]:
         Row(f"`Iallreduce` and `Wait`, {arrays}", "allreduce", OUT_OF_PLACE, nonblocking),
         Row(f"persistent `Start` and `Wait`, {arrays}", "allreduce", OUT_OF_PLACE, persistent, known_alone=True),
     ]
+    if machine.stream is not None:
+        rows.append(Row("`Alltoallv` with counts on the GPU, CuPy arrays", "alltoallv", OUT_OF_PLACE, counted))
     rows += [Row(f"`{titles[name]}`, tensors", name, OPERATIONS[name].places[0], of_tensors) for name in titles]
     return rows
 
