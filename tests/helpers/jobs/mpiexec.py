@@ -19,6 +19,13 @@ OPEN_MPI_ON_ANY_MACHINE = {
 }
 """Variables that let mpiexec of Open MPI take the user root, and more ranks than there are cores."""
 
+_SLEEPS = {
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
+    "OMPI_MCA_threads_pthreads_nanosleep_time": "10000",
+}
+"""Variables that let a rank sleep between its polls while it waits in MPICH or in Open MPI."""
 
 _QUICK_START = {"UCX_MEM_MMAP_HOOK_MODE": "none"}
 """Variables that save 40 ms of each start of MPICH, in which UCX spins while it patches functions of the C library.
@@ -39,8 +46,8 @@ def sharing_of_cores(nprocs: int) -> dict[str, str]:
     """Return the variables for a job of ``nprocs`` ranks, beside which other tests run."""
     variables = {"OMP_NUM_THREADS": "1"}  # ranks compute at once; more threads of a rank only wait for each other
     if nprocs >= (os.cpu_count() or 1):
-        # A rank of MPICH that waits keeps its core. With this it sleeps in between, so that the awaited rank can run.
-        variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
+        # Without them a rank that waits in MPI keeps its core, which the awaited rank or another test needs.
+        variables |= _SLEEPS
     return variables
 
 
