@@ -51,7 +51,7 @@ def _descriptors() -> set[str]:
         # The descriptor that listed the directory is closed by now.
         with contextlib.suppress(FileNotFoundError):
             target = os.readlink(f"/proc/self/fd/{fd}")
-            if not Path(target).name.startswith(OF_OTHERS):
+            if not os.path.basename(target).startswith(OF_OTHERS):
                 found.add(f"fd {fd} -> {target}")
     return found
 
@@ -67,9 +67,10 @@ def _threads() -> set[str]:
 
 def _shared_files() -> set[str]:
     found = set()
-    for path in Path("/dev/shm").iterdir():
-        # Other processes, above all other MPI jobs, create and remove files here meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_uid == os.getuid() and not path.name.startswith(NOT_MADE_HERE):
-                found.add(str(path))
+    with os.scandir("/dev/shm") as files:
+        for file in files:
+            # Other processes, above all other MPI jobs, create and remove files here meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                if not file.name.startswith(NOT_MADE_HERE) and file.stat(follow_symlinks=False).st_uid == os.getuid():
+                    found.add(file.path)
     return found
