@@ -112,11 +112,11 @@ class _RollCall(ABC):
 
     @abstractmethod
     def _down(self, memory: bytes | bytearray) -> list[MPI.Request]:
-        """Begin to send the memory from the first rank to each other rank."""
+        """Begin to send the memory from the first rank to each other rank. Return this rank's requests."""
 
     @abstractmethod
     def _up(self, memory: bytearray) -> list[MPI.Request]:
-        """Begin to send one byte from each other rank to its place in the memory of the first rank."""
+        """Begin to send a byte from each other rank to its place in the memory of the first rank; as `_down`."""
 
     def meet(self, step: str, timeout_s: float) -> None:
         """Return when all ranks are here. Raises `CollectiveTimeoutError` with the missing ranks."""

@@ -28,7 +28,7 @@ _BLOCKS_OF_A_MULTIPROCESSOR = 8
 _PACKET_NBYTES = 16
 _BLOCK = 1 << 16  # the elements that NumPy computes at once
 _LAYOUTS = ("linear", "128x4")
-_ROWS = ("residual", "weight", "bias", "linear_bias")  # the arrays of which threads read packets
+_ROWS = ("residual", "weight", "bias", "linear_bias")  # threads read packets of these arrays
 _ARRAYS = (*_ROWS, "scales", "scale")  # in the order of `NormArguments`
 _NOWHERE = 0, 0
 

@@ -116,11 +116,17 @@ class Streams:
         return work
 
     def future(
-        self, call: TensorCall, given: Given, value: torch.Tensor | Tensors, tensors: Tensors, beside: bool
+        self,
+        call: TensorCall,
+        given: Given,
+        value: torch.Tensor | Tensors,
+        tensors: Tensors,
+        beside: bool,
+        known: KnownCall | None = None,
     ) -> torch.futures.Future[Any]:
         """Enqueue a call on the group's stream (``beside``) or the current one. Return its complete future.
 
-        ``tensors`` are the tensors of the call.
+        ``tensors`` are the tensors of the call. ``known`` is the call if the caller has found it.
         """
         # Not PyTorch's class in Python, whose constructor takes the host longer than all else here. PyTorch's own works
         # return futures of this class, too.
@@ -134,7 +140,11 @@ class Streams:
         current, side = current_stream(self.gpu), self.stream
         try:
             self.marks.wait_stream_again(self._begin, self._address, current)
-            self.enqueue(call, given, beside=True)
+            if known is None:
+                self.enqueue(call, given, beside=True)
+            else:
+                self._session.require_usable(known.plan)
+                self._engines.gpu.engine.enqueue(known.plan, self._address)
             for tensor in tensors:
                 tensor.record_stream(side)  # else PyTorch reuses the memory when the caller drops the tensor
             if self._pool.is_in_use:
@@ -146,11 +156,12 @@ class Streams:
         return future
 
     def bucket(self, call: TensorCall, tensor: torch.Tensor, op: Any) -> torch.futures.Future[Any] | None:
-        """As `future` beside the current stream, for ``call`` as an all-reduce of a known form; None for other calls.
+        """Enqueue an all-reduce beside the current stream, as `future` does. Return None if its form is not known.
 
-        DDP makes such a call for each bucket of a step. Other work fills the caches of the processor between two calls,
-        so a call takes ten times as long as in a loop, and nearly all of it is reading memory. So this function reads
-        little.
+        ``call`` is the group's all-reduce. DDP makes such a call for each bucket of a step. Other work fills the caches
+        of the processor between two calls. A call then takes ten times as long as in a loop, because the processor
+        waits for memory. So this function reads little. It does not count the thread among the users of the stream,
+        because the first call of a form has done that.
         """
         gpu = self._engines.gpu
         if gpu is None or not tensor.is_cuda or not tensor.is_contiguous() or tensor.requires_grad or tensor.is_neg():
@@ -162,20 +173,7 @@ class Streams:
             if known is None:
                 return None
             self._keep(memory, known)
-        self._session.require_usable(known.plan)
-        current, address, side = current_stream(self.gpu), self._address, self.stream
-        try:
-            self.marks.wait_stream_again(self._begin, address, current)
-            gpu.engine.enqueue(known.plan, address)
-            tensor.record_stream(side)
-            if self._pool.is_in_use:
-                self._note_use((tensor,))
-            future: torch.futures.Future[Any] = torch._C.Future(self.devices)
-            call_on(side, future.set_result, tensor)
-        except BaseException:
-            self.marks.wait_stream(current, address)  # as in `future`
-            raise
-        return future
+        return self.future(call, (), tensor, (tensor,), beside=True, known=known)
 
     def _keep(self, memory: tuple[int, int, torch.dtype, int], known: KnownCall) -> None:
         """Let `bucket` repeat a call. Views of complex memory may be conjugated, and filled plans have other calls."""
