@@ -47,7 +47,7 @@ class OrderWatch:
     def look(self) -> None:
         """Log an error if the ranks wait for each other. Local; any thread."""
         words, now = self._row.words, time.monotonic()
-        counts = words[layout.CALLS_BY_MPI], words[layout.POSTS]
+        counts = words[layout.CALLS_BY_MPI], self._row.posts
         if counts != self._counts or words[layout.CALL] >= 0:
             self._counts, self._since, self._before = counts, now, []
         elif now - self._since >= self._timeout_s and not self._told:

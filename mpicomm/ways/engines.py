@@ -172,7 +172,9 @@ class Engines:
 
     def _shared_call_log(self, session: Session, group: Group) -> CallLog:
         if group not in self._call_logs:
-            self._call_logs[group] = session.keep(CallLog(group, session.row, session.calls_on_host.of))
+            self._call_logs[group] = session.keep(
+                CallLog(group, session.row, int(group is not session.domain), session.calls_on_host.of)
+            )
             here, several = session.placement.here, len(session.placement.node_ranks) > 1
             if self._order_watch is None and isinstance(here.device, int) and several:
                 self._order_watch = OrderWatch(session.placement, session.row, here.timeout_s)
