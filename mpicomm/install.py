@@ -7,6 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomm import environment
 from mpicomm.api.communicator import (
     CartCommunicator,
     Communicator,
@@ -48,7 +49,13 @@ InstalledCommunicator._classes = {
 }
 
 
-def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: float | None = None) -> Communicator:
+def install(
+    *,
+    device: int | str = "auto",
+    handle: str = "auto",
+    timeout_s: float | None = None,
+    stream_order: bool | None = None,
+) -> Communicator:
     """Put a `Communicator` in the place of ``MPI.COMM_WORLD``, and return it. Collective over all ranks, blocking.
 
     Call it before other modules are imported: a module that has imported ``COMM_WORLD`` before keeps the COMM_WORLD of
@@ -60,11 +67,17 @@ def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: floa
     After this call ``MPI.Win.Create`` takes device memory as `Win` does. Windows of host memory and ``MPI.File`` refuse
     device arrays. ``MPI.Attach_buffer`` takes host memory in the place of device memory.
 
-    The arguments and the errors are as in `Communicator`. A second call changes nothing.
+    Blocking calls on device memory, ``Wait``, ``Test`` that returns true, and synchronisation of windows are complete
+    on return: every stream and the host may use the buffers. Programs for a CUDA-aware MPI rely on this. With
+    ``stream_order=True`` (or MPICOMM_ORDER=stream) the calls are stream-ordered, as on a `Communicator` that the
+    program makes itself. Calls that mpi4py does not have, and messages with ``algorithm="stream"``, always are, and so
+    are calls in a stream that captures a CUDA graph.
+
+    The other arguments and the errors are as in `Communicator`. A second call changes nothing.
     """
     if not _replaced:
         world, own = MPI.COMM_WORLD, MPI.COMM_SELF
-        session = Session.create(world, device, handle, timeout_s)
+        session = Session.create(world, device, handle, timeout_s, lambda: not environment.stream_order(stream_order))
         channel = session.channel and session.channel.child([world.rank])
         alone = Session(own, session.placement.subset([world.rank]), channel=channel)
         for owner, name, replacement in (

@@ -81,6 +81,8 @@ class RankInfo:
     """Whether the driver has the device memory of `memory`, from `Communicator.suspend` to `Communicator.resume`."""
     products: tuple[str, ...] = ()
     """From which size on matrix products overlap with their collective, after the first collective on GPUs."""
+    order: str = "stream"
+    """How calls on device arrays return: "stream", in stream order, or "complete", for all streams; see `install`."""
 
 
 class Communicator(
@@ -291,6 +293,7 @@ class Communicator(
             memory=session.memory_use(),
             suspended=session.is_suspended,
             products=self._products.describe(),
+            order="complete" if here.completes else "stream",
         )
 
     def stats(self) -> Statistics:

@@ -244,7 +244,7 @@ def test_code_and_modules_run(tmp_path: Path) -> None:
 
 
 ANSWERS: list[tuple[list[str], int, str]] = [
-    (["--help"], 0, "usage: mpirun -np N python -m mpicomm SCRIPT"),
+    (["--help"], 0, "usage: mpirun -np N python -m mpicomm [--stream-order] SCRIPT"),
     (["--version"], 0, f"mpicomm {mpicomm.__version__}"),
     ([], 2, "no program is named"),
     (["-m"], 2, "-m needs an argument"),
