@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 from typing import Any
 
+import mpi4py
 from mpi4py import MPI
 
 from mpicomm.api.communicator import (
@@ -58,11 +59,16 @@ def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: floa
     in the same way.
 
     After this call ``MPI.Win.Create`` takes device memory as `Win` does. Windows of host memory and ``MPI.File`` refuse
-    device arrays. ``MPI.Attach_buffer`` takes host memory in the place of device memory.
+    device arrays. ``MPI.Attach_buffer`` takes host memory in the place of device memory. If ``mpi4py.rc.initialize`` is
+    false and MPI does not run yet, this starts MPI, and the program's own ``MPI.Init`` or ``Init_thread`` returns at
+    once.
 
     The arguments and the errors are as in `Communicator`. A second call changes nothing.
     """
     if not _replaced:
+        is_running = MPI.Is_initialized()
+        if not is_running:  # mpi4py.rc.initialize is false, perhaps by MPI4PY_RC_INITIALIZE
+            MPI.Init_thread()
         world, own = MPI.COMM_WORLD, MPI.COMM_SELF
         session = Session.create(world, device, handle, timeout_s)
         channel = session.channel and session.channel.child([world.rank])
@@ -70,7 +76,7 @@ def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: floa
         for owner, name, replacement in (
             (MPI, "COMM_WORLD", InstalledCommunicator.permanent(world, session, "COMM_WORLD")),
             (MPI, "COMM_SELF", InstalledCommunicator.permanent(own, alone, "COMM_SELF")),
-            *replacements(),
+            *replacements(by_program=is_running and not mpi4py.rc.initialize),
         ):
             _replaced.append((owner, name, replace(owner, name, replacement)))
         copyreg.pickle(MPI.Intracomm, _reduced)
