@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 from typing import Any
 
+import mpi4py
 from mpi4py import MPI
 
 from mpicomm import environment
@@ -65,7 +66,9 @@ def install(
     in the same way.
 
     After this call ``MPI.Win.Create`` takes device memory as `Win` does. Windows of host memory and ``MPI.File`` refuse
-    device arrays. ``MPI.Attach_buffer`` takes host memory in the place of device memory.
+    device arrays. ``MPI.Attach_buffer`` takes host memory in the place of device memory. If ``mpi4py.rc.initialize`` is
+    false and MPI does not run yet, this starts MPI, and the program's own ``MPI.Init`` or ``Init_thread`` returns at
+    once.
 
     Blocking calls on device memory, ``Wait``, ``Test`` that returns true, and synchronisation of windows are complete
     on return: every stream and the host may use the buffers. Programs for a CUDA-aware MPI rely on this. With
@@ -76,6 +79,9 @@ def install(
     The other arguments and the errors are as in `Communicator`. A second call changes nothing.
     """
     if not _replaced:
+        is_running = MPI.Is_initialized()
+        if not is_running:  # mpi4py.rc.initialize is false, perhaps by MPI4PY_RC_INITIALIZE
+            MPI.Init_thread()
         world, own = MPI.COMM_WORLD, MPI.COMM_SELF
         session = Session.create(world, device, handle, timeout_s, lambda: not environment.stream_order(stream_order))
         channel = session.channel and session.channel.child([world.rank])
@@ -83,7 +89,7 @@ def install(
         for owner, name, replacement in (
             (MPI, "COMM_WORLD", InstalledCommunicator.permanent(world, session, "COMM_WORLD")),
             (MPI, "COMM_SELF", InstalledCommunicator.permanent(own, alone, "COMM_SELF")),
-            *replacements(),
+            *replacements(by_program=is_running and not mpi4py.rc.initialize),
         ):
             _replaced.append((owner, name, replace(owner, name, replacement)))
         copyreg.pickle(MPI.Intracomm, _reduced)

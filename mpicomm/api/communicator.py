@@ -136,6 +136,11 @@ class Communicator(
         timeout_s: float | None = None,
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
+        if not MPI.Is_initialized() or MPI.Is_finalized():
+            state = (
+                "has ended" if MPI.Is_initialized() else "does not run yet: call MPI.Init() or MPI.Init_thread() first"
+            )
+            raise InvalidUsageError(f"Communicator: MPI {state}")
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
             raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
