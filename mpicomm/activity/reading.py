@@ -28,7 +28,7 @@ class OtherVersionError(Exception):
 
 
 def printable(text: str) -> str:
-    """Return a text of another process, cut, as ASCII without control characters, which would steer a terminal."""
+    """Return a text of another process, shortened, as ASCII without the control characters that steer a terminal."""
     return "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in text[:_LONGEST])
 
 
