@@ -35,8 +35,7 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.in_stream_order import InStreamOrder
-from mpicomm.observation.inside import record_inside
-from mpicomm.observation.subclasses import record_calls
+from mpicomm.observation import record_calls
 from mpicomm.products.calls import Products
 from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
@@ -185,7 +184,6 @@ class Communicator(
         self._gpu = session.gpu
         remember(self)
         if session.channel is not None:
-            record_inside(self._collectives, session)
             record_calls(self, session.channel)
 
     @AtFirstUse

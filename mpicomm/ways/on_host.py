@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives import beside
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.host import selection
 from mpicomm.collectives.operations import Operation
 from mpicomm.devices.host import array_at
 from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
@@ -36,7 +37,13 @@ class InMappedMemory:
     def enqueue(self, call: Call, *, blocking: bool) -> None:
         """See `Way.enqueue`."""
         self._witness.tell(call.operation, on_host=True)
-        self._engines.of_hosts(call.operation.name).run(call, call.algorithm)
+        engines = self._engines
+        if engines.channel is not None:
+            name, why = call.algorithm, f'algorithm="{call.algorithm}"'
+            if name == "auto":
+                name, why = selection.best_mapped(call.operation, call.nbytes or 0), "by size, on mapped memory"
+            engines.channel.choose(name if engines.on_one_node else "groups, mpi", why)
+        engines.of_hosts(call.operation.name).run(call, call.algorithm)
 
 
 class WithEpilogue:
