@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import GRACE_S, Group, abandoned
+from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.roll_call import GRACE_S, abandoned
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import HostBackend
 from mpicomm.domains.steps import NetworkMessage, NetworkStep

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import abandoned
+from mpicomm.cluster.roll_call import abandoned
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.domains.mpi_transfers import Direct, Transfers, arrived

@@ -83,8 +83,6 @@ class Products:
         return choose.describe(self._size, node.multiprocessors, node.link_speed)
 
     def _on_host(self, kind: Kind, reading: Callable[[], Operands], stream: Any) -> Any:
-        from mpicomm.products.meeting import meet
-
         calls: list[Operands] = []
         sums: list[Any] = []
 
@@ -103,8 +101,8 @@ class Products:
                 sums.append(self._partial_sums(operands))
             return operands.text
 
-        # The product comes before the meeting, because MPI would wait for a rank that fails or dies in its product.
-        meet(self._session.set_up(kind), kind, multiply_if_possible)
+        # The product comes before the comparison, because MPI would wait for a rank that fails or dies in its product.
+        self._session.set_up(kind).group.compare(kind, multiply_if_possible)
         (operands,) = calls
         self._record_one_after_the_other("on the host")
         if kind == "allgather_matmul":

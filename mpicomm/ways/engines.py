@@ -91,6 +91,7 @@ class Engines:
                 call_log = self._shared_call_log(session, session.node)
                 beside_gpus = isinstance(session.backend.device, int)
                 self._host = session.keep(HostEngine(session.node, call_log, beside_gpus=beside_gpus))
+                session.timeout_on_host = self._timeout_on_host
             except CollectiveTimeoutError as error:
                 text = str(error).removeprefix(f"{operation}: ")
                 raise CollectiveTimeoutError(
@@ -184,6 +185,10 @@ class Engines:
 
     def _awaited_elsewhere(self) -> bool:
         return any(call_log.ahead() for call_log in self._call_logs.values())
+
+    def _timeout_on_host(self) -> CollectiveTimeoutError | None:
+        error = self._host and self._host.broken
+        return error if isinstance(error, CollectiveTimeoutError) else None
 
     def _absence_reason(self, ranks: Sequence[int]) -> str:
         """Return why ranks that still run may not come to an exchange, and the way out; local."""
