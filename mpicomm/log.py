@@ -11,6 +11,8 @@ import os
 import socket
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from typing import Literal, TextIO
 
 from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
@@ -35,6 +37,25 @@ def file_name(pattern: str, rank: int) -> str:
     for mark, text in (("%h", socket.gethostname()), ("%p", str(os.getpid())), ("%r", str(rank))):
         pattern = pattern.replace(mark, text)
     return pattern
+
+
+def open_file(path: str, mode: Literal["w", "a"]) -> TextIO:
+    """Open a text file that the user has named in a variable. Raises `OSError`.
+
+    It follows no symbolic link of another user, who may have put the link into a folder such as /tmp.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        link = Path(name)
+        follows = link.is_symlink() and link.lstat().st_uid in (0, os.geteuid())  # such as /dev/stderr
+        return os.open(name, flags if follows else flags | os.O_NOFOLLOW, 0o666)
+
+    return open(path, mode, encoding="utf-8", opener=opener)  # Path.open takes no opener
+
+
+class _FileHandler(logging.FileHandler):
+    def _open(self) -> TextIO:  # type: ignore[override]
+        return open_file(self.baseFilename, "a")
 
 
 def configure(rank: int) -> None:
@@ -66,7 +87,7 @@ def _add_handler(rank: int) -> None:
     else:
         path = file_name(path, rank)
         try:
-            handler = logging.FileHandler(path)
+            handler = _FileHandler(path)
         except OSError as error:
             raise InvalidUsageError(
                 f"MPICOMM_DEBUG_FILE={path!r} cannot be opened: {error.strerror}: name a file that this user can write"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.log import open_file
 from mpicomm.recording.clocks import Reading, now_ns
 from mpicomm.recording.event_names import CLOCK, DEVICE
 from mpicomm.recording.record import Record
@@ -39,7 +40,7 @@ class TraceFile:
         self._threads: dict[int, int] = {}
         self._streams: dict[tuple[int, int], int] = {}
         try:
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # it stays open
+            self._file = open_file(path, "w")
         except OSError as error:
             raise InvalidUsageError(
                 f"MPICOMM_TRACE={path!r} cannot be written: {error.strerror}: name a file that this user can write"
