@@ -154,7 +154,7 @@ class Session(SetUp):
                 raise
             if not self.group.is_left:
                 return error
-            log.logger.warning("%s: other ranks have given up an earlier call: %s", step, error)
+            log.logger.info("%s: other ranks have given up an earlier call: %s", step, error)
         return None
 
     def _timeout(self, step: str) -> CollectiveTimeoutError | None:
