@@ -18,7 +18,6 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.location import refuse_stream, require_here
-from mpicomm.products.scales import NO_SCALING, Scaling
 from mpicomm.recording.record import current
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
@@ -26,7 +25,7 @@ from mpicomm.ways.dispatch import Dispatcher
 if TYPE_CHECKING:
     from mpicomm.products.choose import Kind, ProductWay
     from mpicomm.products.libraries import Multiply
-    from mpicomm.products.operands import Operands
+    from mpicomm.products.operands import Operands, Scaling
     from mpicomm.products.overlapped import Overlapped
 
 _MOST_CALLS = 4096
@@ -57,7 +56,7 @@ class Products:
         product: Multiply | None,
         stream: Any,
         gathered: Any = None,
-        scaling: Scaling = NO_SCALING,
+        scaling: Scaling = (None, None, None),
     ) -> Any:
         """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host."""
         from mpicomm.products.operands import read
@@ -220,4 +219,4 @@ class Products:
         elif self._size > 1:
             run(rows.ALLREDUCE, stream, "auto", MPI.IN_PLACE, operands.out, MPI.SUM)
         if operands.bias is not None:
-            operands.library.add(operands.out, operands.bias)
+            operands.out += operands.bias
