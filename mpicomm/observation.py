@@ -120,8 +120,9 @@ def _recorded(cls: Any, name: str, category: Category, numbered: bool) -> Callab
 
 def _recorded_request(request: MPI.Request, channel: Channel, started: Record) -> Any:
     """Return a request whose waits and starts are recorded like the call that has made it."""
+    original: Any = type(request)
+    cls = _request_class(original)
     made: Any = request
-    cls = _request_class(type(made))
     if not isinstance(request, cls):
         made = cls(request)
         made._original = request  # it owns MPI's buffers

@@ -26,7 +26,7 @@ from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
 from mpicomm.api.products import ProductCalls
-from mpicomm.cluster import agreement
+from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
 from mpicomm.collectives.host.fast_path import PlainCheck
@@ -334,8 +334,9 @@ class Communicator(
 
         Complete all requests and receive all messages before, because `Free` drops messages that have not left yet. A
         second call does nothing. A call after MPI_Finalize or in a forked process does nothing either. After a timeout
-        `Free` frees this rank's part, and does not wait for the other ranks. `Free` waits up to twice ``timeout_s`` for
-        a rank that is in a collective call which this rank has not made, and after an error in the ``with`` block.
+        of any call `Free` frees this rank's part, and waits for no other rank. Otherwise `Free` waits up to twice
+        ``timeout_s`` for a rank that is in a collective call which this rank has not made, and after an error in the
+        ``with`` block.
 
         Calls of a freed communicator raise `InvalidUsageError`. The error is also MPI's exception if MPI refuses the
         call.
@@ -376,7 +377,7 @@ class Communicator(
     def _close(self) -> bool:
         """Close the session. Return whether MPI's own free, which is collective, may follow."""
         self._unfreed = False  # MPI keeps its part of a broken communicator, because only a collective call frees it
-        if self == MPI.COMM_NULL or MPI.Is_finalized() or agreement.is_forked:
+        if self == MPI.COMM_NULL or MPI.Is_finalized() or process.is_forked:
             return False
         self._session.close()
         return self._session.intact

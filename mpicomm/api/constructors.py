@@ -20,8 +20,8 @@ from mpicomm.api.reorder import (
     listed,
 )
 from mpicomm.api.topologies import require_edges, require_graph, require_matching
-from mpicomm.cluster.agreement import ranks_in_world
 from mpicomm.cluster.linked_order import Edges
+from mpicomm.cluster.process import ranks_in_world
 from mpicomm.cluster.roll_call import roll_call
 from mpicomm.session import Session
 
