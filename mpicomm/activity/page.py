@@ -258,24 +258,24 @@ class CommunicatorRow:
     gets the row only after nothing refers to it.
     """
 
-    __slots__ = ("_number", "_page", "bytes", "logs", "words")
+    __slots__ = ("_logs", "_number", "_page", "bytes", "words")
 
     def __init__(self) -> None:
-        page()
-        if not any(each.rows for each in _pages):
-            _pages.append(Page("mpicomm"))  # the doctor sees only the first page
-        self._page = of = next(each for each in _pages if each.rows)
-        self._number: int | None = (number := of.rows.pop())
+        of = page()
+        if not of.rows:
+            of = _page_with_rows()
+        self._page, number = of, of.rows.pop()
+        self._number: int | None = number
         at = layout.ROWS_AT + number * layout.ROW_NBYTES
         self.bytes = of.bytes[at : at + layout.ROW_NBYTES]
         self.words = self.bytes.cast("q")
-        self.logs = tuple(Log(of, self.words, layout.log_at(number, index), index + 1) for index in range(layout.LOGS))
+        self._logs: dict[int, Log] = {}  # most communicators log no call
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let another communicator have the row. At exit the modules are gone, and the memory ends with the process."""
         if not is_finalizing() and self._page.is_own and self._number is not None:
             self.words[layout.KEY] = 0
-            for log in self.logs:
+            for log in self._logs.values():
                 log.clear()
             self._page.rows.append(self._number)
 
@@ -289,7 +289,14 @@ class CommunicatorRow:
     @property
     def posts(self) -> int:
         """How many calls the logs have."""
-        return sum(log.calls for log in self.logs)
+        return sum(log.calls for log in self._logs.values())
+
+    def log(self, index: int) -> Log:
+        """Return a log of the row; ``index`` is less than `layout.LOGS`."""
+        assert self._number is not None
+        if index not in self._logs:
+            self._logs[index] = Log(self._page, self.words, layout.log_at(self._number, index), index + 1)
+        return self._logs[index]
 
     def keep(self) -> None:
         """Let no other communicator have the row, because peers may still read it."""
@@ -343,6 +350,13 @@ def page() -> Page:
         _pages.append(Page())
         _pages[0].write_names()
     return _pages[0]
+
+
+def _page_with_rows() -> Page:
+    """Return a page with free rows after the first page, which is the only one that the doctor sees."""
+    if not any(each.rows for each in _pages):
+        _pages.append(Page("mpicomm"))
+    return next(each for each in _pages if each.rows)
 
 
 _pages: list[Page] = []

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpicomm.activity import layout
+from mpicomm.activity.layout import CALLS_OF_HOST_WORD, HOST_CALLS, HOST_WORDS
 from mpicomm.activity.page import CommunicatorRow, text_of
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import HostBackend, fence
@@ -43,7 +44,7 @@ class CallLog(SharedMemory):
         by_mpi: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self._row = row or CommunicatorRow()
-        self._log = log = self._row.logs[index]
+        self._log = log = self._row.log(index)
         backend = HostBackend(node.timeout_s)
         segments = share(node, backend, "call log", log.shared, lambda: layout.MAGIC)
         super().__init__("call log", "memfd", segments)
@@ -60,11 +61,13 @@ class CallLog(SharedMemory):
 
     def post_on_host(self, text: str) -> None:
         """As `post`, for a call on the host, which gets a mark: see `layout.HOST_WORDS`."""
-        words = self._log.words
-        group, flag = divmod(self._log.calls + 1, layout.CALLS_OF_HOST_WORD)
-        at = layout.HOST_CALLS + group % layout.HOST_WORDS
-        word = words[at] if words[at] >> layout.CALLS_OF_HOST_WORD == group else group << layout.CALLS_OF_HOST_WORD
-        words[at] = word | 1 << flag
+        words, call = self._log.words, self._log.calls + 1
+        group = call // CALLS_OF_HOST_WORD
+        at = HOST_CALLS + group % HOST_WORDS
+        word = words[at]
+        if word >> CALLS_OF_HOST_WORD != group:
+            word = group << CALLS_OF_HOST_WORD
+        words[at] = word | 1 << call % CALLS_OF_HOST_WORD
         # Pairs with the fence of `is_on_host`: a reader that sees the counter of the call also sees its mark.
         fence()
         self.post(text)
@@ -86,14 +89,14 @@ class CallLog(SharedMemory):
 
         The call is also on the host if all ranks ask, because then no rank has data.
         """
-        group, flag = divmod(call, layout.CALLS_OF_HOST_WORD)
+        group, flag = divmod(call, CALLS_OF_HOST_WORD)
         for words in self._words:
             if words[layout.POSTS] < call:
                 continue
             # Pairs with the fence of `post_on_host`: this rank reads the mark after the counter.
             fence()
-            word = words[layout.HOST_CALLS + group % layout.HOST_WORDS]
-            marked = word >> layout.CALLS_OF_HOST_WORD
+            word = words[HOST_CALLS + group % HOST_WORDS]
+            marked = word >> CALLS_OF_HOST_WORD
             if marked <= group:  # else later calls have overwritten the mark, and that rank gives no answer
                 return marked == group and bool(word >> flag & 1)
         return True if self.all_ask(call) else None

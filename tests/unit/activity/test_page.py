@@ -51,15 +51,15 @@ def test_calls_have_numbers_and_texts() -> None:
     row = opened([Member("host", 1, 41), Member("host", 2, 42), Member("other", 1, 50)], 1)
     before = of("ranks 41-42,50")
     assert (before.rank, before.size, before.node_ranks, before.made, before.last) == (1, 3, (1,), 0, "")
-    row.logs[0].post("Allreduce(float32)")
+    row.log(0).post("Allreduce(float32)")
     posted = of("ranks 41-42,50")
     assert (posted.made, posted.last, posted.since_ns is not None) == (1, "Allreduce(float32)", True)
     for count in (5, 6):
-        row.logs[0].post(f"Scan(int8, count={layout.COUNT_IN_TEXT}, op=sum)", count)
+        row.log(0).post(f"Scan(int8, count={layout.COUNT_IN_TEXT}, op=sum)", count)
         assert of("ranks 41-42,50").last == f"Scan(int8, count={count}, op=sum)"
     text = f"Bcast(count={layout.COUNT_IN_TEXT}), into byte {layout.OFFSET_IN_TEXT}"
     for offset in (9, 0):
-        row.logs[0].post(text, 5, offset)
+        row.log(0).post(text, 5, offset)
         assert of("ranks 41-42,50").last == f"Bcast(count=5), into byte {offset}"
     begin_by_mpi(row.words, by_mpi("Bcast"))
     last = of("ranks 41-42,50")
@@ -75,7 +75,7 @@ def test_windows_have_rows_of_their_own() -> None:
     communicator.open(heading)
     row.open(heading.of_windows())
     assert of("ranks 61-62").key != of("window of ranks 61-62").key
-    row.logs[0].post("Win.Fence")
+    row.log(0).post("Win.Fence")
     posted = of("window of ranks 61-62")
     assert (posted.made, posted.last, of("ranks 61-62").completed) == (1, "Win.Fence", b"")
     for times, counts in ((255, layout.POSTED), (258, layout.COMPLETED)):
@@ -91,7 +91,7 @@ def test_a_call_by_mpi_leaves_the_last_other_call() -> None:
     row = opened([Member("host", 1, 63)])
     begin_by_mpi(row.words, by_mpi("Barrier"))
     assert of("rank 63").last_post == ""
-    row.logs[0].post(f"Bcast(count={layout.COUNT_IN_TEXT})", 3)
+    row.log(0).post(f"Bcast(count={layout.COUNT_IN_TEXT})", 3)
     begin_by_mpi(row.words, by_mpi("Barrier"))
     found = calls_of(os.getpid(), of("rank 63").key)
     assert found == of("rank 63")
@@ -109,7 +109,7 @@ def test_calls_by_mpi_of_any_name_are_shown() -> None:
 def test_the_last_call_is_that_of_the_log_that_was_used_last() -> None:
     row = opened([Member("host", 1, 65)])
     for index, text in ((1, "in the node"), (0, "in the domain"), (0, "in the domain"), (1, "again")):
-        row.logs[index].post(text)
+        row.log(index).post(text)
         found = of("rank 65")
         assert (found.last, found.last_post) == (text, text)
     begin_by_mpi(row.words, by_mpi("Bcast"))
@@ -149,7 +149,7 @@ def test_a_row_is_given_back_when_nothing_refers_to_it() -> None:
     for _ in range(3 * layout.ROWS):
         row = opened([Member("host", 1, 47)])
     name = f"rank 47 #{3 * layout.ROWS}"
-    row.logs[0].post("Barrier")
+    row.log(0).post("Barrier")
     assert of(name).last == "Barrier"
     del row
     gc.collect()
@@ -159,9 +159,9 @@ def test_a_row_is_given_back_when_nothing_refers_to_it() -> None:
 def test_more_communicators_than_rows_are_not_shown_and_do_no_harm() -> None:
     rows = [opened([Member("host", 1, 48)]) for _ in range(layout.ROWS + 5)]
     for row in rows:
-        row.logs[0].post("Barrier")
+        row.log(0).post("Barrier")
     assert len(read().communicators) == layout.ROWS
-    shared, words = rows[-1].logs[0].shared(), rows[-1].logs[0].words
+    shared, words = rows[-1].log(0).shared(), rows[-1].log(0).words
     assert shared.content is not None and shared.content[: layout.LOG_NBYTES].tobytes() == words.tobytes()
     shared.close()
     del rows, words
@@ -169,13 +169,13 @@ def test_more_communicators_than_rows_are_not_shown_and_do_no_harm() -> None:
 
 def test_texts_that_others_have_taken_the_place_of_are_not_shown() -> None:
     idle, busy = opened([Member("host", 1, 49)]), opened([Member("host", 1, 60)])
-    idle.logs[0].post("Scan(int8)")
+    idle.log(0).post("Scan(int8)")
     for number in range(3 * layout.TEXTS):
-        busy.logs[0].post(f"{number} {'x' * 2000}")
+        busy.log(0).post(f"{number} {'x' * 2000}")
         assert of("rank 60").last == f"{number} {'x' * 2000}"[: layout.TEXT_NBYTES - 9]
     assert (of("rank 49").made, of("rank 49").last) == (1, "")
     for text in ("Scan(int16)", "Scan(int8)"):
-        idle.logs[0].post(text)
+        idle.log(0).post(text)
         assert of("rank 49").last == text
 
 
