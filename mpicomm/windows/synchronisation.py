@@ -73,7 +73,7 @@ class Synchronisation:
         self._begin("Win.Fence", assertion)
         with self._waiting(stream) as where:
             self.epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
-            self._row.post("Win.Fence")
+            self._row.logs[0].post("Win.Fence")
             self.steps.meet(FENCES, self._others, self._others, where)
 
     def post(self, group: MPI.Group, assertion: int, stream: Any) -> None:
@@ -246,6 +246,8 @@ class Synchronisation:
         self.streams.before_synchronisation(where, captures=captures)
         yield where
         self.streams.after_synchronisation(where, captures=captures)
+        if self._gpu is not None and self._gpu.completes:
+            self._gpu.complete(where)
 
     @contextlib.contextmanager
     def _waiting(self, stream: Any) -> Iterator[int]:
@@ -254,12 +256,13 @@ class Synchronisation:
         The error may be a Ctrl-C, after which the program calls again. `Steps` undo or repeat what they have done.
         """
         with self._synchronising(stream) as where:
-            epochs, posts = vars(self.epochs).copy(), self._row.words[layout.POSTS]
+            log = self._row.logs[0]
+            epochs, calls = vars(self.epochs).copy(), log.calls
             try:
                 yield where
             except BaseException:
                 vars(self.epochs).update(epochs)
-                self._row.words[layout.POSTS] = posts
+                log.calls = calls
                 raise
 
     def _resolve(self, stream: Any, array: Any) -> tuple[int, bool]:
