@@ -88,10 +88,6 @@ class Log:
         self._row[CALL] = self.number
         words[SINCE] = _monotonic_ns()
 
-    def withdraw(self, calls: int) -> None:
-        """Take back all but the first ``calls`` calls, because they did not begin after all."""
-        self.calls = self.words[POSTS] = calls
-
     def shared(self) -> HostSegment:
         """Return the memory that a peer needs to read the log: the page from there on.
 

@@ -256,13 +256,13 @@ class Synchronisation:
         The error may be a Ctrl-C, after which the program calls again. `Steps` undo or repeat what they have done.
         """
         with self._synchronising(stream) as where:
-            epochs, log = vars(self.epochs).copy(), self._row.logs[0]
-            calls = log.calls
+            log = self._row.logs[0]
+            epochs, calls = vars(self.epochs).copy(), log.calls
             try:
                 yield where
             except BaseException:
                 vars(self.epochs).update(epochs)
-                log.withdraw(calls)
+                log.calls = calls
                 raise
 
     def _resolve(self, stream: Any, array: Any) -> tuple[int, bool]:

@@ -189,14 +189,14 @@ def test_a_wait_that_a_signal_ends_can_be_repeated(host_comm: mpicomm.Communicat
     win = mpicomm.Win.Allocate(8, 8, comm=host_comm, place="device")
     mine, last, mpi = win.tomemory().view(np.int64), host_comm.size - 1, MPI.Intracomm(MPI.COMM_WORLD)
     first, others = group_of(win, 0), group_of(win, *range(1, host_comm.size))
-    calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    steps: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "Fence": (win.Fence, win.Fence),
         "Start": (lambda: win.Start(others), win.Complete),
         "Wait": (win.Wait, lambda: None),
         "Lock": (lambda: win.Lock(last), lambda: win.Unlock(last)),
         "Lock_all": (win.Lock_all, win.Unlock_all),
     }
-    begin, end = calls[call]
+    begin, end = steps[call]
     mine[0] = 0
     if host_comm.rank == last and "Lock" in call:
         win.Lock(last)
