@@ -81,6 +81,8 @@ class RankInfo:
     """Whether the driver has the device memory of `memory`, from `Communicator.suspend` to `Communicator.resume`."""
     products: tuple[str, ...] = ()
     """From which size on matrix products overlap with their collective, after the first collective on GPUs."""
+    order: str = "stream"
+    """How calls on device arrays return: "stream", in stream order, or "complete", for all streams; see `install`."""
 
 
 class Communicator(
@@ -134,6 +136,11 @@ class Communicator(
         timeout_s: float | None = None,
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
+        if not MPI.Is_initialized() or MPI.Is_finalized():
+            state = (
+                "has ended" if MPI.Is_initialized() else "does not run yet: call MPI.Init() or MPI.Init_thread() first"
+            )
+            raise InvalidUsageError(f"Communicator: MPI {state}")
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
             raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
@@ -291,6 +298,7 @@ class Communicator(
             memory=session.memory_use(),
             suspended=session.is_suspended,
             products=self._products.describe(),
+            order="complete" if here.completes else "stream",
         )
 
     def stats(self) -> Statistics:

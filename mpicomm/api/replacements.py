@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import mpi4py
 import numpy as np
 from mpi4py import MPI
 
@@ -30,8 +31,12 @@ _LOCAL = (
 _attached: list[Any] = []
 
 
-def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Yield each replacement: the module or the class, the name, and the new method."""
+def replacements(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yield each replacement: the module or the class, the name, and the new method.
+
+    ``by_program`` is whether the program has started MPI itself.
+    """
+    yield from _initialization(by_program=by_program)
     yield MPI, "Attach_buffer", _attach_buffer
     yield MPI, "Detach_buffer", _detach_buffer
     yield MPI.Message, "Probe", classmethod(_matched_probe("Mprobe", MPI.Message.Probe))
@@ -48,6 +53,33 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
             if name[0].isupper() and callable(method) and (buffers := _buffers_of(method)):
                 guarded = _guarded(method, f"{cls.__name__}.{name}", buffers)
                 yield cls, name, guarded if inspect.ismethoddescriptor(method) else staticmethod(guarded)
+
+
+def _initialization(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yield ``Init`` and the like for a program that sets ``mpi4py.rc.initialize = False`` and then starts MPI itself.
+
+    MPI runs since `install`, and can start only once. So the first Init of such a program has nothing to do, and a
+    second one raises MPI's error.
+    """
+    init, init_thread, is_initialized = MPI.Init, MPI.Init_thread, MPI.Is_initialized
+
+    def begins() -> bool:
+        nonlocal by_program
+        begun, by_program = by_program or mpi4py.rc.initialize, True
+        return not begun
+
+    yield MPI, "Init", functools.wraps(init)(lambda: None if begins() else init())
+
+    @functools.wraps(init_thread)
+    def start(required: int = MPI.THREAD_MULTIPLE) -> int:
+        return MPI.Query_thread() if begins() else init_thread(required)
+
+    yield MPI, "Init_thread", start
+    yield (
+        MPI,
+        "Is_initialized",
+        functools.wraps(is_initialized)(lambda: is_initialized() and (by_program or mpi4py.rc.initialize)),
+    )
 
 
 def _attach_buffer(buf: Any) -> None:
