@@ -26,7 +26,7 @@ from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
 from mpicomm.api.products import ProductCalls
-from mpicomm.cluster import agreement
+from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
 from mpicomm.cluster.uncaught import close_after
@@ -42,6 +42,8 @@ from mpicomm.products.calls import Products
 from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
+
+_get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -272,6 +274,19 @@ class Communicator(
         """
         self._session.check(stream)
 
+    def Get_info(self) -> MPI.Info:
+        """Return a new info object with the hints of the communicator; see mpi4py. Local.
+
+        Its ``mpi_memory_alloc_kinds`` answers as MPI 4.1 defines which memory calls take: on GPUs, whatever MPI says,
+        also "cuda:device" and "cuda:host".
+        """
+        info, key = _get_info(self), "mpi_memory_alloc_kinds"
+        kinds = (info.Get(key) or "system,mpi").split(",")
+        if isinstance(self._placement.here.device, int):
+            kinds += [kind for kind in ("cuda:device", "cuda:host") if kind not in kinds]
+        info.Set(key, ",".join(kinds))
+        return info
+
     def describe(self) -> RankInfo:
         """Return where this rank is, how it reaches the other ranks, and the memory that its calls have set up.
 
@@ -322,8 +337,8 @@ class Communicator(
 
         Complete all requests and receive all messages before, because `Free` drops messages that have not left yet. A
         second call does nothing. A call after MPI_Finalize or in a forked process does nothing either. After a timeout
-        `Free` frees this rank's part, and does not wait for the other ranks. `Free` waits up to twice ``timeout_s`` for
-        a rank that is in a collective call which this rank has not made.
+        of any call `Free` frees this rank's part, and waits for no other rank. Otherwise `Free` waits up to twice
+        ``timeout_s`` for a rank that is in a collective call which this rank has not made.
 
         At the end of a ``with`` block that an exception has left, the exception is raised again also if `Free` fails.
         If the other ranks do not come at once, its traceback is logged before the wait.
@@ -367,7 +382,7 @@ class Communicator(
     def _close(self) -> bool:
         """Close the session. Return whether MPI's own free, which is collective, may follow."""
         self._unfreed = False  # MPI keeps its part of a broken communicator, because only a collective call frees it
-        if self == MPI.COMM_NULL or MPI.Is_finalized() or agreement.is_forked:
+        if self == MPI.COMM_NULL or MPI.Is_finalized() or process.is_forked:
             return False
         self._session.close()
         return self._session.intact

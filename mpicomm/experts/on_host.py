@@ -11,8 +11,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import GivenArray, host_view
-from mpicomm.experts.received import Received
+from mpicomm.experts.arrays import GivenArray, Received, host_view
 from mpicomm.experts.shape import WIRE, Shape
 from mpicomm.kernels.experts import GROUP
 from mpicomm.mpi.types import covered_dtype
@@ -69,7 +68,8 @@ class HostWay:
 
         tokens = self._session.group.exchange("Experts.dispatch", check)
         given, ids = made[0]
-        received, weights = given.received, self._weights(given.weights, given.ids)
+        received = given.received
+        weights = np.ones(ids.shape, np.float32) if given.weights is None else given.weights.on_host()
         all_ids, all_weights = self._gathered(ids, tokens), self._gathered(weights, tokens)
         # Every rank computes the rows of all ranks, so all ranks raise the same error.
         together = self._together(all_ids, -1)
@@ -146,10 +146,6 @@ class HostWay:
                 f"pass 0 to {self._shape.num_experts - 1}, or -1 for none"
             )
         return found
-
-    @staticmethod
-    def _weights(weights: GivenArray | None, ids: GivenArray) -> Array:
-        return np.ones(ids.shape, np.float32) if weights is None else weights.on_host()
 
     def _targets(self, ids: Array) -> npt.NDArray[np.int32]:
         """Return the set of ranks of each token."""
@@ -268,7 +264,7 @@ def _arrays_of(given: Dispatched) -> list[Array]:
 
 def quantized(x: Array) -> tuple[Array, Array]:
     """Return rows as floats of 8 bits, and their scales: see experts_quantize.cu."""
-    groups = x.astype(np.float32).reshape(len(x), -1, GROUP)
+    groups = x.astype(np.float32).reshape(len(x), x.shape[1] // GROUP, GROUP)
     largest = np.maximum(np.abs(groups).max(axis=2, initial=0), np.float32(_LEAST_LARGEST))
     values = groups * (np.float32(_LARGEST) / largest)[:, :, None]
     return values.reshape(x.shape).astype(covered_dtype(WIRE)), largest / np.float32(_LARGEST)

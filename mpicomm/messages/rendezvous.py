@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import release_before_finalize
+from mpicomm.cluster.process import release_before_finalize
 from mpicomm.devices.base import GpuBackend, MessageCopy, Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse

@@ -11,7 +11,8 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm import environment
-from mpicomm.cluster.agreement import Group, process_number, world_rank
+from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.process import process_number, world_rank
 from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
 from mpicomm.recording.clocks import now_ns, read_clocks
 from mpicomm.recording.record import Category, Record, open_records

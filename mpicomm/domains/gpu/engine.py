@@ -31,8 +31,7 @@ from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
-from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step
-from mpicomm.domains.transport import Transport
+from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step, Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.kernels.reductions import reduction_of
