@@ -42,6 +42,8 @@ from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 
+_get_info = MPI.Intracomm.Get_info  # before `install` replaces it
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -270,6 +272,19 @@ class Communicator(
         different things. The communicator is unusable after either error.
         """
         self._session.check(stream)
+
+    def Get_info(self) -> MPI.Info:
+        """Return a new info object with the hints of the communicator; see mpi4py. Local.
+
+        Its ``mpi_memory_alloc_kinds`` answers as MPI 4.1 defines which memory calls take: on GPUs, whatever MPI says,
+        also "cuda:device" and "cuda:host".
+        """
+        info, key = _get_info(self), "mpi_memory_alloc_kinds"
+        kinds = (info.Get(key) or "system,mpi").split(",")
+        if isinstance(self._placement.here.device, int):
+            kinds += [kind for kind in ("cuda:device", "cuda:host") if kind not in kinds]
+        info.Set(key, ",".join(kinds))
+        return info
 
     def describe(self) -> RankInfo:
         """Return where this rank is, how it reaches the other ranks, and the memory that its calls have set up.
