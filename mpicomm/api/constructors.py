@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mpi4py import MPI
 
-from mpicomm.activity.layout import by_mpi
-from mpicomm.activity.page import begin_by_mpi, page
+from mpicomm.activity.page import begin_by_mpi, by_mpi, page
 from mpicomm.api.reorder import (
     Lists,
     edges_of_graph,

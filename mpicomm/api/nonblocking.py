@@ -7,8 +7,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.activity.layout import CALL, CALLS_BY_MPI, by_mpi
-from mpicomm.activity.page import begin_by_mpi
+from mpicomm.activity.layout import CALL, CALLS_BY_MPI
+from mpicomm.activity.page import begin_by_mpi, by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.collectives.wire import as_wire

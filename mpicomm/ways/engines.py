@@ -171,7 +171,8 @@ class Engines:
 
     def _shared_call_log(self, session: Session, group: Group) -> CallLog:
         if group not in self._call_logs:
-            self._call_logs[group] = session.keep(CallLog(group, session.row, session.calls_on_host.of))
+            index = int(group is not session.domain)
+            self._call_logs[group] = session.keep(CallLog(group, session.row, index, session.calls_on_host.of))
             session.awaited_elsewhere = self._awaited_elsewhere
             session.group.absence_reason = session.node.absence_reason = session.domain.absence_reason = (
                 self._absence_reason

@@ -72,7 +72,7 @@ class Synchronisation:
         """End an epoch of all ranks, and begin the next one. Collective; it holds the stream, not the host."""
         self._begin("Win.Fence", assertion)
         self.epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
-        self._row.post("Win.Fence")
+        self._row.logs[0].post("Win.Fence")
         with self._synchronising(stream) as where:
             self.steps.meet(FENCES, self._others, self._others, where)
 

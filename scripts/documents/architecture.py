@@ -32,7 +32,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
     ("One communicator", "its memory and its teardown", [["session"], ["symmetric"], ["sharing"]]),
     ("The ranks", "agree, and compare clocks", [["recording"], ["cluster"]]),
     ("MPI's side", "buffers, types, requests", [["epilogues"], ["mpi"]]),
-    ("Devices", "memory, streams, kernels", [["devices.cuda"], ["devices", "activity"], ["kernels"]]),
+    ("Devices", "memory, streams, kernels", [["devices.cuda", "activity"], ["devices"], ["kernels"]]),
     (
         "Ground",
         "words, settings, waits",
