@@ -54,8 +54,9 @@ class WithEpilogue:
         reduced, target = made, given.receive
         if epilogue.converts:
             reduced = target = np.empty(call.send.total, epilogue.dtype)
-        arguments = Arguments(given.send, target, given.op)
-        self._carry(self._reader.read(call.operation, arguments, call.algorithm, None), blocking=True)
+        part = self._reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm, None)
+        part.of_call = call.signature  # with the epilogue, so that ranks compare it
+        self._carry(part, blocking=True)
         epilogue.on_host(reduced, made)
 
 
