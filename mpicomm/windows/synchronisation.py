@@ -256,7 +256,7 @@ class Synchronisation:
         The error may be a Ctrl-C, after which the program calls again. `Steps` undo or repeat what they have done.
         """
         with self._synchronising(stream) as where:
-            log = self._row.logs[0]
+            log = self._row.log(0)
             epochs, calls = vars(self.epochs).copy(), log.calls
             try:
                 yield where
