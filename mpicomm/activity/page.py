@@ -286,11 +286,6 @@ class CommunicatorRow:
         self.words[layout.NUMBER] = number
         self.words[layout.KEY] = key  # last: pairs with the doctor's read of the key, which comes first
 
-    @property
-    def posts(self) -> int:
-        """How many calls the logs have."""
-        return sum(log.calls for log in self._logs.values())
-
     def log(self, index: int) -> Log:
         """Return a log of the row; ``index`` is less than `layout.LOGS`."""
         assert self._number is not None
