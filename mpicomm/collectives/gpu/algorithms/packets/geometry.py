@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, most_workers, parts_of
 from mpicomm.kernels.team import LANES
 
@@ -62,6 +62,6 @@ def geometry_within(inbox_nbytes: int, most_blocks: int, size: int, *, coded: bo
     return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False, coded=coded)))
 
 
-def most_blocks_of(node: Node) -> int:
-    """Return the most blocks of a launch between the ranks of a node."""
-    return min(MAX_BLOCKS, node.multiprocessors)
+def most_blocks_of(domain: Domain) -> int:
+    """Return the most blocks of a launch between the ranks of a domain."""
+    return min(MAX_BLOCKS, domain.multiprocessors)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from mpicomm.collectives.gpu.algorithms.base import Filled, GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
@@ -44,23 +44,23 @@ def packet_protocol(nbytes: int, limits: ProtocolLimits) -> Protocol | None:
     return "sentinel" if nbytes <= most_sentinel else None
 
 
-def one_shot_limits(operation: Operation, reduction: Reduction | None, node: Node) -> ProtocolLimits:
+def one_shot_limits(operation: Operation, reduction: Reduction | None, domain: Domain) -> ProtocolLimits:
     """Return the limits of calls in one exchange."""
     to_all = operation.traffic != "one-way"
     # If a launch would reuse slots of inboxes, chunks are faster for data that only goes one way.
-    return _limits(reduction, node, to_all=to_all, sentinel=inf if to_all else node.arena.layout.most_inbox_nbytes)
+    return _limits(reduction, domain, to_all=to_all, sentinel=inf if to_all else domain.arena.layout.most_inbox_nbytes)
 
 
-def two_shot_limits(reduction: Reduction | None, node: Node) -> ProtocolLimits:
+def two_shot_limits(reduction: Reduction | None, domain: Domain) -> ProtocolLimits:
     """Return the limits of calls in two exchanges."""
-    return _limits(reduction, node, to_all=True, sentinel=inf)
+    return _limits(reduction, domain, to_all=True, sentinel=inf)
 
 
-def _limits(reduction: Reduction | None, node: Node, *, to_all: bool, sentinel: float) -> ProtocolLimits:
+def _limits(reduction: Reduction | None, domain: Domain, *, to_all: bool, sentinel: float) -> ProtocolLimits:
     if reduction is not None and not flags_can_carry(reduction[0]):
         return ProtocolLimits(0, sentinel)
-    fastest = _most_flagged_nbytes(node.size, to_all, reduces=reduction is not None) * node.link_speed
-    return ProtocolLimits(min(carried_nbytes(node.arena.flagged.nbytes, "flagged"), fastest), sentinel)
+    fastest = _most_flagged_nbytes(domain.size, to_all, reduces=reduction is not None) * domain.link_speed
+    return ProtocolLimits(min(carried_nbytes(domain.arena.flagged.nbytes, "flagged"), fastest), sentinel)
 
 
 def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
@@ -115,9 +115,14 @@ class PacketWay:
         return cls(protocol, inboxes, blocks, workers, parts, unit_nbytes, slots, laps, step_nbytes, one_step)
 
 
-WayOf = Callable[[int], "PacketWay | None"]
-"""Returns the way for messages of at most so many bytes; None if the engine has to plan the call. Alike on all
-ranks."""
+class Ways(NamedTuple):
+    """The ways of messages, by the most bytes of a message; the same on all ranks."""
+
+    of: Callable[[int], PacketWay | None]
+    """Returns the way; None if the arena lacks the memory."""
+    memory: Callable[[int], Sequence[Request]] = lambda nbytes: ()
+    """Returns the memory beyond the arena."""
+
 
 ANY_NBYTES = 1 << 62
 """The length that all ranks assume for a message if only two ranks know its length."""
@@ -135,10 +140,10 @@ class _Ways(dict[int, PacketWay]):
         return way
 
 
-def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> WayOf:
-    """Return the ways of calls in which all ranks know the longest message, if the arena has the inboxes."""
-    most_units, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out)
-    arena, sentinels = node.arena, node.arena.sentinels
+def sized_ways(limits: ProtocolLimits, domain: Domain, *, fan_out: bool = False) -> Ways:
+    """Return the ways of calls in which all ranks know the longest message."""
+    most_units, geometries = geometries_of(most_blocks_of(domain), domain.size, fan_out=fan_out)
+    arena, sentinels = domain.arena, domain.arena.sentinels
     flagged_ways = _Ways("flagged", arena.flagged, geometries)
     sentinel_ways = _Ways("sentinel", sentinels, geometries)
     large_ways: dict[tuple[int, int], PacketWay] = {}
@@ -159,50 +164,52 @@ def sized_ways(limits: ProtocolLimits, node: Node, *, fan_out: bool = False) -> 
         if way is None:
             request = large_inboxes(arena.layout, nbytes)
             if not arena.has(request):
-                return None  # the ranks set up memory when they plan a call
+                return None
             inboxes = inboxes_of(arena.layout, arena.region(request))
             # A request keeps its region, because the ranks set up another region only if no region is large enough.
             way = large_ways[key] = PacketWay.of("sentinel", inboxes, geometries[number])
         return way
 
-    return way_of
+    def memory(nbytes: int) -> Sequence[Request]:
+        is_large = packet_protocol(nbytes, limits) == "sentinel" and nbytes > room
+        return (large_inboxes(arena.layout, nbytes),) if is_large else ()
+
+    return Ways(way_of, memory)
 
 
-def row_ways(row_nbytes: int, node: Node, *, fan_out: bool) -> WayOf:
+def row_ways(row_nbytes: int, domain: Domain, *, fan_out: bool) -> Ways:
     """Return the ways of calls in which the kernel also normalises rows of so many bytes."""
     # The sum of squares has the order of packets of 16 bytes, so all lengths use sentinels. A thread may have no unit
     # in a step, so each message counts as the bytes of all slots.
-    ways = sized_ways(ProtocolLimits(0, inf), node, fan_out=fan_out)
+    ways = sized_ways(ProtocolLimits(0, inf), domain, fan_out=fan_out)
 
     def way_of(nbytes: int) -> PacketWay | None:
-        rows = rows_of(row_nbytes, nbytes, node, fan_out=fan_out)
-        way = ways(rows.nbytes)
+        rows = rows_of(nbytes)
+        way = ways.of(rows.nbytes)
         return way and replace(PacketWay.of(way.protocol, way.inboxes, rows.threads), row_nbytes=rows.nbytes)
 
-    return way_of
+    def rows_of(nbytes: int) -> RowGeometry:
+        return row_geometry(nbytes // row_nbytes, row_nbytes, most_blocks_of(domain), domain.size, fan_out=fan_out)
+
+    return Ways(way_of, lambda nbytes: ways.memory(rows_of(nbytes).nbytes))
 
 
-def rows_of(row_nbytes: int, nbytes: int, node: Node, *, fan_out: bool) -> RowGeometry:
-    """Return how the kernel normalises the rows of messages of at most ``nbytes``."""
-    return row_geometry(nbytes // row_nbytes, row_nbytes, most_blocks_of(node), node.size, fan_out=fan_out)
-
-
-def any_length_ways(node: Node) -> Callable[[int], PacketWay]:
+def any_length_ways(domain: Domain) -> Callable[[int], PacketWay]:
     """Return the way of calls in which only two ranks know the length of a message; one way for all lengths."""
-    arena, way = node.arena, any_length_way(node, node.arena.any_length)
+    arena, way = domain.arena, any_length_way(domain, domain.arena.any_length)
 
     def way_of(nbytes: int) -> PacketWay:
         nonlocal way
         if way.inboxes is not arena.any_length:  # the ranks have set up larger inboxes
-            way = any_length_way(node, arena.any_length)
+            way = any_length_way(domain, arena.any_length)
         return way
 
     return way_of
 
 
-def any_length_way(node: Node, inboxes: Inboxes) -> PacketWay:
+def any_length_way(domain: Domain, inboxes: Inboxes) -> PacketWay:
     """Return the way of messages of any length in these inboxes."""
-    way = PacketWay.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size))
+    way = PacketWay.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(domain), domain.size))
     launch, steps, _, paced = way.in_one_step
     return replace(way, in_one_step=(launch, steps, way.laps, paced))  # other ranks may have longer messages
 
@@ -238,44 +245,40 @@ class Coding:
         """The bytes of memory that one packet carries."""
         return CODES_OF_PACKET * self.itemsize
 
-    def way(self, nbytes: int, node: Node, *, fan_out: bool = False) -> PacketWay:
-        """Return the way of messages of at most ``nbytes``, for which the arena has `memory`."""
-        packets, arena = -(-nbytes // self.packet_nbytes), node.arena
-        most_packets, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out, coded=True)
-        inboxes = arena.sentinels
-        for request in self.memory(nbytes, node):
-            inboxes = inboxes_of(arena.layout, arena.region(request))
-        return self.way_in(inboxes, geometries[bisect_left(most_packets, packets)], node.size)
-
-    def way_within(self, inboxes: Inboxes, node: Node) -> PacketWay:
+    def way_within(self, inboxes: Inboxes, domain: Domain) -> PacketWay:
         """Return the way of messages of any length in these inboxes, which may be smaller."""
-        geometry = geometry_within(inboxes.nbytes, most_blocks_of(node), node.size, coded=True)
-        return self.way_in(inboxes, geometry, node.size)
+        geometry = geometry_within(inboxes.nbytes, most_blocks_of(domain), domain.size, coded=True)
+        return self.way_in(inboxes, geometry, domain.size)
 
     def way_in(self, inboxes: Inboxes, geometry: Geometry, size: int) -> PacketWay:
         """Return the way of messages between ``size`` ranks in these inboxes with this geometry."""
         return PacketWay.of("sentinel", inboxes, geometry, self.packet_nbytes, parts_of(size, one_step=False))
 
-    def ways(self, node: Node, *, fan_out: bool = False) -> WayOf:
-        """Return the ways of messages of any length, if the arena has the inboxes."""
+    def ways(self, domain: Domain, *, fan_out: bool = False) -> Ways:
+        """Return the ways of messages of any length."""
+        most_packets, geometries = geometries_of(most_blocks_of(domain), domain.size, fan_out=fan_out, coded=True)
+        arena = domain.arena
 
         def way_of(nbytes: int) -> PacketWay | None:
-            if not all(node.arena.has(request) for request in self.memory(nbytes, node)):
-                return None  # the ranks set up memory when they plan a call
-            return self.way(nbytes, node, fan_out=fan_out)
+            inboxes = arena.sentinels
+            for request in memory(nbytes):
+                if not arena.has(request):
+                    return None
+                inboxes = inboxes_of(arena.layout, arena.region(request))
+            geometry = geometries[bisect_left(most_packets, -(-nbytes // self.packet_nbytes))]
+            return self.way_in(inboxes, geometry, domain.size)
 
-        return way_of
+        def memory(nbytes: int) -> Sequence[Request]:
+            slots = parts_of(domain.size, one_step=False) * LANES  # of the unit of a warp
+            packed = -(-nbytes // (self.packet_nbytes * slots)) * slots * SLOT_NBYTES
+            return () if packed <= arena.sentinels.nbytes else (large_inboxes(arena.layout, packed),)
 
-    def memory(self, nbytes: int, node: Node) -> Sequence[Request]:
-        """Return the memory beyond the arena for messages of at most ``nbytes``."""
-        slots = parts_of(node.size, one_step=False) * LANES  # of the unit of a warp
-        packed = -(-nbytes // (self.packet_nbytes * slots)) * slots * SLOT_NBYTES
-        return () if packed <= node.arena.sentinels.nbytes else (large_inboxes(node.arena.layout, packed),)
+        return Ways(way_of, memory)
 
 
-def coding_of(call: GpuCall | Form) -> Coding | None:
-    """Return how packets carry the elements of a call or a form; None if they carry them as they are."""
-    if call.wire is None:
+def coding_of(form: Form) -> Coding | None:
+    """Return how packets carry the elements of a form; None if they carry them as they are."""
+    if form.wire is None:
         return None
-    wire, dtype = call.wire
-    return Coding(dtype.name, dtype.itemsize, wire.codes, wire.again and call.operation.two_shot is not None)
+    wire, dtype = form.wire
+    return Coding(dtype.name, dtype.itemsize, wire.codes, wire.again and form.operation.two_shot is not None)
