@@ -11,8 +11,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets, plain_side
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.call_templates import CountedTemplate
 from mpicomm.collectives.signature import Signature
@@ -100,7 +100,7 @@ class CountedRig(PacketRig):
 
     def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
         domain = self._domains[rank]
-        way = PacketWay.of("sentinel", domain.arena.sentinels, self._geometry)
+        way = PacketConfig.of("sentinel", domain.arena.sentinels, self._geometry)
         packets = CountedPackets(domain, buffers, call.tag, lambda _: way)
         return packets.launch(packets.fill(plain_side(buffers.send), plain_side(buffers.receive)))
 

@@ -13,10 +13,8 @@ from mpicomm.collectives.exchange import TwoShot
 from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
-from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
-from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.configs import Geometry, PacketConfig, coding_of, row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, coding_of
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
@@ -109,9 +107,9 @@ class PacketRig:
             coding = coding_of(form)
             template = PacketTemplate(domain, exchange, form.reduction, fan_out=fan_out, finish=fused, coding=coding)
             if coding:
-                way = coding.way_in(inboxes, geometry, self.size)
+                way = coding.config_in(inboxes, geometry, self.size)
             else:
-                way = replace(PacketWay.of(self._protocol, inboxes, geometry), row_nbytes=rows.nbytes if rows else 0)
+                way = replace(PacketConfig.of(self._protocol, inboxes, geometry), row_nbytes=rows.nbytes if rows else 0)
             launch = packet_launch(template, signature.hash32, way, nbytes, exchange.dtype.itemsize)
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 

@@ -13,7 +13,7 @@ from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES
-from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.configs import large_inboxes
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.decision import Decision

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mpicomm.activity.layout import OFFSET_IN_TEXT, filled
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.gpu.algorithms.base import Domain, with_place
+from mpicomm.collectives.gpu.algorithms.packets.configs import any_length_configs
 from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets, plain_side
-from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_ways
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.decision import NO_END, AlgorithmChoice, ByLength, Decision, choice_at, enqueuers_of
@@ -481,7 +481,7 @@ class CountedTemplate(CallTemplate):
 
     def __init__(self, signature: Signature, buffers: CountedBuffers, domain: Domain, loader: StepLoader) -> None:
         self.words = str(signature)
-        self._template = CountedPackets(domain, buffers, signature.hash32, any_length_ways(domain))
+        self._template = CountedPackets(domain, buffers, signature.hash32, any_length_configs(domain))
         self._enqueue_of = enqueuers_of(self._template, loader)
         self._itemsize = buffers.itemsize
         self._most = NO_END if buffers.receive.counts.is_wide else (1 << 31) - 1

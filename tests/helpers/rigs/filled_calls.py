@@ -13,8 +13,8 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.gpu.algorithms.base import Domain, with_place
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.call_templates import CallTemplate, CollectiveTemplate, template_of
@@ -134,7 +134,7 @@ def fill(plan: CollectiveTemplate, call: Call) -> bool:
     return plan.fill(first, (receive, received, None))
 
 
-def packet_launch(template: PacketTemplate, tag: int, way: PacketWay, nbytes: int, itemsize: int) -> Launch:
+def packet_launch(template: PacketTemplate, tag: int, way: PacketConfig, nbytes: int, itemsize: int) -> Launch:
     """Return the launch of the exchange itself of which a template was made, whose elements have ``itemsize`` bytes."""
     lengths = [0 if span is None else span.count * itemsize for span in template.places]
     addresses = [span.pointer if span is not None and span.count else 0 for span in template.places]

@@ -28,9 +28,15 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     flags_can_carry,
     most_workers,
 )
-from mpicomm.collectives.gpu.algorithms.packets.geometry import MAX_BLOCKS, Geometry
+from mpicomm.collectives.gpu.algorithms.packets.configs import (
+    MAX_BLOCKS,
+    Geometry,
+    ProtocolLimits,
+    one_shot_limits,
+    packet_protocol,
+    sized_configs,
+)
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import ProtocolLimits, one_shot_limits, packet_protocol, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.decision import Chosen, Decision
@@ -75,7 +81,7 @@ def test_a_protocol_carries_the_type_and_as_much_as_it_may(
 def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
     """The threads for messages of so many packets."""
     node = replace(node_of(0, size), multiprocessors=most_blocks)
-    way = sized_ways(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out).of(16 * units)
+    way = sized_configs(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out).of(16 * units)
     assert way is not None
     return Geometry(way.blocks, way.workers)
 
@@ -138,7 +144,7 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
     for nbytes, again in ((KIB, False), (64 * MIB, True)):
         span = Span(4096, nbytes)
         (exchange,) = patterns.alltoall(0, 2, np.dtype(np.uint8), [span] * 2, [span] * 2)
-        way = sized_ways(ProtocolLimits(0, 1 << 62), node).of(nbytes)
+        way = sized_configs(ProtocolLimits(0, 1 << 62), node).of(nbytes)
         assert way is not None
         options = packet_launch(PacketTemplate(node, exchange, None), tag, way, nbytes, 1).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)

@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu import call_memory
 from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES
-from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within
+from mpicomm.collectives.gpu.algorithms.packets.configs import geometry_within
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.call_memory import CallMemory

@@ -14,7 +14,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     counted_step_kernel,
     packet_kernel,
 )
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
+from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
@@ -30,11 +30,13 @@ class CountedPackets(KernelTemplate):
     """Launches for calls whose buffers, counts and displacements are of the same kinds as ``buffers``.
 
     The host knows no lengths, but it knows how much the buffers of this rank hold. So the kernel of this rank may
-    differ from the kernels of its peers: see counted_step.cu. ``tag`` and the result of ``way_of`` are the same on all
-    ranks.
+    differ from the kernels of its peers: see counted_step.cu. ``tag`` and the result of ``config_of`` are the same on
+    all ranks.
     """
 
-    def __init__(self, domain: Domain, buffers: CountedBuffers, tag: int, way_of: Callable[[int], PacketWay]) -> None:
+    def __init__(
+        self, domain: Domain, buffers: CountedBuffers, tag: int, config_of: Callable[[int], PacketConfig]
+    ) -> None:
         layout, own = domain.arena.layout, domain.team.arenas[domain.rank]
         flagged, fences = layout.flagged_inboxes(own), own + layout.fences
         self.arguments = arguments = CountedPacketArguments(team=domain.team, flagged=flagged, fences=fences)
@@ -48,21 +50,21 @@ class CountedPackets(KernelTemplate):
             side.wide_displs = isinstance(buffer.displs, DeviceIndices) and buffer.displs.is_wide
         self._follow = all(side.follows for side in self._sides)
         self._size, self._host_slots = domain.size, domain.host_slots
-        self._way_of = way_of
-        self._way: PacketWay | None = None
+        self._config_of = config_of
+        self._config: PacketConfig | None = None
         self._most = -1
         """The most elements of a buffer for the kernel of one step; -1 if no call takes it."""
         self._shape = 0, 0
 
     def fill(self, sent: PlainBlocks, received: PlainBlocks) -> Filled:
         """Write a call into `arguments`. Does not look at the types of the buffers."""
-        way, arguments = self._way_of(0), self.arguments
-        if way is not self._way:
-            self._way = way
-            arguments.laps, arguments.inbox_nbytes = way.laps, way.inboxes.nbytes
-            arguments.inboxes[: self._size] = way.inboxes.pointers
-            self._shape = way.blocks, way.workers + OVERSEERS
-            self._most = way.step_nbytes // self._itemsize if self._follow else -1
+        config, arguments = self._config_of(0), self.arguments
+        if config is not self._config:
+            self._config = config
+            arguments.laps, arguments.inbox_nbytes = config.laps, config.inboxes.nbytes
+            arguments.inboxes[: self._size] = config.inboxes.pointers
+            self._shape = config.blocks, config.workers + OVERSEERS
+            self._most = config.step_nbytes // self._itemsize if self._follow else -1
         for (pointer, room, _, counts, displs), at, side in zip((sent, received), _AT, self._sides, strict=True):
             if type(displs) is tuple:
                 side.known[: self._size], displs = displs, None

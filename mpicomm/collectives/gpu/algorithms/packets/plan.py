@@ -15,22 +15,23 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, Domain, FormLaunc
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import UNIT_NBYTES
-from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within, most_blocks_of
-from mpicomm.collectives.gpu.algorithms.packets.rows import fewest_rows
-from mpicomm.collectives.gpu.algorithms.packets.template import PacketLauncher
-from mpicomm.collectives.gpu.algorithms.packets.ways import (
+from mpicomm.collectives.gpu.algorithms.packets.configs import (
+    Configs,
     ProtocolLimits,
-    Ways,
-    any_length_way,
-    any_length_ways,
+    any_length_config,
+    any_length_configs,
     coding_of,
+    fewest_rows,
+    geometry_within,
     inboxes_of,
     large_inboxes,
+    most_blocks_of,
     one_shot_limits,
-    row_ways,
-    sized_ways,
+    row_configs,
+    sized_configs,
     two_shot_limits,
 )
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketLauncher
 from mpicomm.collectives.operations import Operation
 
 
@@ -44,21 +45,21 @@ class _Packets(Algorithm):
         """Return the launcher for calls of a form, and one that also applies its epilogue."""
         coding, most = coding_of(form), inf if form.wire else max(limits)
         if coding is not None:
-            ways = coding.ways(domain, fan_out=self.fan_out)
+            configs = coding.configs(domain, fan_out=self.fan_out)
         else:
-            ways = sized_ways(limits, domain, fan_out=self.fan_out)
+            configs = sized_configs(limits, domain, fan_out=self.fan_out)
         if form.epilogue is None:
-            return [PacketLauncher(form, domain, ways, (1, most), two_shot=self.fan_out)]
+            return [PacketLauncher(form, domain, configs, (1, most), two_shot=self.fan_out)]
         row_nbytes, shards = form.epilogue.row_nbytes, domain.size if self.fan_out else 1
         fewest = row_nbytes and row_nbytes * fewest_rows(row_nbytes, most_blocks_of(domain), shards)
         made: list[FormLauncher] = []
         if fewest > 1:
-            made.append(PacketLauncher(form, domain, ways, (1, fewest - 1), two_shot=self.fan_out))
+            made.append(PacketLauncher(form, domain, configs, (1, fewest - 1), two_shot=self.fan_out))
         if fewest < inf:
             if row_nbytes:
-                ways = row_ways(row_nbytes, domain, fan_out=self.fan_out)
+                configs = row_configs(row_nbytes, domain, fan_out=self.fan_out)
             bounds = max(1, fewest), most
-            made.append(PacketLauncher(form, domain, ways, bounds, two_shot=self.fan_out, finishes=True))
+            made.append(PacketLauncher(form, domain, configs, bounds, two_shot=self.fan_out, finishes=True))
         return made
 
 
@@ -111,7 +112,7 @@ class AnyLengthPackets(Algorithm):
             return "there is one rank"
         if not form.is_private:
             return "all ranks know the lengths of all messages"
-        return [PacketLauncher(form, domain, Ways(any_length_ways(domain)), (0, inf))]
+        return [PacketLauncher(form, domain, Configs(any_length_configs(domain)), (0, inf))]
 
 
 def in_arena(form: Form, domain: Domain) -> FormLauncher:
@@ -120,8 +121,8 @@ def in_arena(form: Form, domain: Domain) -> FormLauncher:
     It uses the inboxes `Arena.sentinels`, because `Arena.any_length` changes only for calls with private lengths.
     """
     inboxes, coding = domain.arena.sentinels, coding_of(form)
-    way = any_length_way(domain, inboxes) if coding is None else coding.way_within(inboxes, domain)
-    return PacketLauncher(form, domain, Ways(lambda nbytes: way), (0, inf), any_length=True)
+    config = any_length_config(domain, inboxes) if coding is None else coding.config_within(inboxes, domain)
+    return PacketLauncher(form, domain, Configs(lambda nbytes: config), (0, inf), any_length=True)
 
 
 def larger_inboxes(domain: Domain, nbytes: int) -> list[Request]:

@@ -23,7 +23,14 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     packet_kernel,
     wire_options,
 )
-from mpicomm.collectives.gpu.algorithms.packets.ways import ANY_NBYTES, Coding, PacketWay, Stepped, Ways, coding_of
+from mpicomm.collectives.gpu.algorithms.packets.configs import (
+    ANY_NBYTES,
+    Coding,
+    Configs,
+    PacketConfig,
+    Stepped,
+    coding_of,
+)
 from mpicomm.collectives.patterns import shard_count
 from mpicomm.epilogues.base import BoundEpilogue, Fused
 from mpicomm.errors import InvalidUsageError
@@ -90,7 +97,7 @@ class PacketTemplate(KernelTemplate):
         self._messages = struct.Struct(f"={size}I{4 * (MAX_RANKS - size)}x{4 * (words + absent)}3Q5I")
         self._inboxes = struct.Struct(f"={words}{absent}Q")
         self._filled_inboxes: Inboxes | None = None
-        self._cut: tuple[int, PacketWay | None, int, int] = 0, None, 0, 0
+        self._cut: tuple[int, PacketConfig | None, int, int] = 0, None, 0, 0
         """The last arguments of `_steps`, and its result."""
 
         numbers: dict[Span | None, int] = {None: 0}
@@ -133,17 +140,17 @@ class PacketTemplate(KernelTemplate):
         indices = [*chain.from_iterable(others)]
         self._of_others: Callable[[list[int]], tuple[int, ...]] = itemgetter(*indices)
 
-    def write(self, values: list[int], longest: int, nbytes: int, tag: int, way: PacketWay) -> Filled:
+    def write(self, values: list[int], longest: int, nbytes: int, tag: int, config: PacketConfig) -> Filled:
         """Write a call into `arguments`. This changes ``values``.
 
         `bind` defines the order of ``values``. Lengths are in bytes, and a place without bytes has address 0.
         ``longest`` is the largest length. ``nbytes`` are the most bytes from one rank to another, as all ranks know
         them. ``tag`` is made of the facts in which all ranks must agree. These three last are the same on all ranks.
         """
-        if nbytes <= way.step_nbytes:
-            filled, steps, laps, paced = way.in_one_step
+        if nbytes <= config.step_nbytes:
+            filled, steps, laps, paced = config.in_one_step
         else:
-            filled, steps, laps, paced = self._in_steps(values, longest, nbytes, way)
+            filled, steps, laps, paced = self._in_steps(values, longest, nbytes, config)
         if self._has_one_tag:
             values.append(tag)
         else:
@@ -156,8 +163,8 @@ class PacketTemplate(KernelTemplate):
         if self._reduces and not values[self._output]:
             pick, sources, targets = self._pick_idle, 0, 0
         self._messages.pack_into(self.arguments, _AT_TAGS, *pick(values), steps, laps, sources, targets, paced)
-        if way.inboxes is not self._filled_inboxes:
-            inboxes = way.inboxes
+        if config.inboxes is not self._filled_inboxes:
+            inboxes = config.inboxes
             self._inboxes.pack_into(self.arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
         if self._options:
@@ -185,31 +192,33 @@ class PacketTemplate(KernelTemplate):
             wire=wire,
         )
 
-    def _in_steps(self, values: list[int], longest: int, nbytes: int, way: PacketWay) -> Stepped:
+    def _in_steps(self, values: list[int], longest: int, nbytes: int, config: PacketConfig) -> Stepped:
         """Return the launch of a call that takes several steps on some rank."""
         of, cut_by, steps, laps = self._cut
-        if nbytes != of or way is not cut_by:  # calls of any length always have the same cut
-            steps, laps = self._steps(nbytes, way)
-            self._cut = nbytes, way, steps, laps
-        threads, paced = way.blocks * way.workers, 0
-        if not (self._fans or way.row_nbytes):
+        if nbytes != of or config is not cut_by:  # calls of any length always have the same cut
+            steps, laps = self._steps(nbytes, config)
+            self._cut = nbytes, config, steps, laps
+        threads, paced = config.blocks * config.workers, 0
+        if not (self._fans or config.row_nbytes):
             # The steps that the data between this rank and its peers takes, whatever the other ranks send.
-            steps = -(-longest // (way.unit_nbytes * threads)) or 1
+            steps = -(-longest // (config.unit_nbytes * threads)) or 1
             if steps > laps:
-                paced = self._paced(values, way.unit_nbytes * threads * laps)
+                paced = self._paced(values, config.unit_nbytes * threads * laps)
         # A kernel for more steps has more work in each step.
-        of_steps: Steps = "one" if steps == way.parts == 1 else "few" if steps <= laps else "paced" if paced else "laps"
-        return ((way.protocol, of_steps), way.blocks, way.workers + OVERSEERS), steps, laps, paced
+        of_steps: Steps = "paced" if paced else "laps"
+        if steps <= laps:
+            of_steps = "one" if steps == config.parts == 1 else "few"
+        return ((config.protocol, of_steps), config.blocks, config.workers + OVERSEERS), steps, laps, paced
 
-    def _steps(self, nbytes: int, way: PacketWay) -> tuple[int, int]:
+    def _steps(self, nbytes: int, config: PacketConfig) -> tuple[int, int]:
         """Return the steps of messages of so many bytes, and after how many steps a launch uses slots again."""
-        units = -(-nbytes // way.unit_nbytes)
+        units = -(-nbytes // config.unit_nbytes)
         if self._coding is not None:
             units = -(-units // LANES) * LANES
-        steps = -(-units // (way.blocks * way.workers)) or 1
-        laps = steps if units <= way.slots else way.laps
-        if steps > laps and (laps < FEWEST_LAPS + (way.row_nbytes > 0) or way.protocol == "flagged"):
-            raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {way.inboxes.nbytes} bytes")
+        steps = -(-units // (config.blocks * config.workers)) or 1
+        laps = steps if units <= config.slots else config.laps
+        if steps > laps and (laps < FEWEST_LAPS + (config.row_nbytes > 0) or config.protocol == "flagged"):
+            raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {config.inboxes.nbytes} bytes")
         return steps, laps
 
     def _paced(self, values: list[int], inbox_nbytes: int) -> int:
@@ -287,7 +296,7 @@ class PacketLauncher(PacketTemplate, FormLauncher):
         self,
         form: Form,
         domain: Domain,
-        ways: Ways,
+        configs: Configs,
         bounds: tuple[float, float],
         *,
         two_shot: bool = False,
@@ -309,7 +318,7 @@ class PacketLauncher(PacketTemplate, FormLauncher):
         row_nbytes = form.epilogue.row_nbytes if finishes and form.epilogue else 0
         self._whole = BLOCK if form.wire else row_nbytes // form.itemsize
         self._itemsize, self._shards = form.itemsize, form.shards if two_shot else 1
-        self._way_of, self._memory_for = ways
+        self._config_of, self._memory_for = configs
         self._is_private = form.is_private
         self._any_nbytes = ANY_NBYTES if any_length and form.wire is None else 0
         pieces = [form.piece(span, first.reduction.own if first.reduction else None) for span in self.places]
@@ -340,22 +349,22 @@ class PacketLauncher(PacketTemplate, FormLauncher):
             self.apply(finish.fused(begins[-1], self._shards))
         if self._fans:
             return self._fill_shards(lengths[0], begins, hash32)
-        way = self._way_of(longest)
-        if way is None:
+        config = self._config_of(longest)
+        if config is None:
             return None
         values = [0, *lengths, *begins]
         if self._is_private:
             self.private_nbytes = max(self._of_others(values))
-            # Whatever other ranks send, short messages have the launch of the way.
-            nbytes = longest if longest <= way.step_nbytes else ANY_NBYTES
+            # Whatever other ranks send, short messages have the launch of the config.
+            nbytes = longest if longest <= config.step_nbytes else ANY_NBYTES
         else:
-            nbytes = self._any_nbytes or way.row_nbytes or longest
-        return self.write(values, longest, nbytes, hash32, way)
+            nbytes = self._any_nbytes or config.row_nbytes or longest
+        return self.write(values, longest, nbytes, hash32, config)
 
     def _fill_shards(self, nbytes: int, begins: list[int], hash32: int) -> Filled | None:
         longest, shards = self._longest_shard(nbytes), self._shards
-        way = self._way_of(longest)
-        if way is None:
+        config = self._config_of(longest)
+        if config is None:
             return None
         number = -(-nbytes // longest)
         empty = [0] * (shards - number)  # shards after the last element
@@ -364,7 +373,7 @@ class PacketLauncher(PacketTemplate, FormLauncher):
         for begin in begins:
             values += range(begin, begin + nbytes, longest)
             values += empty
-        return self.write(values, longest, way.row_nbytes or longest, hash32, way)
+        return self.write(values, longest, config.row_nbytes or longest, hash32, config)
 
     def _longest_shard(self, nbytes: int) -> int:
         count = shard_count(nbytes // self._itemsize, self._shards, self._itemsize, self._whole)
