@@ -107,7 +107,9 @@ class Decision:
         self._offers: list[tuple[str, FormLauncher]] = []
         refusals: dict[str, str] = {}
         for algorithm in ALGORITHMS:
-            if algorithm.serves(form.operation):
+            # "one_shot" carries out the calls with nothing to choose.
+            may_be_taken = algorithm.in_rank_order if asked == "auto" else algorithm.name in (asked, "one_shot")
+            if may_be_taken and algorithm.serves(form.operation):
                 offered = algorithm.serve(form, domain)
                 if isinstance(offered, str):
                     refusals[algorithm.name] = offered

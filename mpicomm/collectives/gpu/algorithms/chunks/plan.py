@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from math import inf
 
@@ -159,7 +160,10 @@ class ChunkLauncher(StepLauncher):
         super().__init__(form, domain)
         self.most = most
         self._exchanges = exchanges
-        self._template = ChunkTemplate(domain.team, domain.arena.layout)
+
+    @cached_property
+    def _template(self) -> ChunkTemplate:
+        return ChunkTemplate(self._domain.team, self._domain.arena.layout)
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
         # A rank alone has nothing to send in some collectives.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -75,7 +76,6 @@ class PacketTemplate(KernelTemplate):
         even: bool = False,
         coding: Coding | None = None,
     ) -> None:
-        self._itemsize = exchange.dtype.itemsize
         self._reduction = reduction
         self._coding = coding
         mine, sent = exchange.reduction, {span for span in exchange.sends if span is not None}
@@ -303,38 +303,39 @@ class PacketLauncher(PacketTemplate, FormLauncher):
         finishes: bool = False,
         any_length: bool = False,
     ) -> None:
-        first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
-        super().__init__(
-            domain,
-            first,
-            form.reduction,
-            fan_out=second,
-            finish=form.epilogue.fused(0) if finishes and form.epilogue else None,
-            even=form.operation.is_even and not any_length,
-            coding=coding_of(form),
-        )
         self.fewest, self.most = bounds
         self.finishes = finishes
         row_nbytes = form.epilogue.row_nbytes if finishes and form.epilogue else 0
         self._whole = BLOCK if form.wire else row_nbytes // form.itemsize
-        self._itemsize, self._shards = form.itemsize, form.shards if two_shot else 1
+        self._itemsize, self._shards = form.itemsize, form.shards if two_shot else 0
         self._config_of, self._memory_for = configs
         self._is_private = form.is_private
         self._any_nbytes = ANY_NBYTES if any_length and form.wire is None else 0
+        even = form.operation.is_even and not any_length
+        self._unmade: Callable[[], None] | None = partial(self._make, form, domain, even=even)
+        """Makes the template, before the first call: most forms use one or two of their launchers."""
+
+    def _make(self, form: Form, domain: Domain, *, even: bool) -> None:
+        shards = self._shards
+        first, second = (form.two_shot.first, form.two_shot.second) if shards else (form.one_shot, None)
+        finish = form.epilogue.fused(0) if self.finishes and form.epilogue else None
+        super().__init__(
+            domain, first, form.reduction, fan_out=second, finish=finish, even=even, coding=coding_of(form)
+        )
         pieces = [form.piece(span, first.reduction.own if first.reduction else None) for span in self.places]
         # The values of a call: 0; the lengths of all blocks, or of the shards; the addresses of all blocks, or of the
         # shards of each block.
-        if two_shot:
-            shards = self._shards
+        blocks = form.sends + form.receives
+        if shards:
             addresses = [1 + (1 + block) * shards + shard if block >= 0 else 0 for block, shard in pieces]
-            self.bind(addresses, [1 + shard for _, shard in pieces], 1 + (1 + form.sends + form.receives) * shards)
+            self.bind(addresses, [1 + shard for _, shard in pieces], 1 + (1 + blocks) * shards)
         else:
-            blocks = form.sends + form.receives
             addresses = [1 + blocks + block if block >= 0 else 0 for block, _ in pieces]
             self.bind(addresses, [1 + block for block, _ in pieces], 1 + 2 * blocks)
+        self._unmade = None
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
-        return self._memory_for(self._longest_shard(longest) if self._fans else longest)
+        return self._memory_for(self._longest_shard(longest) if self._shards else longest)
 
     def fill(
         self,
@@ -345,9 +346,11 @@ class PacketLauncher(PacketTemplate, FormLauncher):
         memory: Mapped | None = None,
         finish: BoundEpilogue | None = None,
     ) -> Filled | None:
+        if self._unmade is not None:
+            self._unmade()
         if self.finishes and finish is not None:
-            self.apply(finish.fused(begins[-1], self._shards))
-        if self._fans:
+            self.apply(finish.fused(begins[-1], self._shards or 1))
+        if self._shards:
             return self._fill_shards(lengths[0], begins, hash32)
         config = self._config_of(longest)
         if config is None:
