@@ -14,6 +14,7 @@ from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.process import release_before_finalize, world_rank, world_size
 from mpicomm.cluster.roll_call import private_copy
+from mpicomm.cluster.uncaught import end_job_if_uncaught
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
@@ -107,6 +108,7 @@ class SetUp:
 
         Collective; a failure raises the same error on all ranks. ``completes`` returns `RankPlace.completes`.
         """
+        end_job_if_uncaught()
         page().introduce(world_rank(), world_size())
         limit_s = environment.usable_timeout_s(timeout_s)
         private = private_copy(comm, "Communicator", limit_s)
