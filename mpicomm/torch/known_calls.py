@@ -43,7 +43,7 @@ class TensorCall:
 class KnownCalls:
     """Finds known calls of a rank, and reads each tensor once, because a read takes as long as the rest of a call.
 
-    The plan of a form refuses calls with wrong or negative counts, and with buffers that overlap.
+    The template of such calls refuses calls with wrong or negative counts, and with buffers that overlap.
 
     The methods are `TensorCall.find` of the methods of `TensorCollectives` with the same names. These take all other
     calls, and raise the errors of wrong calls.
