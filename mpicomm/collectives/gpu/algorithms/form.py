@@ -82,7 +82,7 @@ class Form:
         sent = buffers.send_blocks[0] if buffers.send_blocks else buffers.send
         output = buffers.output
         in_place = False
-        if operation.reduces and operation.is_even and sent and output and output.count:
+        if operation.reduces and operation.is_even and sent and output and output.count and buffers.scratch is None:
             in_place = sent.pointer == output.pointer
         return cls._of(operation, buffers, in_place=in_place)
 

@@ -43,6 +43,7 @@ from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
@@ -261,6 +262,16 @@ def test_all_ranks_choose_alike(operation: Operation, asked: str, symmetric: boo
     assert chosen == [chosen[0]] * 4
     if operation is operations.ALLGATHER and asked == "one_shot":
         assert (chosen[0][0] is DirectLauncher) == (symmetric and 4 * count > 4 * MIB)
+
+
+@pytest.mark.parametrize("wire", [None, Wire("int8"), Wire("int8", again=False)], ids=str)
+@pytest.mark.parametrize("operation", [row for row in OPERATIONS.values() if row.counts != "private"], ids=str)
+def test_a_call_without_elements_needs_neither_launches_nor_memory(operation: Operation, wire: Wire | None) -> None:
+    for size in (1, 3):
+        call, node = CallOf(operation, 0, [0] * size, root=0, dtype="float32"), node_of(0, size)
+        call.form = replace(call.form, wire=(wire, dtype_named("float32")) if wire and size > 1 else None)
+        assert call.launches("auto", node) == []
+        assert call.chosen("auto", node).launcher.memory(0, symmetric=False) == ()
 
 
 @pytest.mark.parametrize("operation", [row for row in OPERATIONS.values() if row.counts == "private"], ids=str)
