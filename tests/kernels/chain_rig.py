@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.base import Domain
-from mpicomm.collectives.gpu.algorithms.chain.plan import ChainTemplate, layout_of
+from mpicomm.collectives.gpu.algorithms.chain.plan import ChainLauncher, layout_of
 from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, ChannelMemory
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.sentinels import ABSENT
@@ -46,9 +46,8 @@ class ChainRig(MemoryRig[Domain]):
 
     def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0) -> None:
         """Enqueue a rank's part of a chain."""
-        template = ChainTemplate(self.planners[rank], pattern.chain, pattern.form.reduction)
-        pairs = [(hop.own, hop.output) for hop in pattern.chain.hops]
-        places = [(own.pointer if own else 0, output.pointer if output else 0) for own, output in pairs]
-        filled = template.write(places, pattern.chain.nbytes, signature.hash32)
+        launcher = ChainLauncher(pattern.form, self.planners[rank])
+        lengths, begins = pattern.form.numbers(pattern.buffers)
+        filled = launcher.fill(lengths, begins, max(lengths), signature.hash32)
         assert filled is not None
-        self.launch(rank, template.launch(filled), nap_us=nap_us)
+        self.launch(rank, launcher.launch(filled), nap_us=nap_us)

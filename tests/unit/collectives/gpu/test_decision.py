@@ -18,7 +18,7 @@ from mpicomm.collectives import operations
 from mpicomm.collectives.gpu.algorithms import registry
 from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
-from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainTemplate, cut, layout_of
+from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainLauncher, cut, layout_of
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
@@ -149,11 +149,10 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
         assert way is not None
         options = packet_launch(PacketTemplate(node, exchange, None), tag, way, nbytes, 1).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)
-    chain = patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").chain
-    template = ChainTemplate(node, chain, None)
-    filled = template.write([(4096, 4096)], MIB, tag)
+    launcher = ChainLauncher(patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").form, node)
+    filled = launcher.fill([MIB], [4096], MIB, tag)
     assert filled is not None
-    options = template.launch(filled).variant.options
+    options = launcher.launch(filled).variant.options
     assert (HOST_SLOTS[0] in options) == host_slots
 
 

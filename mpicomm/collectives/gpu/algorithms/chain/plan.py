@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mpicomm.collectives.exchange import Chain
 from mpicomm.collectives.gpu.algorithms.base import NO_CODES, Algorithm, Domain, Filled, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.chain.arguments import (
     BATCH_NBYTES,
@@ -19,7 +18,6 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import BoundEpilogue
-from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.types import is_narrow
@@ -100,61 +98,22 @@ def _most_blocks_of(domain: Domain) -> int:
     return min(_MOST_BLOCKS, domain.multiprocessors)
 
 
-class ChainTemplate(KernelTemplate):
-    """Launches of chain.cu for chains of one form between the ranks of a domain.
-
-    `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
-    between.
-    """
-
-    def __init__(self, domain: Domain, chain: Chain, reduction: Reduction | None) -> None:
-        rank, size = domain.rank, domain.size
-        self._domain = domain
-        self._chain = chain
-        self._reduction = reduction
-        self.early = domain.early
-        self.arguments = ChainArguments(team=domain.team, previous=(rank - 1) % size, next=(rank + 1) % size)
-        for place, hop in zip(self.arguments.places, chain.hops, strict=False):
-            place.receives, place.sends = hop.receives, hop.sends
-
-    def write(self, places: Sequence[tuple[int, int]], nbytes: int, tag: int) -> Filled | None:
-        """Write a call of at least one byte into `arguments`; return None if the arena has no memory for it.
-
-        ``places`` are the addresses of the own data and of the output of each hop. All ranks must pass the same
-        ``tag``.
-        """
-        domain, links, arguments = self._domain, self._chain.links, self.arguments
-        layout = layout_of(nbytes, links, domain)
-        request = _request(layout)
-        if not domain.arena.has(request):
-            return None
-        region = domain.arena.region(request)
-        layout = replace(layout, channel_nbytes=region.slots_nbytes // layout.channels)
-        blocks, batch_nbytes = cut(nbytes, links, domain)
-        slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
-        for place, (own, output) in zip(arguments.places, places, strict=False):
-            place.own, place.output = own, output
-        arguments.nbytes, arguments.batch_nbytes = nbytes, batch_nbytes
-        arguments.memory[: domain.size] = region.pointers
-        arguments.credits, arguments.flags, arguments.slots = layout.credits, layout.flags, layout.slots
-        arguments.slot_nbytes, arguments.batches = slot_nbytes, slot_nbytes // BATCH_NBYTES
-        arguments.channels, arguments.blocks, arguments.tag = layout.channels, blocks, tag
-        return None, blocks * len(places), CHAIN_THREADS
-
-    def variant(self, kernel: None) -> Variant:
-        return chain_kernel(self._reduction, host_slots=self._domain.host_slots)
-
-
-class ChainLauncher(ChainTemplate, FormLauncher):
-    """Carries out the calls of a form as chains."""
+class ChainLauncher(KernelTemplate, FormLauncher):
+    """Carries out the calls of a form as chains, each by one launch of chain.cu."""
 
     def __init__(self, form: Form, domain: Domain) -> None:
-        super().__init__(domain, form.chain, form.reduction)
-        pairs = [(hop.own, hop.output) for hop in form.chain.hops]
-        self._blocks = [(form.piece(own).block, form.piece(output).block) for own, output in pairs]
+        rank, size, hops = domain.rank, domain.size, form.chain.hops
+        self._domain = domain
+        self._links = form.chain.links
+        self._reduction = form.reduction
+        self.early = domain.early
+        self.arguments = ChainArguments(team=domain.team, previous=(rank - 1) % size, next=(rank + 1) % size)
+        for place, hop in zip(self.arguments.places, hops, strict=False):
+            place.receives, place.sends = hop.receives, hop.sends
+        self._blocks = [(form.piece(hop.own).block, form.piece(hop.output).block) for hop in hops]
 
     def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
-        return (_request(layout_of(longest, self._chain.links, self._domain)),)
+        return (_request(layout_of(longest, self._links, self._domain)),)
 
     def fill(
         self,
@@ -165,5 +124,24 @@ class ChainLauncher(ChainTemplate, FormLauncher):
         memory: Mapped | None = None,
         finish: BoundEpilogue | None = None,
     ) -> Filled | None:
+        domain, links, arguments = self._domain, self._links, self.arguments
+        layout = layout_of(longest, links, domain)
+        request = _request(layout)
+        if not domain.arena.has(request):
+            return None
+        region = domain.arena.region(request)
+        layout = replace(layout, channel_nbytes=region.slots_nbytes // layout.channels)
+        blocks, batch_nbytes = cut(longest, links, domain)
+        slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
         at = [*begins, 0]  # block -1 is no block
-        return self.write([(at[own], at[output]) for own, output in self._blocks], longest, hash32)
+        for place, (own, output) in zip(arguments.places, self._blocks, strict=False):
+            place.own, place.output = at[own], at[output]
+        arguments.nbytes, arguments.batch_nbytes = longest, batch_nbytes
+        arguments.memory[: domain.size] = region.pointers
+        arguments.credits, arguments.flags, arguments.slots = layout.credits, layout.flags, layout.slots
+        arguments.slot_nbytes, arguments.batches = slot_nbytes, slot_nbytes // BATCH_NBYTES
+        arguments.channels, arguments.blocks, arguments.tag = layout.channels, blocks, hash32
+        return None, blocks * len(self._blocks), CHAIN_THREADS
+
+    def variant(self, kernel: None) -> Variant:
+        return chain_kernel(self._reduction, host_slots=self._domain.host_slots)
