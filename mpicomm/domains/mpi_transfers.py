@@ -230,14 +230,12 @@ class Transfers:
         return PeerError(f"ranks called different things: {own}; rank {rank}: {theirs}", ranks=[rank])
 
     def _given_up(self, error: MpicommError) -> MpicommError:
-        self._give_up()
-        return error
-
-    def _give_up(self) -> None:
+        """Abandon all transfers, and return the error to raise."""
         self.failed = True
         for transfer in self._open:
             transfer.give_up()
         self._open.clear()
+        return error
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import beside
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import EXSCAN, SCAN, Operation
 from mpicomm.devices.host import array_at
@@ -49,7 +50,13 @@ class InMappedMemory:
     def enqueue(self, call: Call, *, blocking: bool) -> None:
         """See `Way.enqueue`."""
         self._witness.tell(call.operation, on_host=True)
-        self._engines.of_hosts(call.operation.name).run(call, call.algorithm)
+        engines = self._engines
+        if engines.channel is not None:
+            name, why = call.algorithm, f'algorithm="{call.algorithm}"'
+            if name == "auto":
+                name, why = selection.best_mapped(call.operation, call.nbytes or 0), "by size, on mapped memory"
+            engines.channel.choose(name if engines.on_one_node else "groups, mpi", why)
+        engines.of_hosts(call.operation.name).run(call, call.algorithm)
 
 
 class Deferred:
