@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.cluster.uncaught import close_after
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import HostBackend
@@ -107,8 +108,8 @@ class Experts:
     def __enter__(self) -> Experts:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        close_after(error, self.close)
 
     def __reduce__(self) -> NoReturn:
         raise InvalidUsageError("an Experts object cannot be pickled: every rank creates it")

@@ -110,9 +110,8 @@ class Session(SetUp):
                 self._private.Free()
 
     def leave_by(self, error: BaseException) -> None:
-        """Let `close` wait up to twice as long, because peers may wait for a call that ``error`` prevents. Local."""
+        """Let `close` name ``error`` to ranks that come later, and in its own error if ranks do not come. Local."""
         reason = f"rank {self.placement.rank} left its with block by {type(error).__name__}: {error}"
-        self.awaited_elsewhere = lambda: True
         if self._groups:
             self.group.absence_reason = lambda ranks: reason
 
@@ -161,6 +160,8 @@ class Session(SetUp):
     def _timeout(self, step: str) -> CollectiveTimeoutError | None:
         """Return the timeout of an earlier call, if there was one. Local."""
         self._tell_error(step)
+        if self._part is not None and isinstance(self._part.broken, CollectiveTimeoutError):
+            return self._part.broken
         try:
             self.backend.check()
         except CollectiveTimeoutError as error:
