@@ -130,7 +130,7 @@ def _create_intercomm(self: MPI.Intracomm, *arguments: Any, **keywords: Any) -> 
 def _create_window(cls: type[MPI.Win], *arguments: Any, **keywords: Any) -> MPI.Win:
     """Make a window; see mpi4py. Device memory makes a window of mapped memory: see `Win`."""
     make: Any = Win.Create.__func__  # type: ignore[attr-defined]
-    made: MPI.Win = make(cls, *arguments, **keywords)  # host memory has the window of mpi4py that the program expects
+    made: MPI.Win = make(Win if cls is MPI.Win else cls, *arguments, **keywords)
     return made
 
 
