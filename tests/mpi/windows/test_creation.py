@@ -103,12 +103,12 @@ def test_host_memory_stays_with_mpi(comm: mpicomm.Communicator) -> None:
         mpicomm.Win.Create(memory, 8),
     ):
         assert type(win) is mpicomm.Win
-        np.asarray(win.tomemory())[:] = 0
+        win.tomemory()[:] = 0
         win.Fence()
         win.Put(np.full(1, 3.0), win.group_rank, 1)
         win.Accumulate(np.full(1, 2.0), win.group_rank, 2)
         win.Fence()
-        assert memoryview(win.tomemory()).cast("d").tolist() == [0, 3, 2, 0]
+        assert win.tomemory().view("d").tolist() == [0, 3, 2, 0]
         win.Free()
 
 
