@@ -26,21 +26,23 @@ from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
 from mpicomm.api.products import ProductCalls
-from mpicomm.cluster import agreement
+from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
+from mpicomm.cluster.uncaught import close_after
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
-from mpicomm.messages.in_stream_order import InStreamOrder
-from mpicomm.observation.inside import record_inside
-from mpicomm.observation.subclasses import record_calls
+from mpicomm.observation import record_calls
 from mpicomm.products.calls import Products
 from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
+from mpicomm.ways.in_stream_order import InStreamOrder
+
+_get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -81,6 +83,8 @@ class RankInfo:
     """Whether the driver has the device memory of `memory`, from `Communicator.suspend` to `Communicator.resume`."""
     products: tuple[str, ...] = ()
     """From which size on matrix products overlap with their collective, after the first collective on GPUs."""
+    order: str = "stream"
+    """How calls on device arrays return: "stream", in stream order, or "complete", for all streams; see `install`."""
 
 
 class Communicator(
@@ -134,6 +138,11 @@ class Communicator(
         timeout_s: float | None = None,
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
+        if not MPI.Is_initialized() or MPI.Is_finalized():
+            state = (
+                "has ended" if MPI.Is_initialized() else "does not run yet: call MPI.Init() or MPI.Init_thread() first"
+            )
+            raise InvalidUsageError(f"Communicator: MPI {state}")
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
             raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
@@ -176,7 +185,6 @@ class Communicator(
         self._gpu = session.gpu
         remember(self)
         if session.channel is not None:
-            record_inside(self._collectives, session)
             record_calls(self, session.channel)
 
     @AtFirstUse
@@ -220,9 +228,9 @@ class Communicator(
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):  # Ctrl-C and sys.exit must not wait longer
+        if isinstance(error, Exception):
             self._session.leave_by(error)
-        self.Free()
+        close_after(error, self.Free)
 
     @property
     def _placement(self) -> Placement:
@@ -264,6 +272,19 @@ class Communicator(
         """
         self._session.check(stream)
 
+    def Get_info(self) -> MPI.Info:
+        """Return a new info object with the hints of the communicator; see mpi4py. Local.
+
+        Its ``mpi_memory_alloc_kinds`` answers as MPI 4.1 defines which memory calls take: on GPUs, whatever MPI says,
+        also "cuda:device" and "cuda:host".
+        """
+        info, key = _get_info(self), "mpi_memory_alloc_kinds"
+        kinds = (info.Get(key) or "system,mpi").split(",")
+        if isinstance(self._placement.here.device, int):
+            kinds += [kind for kind in ("cuda:device", "cuda:host") if kind not in kinds]
+        info.Set(key, ",".join(kinds))
+        return info
+
     def describe(self) -> RankInfo:
         """Return where this rank is, how it reaches the other ranks, and the memory that its calls have set up.
 
@@ -291,6 +312,7 @@ class Communicator(
             memory=session.memory_use(),
             suspended=session.is_suspended,
             products=self._products.describe(),
+            order="complete" if here.completes else "stream",
         )
 
     def stats(self) -> Statistics:
@@ -313,8 +335,11 @@ class Communicator(
 
         Complete all requests and receive all messages before, because `Free` drops messages that have not left yet. A
         second call does nothing. A call after MPI_Finalize or in a forked process does nothing either. After a timeout
-        `Free` frees this rank's part, and does not wait for the other ranks. `Free` waits up to twice ``timeout_s`` for
-        a rank that is in a collective call which this rank has not made, and after an error in the ``with`` block.
+        of any call `Free` frees this rank's part, and waits for no other rank. Otherwise `Free` waits up to twice
+        ``timeout_s`` for a rank that is in a collective call which this rank has not made.
+
+        At the end of a ``with`` block that an exception has left, the exception is raised again also if `Free` fails.
+        If the other ranks do not come at once, its traceback is logged before the wait.
 
         Calls of a freed communicator raise `InvalidUsageError`. The error is also MPI's exception if MPI refuses the
         call.
@@ -355,7 +380,7 @@ class Communicator(
     def _close(self) -> bool:
         """Close the session. Return whether MPI's own free, which is collective, may follow."""
         self._unfreed = False  # MPI keeps its part of a broken communicator, because only a collective call frees it
-        if self == MPI.COMM_NULL or MPI.Is_finalized() or agreement.is_forked:
+        if self == MPI.COMM_NULL or MPI.Is_finalized() or process.is_forked:
             return False
         self._session.close()
         return self._session.intact

@@ -195,7 +195,7 @@ class DeferredRequest(Driven, MPI.Grequest):
         self.withdraw()
 
 
-class Work(Protocol):
+class Completable(Protocol):
     """The work of a `Completer`: a `DeferredRequest`, or a message of a torch group."""
 
     over: bool
@@ -208,7 +208,7 @@ class Work(Protocol):
         """See `DeferredRequest.settle`."""
 
 
-AnyWork = TypeVar("AnyWork", bound=Work)
+AnyWork = TypeVar("AnyWork", bound=Completable)
 
 
 class Completer:
@@ -230,7 +230,7 @@ class Completer:
     def __init__(self, *, by_itself: bool = False) -> None:
         self._by_itself = by_itself
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._pending: deque[Work] = deque()
+        self._pending: deque[Completable] = deque()
         self._running = False
         self._beginning_or_ending = threading.Lock()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 
 import pytest
 
 from tests.helpers.faults.leaks import NOT_MADE_HERE
-from tests.helpers.jobs.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import environment, mpiexec_command, run_job
 
 PRELUDE = """
 import gc, os, sys, time
@@ -110,6 +111,43 @@ array.wait_signal({rank})
     require_end(code, 1, "-m", "mpi4py", said="ValueError: the cause")
 
 
+@pytest.mark.parametrize(
+    ("rank", "block", "runner"),
+    [
+        (0, "comm", ()),
+        (1, "mpicomm.Communicator(timeout_s=0.5), array", ()),
+        (1, "child, comm.zeros(4)", ("-m", "mpi4py")),
+    ],
+)
+def test_exception_of_one_rank_in_a_with_block_ends_the_job(rank: int, block: str, runner: tuple[str, ...]) -> None:
+    code = f"""
+comm._session.hasten(0.5)
+child._session.hasten(0.5)
+with {block}:
+    if comm.rank == {rank}:
+        raise ValueError("the cause")
+    comm.Allreduce(np.ones(8), np.empty(8))
+"""
+    require_end(code, 1, *runner, said="ValueError: the cause")
+
+
+def test_the_traceback_comes_before_a_long_wait() -> None:
+    code = """
+with comm:
+    if comm.rank == 1:
+        raise ValueError("the cause")
+    time.sleep(60)
+"""
+    command = mpiexec_command(2, "-c", PRELUDE + code)
+    with subprocess.Popen(
+        command, env=environment(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stderr is not None
+        said = [next(job.stderr) for _ in range(5)]
+        job.kill()
+    assert "waits for the others at the end of a with block" in said[0] and "the cause" in "".join(said), said
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_error_of_all_ranks_ends_the_job(rank: int) -> None:
     code = f"comm.empty(-1 if comm.rank == {rank} else 1)"
@@ -197,3 +235,34 @@ for each in (unused, child, comm):
 def test_a_program_that_only_imports_ends_at_once() -> None:
     result = run_job(1, "-c", "import mpicomm")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_no_module_calls_mpi_before_the_program_starts_it() -> None:
+    code = """
+import importlib, pkgutil
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+import mpicomm
+for found in pkgutil.walk_packages(mpicomm.__path__, "mpicomm."):
+    try:
+        importlib.import_module(found.name)
+    except ImportError as error:  # CuPy and the like need not be here
+        assert not error.name.startswith("mpicomm"), error
+assert not MPI.Is_initialized()
+def refused(text):
+    try:
+        mpicomm.Communicator()
+    except mpicomm.InvalidUsageError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+refused("call MPI.Init()")
+MPI.Init()
+with mpicomm.Communicator(device="cpu") as comm:
+    assert comm.allreduce(1) == 2
+MPI.Finalize()
+refused("MPI has ended")
+"""
+    result = run_job(2, "-c", code)
+    assert result.returncode == 0, result.stderr
