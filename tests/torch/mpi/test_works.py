@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.torch.call_queue import CallQueue
-from mpicomm.torch.works import HostWork
+from mpicomm.torch.call_queue import CallQueue, HostWork
 from tests.helpers.inputs.torch_cases import Case, Op, finish, reduced, require_same, while_the_last_rank_is_late
 
 PATIENCE_S = 10.0
