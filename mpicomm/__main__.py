@@ -6,14 +6,16 @@ import sys
 
 from mpi4py import run
 
-USAGE = """usage: mpirun -np N python -m mpicomm SCRIPT [ARGUMENT ...]
-   or: mpirun -np N python -m mpicomm -m MODULE [ARGUMENT ...]
-   or: mpirun -np N python -m mpicomm -c CODE [ARGUMENT ...]
+USAGE = """usage: mpirun -np N python -m mpicomm [--stream-order] SCRIPT [ARGUMENT ...]
+   or: mpirun -np N python -m mpicomm [--stream-order] -m MODULE [ARGUMENT ...]
+   or: mpirun -np N python -m mpicomm [--stream-order] -c CODE [ARGUMENT ...]
 
 Runs a program that knows only mpi4py: MPI.COMM_WORLD, and every communicator made from it, is an mpicomm.Communicator,
-so that its upper-case methods take GPU arrays. An exception that a rank does not catch ends the job, as with
-python -m mpi4py. MPICOMM_DEVICE, MPICOMM_HANDLE and MPICOMM_TIMEOUT stand for the arguments of Communicator.
+so that its upper-case methods take GPU arrays. Blocking calls on GPU arrays are complete on return, as in a CUDA-aware
+MPI. An exception that a rank does not catch ends the job, as with python -m mpi4py. MPICOMM_DEVICE, MPICOMM_HANDLE and
+MPICOMM_TIMEOUT stand for the arguments of Communicator.
 
+  --stream-order return from calls on GPU arrays when they are enqueued (or MPICOMM_ORDER=stream)
   -h, --help     print this text
   --version      print the version
 """
@@ -32,6 +34,11 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(f"mpicomm {__version__}\n")
         return 0
     wrong = None
+    stream_order = True if first == "--stream-order" else None
+    if stream_order:
+        del sys.argv[1]  # mpi4py's runner reads the rest
+        arguments = arguments[1:]
+        first = arguments[0] if arguments else ""
     if not arguments:
         wrong = "no program is named"
     elif first.startswith("-") and first not in _OPTIONS:
@@ -44,7 +51,7 @@ def main(arguments: list[str]) -> int:
     try:
         from mpicomm.install import install
 
-        install()
+        install(stream_order=stream_order)
     except BaseException:
         run.set_abort_status(1)  # as for an exception of the program: the other ranks must not wait for this rank
         raise

@@ -13,8 +13,9 @@ from mpicomm.sizes import nbytes_of
 
 PREFIX = "MPICOMM_"
 NAMES = (
-    *("MPICOMM_DEVICE", "MPICOMM_HANDLE", "MPICOMM_TIMEOUT", "MPICOMM_HOSTID", "MPICOMM_INTERNODE", "MPICOMM_TUNING"),
-    *("MPICOMM_MEMORY", "MPICOMM_BIND_CPU", "MPICOMM_TRACE", "MPICOMM_STATS", "MPICOMM_DEBUG", "MPICOMM_DEBUG_FILE"),
+    *("MPICOMM_DEVICE", "MPICOMM_HANDLE", "MPICOMM_TIMEOUT", "MPICOMM_ORDER", "MPICOMM_HOSTID", "MPICOMM_INTERNODE"),
+    *("MPICOMM_TUNING", "MPICOMM_MEMORY", "MPICOMM_BIND_CPU", "MPICOMM_TRACE", "MPICOMM_STATS"),
+    *("MPICOMM_DEBUG", "MPICOMM_DEBUG_FILE"),
 )
 """All variables that mpicomm reads. mpicomm/docs/variables.md has a row for each."""
 DEFAULT_TIMEOUT_S = 30.0
@@ -62,6 +63,18 @@ def handle(argument: str) -> str:
     if value in HANDLES:
         return value
     raise InvalidUsageError(f"{name}={value!r} is no handle kind: use one of {', '.join(HANDLES)}")
+
+
+def stream_order(argument: bool | None) -> bool:
+    """Return ``stream_order=`` of `mpicomm.install`; if it is None, whether MPICOMM_ORDER is "stream"."""
+    if argument is not None:
+        if isinstance(argument, bool):
+            return argument
+        raise InvalidUsageError(f"stream_order={argument!r}: use True, False or None")
+    value = os.environ.get("MPICOMM_ORDER", "complete")
+    if value not in ("complete", "stream"):
+        raise InvalidUsageError(f"MPICOMM_ORDER={value!r}: use complete (calls are complete on return) or stream")
+    return value == "stream"
 
 
 def timeout_s(argument: float | None) -> float:

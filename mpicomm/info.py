@@ -37,6 +37,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
         "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
         "tuning": algorithms(here.device_name, here.links) if comm.device != "cpu" else [],
         "multi_process_service": environment.multi_process_service(),
+        "order_under_the_runner": "stream" if environment.stream_order(None) else "complete",
         "versions": machine.versions(),
     }
 
@@ -123,6 +124,9 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     if ranks[0]["device"] != "cpu":
         runs = "runs" if found["multi_process_service"] else "does not run, so ranks that share a GPU take turns"
         system.add_row("NVIDIA's multi-process service", runs)
+        under = {"stream": "stream-ordered, by MPICOMM_ORDER", "complete": "complete on return"}
+        runner = under[found["order_under_the_runner"]]
+        system.add_row("blocking calls on GPU arrays", f"stream-ordered; under python -m mpicomm {runner}")
     system.add_row("first collectives", found["first_calls"])
     if found["tuning"]:
         source, *choices = found["tuning"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copyreg
 from typing import Any
 
+import mpi4py
 from mpi4py import MPI
 
+from mpicomm import environment
 from mpicomm.api.communicator import (
     CartCommunicator,
     Communicator,
@@ -48,7 +50,13 @@ InstalledCommunicator._classes = {
 }
 
 
-def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: float | None = None) -> Communicator:
+def install(
+    *,
+    device: int | str = "auto",
+    handle: str = "auto",
+    timeout_s: float | None = None,
+    stream_order: bool | None = None,
+) -> Communicator:
     """Put a `Communicator` in the place of ``MPI.COMM_WORLD``, and return it. Collective over all ranks, blocking.
 
     Call it before other modules are imported: a module that has imported ``COMM_WORLD`` before keeps the COMM_WORLD of
@@ -58,19 +66,30 @@ def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: floa
     in the same way.
 
     After this call ``MPI.Win.Create`` takes device memory as `Win` does. Windows of host memory and ``MPI.File`` refuse
-    device arrays. ``MPI.Attach_buffer`` takes host memory in the place of device memory.
+    device arrays. ``MPI.Attach_buffer`` takes host memory in the place of device memory. If ``mpi4py.rc.initialize`` is
+    false and MPI does not run yet, this starts MPI, and the program's own ``MPI.Init`` or ``Init_thread`` returns at
+    once.
 
-    The arguments and the errors are as in `Communicator`. A second call changes nothing.
+    Blocking calls on device memory, ``Wait``, ``Test`` that returns true, and synchronisation of windows are complete
+    on return: every stream and the host may use the buffers. Programs for a CUDA-aware MPI rely on this. With
+    ``stream_order=True`` (or MPICOMM_ORDER=stream) the calls are stream-ordered, as on a `Communicator` that the
+    program makes itself. Calls that mpi4py does not have, and messages with ``algorithm="stream"``, always are, and so
+    are calls in a stream that captures a CUDA graph.
+
+    The other arguments and the errors are as in `Communicator`. A second call changes nothing.
     """
     if not _replaced:
+        is_running = MPI.Is_initialized()
+        if not is_running:  # mpi4py.rc.initialize is false, perhaps by MPI4PY_RC_INITIALIZE
+            MPI.Init_thread()
         world, own = MPI.COMM_WORLD, MPI.COMM_SELF
-        session = Session.create(world, device, handle, timeout_s)
+        session = Session.create(world, device, handle, timeout_s, lambda: not environment.stream_order(stream_order))
         channel = session.channel and session.channel.child([world.rank])
         alone = Session(own, session.placement.subset([world.rank]), channel=channel)
         for owner, name, replacement in (
             (MPI, "COMM_WORLD", InstalledCommunicator.permanent(world, session, "COMM_WORLD")),
             (MPI, "COMM_SELF", InstalledCommunicator.permanent(own, alone, "COMM_SELF")),
-            *replacements(),
+            *replacements(by_program=is_running and not mpi4py.rc.initialize),
         ):
             _replaced.append((owner, name, replace(owner, name, replacement)))
         copyreg.pickle(MPI.Intracomm, _reduced)

@@ -9,8 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Literal
 
 from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
@@ -37,6 +42,44 @@ def file_name(pattern: str, rank: int) -> str:
     return pattern
 
 
+def open_file(variable: str, path: str, mode: Literal["w", "a"]) -> TextIOWrapper:
+    """Open the text file that a variable names. Raises `InvalidUsageError` if it cannot be opened.
+
+    It follows no symbolic link, which somebody else may have made in a folder such as /tmp, except below /dev.
+    """
+    flags = 0 if path.startswith("/dev/") else os.O_NOFOLLOW
+    try:
+        return open(path, mode, encoding="utf-8", opener=lambda name, wanted: os.open(name, wanted | flags, 0o666))
+    except OSError as error:
+        reason = f"{path} is a symbolic link" if Path(path).is_symlink() else error.strerror
+        raise InvalidUsageError(
+            f"{variable}={path!r} cannot be opened: {reason}: name a file that this user can write"
+        ) from error
+
+
+class _DebugFile(logging.FileHandler):
+    """Writes to the file of MPICOMM_DEBUG_FILE. When that fails, as on a full disk, warnings go to stderr instead."""
+
+    def _open(self) -> TextIOWrapper:
+        return open_file("MPICOMM_DEBUG_FILE", self.baseFilename, "a")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        logger.removeHandler(self)
+        with suppress(OSError):  # it tries to write the record again, and closes the file in any case
+            self.close()
+        handler = logging.StreamHandler()
+        handler.setFormatter(self.formatter)
+        handler.setLevel(logging.WARNING)
+        logger.addHandler(handler)
+        logger.warning("MPICOMM_DEBUG_FILE cannot be written: %s: warnings go to stderr", error.strerror)
+        if record.levelno >= logging.WARNING:
+            handler.handle(record)
+
+
 def configure(rank: int) -> None:
     """Set up the logger from the environment, once per process; ``rank`` is the rank in MPI.COMM_WORLD.
 
@@ -61,16 +104,7 @@ def _add_handler(rank: int) -> None:
     host, pid = socket.gethostname(), os.getpid()
     path = environment.debug_file()
     handler: logging.Handler
-    if path is None:
-        handler = logging.StreamHandler()
-    else:
-        path = file_name(path, rank)
-        try:
-            handler = logging.FileHandler(path)
-        except OSError as error:
-            raise InvalidUsageError(
-                f"MPICOMM_DEBUG_FILE={path!r} cannot be opened: {error.strerror}: name a file that this user can write"
-            ) from error
+    handler = logging.StreamHandler() if path is None else _DebugFile(file_name(path, rank))
     handler.setFormatter(logging.Formatter(f"{host}:{pid}:{rank} mpicomm %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel({"WARN": logging.WARNING, "INFO": logging.INFO, "TRACE": TRACE}[level])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+
+_MOST = 1 << 20
 
 
 def ranks_as_text(ranks: Sequence[int]) -> str:
@@ -17,14 +20,17 @@ def ranks_as_text(ranks: Sequence[int]) -> str:
 
 
 def ranks_of_text(text: str) -> tuple[int, ...]:
-    """Return the ranks of a text of `ranks_as_text`; -1 for each "?". A part that is cut off is left out."""
-    return tuple(rank for part in text.split(",") for rank in _part(part))
+    """Return the ranks of a text of `ranks_as_text`, 2^20 at most; -1 for each "?". A part that is cut off is left out.
+
+    The text may be of another process, and of any content.
+    """
+    return tuple(islice(chain.from_iterable(map(_part, text.split(","))), _MOST))
 
 
 def _part(part: str) -> Iterable[int]:
     low, _, high = part.partition("-")
     if part == "?":
         return (-1,)
-    if not low.isdecimal() or not (high or low).isdecimal():
+    if not low.isdecimal() or not (high or low).isdecimal() or len(part) > 24:  # no rank has more digits
         return ()
     return range(int(low), int(high or low) + 1)

@@ -1,11 +1,15 @@
-"""Reads the calls of another process in its communicators from the page of that process. Imports no MPI."""
+"""Reads the calls of another process in its communicators from the page of that process. Imports no MPI.
+
+Root may look at processes of anybody, who may have written anything into the page. So what is read is bounded, texts
+are printable, and the page is read by pread: a mapping would end this process if the other one truncated the memory.
+"""
 
 from __future__ import annotations
 
-import mmap
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +18,17 @@ from mpicomm.activity.ranks import ranks_of_text
 
 _LINK = f"/memfd:{layout.MEMORY_NAME}"
 _ROWS = range(layout.ROWS_AT, layout.TEXTS_AT, layout.ROW_NBYTES)
+_LONGEST = 2000  # characters of a text for people
+_MOST_RANKS = 1 << 24
 
 
 class OtherVersionError(Exception):
     """The process has a page of another version of mpicomm."""
+
+
+def printable(text: str) -> str:
+    """Return a text of another process, shortened, as ASCII without the control characters that steer a terminal."""
+    return "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in text[:_LONGEST])
 
 
 @dataclass(frozen=True)
@@ -106,15 +117,14 @@ def read_activity(pid: int) -> Activity | None:
 def calls_of(pid: int, key: int) -> RankCalls | None:
     """Return the calls of a process in the communicator that ``key`` names; None if they cannot be read. Local."""
     with suppress(OSError, OtherVersionError), _page_of(pid) as memory:  # the process may be in another container
-        # Only the rows up to this one are read, because the system provides a page of memory also for a read.
         at = next((at for at in _ROWS if _words(memory, at, 1)[layout.KEY] == key), None) if memory else None
         return None if memory is None or at is None else _calls(memory, at)
     return None
 
 
 @contextmanager
-def _page_of(pid: int) -> Iterator[mmap.mmap | None]:
-    """Map the page of a process; None if it has none. Raises as `read_activity`."""
+def _page_of(pid: int) -> Iterator[int | None]:
+    """Open the page of a process as a descriptor; None if it has none. Raises as `read_activity`."""
     folder = Path(f"/proc/{pid}/fd")
     for name in os.listdir(folder):  # noqa: PTH208  # names, which become paths in the next line
         path = folder / name
@@ -124,32 +134,37 @@ def _page_of(pid: int) -> Iterator[mmap.mmap | None]:
     else:
         yield None
         return
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < layout.HEADER_NBYTES:
+    # Meanwhile the descriptor may be of something else, for example of a pipe, whose opening would wait for a writer.
+    memory = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(memory)
+        is_page = stat.S_ISREG(status.st_mode) and status.st_size == layout.NBYTES
+        if not is_page or _words(memory, 0, 1)[0] != layout.MAGIC:
             raise OtherVersionError
-        with closing(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) as memory:
-            if len(memory) != layout.NBYTES or _words(memory, 0, 1)[0] != layout.MAGIC:
-                raise OtherVersionError
-            yield memory
+        yield memory
+    finally:
+        os.close(memory)
 
 
-def _step(memory: mmap.mmap) -> Step | None:
+def _step(memory: int) -> Step | None:
     words = _words(memory, 0, layout.STEP_SINCE + 1)
     ranks, _, text = _posted(memory, words[layout.STEP] - 1).partition(" ") if words[layout.STEP] else ("", "", "")
-    return Step(text, words[layout.STEP_SINCE], ranks_of_text(ranks)) if text else None
+    return Step(printable(text), words[layout.STEP_SINCE], ranks_of_text(ranks)) if text else None
 
 
-def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
+def _calls(memory: int, at: int) -> RankCalls | None:
     words = _words(memory, at, layout.WORDS)
     key, number = words[layout.KEY], words[layout.CALL]
-    if key == 0:
+    if key == 0 or not 0 <= words[layout.RANK] < words[layout.SIZE] <= _MOST_RANKS:
         return None
-    name, node_ranks = _text(memory, at, layout.NAME), _text(memory, at, layout.NODE_RANKS)
+    name, node_ranks = printable(_text(memory, at, layout.NAME)), _text(memory, at, layout.NODE_RANKS)
     if words[layout.IS_WINDOW]:
         node_ranks = ""  # there are counts
     if words[layout.NUMBER] > 1:
         name = f"{name} #{words[layout.NUMBER]}"
-    last = _filled(memory, words, layout.CALL) if number > 0 else layout.BY_MPI[-number]
+    last = _filled(memory, words, layout.CALL)
+    if number <= 0:
+        last = layout.BY_MPI[-number] if -number < len(layout.BY_MPI) else ""
     if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator meanwhile
         return None
     receive = BlockedMessage(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])
@@ -168,7 +183,7 @@ def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:
         None if send.peer == layout.NOBODY else send,
         words[layout.CALLS_BY_MPI],
         _filled(memory, words, layout.POST),
-        memory[at + layout.COMPLETED.start : at + layout.COMPLETED.stop] if words[layout.IS_WINDOW] else b"",
+        _bytes(memory, at, layout.COMPLETED) if words[layout.IS_WINDOW] else b"",
     )
 
 
@@ -185,26 +200,31 @@ def call_by_mpi(pid: int, own: memoryview) -> str:
     return calls.last
 
 
-def _filled(memory: mmap.mmap, words: memoryview, word: int) -> str:
+def _filled(memory: int, words: memoryview, word: int) -> str:
     """Return the text and the numbers of a call, or "". A row holds the position of the text in ``word``."""
-    if not words[word]:
+    if words[word] <= 0:
         return ""
-    return layout.filled(_posted(memory, words[word] - 1), words[layout.COUNT], words[layout.OFFSET])
+    return printable(layout.filled(_posted(memory, words[word] - 1), words[layout.COUNT], words[layout.OFFSET]))
 
 
-def _posted(memory: mmap.mmap, position: int) -> str:
+def _posted(memory: int, position: int) -> str:
     """Return the text of a call; "" if another text has overwritten it."""
-    at = layout.TEXTS_AT + position % layout.TEXTS_NBYTES
-    end = memory.find(b"\0", at)
-    text = memory[at : end if end >= 0 else layout.NBYTES].decode(errors="replace")
+    start = position % layout.TEXTS_NBYTES
+    place = slice(start, min(start + layout.TEXTS_NBYTES // 8, layout.TEXTS_NBYTES))  # no text is longer
+    text = _text(memory, layout.TEXTS_AT, place)
     written = _words(memory, 0, layout.TEXTS_END + 1)[layout.TEXTS_END]
     return text if written - position <= layout.TEXTS_NBYTES else ""
 
 
-def _words(memory: mmap.mmap, at: int, count: int) -> memoryview:
-    return memoryview(memory[at : at + 8 * count]).cast("q")
+def _words(memory: int, at: int, count: int) -> memoryview:
+    return memoryview(_bytes(memory, at, slice(8 * count))).cast("q")
 
 
-def _text(memory: mmap.mmap, at: int, place: slice) -> str:
-    content = memory[at + place.start : at + place.stop]
-    return content.partition(b"\0")[0].decode(errors="replace")
+def _text(memory: int, at: int, place: slice) -> str:
+    return _bytes(memory, at, place).partition(b"\0")[0].decode(errors="backslashreplace")
+
+
+def _bytes(memory: int, at: int, place: slice) -> bytes:
+    start = place.start or 0
+    nbytes = place.stop - start
+    return os.pread(memory, nbytes, at + start).ljust(nbytes, b"\0")  # it is shorter if the process truncates it

@@ -42,6 +42,8 @@ from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 
+_get_info = MPI.Intracomm.Get_info  # before `install` replaces it
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -81,6 +83,8 @@ class RankInfo:
     """Whether the driver has the device memory of `memory`, from `Communicator.suspend` to `Communicator.resume`."""
     products: tuple[str, ...] = ()
     """From which size on matrix products overlap with their collective, after the first collective on GPUs."""
+    order: str = "stream"
+    """How calls on device arrays return: "stream", in stream order, or "complete", for all streams; see `install`."""
 
 
 class Communicator(
@@ -134,6 +138,11 @@ class Communicator(
         timeout_s: float | None = None,
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
+        if not MPI.Is_initialized() or MPI.Is_finalized():
+            state = (
+                "has ended" if MPI.Is_initialized() else "does not run yet: call MPI.Init() or MPI.Init_thread() first"
+            )
+            raise InvalidUsageError(f"Communicator: MPI {state}")
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
             raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
@@ -264,6 +273,19 @@ class Communicator(
         """
         self._session.check(stream)
 
+    def Get_info(self) -> MPI.Info:
+        """Return a new info object with the hints of the communicator; see mpi4py. Local.
+
+        Its ``mpi_memory_alloc_kinds`` answers as MPI 4.1 defines which memory calls take: on GPUs, whatever MPI says,
+        also "cuda:device" and "cuda:host".
+        """
+        info, key = _get_info(self), "mpi_memory_alloc_kinds"
+        kinds = (info.Get(key) or "system,mpi").split(",")
+        if isinstance(self._placement.here.device, int):
+            kinds += [kind for kind in ("cuda:device", "cuda:host") if kind not in kinds]
+        info.Set(key, ",".join(kinds))
+        return info
+
     def describe(self) -> RankInfo:
         """Return where this rank is, how it reaches the other ranks, and the memory that its calls have set up.
 
@@ -291,6 +313,7 @@ class Communicator(
             memory=session.memory_use(),
             suspended=session.is_suspended,
             products=self._products.describe(),
+            order="complete" if here.completes else "stream",
         )
 
     def stats(self) -> Statistics:

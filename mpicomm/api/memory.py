@@ -42,8 +42,9 @@ class MemoryCalls(MPI.Intracomm):
         ``cudaMalloc``, or in virtual memory or a stream-ordered pool that can be exported as a file descriptor. The
         default pools of CuPy and PyTorch and PyTorch's expandable segments have such memory. Peers then see the whole
         block of the pool, or the whole allocations around the array. On the host ``array`` lies in a shared mapping:
-        ``multiprocessing.shared_memory`` or a writable ``numpy.memmap``. The memory stays the caller's, and must
-        outlive the `SymmetricArray`. The `SymmetricArray` closes like an array of `empty`.
+        ``multiprocessing.shared_memory``, a writable ``numpy.memmap``, or memory that a communicator with the same
+        ranks has made, such as ``a.local`` of `empty`. The memory stays the caller's, and must outlive the
+        `SymmetricArray`. The `SymmetricArray` closes like an array of `empty`.
 
         Raises the same error on all ranks: `InvalidUsageError` for memory that peers cannot open, with its kind and the
         way out, and for shapes or dtypes that differ; `HandleError` if memory cannot be opened;

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import mpi4py
 import numpy as np
 from mpi4py import MPI
 
@@ -22,6 +23,7 @@ from mpicomm.mpi.location import is_on_device
 _attach = MPI.Attach_buffer
 _detach = MPI.Detach_buffer
 _create = MPI.Intracomm.Create_intercomm
+_info_of = MPI.Comm.Get_info
 _LOCAL = (
     (MPI.Op, "Reduce_local"),
     *((MPI.Datatype, name) for name in ("Pack", "Unpack", "Pack_external", "Unpack_external")),
@@ -30,13 +32,18 @@ _LOCAL = (
 _attached: list[Any] = []
 
 
-def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Yield each replacement: the module or the class, the name, and the new method."""
+def replacements(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yield each replacement: the module or the class, the name, and the new method.
+
+    ``by_program`` is whether the program has started MPI itself.
+    """
+    yield from _initialization(by_program=by_program)
     yield MPI, "Attach_buffer", _attach_buffer
     yield MPI, "Detach_buffer", _detach_buffer
     yield MPI.Message, "Probe", classmethod(_matched_probe("Mprobe", MPI.Message.Probe))
     yield MPI.Message, "Iprobe", classmethod(_matched_probe("Improbe", MPI.Message.Iprobe))
     yield MPI.Intracomm, "Create_intercomm", _create_intercomm
+    yield MPI.Comm, "Get_info", _get_info
     for name in ("fromhandle", "fromint", "f2py"):
         yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
     for owner, name in _LOCAL:
@@ -48,6 +55,39 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
             if name[0].isupper() and callable(method) and (buffers := _buffers_of(method)):
                 guarded = _guarded(method, f"{cls.__name__}.{name}", buffers)
                 yield cls, name, guarded if inspect.ismethoddescriptor(method) else staticmethod(guarded)
+
+
+def _initialization(*, by_program: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yield ``Init`` and the like for a program that sets ``mpi4py.rc.initialize = False`` and then starts MPI itself.
+
+    MPI runs since `install`, and can start only once. So the first Init of such a program has nothing to do, and a
+    second one raises MPI's error.
+    """
+    init, init_thread, is_initialized = MPI.Init, MPI.Init_thread, MPI.Is_initialized
+
+    def begins() -> bool:
+        nonlocal by_program
+        begun, by_program = by_program or mpi4py.rc.initialize, True
+        return not begun
+
+    yield MPI, "Init", functools.wraps(init)(lambda: None if begins() else init())
+
+    @functools.wraps(init_thread)
+    def start(required: int = MPI.THREAD_MULTIPLE) -> int:
+        return MPI.Query_thread() if begins() else init_thread(required)
+
+    yield MPI, "Init_thread", start
+    yield (
+        MPI,
+        "Is_initialized",
+        functools.wraps(is_initialized)(lambda: is_initialized() and (by_program or mpi4py.rc.initialize)),
+    )
+
+
+def _get_info(comm: MPI.Comm) -> MPI.Info:
+    """Return the hints of a communicator; see `Communicator.Get_info`."""
+    known = communicator_of(comm)
+    return _info_of(comm) if known is comm else known.Get_info()
 
 
 def _attach_buffer(buf: Any) -> None:

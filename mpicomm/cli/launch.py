@@ -25,14 +25,14 @@ def launch_of(variables: Mapping[str, str]) -> JobLaunch:
         # These are variables of the job step. A batch script, which is one process, also has SLURM_NTASKS.
         ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
     ):
-        if variables.get(size, "").isdecimal():
-            rank_text = variables.get(rank, "")
+        ranks = _count(variables.get(size, ""))
+        if ranks:
             # Slurm writes "8(x2)" for two nodes with 8 tasks each.
-            local_text = variables.get(local_size, "").partition("(")[0]
-            return JobLaunch(
-                family,
-                int(rank_text) if rank_text.isdecimal() else 0,
-                int(variables[size]),
-                int(local_text) if local_text.isdecimal() else 1,
-            )
+            local = _count(variables.get(local_size, "").partition("(")[0])
+            return JobLaunch(family, _count(variables.get(rank, "")) or 0, ranks, local or 1)
     return JobLaunch()
+
+
+def _count(text: str) -> int | None:
+    """Return the number in a variable, which may be of another process and hold anything; None for no such number."""
+    return int(text) if text.isdecimal() and len(text) < 10 else None

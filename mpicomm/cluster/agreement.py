@@ -363,9 +363,12 @@ def require_own_process(what: object) -> None:
         )
 
 
+_is_initialized = MPI.Is_initialized  # `install` replaces it for programs that start MPI themselves
+
+
 def _after_fork() -> None:
     global is_forked
-    is_forked = MPI.Is_initialized()
+    is_forked = _is_initialized()
     _at_finalize.clear()  # the parent releases its memory
 
 

@@ -65,6 +65,8 @@ class RankPlace:
     """`environment.most_nbytes`."""
     number: int = 0
     """`process_number`."""
+    completes: bool = False
+    """Whether blocking calls on device memory are complete on return, for every stream, as in a CUDA-aware MPI."""
 
     @property
     def sends_headers(self) -> bool:
@@ -209,12 +211,21 @@ class Placement:
             return HostBackend(place.timeout_s)
         from mpicomm.devices.cuda.backend import CudaBackend
 
-        return CudaBackend(place.device, place.timeout_s)
+        return CudaBackend(place.device, place.timeout_s, completes=place.completes)
 
 
-def find_placement(group: Group, device: int | str, handle: str) -> Placement:
-    """Find the nodes and give every rank a device. Collective; all ranks raise the same error for bad arguments."""
-    places = group.exchange("Communicator: find devices", lambda: _look_around(device, handle, group.timeout_s))
+def find_placement(
+    group: Group, device: int | str, handle: str, completes: Callable[[], bool] = lambda: False
+) -> Placement:
+    """Find the nodes and give every rank a device. Collective; all ranks raise the same error for bad arguments.
+
+    ``completes`` returns `RankPlace.completes`, or raises.
+    """
+
+    def look_around() -> RankPlace:
+        return replace(_look_around(device, handle, group.timeout_s), completes=completes())
+
+    places = group.exchange("Communicator: find devices", look_around)
     _require_same("handle", [place.handle for place in places])
     _require_same("timeout_s", [place.timeout_s for place in places])
     _require_same("MPICOMM_MEMORY", [place.most_nbytes for place in places])

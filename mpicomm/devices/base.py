@@ -293,6 +293,8 @@ class GpuBackend(Backend, Protocol):
     """`check` calls it for the text of a `PeerError`."""
     kind: Kind | None
     """The handle kind of the communicator; None before its choice. Large scratch memory is of the same kind."""
+    completes: bool
+    """Whether blocking calls on device memory are complete on return, so that each of them calls `complete`."""
     lasting_streams: set[int]
     """The addresses of streams that the process never destroys: the default stream, and streams that `mpicomm.torch`
     takes from PyTorch's pool."""
@@ -384,3 +386,6 @@ class GpuBackend(Backend, Protocol):
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of the graph."""
+
+    def complete(self, stream: int) -> None:
+        """Wait for the work that ``stream`` has at this call, and raise as `check` does; nothing in a capture."""

@@ -26,8 +26,8 @@ class MemoryHandle:
     """The facts that a process needs to open ``nbytes`` bytes of another process.
 
     The bytes lie ``offset`` bytes into an allocation of ``size`` bytes. ``device`` is the UUID of the GPU that owns the
-    memory, zeros for host memory. ``key`` is the CUDA IPC or fabric handle of the *allocation*, or its name in a pool;
-    it is empty for other kinds. For the kinds in `FD_KINDS` a file descriptor travels beside the handle.
+    memory, zeros for host memory. ``key`` is the CUDA IPC or fabric handle of the *allocation*, its name in a pool, or
+    the file of host memory that the peers have mapped already; else it is empty.
     """
 
     kind: Kind
@@ -36,6 +36,11 @@ class MemoryHandle:
     size: int
     offset: int
     nbytes: int
+
+    @property
+    def has_descriptor(self) -> bool:
+        """Whether a file descriptor travels beside the handle."""
+        return self.kind in FD_KINDS and not (self.kind == "memfd" and self.key)
 
     def pack(self) -> bytes:
         """Return the handle as `PACKET_NBYTES` bytes, for messages and memory of a fixed layout."""
@@ -49,7 +54,7 @@ class MemoryHandle:
 
 
 Exported = tuple[tuple[MemoryHandle, "Descriptor | None"], ...]
-"""The handles of the parts of a segment, in order, each with its descriptor if it is of `FD_KINDS`.
+"""The handles of the parts of a segment, in order, each with its descriptor if it has one.
 
 A segment has more than one part if its allocator has mapped several allocations one after the other.
 """

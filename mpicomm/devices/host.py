@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from mpicomm.devices.base import Event, Link, Scratch
 from mpicomm.devices.handle import Exported, Kind, MemoryHandle
-from mpicomm.devices.host_memory import HostSegment, find_shared_mapping
+from mpicomm.devices.host_memory import HostSegment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, equal_error
 from mpicomm.waiting import wait_until
@@ -65,24 +64,24 @@ class HostBackend:
         return HostSegment.allocate(size)
 
     def adopt(self, array: Any) -> HostSegment:
-        """Return the shared mapping that holds an array (``multiprocessing.shared_memory``, ``numpy.memmap``)."""
+        """Return the shared mapping that holds an array: memory of mpicomm, or of a file that has a name."""
         if array.nbytes == 0:
             return self.allocate("memfd", 0)  # an empty array has no memory, but peers expect a handle that opens
-        fd, offset = find_shared_mapping(array.ctypes.data, array.nbytes)
-        content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
-        return HostSegment(content, fd=fd, size=os.fstat(fd).st_size, offset=offset)
+        return HostSegment.adopt(array)
 
     def export(self, segment: Any) -> Exported:
         """Return the one part, with a descriptor, which the caller closes. Each segment can be exported once."""
-        handle = MemoryHandle("memfd", NO_DEVICE, b"", segment.size, segment.offset, segment.nbytes)
-        return ((handle, segment.take_fd()),)
+        handle = MemoryHandle("memfd", NO_DEVICE, segment.file, segment.size, segment.offset, segment.nbytes)
+        return ((handle, segment.take_fd() if handle.has_descriptor else None),)
 
     def open(self, parts: Exported) -> HostSegment:
         ((handle, fd),) = parts
-        if handle.kind != "memfd" or fd is None:
+        if handle.kind != "memfd" or (handle.has_descriptor and fd is None):
             raise HandleError(
                 f"a cpu communicator cannot open a handle of kind {handle.kind}: pass the same device= on all ranks"
             )
+        if fd is None:
+            return HostSegment.open_again(handle.key, handle.offset, handle.nbytes)
         return HostSegment.open(fd, handle.offset, handle.nbytes)
 
     def asarray(self, array: Any, name: str = "array") -> npt.NDArray[Any]:

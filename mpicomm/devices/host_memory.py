@@ -9,6 +9,7 @@ import mmap
 import os
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,16 +81,27 @@ _unmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+# The mappings of whole files in this process, by file. A memfd cannot be opened again by name, and a descriptor kept
+# for each array would soon exceed the limit of the process. So a peer opens memory of mpicomm that is shared once more
+# through the mapping that it has already.
+_mappings: weakref.WeakValueDictionary[bytes, _Mapping] = weakref.WeakValueDictionary()
+_OWN_PATH = b"/memfd:mpicomm (deleted)"
+
+
 def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """Map bytes of the shared memory ``fd``; the mapping lasts as long as the array or a view of it."""
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     try:
-        if os.fstat(fd).st_size < offset + nbytes:
+        file = os.fstat(fd)
+        if file.st_size < offset + nbytes:
             # The kernel also maps bytes after the end of a file, and kills the process at the first access to them.
-            raise HandleError(f"shared memory has {os.fstat(fd).st_size} bytes, its handle promised {offset + nbytes}")
+            raise HandleError(f"shared memory has {file.st_size} bytes, its handle promised {offset + nbytes}")
         mapping = _Mapping(fd, start, offset + nbytes - start)
     except OSError as error:
         raise HandleError(f"cannot map {nbytes} bytes of shared memory: {error.strerror}") from error
+    if offset == 0:
+        device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"  # as in /proc/self/maps
+        _mappings[f"{device} {file.st_ino}".encode()] = mapping
     return np.asarray(mapping)[offset - start : offset + nbytes - start]
 
 
@@ -98,17 +110,25 @@ class HostSegment:
 
     `close` gives up the mapping. The last NumPy view unmaps it, so a view that outlives its array stays readable
     instead of crashing the process. A segment to export has the descriptor of the file, ``fd``. `close` closes the
-    descriptor unless `take_fd` has handed it over. The last reference to a segment does what `close` does.
+    descriptor unless `take_fd` has handed it over. The last reference to a segment does what `close` does. Memory of
+    mpicomm that peers have mapped already has its ``file`` in place of a descriptor.
     """
 
     def __init__(
-        self, content: npt.NDArray[np.uint8], *, fd: Descriptor | None = None, size: int = 0, offset: int = 0
+        self,
+        content: npt.NDArray[np.uint8],
+        *,
+        fd: Descriptor | None = None,
+        size: int = 0,
+        offset: int = 0,
+        file: bytes = b"",
     ) -> None:
         self.content: npt.NDArray[np.uint8] | None = content
         self.pointer = content.ctypes.data
         self.nbytes = content.nbytes
         self.size = size
         self.offset = offset
+        self.file = file
         self._fd = fd
 
     @classmethod
@@ -122,9 +142,29 @@ class HostSegment:
             raise
 
     @classmethod
+    def adopt(cls, array: npt.NDArray[Any]) -> HostSegment:
+        """Return the memory of an array, which is not empty. Raises `InvalidUsageError` if no peer can open it."""
+        fd, file, offset = _find_shared_mapping(array.ctypes.data, array.nbytes)
+        content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
+        size = offset + array.nbytes if fd is None else os.fstat(fd).st_size
+        return cls(content, fd=fd, size=size, offset=offset, file=file)
+
+    @classmethod
     def open(cls, fd: int, offset: int, nbytes: int) -> HostSegment:
         """Map a peer's shared memory. The caller still owns the descriptor."""
         return cls(map_shared(fd, offset, nbytes))
+
+    @classmethod
+    def open_again(cls, file: bytes, offset: int, nbytes: int) -> HostSegment:
+        """Return memory of a file of mpicomm that this process has mapped."""
+        mapping = _mappings.get(file.rstrip(b"\0"))
+        content = None if mapping is None else np.asarray(mapping)[offset : offset + nbytes]
+        if content is None or content.nbytes < nbytes:
+            raise HandleError(
+                "it is memory of mpicomm that this rank has not mapped, or has closed: allocate it by empty() of a "
+                "communicator that has all these ranks"
+            )
+        return cls(content)
 
     def take_fd(self) -> Descriptor:
         """Hand the descriptor to the caller, which closes it; the mapping does not need it."""
@@ -140,10 +180,11 @@ class HostSegment:
             self._fd = None
 
 
-def find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor, int]:
-    """Return a new descriptor of the file of an address, which the caller closes, and the offset in the file.
+def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor | None, bytes, int]:
+    """Return a descriptor of the file of an address, which the caller closes, and the offset in the file.
 
-    Raises `InvalidUsageError` for memory that no peer can open.
+    A file of mpicomm has a key, which comes in between, and no descriptor. Raises `InvalidUsageError` for memory that
+    no peer can open.
     """
     # In bytes, because file names need not be text.
     with Path("/proc/self/maps").open("rb") as maps:
@@ -155,10 +196,13 @@ def find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor, int]:
             path = fields[5] if len(fields) > 5 else b""
             permissions = fields[1].decode()
             if permissions[3] == "s" and permissions[1] == "w" and pointer + nbytes <= end:
+                offset = int(fields[2], 16) + pointer - start
+                if path == _OWN_PATH:
+                    return None, b" ".join(fields[3:5]), offset
                 with contextlib.suppress(OSError):
                     fd = Descriptor.of(os.open, path, os.O_RDWR | os.O_CLOEXEC)
                     if os.fstat(fd).st_ino == int(fields[4]):
-                        return fd, int(fields[2], 16) + pointer - start
+                        return fd, b"", offset
                     fd.close()
                 raise InvalidUsageError(
                     f"array lies in a shared mapping of {os.fsdecode(path) or 'anonymous memory'}, which cannot be "

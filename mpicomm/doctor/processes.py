@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpicomm.activity.reading import printable
 from mpicomm.cli.launch import JobLaunch, launch_of
 
 _PROC = Path("/proc")
@@ -42,7 +43,7 @@ def process_of(pid: int) -> Process | None:
         return None
     command = " ".join(" ".join(os.fsdecode(word) for word in words).split())
     cpu_s = (int(facts[11]) + int(facts[12])) / _TICKS
-    return Process(pid, int(facts[1]), command[:_MOST], facts[0], cpu_s, _sleeps_in(folder))
+    return Process(pid, int(facts[1]), printable(command[:_MOST]), facts[0], cpu_s, _sleeps_in(folder))
 
 
 def pids() -> list[int]:

@@ -65,7 +65,8 @@ def _print(look: Look) -> None:
     for line in look.lines():
         table.add_row(*_cells(line), style="bold" if line.waits else None)
     sys.stdout.flush()
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(table)
+    # Without markup, because texts are of the processes.
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(table)
 
 
 _COLUMNS = (

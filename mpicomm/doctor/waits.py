@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mpicomm import errors
 from mpicomm.activity.order import WAY_OUT, in_different_orders, orders
 from mpicomm.activity.ranks import ranks_as_text
 from mpicomm.activity.reading import BlockedMessage, RankCalls, Step
 from mpicomm.doctor.running import Job, Rank
-from mpicomm.errors import name_ranks
 
 _BUSY = 0.5  # the part of a core above which a process counts as busy
+_MOST_NAMED = 8  # ranks in one sentence, and ranks with a sentence of their own
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,11 @@ class Look:
         found = [line for rank in self._job.ranks if (line := self._step_line(rank)) is not None]
         for members in self._communicators.values():
             most = max(calls.made for _, calls in members.values())
+            disordered = [calls.rank for calls in self._disordered(members)]
+            late = disordered or self._behind(members)
             for rank, calls in members.values():
                 if calls.made or most or calls.receive or calls.send:
-                    found.append(self._line(members, rank, calls))
+                    found.append(self._line(late, rank, calls, mutual=bool(disordered)))
         # The lines of one communicator follow each other. A communicator with trouble comes first.
         troubled = {line.communicator for line in found if line.waits}
         return sorted(found, key=lambda line: (line.communicator not in troubled, line.communicator, line.rank))
@@ -91,11 +94,9 @@ class Look:
                 continue
             seconds = max(_seconds(rank, step.since_ns) for rank, step in waiting)
             here = [rank.activity.world_rank for rank, _ in waiting]
-            others = f"{name_ranks(here)} wait{'s' * (len(here) == 1)} in {text!r}"
-            said = (
-                f"{name_ranks(missing)} of MPI.COMM_WORLD {'has' if len(missing) == 1 else 'have'} not come: {others}"
-            )
-            text = ". ".join([said, *(self._absent(world, each) for each in missing)])
+            others = f"{_named(here)} wait{'s' * (len(here) == 1)} in {text!r}"
+            said = f"{_named(missing)} of MPI.COMM_WORLD {'has' if len(missing) == 1 else 'have'} not come: {others}"
+            text = ". ".join([said, *(self._absent(world, each) for each in missing[:_MOST_NAMED])])
             late = [self._by_place[place] for each in missing if (place := (world, each)) in self._by_place]
             unseen = [self._job.unseen[place].pid for each in missing if (place := (world, each)) in self._job.unseen]
             yield self._wait(text, seconds, True, late, unseen)
@@ -117,7 +118,7 @@ class Look:
                 others = _span({calls.made for index, (_, calls) in members.items() if index not in behind})
                 names = "; ".join(sorted({calls.last for _, calls in ahead if calls.last}))
                 said = (
-                    f"{name_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind: {_has(behind)} made {made} "
+                    f"{_named(behind)} {'is' if len(behind) == 1 else 'are'} behind: {_has(behind)} made {made} "
                     f"call{'s' * (made != '1')} of {ahead[0][1].name}, the others {others} ({names})"
                 )
             elif self._differ(ahead):
@@ -128,7 +129,7 @@ class Look:
                 continue
             times = [_seconds(rank, calls.since_ns) for rank, calls in ahead if calls.since_ns is not None]
             seconds = max(times) if times else self._watched(ahead[0][0])
-            text = ". ".join([said, *(self._at(*members[each]) for each in behind)])
+            text = ". ".join([said, *(self._at(*members[each]) for each in behind[:_MOST_NAMED])])
             late = behind or [calls.rank for calls in disordered]
             yield self._wait(text, seconds, bool(times), [members[each][0] for each in late])
 
@@ -256,19 +257,17 @@ class Look:
             step.text,
             0,
             _seconds(rank, step.since_ns),
-            name_ranks(missing) if missing else "",
+            _named(missing) if missing else "",
             self._says(rank),
             bool(missing),
         )
 
-    def _line(self, members: Mapping[int, tuple[Rank, RankCalls]], rank: Rank, calls: RankCalls) -> Line:
-        disordered = [other.rank for other in self._disordered(members)]
-        behind = disordered or self._behind(members)
+    def _line(self, late: Sequence[int], rank: Rank, calls: RankCalls, *, mutual: bool) -> Line:
+        """Return the line of a rank; ``mutual`` says that the ranks that are ``late`` wait for each other, too."""
         call, number = calls.last or ("a call" if calls.made else "none yet"), calls.made
         seconds = None if calls.since_ns is None else _seconds(rank, calls.since_ns)
-        waits_for = name_ranks(behind) if behind and calls.rank not in behind else ""
-        if calls.rank in disordered:
-            waits_for = name_ranks([other for other in disordered if other != calls.rank])
+        others = [other for other in late if other != calls.rank]
+        waits_for = _named(others) if others and (mutual or calls.rank not in late) else ""
         for message, name in ((calls.receive, "receive"), (calls.send, "send")):
             if message is not None and self._lasts(rank, calls, message):
                 call, number, seconds, waits_for = name, message.number, None, _peer(calls, message)
@@ -276,7 +275,7 @@ class Look:
         if not waits_for and calls.on_gpu and calls.since_ns is not None:
             does = f"has enqueued it, and {does}"
         return Line(
-            calls.name, calls.rank, rank.process.pid, call, number, seconds, waits_for, does, bool(waits_for or behind)
+            calls.name, calls.rank, rank.process.pid, call, number, seconds, waits_for, does, bool(waits_for or late)
         )
 
 
@@ -288,6 +287,11 @@ def _peer(calls: RankCalls, message: BlockedMessage) -> str:
     """Return the other end of a message."""
     who = f"rank {message.peer}" if 0 <= message.peer < calls.size else "any rank"
     return f"{who} (tag {message.tag})" if message.tag >= 0 else who
+
+
+def _named(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _MOST_NAMED
+    return errors.name_ranks(ranks[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _span(numbers: Collection[int]) -> str:

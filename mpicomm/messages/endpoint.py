@@ -33,7 +33,7 @@ class Endpoint:
     captured: bool = False
     """Whether the stream captures a CUDA graph."""
     blocks: bool = False
-    """Whether a blocking call waits for its copies, because the stream of the caller's later work is unknown."""
+    """Whether a blocking call is complete on return: an address names no stream, or calls complete on all streams."""
 
     @property
     def elements(self) -> Elements:

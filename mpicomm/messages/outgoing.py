@@ -128,7 +128,7 @@ def wait_for_copies(*endpoints: Endpoint) -> None:
     """Wait for the copies of a blocking call if later work of its caller may be on any stream."""
     for endpoint in endpoints:
         if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
-            endpoint.device.synchronize(endpoint.stream)
+            endpoint.device.complete(endpoint.stream)
 
 
 def _eager_copy(backend: Backend, sent: Endpoint, stream: int) -> SendBuffer:

@@ -64,7 +64,9 @@ class EndpointReader:
                 else:
                     resolved = device.eager_stream(stream, buf)
                 if resolved is not None:  # the stream captures no graph
-                    return buf, Endpoint(operation, buf, pointer, nbytes, resolved, device, True)
+                    return buf, Endpoint(
+                        operation, buf, pointer, nbytes, resolved, device, True, blocks=device.completes
+                    )
         try:
             return buf, self._parse_end(operation, buf, stream, name, receives=receives)
         except (TypeError, InvalidUsageError):
@@ -107,7 +109,7 @@ class EndpointReader:
             is_flat=operand.dtype is not None,
             operand=operand,
             captured=device.is_capturing(resolved),
-            blocks=operand.by_address and stream is None,
+            blocks=device.completes or (operand.by_address and stream is None),
         )
 
 

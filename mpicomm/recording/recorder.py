@@ -6,7 +6,6 @@ import atexit
 import os
 import sys
 from collections import deque
-from contextlib import suppress
 
 from mpicomm import environment, log
 from mpicomm.errors import MpicommError
@@ -88,10 +87,9 @@ class Recorder:
         """Write the rest before the process ends. In a forked child everything belongs to the parent."""
         if os.getpid() != self._process:
             return
-        with suppress(OSError):  # the disk may be full, and a traceback would hide the traceback of the program
-            self.flush()
-            if self.file is not None:
-                self.file.close()
+        self.flush()
+        if self.file is not None:
+            self.file.close()
         if self._reports:
             from rich.console import Console
 

@@ -11,10 +11,11 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mpicomm.errors import InvalidUsageError
+from mpicomm.log import logger, open_file
 from mpicomm.recording.clocks import Reading, now_ns
 from mpicomm.recording.event_names import CLOCK, DEVICE
 from mpicomm.recording.record import Record
@@ -27,7 +28,8 @@ _LONGEST_KEPT_NS = 1_000_000_000
 class TraceFile:
     """The file ``path``, which it replaces, for the calls of the process with that `process_number`.
 
-    Raises `InvalidUsageError` if the file cannot be written. Its methods are for any thread.
+    Raises `InvalidUsageError` if the file cannot be opened. If it cannot be written later, as on a full disk, the trace
+    ends there with a warning. Its methods are for any thread.
     """
 
     def __init__(self, path: str, rank: int) -> None:
@@ -38,12 +40,7 @@ class TraceFile:
         self._written_ns = now_ns()
         self._threads: dict[int, int] = {}
         self._streams: dict[tuple[int, int], int] = {}
-        try:
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # it stays open
-        except OSError as error:
-            raise InvalidUsageError(
-                f"MPICOMM_TRACE={path!r} cannot be written: {error.strerror}: name a file that this user can write"
-            ) from error
+        self._file = open_file("MPICOMM_TRACE", path, "w")
         self._separator = "["
         self._name("process_name", 0, f"rank {rank} ({socket.gethostname()}:{os.getpid()})")
         self._add({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
@@ -84,18 +81,28 @@ class TraceFile:
         """Write all events that are still in memory."""
         with self._lock:
             lines, self._lines = self._lines, []
-            if lines and not self._file.closed:
-                self._file.write(self._separator + "\n" + ",\n".join(lines))
+            if lines:
+                self._write(self._separator + "\n" + ",\n".join(lines))
                 self._separator = ","
-                self._file.flush()
             self._written_ns = now_ns()
 
     def close(self) -> None:
         """Write all events that are still in memory, and the end of the file. A second call does nothing."""
         self.flush()
-        if not self._file.closed:
-            with self._file:
-                self._file.write("\n]\n")
+        with self._lock:
+            self._write("\n]\n")
+            self._file.close()
+
+    def _write(self, text: str) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # it tries to write the rest again, and closes the file in any case
+                self._file.close()
+            logger.warning("MPICOMM_TRACE=%r cannot be written: %s: the trace ends here", self.path, error.strerror)
 
     def _slice(self, record: Record, track: int, start_ns: int, stop_ns: int, category: str) -> dict[str, Any]:
         return {

@@ -93,10 +93,17 @@ class SetUp:
         """Gives back memory to which no graph, no known call and no peer refers."""
 
     @classmethod
-    def create(cls, comm: MPI.Intracomm, device: int | str, handle: str, timeout_s: float | None) -> Self:
+    def create(
+        cls,
+        comm: MPI.Intracomm,
+        device: int | str,
+        handle: str,
+        timeout_s: float | None,
+        completes: Callable[[], bool] = lambda: False,
+    ) -> Self:
         """Return a session that is set up, after it has found nodes, devices and the best handle kind.
 
-        Collective; a failure raises the same error on all ranks.
+        Collective; a failure raises the same error on all ranks. ``completes`` returns `RankPlace.completes`.
         """
         page().introduce(world_rank(), world_size())
         limit_s = environment.usable_timeout_s(timeout_s)
@@ -111,7 +118,7 @@ class SetUp:
                 return environment.recording()
 
             channel = Channel.open(group, private, group.exchange("Communicator: log", configure))
-            session = cls(comm, find_placement(group, device, handle), channel=channel)
+            session = cls(comm, find_placement(group, device, handle, completes), channel=channel)
             with session._opened_on_all_ranks(group):
                 session.backend.make_current()
                 session.placement = choose_handles(group, session.placement, session.backend)

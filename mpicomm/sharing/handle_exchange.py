@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.descriptor import Descriptor
-from mpicomm.devices.handle import FD_KINDS, SEALED_KINDS, Exported, MemoryHandle
+from mpicomm.devices.handle import SEALED_KINDS, Exported, MemoryHandle
 from mpicomm.devices.host_memory import require_sealed
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.sharing.fd_exchange import Address, FdExchange
@@ -113,11 +113,11 @@ def _naming(rank: int) -> Iterator[None]:
 
 
 def _with_descriptors(handles: Sequence[Sequence[MemoryHandle]], fds: list[Descriptor], sealed: bool) -> list[Exported]:
-    """Return the parts of each memory, each with the next descriptor if its handle is of `FD_KINDS`."""
+    """Return the parts of each memory, each with the next descriptor if its handle has one."""
     descriptors = iter(fds)
 
     def part(handle: MemoryHandle) -> tuple[MemoryHandle, Descriptor | None]:
-        descriptor = next(descriptors, None) if handle.kind in FD_KINDS else None
+        descriptor = next(descriptors, None) if handle.has_descriptor else None
         if sealed and descriptor is not None and handle.kind in SEALED_KINDS:
             require_sealed(descriptor)
         return handle, descriptor

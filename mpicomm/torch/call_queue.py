@@ -43,8 +43,8 @@ class CallQueue:
     tensors of a GPU does not wait for its kernels. A ``with`` block is its turn.
 
     A future's callback may make calls. They come after the calls that the program had begun when it added the callback,
-    and before later calls: see `callbacks`. If the future is complete, a callback makes its calls at the same position,
-    so the order is the same on all ranks.
+    and before later calls. If the future is complete, a callback makes its calls at the same position, so the order is
+    the same on all ranks.
     """
 
     def __init__(self, name: str) -> None:

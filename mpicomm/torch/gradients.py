@@ -1,5 +1,6 @@
 """The communication hook for DistributedDataParallel. PyTorch reads its annotations, so they must be objects."""
 
+from collections.abc import Callable
 from functools import wraps
 
 import torch
@@ -94,12 +95,11 @@ def allreduce_hook(
     return state.average(bucket)
 
 
-def install_fp16_hook() -> None:
-    """Let DDP's built-in hook ``FP16_COMPRESS`` be `allreduce_hook` for groups of mpicomm. Local.
+def with_fp16_hook(register_builtin: Callable[..., None]) -> Callable[..., None]:
+    """Return ``register_builtin`` of DDP, with `allreduce_hook` as the hook ``FP16_COMPRESS`` of groups of mpicomm.
 
     PyTorch's own hook, in C++, refuses the value of a future that Python has made.
     """
-    register_builtin = DistributedDataParallel._register_builtin_comm_hook
 
     @wraps(register_builtin)
     def register(model: DistributedDataParallel, comm_hook_type: dist.BuiltinCommHookType) -> None:
@@ -109,4 +109,4 @@ def install_fp16_hook() -> None:
         else:
             register_builtin(model, comm_hook_type)
 
-    DistributedDataParallel._register_builtin_comm_hook = register
+    return register

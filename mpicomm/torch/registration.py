@@ -1,17 +1,24 @@
-"""The registration of the backend ``mpicomm`` with PyTorch."""
+"""The registration of the backend ``mpicomm`` with PyTorch, and the functions of PyTorch that it replaces."""
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
-from mpicomm.torch.callbacks import install_places
-from mpicomm.torch.future_tensors import install_quick_look
-from mpicomm.torch.gradients import install_fp16_hook
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from mpicomm.torch.call_queue import QUEUES
+from mpicomm.torch.gradients import with_fp16_hook
 from mpicomm.torch.groups import create
 from mpicomm.torch.rendezvous import install_handler
-from mpicomm.torch.works_for_cpp import install_conversions
+from mpicomm.torch.works import Work
 
 NAME = "mpicomm"
+_Callback = Callable[[Any], Any]
 
 
 def register() -> None:
@@ -29,7 +36,77 @@ def register() -> None:
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(NAME)
     install_handler()
-    install_conversions()
-    install_places()
-    install_quick_look()
-    install_fp16_hook()
+    for owner, name, replaced in (
+        (c10d.Reducer, "_set_forward_pass_work_handle", _with_kept_works),  # of `DistributedDataParallel.join`
+        (c10d, "_register_work", _with_kept_works),  # of `wait_tensor`
+        (torch._jit_internal, "_extract_tensors", _with_quick_look),
+        (torch._C.Future, "then", _with_place),
+        (torch._C.Future, "add_done_callback", _with_place),
+        (DistributedDataParallel, "_register_builtin_comm_hook", with_fp16_hook),
+    ):
+        function = getattr(owner, name, None)
+        if function is not None:  # most of these are internal, so a version of PyTorch may lack them
+            setattr(owner, name, replaced(function))
+
+
+def _with_kept_works(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``call``, a function that keeps a work in C++, for works of mpicomm.
+
+    Python frees its part of a work with the last reference in Python, and C++ holds no such reference. PyTorch takes
+    care of works that its code in C++ gets from a group, but not of works that Python hands to C++.
+    """
+
+    @wraps(call)
+    def convert(*given: Any, **named: Any) -> Any:
+        return call(*map(_kept, given), **{name: _kept(each) for name, each in named.items()})
+
+    return convert
+
+
+def _kept(given: Any) -> Any:
+    return given.kept_by_cpp() if isinstance(given, Work) else given
+
+
+def _with_quick_look(look: Callable[[Any], list[torch.Tensor]]) -> Callable[[Any], list[torch.Tensor]]:
+    """Return ``look``, which finds the tensors in the value of a future, faster for a tensor and a list of tensors.
+
+    PyTorch's function pickles the value. A step of DDP calls it twice for each bucket, which takes as long as all else
+    that the bucket needs of PyTorch. PyTorch loads the function at the first look, so nothing changes for a program
+    that has looked before.
+    """
+
+    @wraps(look)
+    def quick_look(value: Any) -> list[torch.Tensor]:
+        listed = value if type(value) is list else [value]
+        return listed if {*map(type, listed)} <= {torch.Tensor} else look(value)
+
+    return quick_look
+
+
+def _with_place(add: Callable[[Any, _Callback], Any]) -> Callable[[Any, _Callback], Any]:
+    """Return ``add`` of a future, which adds a callback, so that all ranks make the callback's calls at one position.
+
+    If the future is complete when the program adds a callback, the callback runs in the program's thread, else in the
+    thread of a `CallQueue`. The future may be complete on only some ranks. PyTorch makes the futures that ``then``
+    returns, in a class without subclasses, so this replaces methods of that class.
+    """
+
+    @wraps(add)
+    def add_at_place(future: Any, callback: _Callback) -> Any:
+        return add(future, _at_place(future, callback) if QUEUES else callback)
+
+    return add_at_place
+
+
+def _at_place(future: Any, callback: _Callback) -> _Callback:
+    places = [(queue, place) for queue in QUEUES if (place := queue.place(future)) is not None]
+    if not places:
+        return callback
+
+    def call(done: Any) -> Any:
+        for queue, place in places:
+            if queue.is_here():
+                return queue.call_at(place, callback, done)
+        return callback(done)
+
+    return call

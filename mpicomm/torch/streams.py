@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.collectives.gpu.filled_plan import FilledPlan
 from mpicomm.collectives.gpu.plan_cache import KnownCall
 from mpicomm.torch.current_stream import call_on, current_stream
 from mpicomm.torch.known_calls import Given, TensorCall
@@ -177,6 +176,8 @@ class Streams:
 
     def _keep(self, memory: tuple[int, int, torch.dtype, int], known: KnownCall) -> None:
         """Let `bucket` repeat a call. Views of complex memory may be conjugated, and filled plans have other calls."""
+        from mpicomm.collectives.gpu.filled_plan import FilledPlan  # it imports CUDA, which a host may lack
+
         if self._mappings.version != self._version or len(self._buckets) >= _MOST_BUCKETS:
             self._version = self._mappings.version
             self._buckets.clear()

@@ -21,7 +21,7 @@ from mpicomm.waiting import wait_until
 Tensors = Sequence[torch.Tensor]
 FOREVER = timedelta(0)
 """PyTorch's value for a wait without a limit."""
-_then = torch._C.Future.then  # without the position of `callbacks`, because this callback makes no calls
+_then = torch._C.Future.then  # before `register` replaces it, because the callback of `PendingWork` makes no calls
 
 
 class Work(c10d.Work):

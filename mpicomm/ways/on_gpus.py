@@ -37,11 +37,11 @@ class OnGpus:
         stream = backend.stream(call.stream, call.device_array)
         if blocking:
             gpu.carry_out(plan, stream, call.device_array)
+            by_address = call.stream is None and any(operand.by_address for operand in call.operands)
+            if backend.completes or by_address:
+                backend.complete(stream)
         else:
             gpu.engine.enqueue(plan, stream)
-        if any(operand.by_address for operand in call.operands):
-            gpu.await_address(call.stream, stream)
-        if not blocking:
             done, finish, copies = backend.completion(stream), backend.check, call.copies
             if copies:
 

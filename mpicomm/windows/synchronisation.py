@@ -243,6 +243,8 @@ class Synchronisation:
         self.streams.before_synchronisation(where, captures=captures)
         yield where
         self.streams.after_synchronisation(where, captures=captures)
+        if self._gpu is not None and self._gpu.completes:
+            self._gpu.complete(where)
 
     def _resolve(self, stream: Any, array: Any) -> tuple[int, bool]:
         """Return the address of a ``stream=`` argument, and whether the stream captures a graph."""

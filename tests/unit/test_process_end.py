@@ -195,3 +195,34 @@ for each in (unused, child, comm):
 def test_a_program_that_only_imports_ends_at_once() -> None:
     result = run_job(1, "-c", "import mpicomm")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_no_module_calls_mpi_before_the_program_starts_it() -> None:
+    code = """
+import importlib, pkgutil
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+import mpicomm
+for found in pkgutil.walk_packages(mpicomm.__path__, "mpicomm."):
+    try:
+        importlib.import_module(found.name)
+    except ImportError as error:  # CuPy and the like need not be here
+        assert not error.name.startswith("mpicomm"), error
+assert not MPI.Is_initialized()
+def refused(text):
+    try:
+        mpicomm.Communicator()
+    except mpicomm.InvalidUsageError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+refused("call MPI.Init()")
+MPI.Init()
+with mpicomm.Communicator(device="cpu") as comm:
+    assert comm.allreduce(1) == 2
+MPI.Finalize()
+refused("MPI has ended")
+"""
+    result = run_job(2, "-c", code)
+    assert result.returncode == 0, result.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import mpicomm
 from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import run_job
@@ -42,6 +44,7 @@ for comm in (C, MPI.COMM_SELF, COMM_WORLD, C.Dup(), C.Split(0), MPI.COMM_SELF.Du
 assert C == MPI.COMM_WORLD and C != MPI.COMM_SELF and C.Get_name() == "MPI_COMM_WORLD"
 assert MPI.Comm.Compare(C, MPI.COMM_WORLD) == MPI.IDENT
 assert C.Get_attr(MPI.TAG_UB) > 0
+assert "system" in C.Get_info().Get("mpi_memory_alloc_kinds") == MPI.Comm.Get_info(C).Get("mpi_memory_alloc_kinds")
 assert C.handle == MPI.Intracomm(C).handle and C.describe().handle == "memfd"
 C.free()
 duplicate = C.Dup()
@@ -243,8 +246,48 @@ def test_code_and_modules_run(tmp_path: Path) -> None:
     assert result.returncode == 0 and result.stdout.count("Hello, World!") == 2
 
 
+OWN_START = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+import numpy as np
+assert not MPI.Is_initialized() and not MPI.Is_finalized()
+START
+assert MPI.Is_initialized() and MPI.Query_thread() >= MPI.THREAD_FUNNELED
+try:
+    MPI.Init()
+except MPI.Exception:
+    pass
+else:
+    raise AssertionError("MPI started twice")
+y = np.zeros(300_000)
+MPI.COMM_WORLD.Allreduce(np.ones(300_000), y)
+assert (y == 2).all() and type(MPI.COMM_WORLD).__name__ == "InstalledCommunicator"
+MPI.Finalize()
+assert MPI.Is_finalized()
+"""
+STARTS = [
+    ("MPI.Init()", "0"),
+    ("assert MPI.Init_thread(MPI.THREAD_FUNNELED) == MPI.Query_thread()", "1"),
+    ("MPI.Is_initialized() or MPI.Init()", "1"),
+]
+
+
+@pytest.mark.parametrize(("start", "by_environment"), STARTS)
+def test_a_program_starts_and_ends_mpi_itself(start: str, by_environment: str) -> None:
+    code = OWN_START.replace("START", start)
+    result = run_job(2, "-m", "mpicomm", "-c", code, MPICOMM_DEVICE="cpu", MPI4PY_RC_INITIALIZE=by_environment)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_program_that_lets_mpi4py_start_mpi_cannot_start_it() -> None:
+    code = "from mpi4py import MPI; assert MPI.Is_initialized(); MPI.Init()"
+    result = run_job(1, "-m", "mpicomm", "-c", code, MPICOMM_DEVICE="cpu")
+    assert result.returncode != 0 and "MPI.Exception" in result.stderr, result.stderr
+
+
 ANSWERS: list[tuple[list[str], int, str]] = [
-    (["--help"], 0, "usage: mpirun -np N python -m mpicomm SCRIPT"),
+    (["--help"], 0, "usage: mpirun -np N python -m mpicomm [--stream-order] SCRIPT"),
     (["--version"], 0, f"mpicomm {mpicomm.__version__}"),
     ([], 2, "no program is named"),
     (["-m"], 2, "-m needs an argument"),

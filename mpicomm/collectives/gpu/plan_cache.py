@@ -188,15 +188,10 @@ class PlanCache:
             pending = self._meet(plan, resolved, array)
         else:
             pending = self.engine.enqueue(plan, resolved, event)
-        if call.by_address:
-            self.await_address(stream, resolved)
+        # No library knows which stream next uses memory that an address names.
+        if blocking and (backend.completes or (call.by_address and stream is None)):
+            backend.complete(resolved)
         return pending
-
-    def await_address(self, stream: Any, resolved: int) -> None:
-        """Wait for a call on memory that an address names, because no library knows which stream uses it next."""
-        backend: Any = self._session.backend
-        if stream is None and not backend.is_capturing(resolved):
-            backend.synchronize(resolved)
 
     def carry_out(self, plan: AnyPlan, stream: int, array: Any) -> None:
         """Enqueue the plan of a blocking collective on ``array``."""

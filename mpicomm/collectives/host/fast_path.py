@@ -35,17 +35,17 @@ _Datatype = MPI.Datatype
 _LISTS = frozenset((list, tuple))
 _in_place = MPI.IN_PLACE
 _no_type = MPI.DATATYPE_NULL
-_OWN_TYPES = {  # by the handle
-    datatype.handle: dtype
-    for datatype in vars(MPI).values()
-    if type(datatype) is _Datatype and (dtype := numpy_dtype(datatype)) is not None and dtype in MPI_TYPES
-}
+_own_types: dict[int, np.dtype[Any]] = {}  # by the handle
 # By the identity of MPI's own objects, because programs nearly always pass these, and this look-up is the shortest.
-_OWN_OBJECTS = {
-    id(datatype): own
-    for datatype in vars(MPI).values()
-    if type(datatype) is _Datatype and (own := _OWN_TYPES.get(datatype.handle)) is not None
-}
+_own_objects: dict[int, np.dtype[Any]] = {}
+
+
+def _learn_types() -> None:
+    """Fill the tables of MPI's datatypes. An import may not do it, because it asks MPI, which may not run yet."""
+    if not _own_types:
+        for datatype in vars(MPI).values():
+            if type(datatype) is _Datatype and (dtype := numpy_dtype(datatype)) is not None and dtype in MPI_TYPES:
+                _own_types[datatype.handle] = _own_objects[id(datatype)] = dtype
 
 
 @lru_cache(maxsize=64)
@@ -54,6 +54,7 @@ def plain_calls(size: int, rank: int, nodes: int) -> dict[str, PlainCheck]:
 
     The answers agree with `selection.goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
     """
+    _learn_types()
     checks: dict[str, PlainCheck] = {}
     for name, row in OPERATIONS.items():
         checks[name] = _check(row, size, rank, mapped_from(row, size, nodes))
@@ -182,7 +183,7 @@ def _bare(buffer: Any, blocks: int) -> Any:
             return buffer
     else:
         return buffer
-    return array if type(array) is ndarray and _OWN_OBJECTS.get(id(datatype)) is array.dtype else buffer
+    return array if type(array) is ndarray and _own_objects.get(id(datatype)) is array.dtype else buffer
 
 
 def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any], tuple[Any, int, int] | None]:
@@ -232,13 +233,13 @@ def _reader(shape: Shape, size: int, rank: int, reduces: bool) -> Callable[[Any]
 
 def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
     """Return the bytes from one element of a datatype to the next; 0 if this file cannot decide about the elements."""
-    own = _OWN_OBJECTS.get(id(datatype))
+    own = _own_objects.get(id(datatype))
     if own is None:
         if type(datatype) is not _Datatype or datatype == _no_type:
             return 0
         if not reduces:
             return max(datatype.extent, 0)  # MPI moves elements of every type
-        own = _OWN_TYPES.get(datatype.handle)
+        own = _own_types.get(datatype.handle)
     # `==` takes None for float64.
     return own.itemsize if own is not None and (not reduces or own is array.dtype or own == array.dtype) else 0
 

@@ -43,7 +43,7 @@ from mpicomm.kernels.variant import SHARED, Variant
 class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
     """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, and keep the current device of the thread."""
 
-    def __init__(self, ordinal: int, timeout_s: float) -> None:
+    def __init__(self, ordinal: int, timeout_s: float, *, completes: bool = False) -> None:
         devices = visible_devices()
         if not 0 <= ordinal < len(devices):
             raise BackendUnavailableError(
@@ -55,6 +55,7 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         super().__init__(ordinal, PrimaryContext(self.info))
         self._devices = devices
         self.timeout_ns = int(timeout_s * 1e9)
+        self.completes = completes
         self.calls: DifferingCalls | None = None
         self.kind: Kind | None = None
         self._lock = threading.Lock()
@@ -221,6 +222,10 @@ class CudaBackend(StreamsOfGpu, SegmentsOfGpu):
         # Usually there is no error, and every call comes here. `FaultPage.check` decides all other cases.
         if faults is None or faults.error is not None or faults.record.state:
             self._fault_page().check(self.calls)
+
+    def complete(self, stream: int) -> None:
+        self.wait(stream)
+        self.check()
 
     def untold(self) -> MpicommError | None:
         return None if self._faults is None else self._faults.untold(self.calls)

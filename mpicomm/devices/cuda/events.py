@@ -15,6 +15,7 @@ from cupy.cuda import runtime
 from mpicomm.devices.cuda.context import CurrentContext, PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
 from mpicomm.errors import HandleError
+from mpicomm.waiting import soon
 
 EVENT_HANDLE_NBYTES = 64  # sizeof(CUipcEventHandle)
 
@@ -88,6 +89,13 @@ class Completion(LocalEvent):
             return False
         self._idle.append(self)
         return True
+
+    def wait(self) -> None:
+        """Block until the work before the recorded event is done. The event is then back in the pool."""
+        # Most collectives end within these queries, which see the end some microseconds before the driver's wait does.
+        if not soon(self.passed):
+            call(driver.cuEventSynchronize, self.ptr)
+            self._idle.append(self)
 
 
 class Completions:

@@ -13,7 +13,7 @@ from cupy.cuda import get_current_stream, runtime
 
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import call
-from mpicomm.devices.cuda.events import Completions
+from mpicomm.devices.cuda.events import Completion, Completions
 from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.errors import InvalidUsageError
 
@@ -131,9 +131,32 @@ class StreamsOfGpu:
                 return self._completion(stream)
         return self._completion(stream)
 
+    def wait(self, stream: int) -> None:
+        """Wait for the work that ``stream`` has at this call, unless it captures.
+
+        It waits for an event and not for the stream. Another thread may enqueue more work there, which waits for a peer
+        that waits for this thread.
+        """
+        if runtime.getDevice() != self._ordinal:
+            with self._context.current():
+                event = self._recorded(stream)
+        else:
+            event = self._recorded(stream)
+        if event is not None:
+            event.wait()
+
     def _completion(self, stream: int) -> Callable[[], bool]:
+        event = self._recorded(stream)
+        return _always if event is None else event.passed
+
+    def _recorded(self, stream: int) -> Completion | None:
+        """Return an event after the work that ``stream`` has at this call; None if it captures."""
         if runtime.streamIsCapturing(stream):
-            return lambda: True
+            return None
         event = self._completions.take()
         runtime.eventRecord(event.ptr, stream)
-        return event.passed
+        return event
+
+
+def _always() -> bool:
+    return True

@@ -219,6 +219,7 @@ class ThreadDevice:
         self.packed = 0
         self.waits = 0
         self.capturing = False
+        self.completes = False
         self.refuses: str | None = None
         self._slowest_s = slowest_s
         self._rng = random.Random(rank)
@@ -353,6 +354,10 @@ class ThreadDevice:
     def synchronize(self, stream: int | None = None) -> None:
         for each in list(self._streams) if stream is None else [stream]:
             assert self.side_streams.mark(each).wait(60)
+
+    def complete(self, stream: int) -> None:
+        self.synchronize(stream)
+        self.check()
 
     def completion(self, stream: int) -> Callable[[], bool]:
         return self.side_streams.mark(stream).is_set

@@ -94,7 +94,7 @@ class Known:
         """The events that calls have given back."""
         event = SimpleNamespace(passed=lambda: self.done)
         completions = SimpleNamespace(take=lambda: event, give_back=self.idle.append)
-        backend = SimpleNamespace(stream=lambda stream, array: stream or array)
+        backend = SimpleNamespace(stream=lambda stream, array: stream or array, completes=False)
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
         self.runs = True  # the stream is not in a capture
         engine: Any = SimpleNamespace(enqueue=self._enqueue, completions=completions)

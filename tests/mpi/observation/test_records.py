@@ -307,7 +307,7 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(folder: Path, mo
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     name = "nowhere/%r.json" if rank == size - 1 else "trace-%r.json"
     monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/{name}")
-    require_refusal(f"rank {size - 1}: MPICOMM_TRACE=.*nowhere/{size - 1}.json' cannot be written: No such file")
+    require_refusal(f"rank {size - 1}: MPICOMM_TRACE=.*nowhere/{size - 1}.json' cannot be opened: No such file")
 
 
 def test_one_file_for_two_ranks_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

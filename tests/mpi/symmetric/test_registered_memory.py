@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import InvalidUsageError
+from mpicomm import HandleError, InvalidUsageError
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.rigs.communicators import communicator, require_memory_works, settle, to_host
 
@@ -78,6 +78,30 @@ def test_shared_memory_is_registered(
 def test_mapped_file_is_registered(host_comm: mpicomm.Communicator, tmp_path: Path) -> None:
     content = np.memmap(tmp_path / "content", np.float64, "w+", offset=4096 + 8, shape=(10, 100))
     require_registered_works(host_comm, np, [content[:3], content[3:5]])
+
+
+def test_memory_of_a_symmetric_array_is_registered_again(comm_world: MPI.Intracomm, no_leaks: None) -> None:
+    with communicator("cpu") as comm, communicator("cpu") as other:
+        whole = comm.zeros(1000)
+        for each in (comm, other):
+            require_registered_works(each, np, [whole.local[:300], whole.local[300:310].reshape(2, 5)])
+        with other.register(whole.local[5:]) as part:
+            part.local[:] = comm.rank
+            whole.close()
+            assert part.get((comm.rank + 1) % comm.size).tolist() == [(comm.rank + 1) % comm.size] * 995
+            settle(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_of_a_communicator_without_all_ranks_is_refused_by_all(
+    host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm
+) -> None:
+    with communicator("cpu", MPI.COMM_SELF) as alone:
+        own = alone.zeros(10)
+        text = "memory of rank .*: it is memory of mpicomm that this rank has not mapped.*: allocate it by empty()"
+        with raises_everywhere(comm_world, HandleError, match=text):
+            host_comm.register(own.local)
+    require_memory_works(host_comm)
 
 
 @pytest.mark.parametrize(

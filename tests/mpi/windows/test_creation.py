@@ -75,6 +75,25 @@ def test_memory_of_the_caller_becomes_a_window(comm: mpicomm.Communicator, xp: A
         block.unlink()
 
 
+def test_memory_of_a_symmetric_array_becomes_a_window(host_comm: mpicomm.Communicator) -> None:
+    comm = host_comm
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    array = comm.zeros(8, np.int64)
+    created = mpicomm.Win.Create(array.local, 8, comm=comm, place="device")
+    dynamic = mpicomm.Win.Create_dynamic(comm=comm, place="device")
+    dynamic.Attach(array.local)
+    there = comm.allgather(MPI.Get_address(array.local))[right]
+    created.Fence()
+    created.Put(np.array([10 + comm.rank]), right, 2)
+    created.Fence()
+    dynamic.Fence()
+    dynamic.Put(np.array([20 + comm.rank]), right, there + 8 * 5)
+    dynamic.Fence()
+    assert array.local.tolist() == [0, 0, 10 + left, 0, 0, 20 + left, 0, 0]
+    for each in (dynamic, created, array):
+        getattr(each, "Free", array.close)()
+
+
 def test_host_memory_stays_with_mpi(comm: mpicomm.Communicator) -> None:
     memory = np.zeros(4)
     for win in (

@@ -62,6 +62,32 @@ def test_synchronisations_follow_accesses_on_other_streams_and_precede_them() ->
             assert seen.memory.tolist() == [number]
 
 
+@pytest.mark.parametrize("passive", [False, True])
+def test_accesses_are_complete_when_a_synchronisation_returns_that_completes_on_return(passive: bool) -> None:
+    with window_rig() as rig:
+        rig.device.completes = True
+        win, group = rig.win, rig.win.Get_group()
+        for turn in range(3):
+            sent, seen = rig.of([turn]), rig.of([-1])
+            rig.device.enqueue(0, lambda: time.sleep(0.1))
+            if passive:
+                win.Lock(rig.right)
+                win.Put(sent, rig.right, 3)
+                win.Get(seen, rig.right, 3)
+                win.Unlock(rig.right)
+            else:
+                win.Post(group)
+                win.Start(group)
+                win.Put(sent, rig.right, 3)
+                win.Complete()
+                sent.memory[:] = -1  # the origin is free now, for every stream
+                win.Wait()
+                seen.memory[:] = win.tomemory().view(np.int64)[3]
+            assert seen.memory.tolist() == [turn]
+            MPI.Intracomm.Barrier(rig.comm)
+        group.Free()
+
+
 @pytest.mark.parametrize("of_host", [False, True])
 def test_derived_datatypes_and_host_arrays_go_through_scratch_memory(of_host: bool) -> None:
     with window_rig() as rig:

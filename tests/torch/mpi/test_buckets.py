@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import _jit_internal
 
 import mpicomm.torch.streams as module
 from mpicomm.torch.collectives import TensorCalls
@@ -114,22 +113,3 @@ def test_an_old_plan_is_not_enqueued(rank: Rank) -> None:
     plan, _ = rank.enqueued[-1]
     plan.is_old = True
     assert rank.bucket(tensor) is None
-
-
-def test_the_tensors_of_a_value_are_the_tensors_that_pytorch_finds() -> None:
-    look: Any = _jit_internal._extract_tensors
-    one, other = torch.zeros(2), torch.nn.Parameter(torch.zeros(3))
-    for value in (
-        one,
-        other,
-        [one],
-        [one, one],
-        [one, other],
-        [],
-        [[one], one],
-        {"one": one, "more": (other, 1)},
-        None,
-        "text",
-    ):
-        found, right = look(value), look.__wrapped__(value)
-        assert len(found) == len(right) and all(mine is its for mine, its in zip(found, right, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -112,14 +113,7 @@ def test_the_error_of_a_work_reaches_those_who_keep_it(world: dist.ProcessGroup)
 
 @pytest.mark.host_alone
 def test_the_tensors_in_the_value_of_a_future_are_found_whatever_it_is() -> None:
-    one, two = torch.ones(1), torch.ones(2)
-    found: list[tuple[object, list[torch.Tensor]]] = [
-        (one, [one]),
-        ([one, two], [one, two]),
-        ([], []),
-        ([one, {"other": two}], [one, two]),
-        ((one, [two, one]), [one, two, one]),
-        ("no tensor", []),
-    ]
-    for value, tensors in found:
-        assert [id(each) for each in torch._jit_internal._extract_tensors(value)] == [id(each) for each in tensors]
+    look: Any = torch._jit_internal._extract_tensors
+    one, two = torch.ones(1), nn.Parameter(torch.ones(2))
+    for value in (one, two, [one, one], [one, two], [], (one, [two]), [one, {"other": two}], None, "no tensor"):
+        assert [id(each) for each in look(value)] == [id(each) for each in look.__wrapped__(value)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from mpicomm.activity import layout
 from mpicomm.activity.page import CommunicatorRow, Heading, Member
 from mpicomm.doctor.running import job_of
-from mpicomm.doctor.running_report import watch
+from mpicomm.doctor.running_report import report, watch
 from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
 from mpicomm.waiting import wait_until
@@ -172,6 +178,75 @@ def test_a_process_of_another_user() -> None:
     said = doctor("--pid", str(os.getpid()), before=other)
     assert (said.returncode, said.stdout) == (2, "")
     assert "look into this process of user root: run the doctor as that user or as root" in said.stderr
+
+
+WORDS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-3, 60), st.just(layout.NOBODY))
+TEXTS = st.one_of(
+    st.sampled_from(
+        [
+            b"0-99999999999999999999 \x1b]0;title\x07[blink]",
+            b"0-%s x" % (b"9" * 5000),
+            b"0-1000000 step",
+            b"0-5 [/bold] :smiley:",
+            b"\xff\x9b" * 2000,
+        ]
+    ),
+    st.binary(max_size=100),
+)
+
+
+@st.composite
+def hostile_pages(draw: st.DrawFn, pid: int) -> bytes:
+    """Pages that another user has made by hand, with the values that the doctor needs to read any further."""
+    page = bytearray(layout.NBYTES)
+    header = [draw(WORDS) for _ in range(layout.STEP_SINCE + 1)]
+    header[0], header[layout.PID] = layout.MAGIC, pid
+    struct.pack_into(f"{len(header)}q", page, 0, *header)
+    for number in range(draw(st.integers(0, 4))):
+        row = [draw(WORDS) for _ in range(layout.WORDS)]
+        row[layout.KEY], row[layout.RANK], row[layout.SIZE] = draw(st.sampled_from([1, row[0]])), number, 4
+        at = layout.ROWS_AT + number * layout.ROW_NBYTES
+        struct.pack_into(f"{layout.WORDS}q", page, at, *row)
+        for place in (layout.NAME, layout.NODE_RANKS):
+            text = draw(TEXTS)[: place.stop - place.start]
+            page[at + place.start : at + place.start + len(text)] = text
+    text = draw(TEXTS)
+    page[layout.TEXTS_AT : layout.TEXTS_AT + len(text)] = text
+    return bytes(page)
+
+
+def shown(pid: int, memory: int, page: bytes) -> str:
+    """What the doctor says of a process with that page."""
+    os.pwrite(memory, page, 0)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        looks = watch(lambda: [job_of(pid)], 0.001)
+        for as_json in (False, True):
+            report(looks, 1.0, as_json=as_json)
+    return output.getvalue()
+
+
+def test_the_page_of_another_user_may_hold_anything() -> None:
+    memory = os.memfd_create(layout.MEMORY_NAME)
+    with subprocess.Popen(["sleep", str(JOB_LIMIT_S)], stdin=subprocess.DEVNULL, pass_fds=[memory]) as process:
+
+        @settings(max_examples=50, deadline=None)
+        @given(page=hostile_pages(process.pid))
+        def show(page: bytes) -> None:
+            said = shown(process.pid, memory, page)
+            assert all(line.isprintable() for line in said.splitlines()) and len(said) < 100_000
+
+        page = bytearray(layout.NBYTES)
+        struct.pack_into("7q", page, 0, layout.MAGIC, process.pid, 0, 9999, 100, 1, 1)
+        text = b"0-9999 \x1b[31m[blink]x"
+        page[layout.TEXTS_AT : layout.TEXTS_AT + len(text)] = text
+        try:
+            show()
+            said = shown(process.pid, memory, bytes(page))
+        finally:
+            process.kill()
+            os.close(memory)
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 9991 more of MPI.COMM_WORLD have not come" in said
+    assert "\\x1b[31m[blink]x" in said
 
 
 FORKS = """

@@ -35,6 +35,46 @@ def test_the_trace_ends_and_the_table_is_printed(tmp_path: Path, end: str) -> No
     assert ("Allreduce", 32) in [(event["name"], event["args"].get("bytes")) for event in events]
 
 
+LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500)); "
+
+
+def said_by(program: str, *, check: bool, **variables: str) -> str:
+    """What a program says on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode == 0) == check, done.stderr
+    assert not check or done.stdout == "output\n"
+    return done.stderr
+
+
+@pytest.mark.parametrize("reason", ["No space left on device", "File too large"])
+def test_a_trace_or_log_that_cannot_be_written_ends_with_a_warning(reason: str, tmp_path: Path) -> None:
+    name, program = "/dev/full", PROGRAM.format(end="comm.Free()")
+    if reason == "File too large":
+        # The limit also holds for the shared memory that MPI and a Communicator make.
+        name, program = str(tmp_path / "file"), program.replace("comm.Allreduce", LIMIT + "comm.Allreduce")
+    said = said_by(program, check=True, MPICOMM_TRACE=name)
+    assert said.count("\n") == 1 and f"MPICOMM_TRACE={name!r} cannot be written: {reason}: the trace ends" in said
+    (tmp_path / "file").unlink(missing_ok=True)
+    program = program.replace("print", "mpicomm.log.logger.info('x' * 1000); print")
+    said = said_by(program, check=True, MPICOMM_DEBUG_FILE=name, MPICOMM_DEBUG="INFO")
+    assert said.count("\n") == 1 and f"MPICOMM_DEBUG_FILE cannot be written: {reason}: warnings go to stderr" in said
+
+
+@pytest.mark.parametrize("name", ["MPICOMM_TRACE", "MPICOMM_DEBUG_FILE"])
+def test_no_link_is_followed(name: str, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    said = said_by(PROGRAM.format(end=""), check=False, **{name: f"{tmp_path}/link"})
+    assert not (tmp_path / "other").exists()
+    assert f"{name}='{tmp_path}/link' cannot be opened: {tmp_path}/link is a symbolic link: name a file" in said
+
+
 def test_traces_are_merged_without_mpi(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "mpicomm.trace", "merge", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)

@@ -50,7 +50,8 @@ def test_spawned_processes_have_their_own_traces(tmp_path: Path, capsys: pytest.
 
 def test_two_ranks_of_one_file_are_told_which_mark_is_missing(tmp_path: Path) -> None:
     # Both ranks have the file, because the link leads there from the names of both.
-    (tmp_path / "trace-1.json").symlink_to("trace-0.json")
+    (tmp_path / "trace-0.json").touch()
+    (tmp_path / "trace-1.json").hardlink_to(tmp_path / "trace-0.json")
     program = tmp_path / "program.py"
     program.write_text('import mpicomm\nmpicomm.Communicator(device="cpu")\n')
     job = run_job(2, "-m", "mpi4py", str(program), MPICOMM_TRACE=f"{tmp_path}/trace-%r.json")

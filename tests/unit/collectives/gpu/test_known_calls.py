@@ -75,13 +75,16 @@ def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypa
     assert known.enqueued[3:] == [(plan, 7)]  # a nonblocking call must not wait
 
 
+@pytest.mark.parametrize("completes", [False, True])
 @pytest.mark.parametrize("by_address", [False, True])
-def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: bool) -> None:
-    """No library knows the stream of the caller's next work on that memory."""
+def test_a_blocking_call_waits_where_calls_complete_on_return_and_on_an_address(
+    by_address: bool, completes: bool
+) -> None:
+    """No library knows the stream of the caller's next work on memory that an address names."""
     known, given = Known(), arguments(Array(16), Array(64))
     waited: list[Any] = []
     backend: Any = known._calls._session.backend
-    backend.is_capturing, backend.synchronize = (lambda stream: stream == "captures"), waited.append
+    backend.completes, backend.complete = completes, waited.append
     backend.meets = lambda stream, array: False
     known._calls.engine.form_plan = lambda call, mappings, asked: None  # type: ignore[method-assign]
     read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
@@ -94,9 +97,7 @@ def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: b
     for blocking in (True, False):
         for stream in (None, 7):
             known._calls.enqueue(found, stream, given.send, given.receive, blocking=blocking)
-    backend.stream = lambda stream, array: "captures"
-    known._calls.enqueue(found, None, given.send, given.receive)
-    assert waited == ["current"] * 2 * by_address
+    assert waited == (["current", 7] if completes else ["current"] * by_address)
 
 
 def test_a_known_call_is_refused_if_the_communicator_is_unusable() -> None:

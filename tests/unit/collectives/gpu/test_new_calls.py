@@ -54,7 +54,7 @@ class Calls:
         self._cuda = cuda
         self._rig = rig = Rig(cuda, monkeypatch)
         rig.launched = rig.shapes = deque(maxlen=1)  # type: ignore[assignment]
-        backend = SimpleNamespace(stream=lambda stream, array: STREAM, meets=lambda stream, array: False)
+        backend = SimpleNamespace(stream=lambda stream, array: STREAM, meets=lambda *_: False, completes=False)
         session: Any = SimpleNamespace(mappings=Mappings(), backend=backend, require_usable=lambda what: None)
         self._session = session
         self._cache = PlanCache(session, rig.engine)
