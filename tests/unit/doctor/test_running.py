@@ -227,7 +227,7 @@ def shown(pid: int, memory: int, page: bytes) -> str:
 
 def test_the_page_of_another_user_may_hold_anything() -> None:
     memory = os.memfd_create(layout.MEMORY_NAME)
-    with subprocess.Popen(["sleep", str(JOB_LIMIT_S)], stdin=subprocess.DEVNULL, pass_fds=[memory]) as process:
+    with subprocess.Popen(["sleep", str(HANG_S)], stdin=subprocess.DEVNULL, pass_fds=[memory]) as process:
 
         @settings(max_examples=50, deadline=None)
         @given(page=hostile_pages(process.pid))
