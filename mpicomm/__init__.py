@@ -8,8 +8,8 @@ import sys
 import typing
 
 if typing.TYPE_CHECKING:
+    from mpicomm.experts.arrays import Received
     from mpicomm.experts.experts import Experts
-    from mpicomm.experts.received import Received
 
 # These commands decide themselves whether to start MPI, and when; the modules below load and start it.
 if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
@@ -58,7 +58,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 if not typing.TYPE_CHECKING:  # a type checker would take every name for a name of this module
-    _AT_FIRST_USE = {"Experts": "mpicomm.experts.experts", "Received": "mpicomm.experts.received"}
+    _AT_FIRST_USE = {"Experts": "mpicomm.experts.experts", "Received": "mpicomm.experts.arrays"}
     """The modules of names that few programs use. A module loads when a program first reads its name."""
 
     def __getattr__(name: str) -> object:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import math
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +41,18 @@ def unknown() -> dict[str, str]:
 def multi_process_service() -> bool:
     """Return whether NVIDIA's multi-process service (MPS) runs, so that processes use a GPU side by side.
 
-    The control daemon of MPS makes a pipe of this name, and its clients look for the pipe in the same folder.
+    Its control daemon listens on a socket of this name, and its clients look for the socket in the same folder. Every
+    user can make such a file in /tmp, so the socket must belong to root or to this user, and somebody must listen.
     """
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+    path = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
+    try:
+        if path.lstat().st_uid not in (0, os.geteuid()):
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+            # A full queue, or another type of socket, is an answer of a listener, too.
+            return client.connect_ex(str(path)) in (0, errno.EAGAIN, errno.EPROTOTYPE)
+    except OSError:
+        return False
 
 
 def device(argument: int | str) -> int | str:
@@ -186,11 +198,20 @@ def tuning() -> str | None:
 
 
 def cache_directory() -> Path | None:
-    """Return the directory for compiled kernels and measured tables; None for a user without a home."""
+    """Return the directory for compiled kernels and measured tables, which it makes. Local.
+
+    It is None if there is no directory that this user, and nobody else, can write, because what lies there runs.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification ignores an unset, an empty and a relative path alike
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:  # the user has no home
-            return None
-    return base / "mpicomm"
+    directory: Path | None = None
+    # The XDG specification ignores an unset, an empty and a relative path alike. A user may have no home.
+    with contextlib.suppress(OSError, RuntimeError):
+        directory = (base if base.is_absolute() else Path.home() / ".cache") / "mpicomm"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        if directory is not None and directory.stat().st_uid == os.geteuid():
+            with contextlib.suppress(OSError):
+                directory.chmod(0o700)
+            if not directory.stat().st_mode & 0o022:
+                return directory
+    return None

@@ -45,13 +45,18 @@ def file_name(pattern: str, rank: int) -> str:
 def open_file(variable: str, path: str, mode: Literal["w", "a"]) -> TextIOWrapper:
     """Open the text file that a variable names. Raises `InvalidUsageError` if it cannot be opened.
 
-    It follows no symbolic link, which somebody else may have made in a folder such as /tmp, except below /dev.
+    It follows no symbolic link of another user, who may have put the link into a folder such as /tmp.
     """
-    flags = 0 if path.startswith("/dev/") else os.O_NOFOLLOW
+
+    def opener(name: str, flags: int) -> int:
+        link = Path(name)
+        follows = link.is_symlink() and link.lstat().st_uid in (0, os.geteuid())  # such as /dev/stderr
+        return os.open(name, flags if follows else flags | os.O_NOFOLLOW, 0o666)
+
     try:
-        return open(path, mode, encoding="utf-8", opener=lambda name, wanted: os.open(name, wanted | flags, 0o666))
+        return open(path, mode, encoding="utf-8", opener=opener)  # Path.open takes no opener
     except OSError as error:
-        reason = f"{path} is a symbolic link" if Path(path).is_symlink() else error.strerror
+        reason = f"{path} is a symbolic link of another user" if Path(path).is_symlink() else error.strerror
         raise InvalidUsageError(
             f"{variable}={path!r} cannot be opened: {reason}: name a file that this user can write"
         ) from error

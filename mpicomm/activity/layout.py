@@ -1,54 +1,57 @@
-"""The layout of the memory in which a process describes its calls: signed words of 64 bits, and texts of UTF-8.
+"""The layout of the board: the memory in which a process describes its calls, as signed words of 64 bits and UTF-8.
 
-The memory holds a header, a row for each communicator and each window, and the texts of calls. The texts are a ring.
-The position of a text counts all bytes that the process has written before it. The text lies there, modulo the length
-of the ring.
+The board holds a header, a row for each communicator and each window, logs of calls, and the texts of calls. Each row
+has `LOGS` logs, because a communicator logs the calls of its node apart from the calls of its peer domain if these
+differ. The texts have numbers, and text n lies in slot n modulo `TEXTS`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x34796C706D6F6368
+MAGIC = 0x35796C706D6F6368
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
 ROW_NBYTES = 512
 ROWS = 1024
-TEXTS_NBYTES = 256 << 10
+LOG_NBYTES = 2560
+LOGS = 2
+TEXT_NBYTES = 1024
+TEXTS = 256
 ROWS_AT = HEADER_NBYTES
-TEXTS_AT = ROWS_AT + ROWS * ROW_NBYTES
-NBYTES = TEXTS_AT + TEXTS_NBYTES
+LOGS_AT = ROWS_AT + ROWS * ROW_NBYTES
+TEXTS_AT = LOGS_AT + ROWS * LOGS * LOG_NBYTES
+NBYTES = TEXTS_AT + TEXTS * TEXT_NBYTES
 
 # Words of the header.
 PID = 1
 WORLD_RANK = 2
 WORLD_SIZE = 3
-TEXTS_END = 4  # the position after the last text
-STEP = 5  # the position of the text of `step_text` plus 1; 0 outside of a step
-STEP_SINCE = 6  # when the step began, in nanoseconds of the monotonic clock
+STEP = 4  # the number of the text of `step_text`; 0 outside of a step
+STEP_SINCE = 5  # when the step began, in nanoseconds of the monotonic clock
+HEADER_WORDS = 6
+# The names of the collective calls that MPI carries out, in the order of their numbers, each with a zero byte behind.
+NAMES = slice(512, HEADER_NBYTES)
 
 # Words of a row.
 KEY = 0  # names the communicator, the same in all its processes; 0 if the row is free
 RANK = 1
 SIZE = 2
 CALLS_BY_MPI = 3  # how many collective calls this rank has begun that MPI carries out
-CALL = 4  # the last collective call: the position of its text plus 1, or `by_mpi` of its name
-SINCE = 5  # when the last call that has a text began, in nanoseconds of the monotonic clock
-RECEIVES = 6  # how many blocking receives and probes this rank has begun
-SOURCE = 7  # the source of the receive that is in progress, or `NOBODY`
-TAG = 8
-SENDS = 9  # how many blocking sends this rank has begun
-DEST = 10  # the destination of the send that is in progress, or `NOBODY`
-SEND_TAG = 11
-ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may have enqueued their work
-COUNT = 13  # the number that replaces `COUNT_IN_TEXT` in the text of the last call
-NUMBER = 14  # tells this communicator from other communicators of the same processes, which have the same name
-POSTS = 15  # how many other collective calls this rank has begun: kernels or mapped memory carry these out
-POST = 16  # the last of these calls: the position of its text plus 1
-OFFSET = 17  # the number that replaces `OFFSET_IN_TEXT` in its text
-IS_WINDOW = 18  # 1 in the row of a window, whose collective calls are its fences
-WORDS = 19
+CALL = 4  # the last collective call: 1 + the index of its log, or `page.by_mpi` of its name
+RECEIVES = 5  # how many blocking receives and probes this rank has begun
+SOURCE = 6  # the source of the receive that is in progress, or `NOBODY`
+TAG = 7
+SENDS = 8  # how many blocking sends this rank has begun
+DEST = 9  # the destination of the send that is in progress, or `NOBODY`
+SEND_TAG = 10
+ON_GPU = 11  # whether the communicator has GPUs, so that calls with a text may have enqueued their work
+NUMBER = 12  # tells this communicator from other communicators of the same processes, which have the same name
+IS_WINDOW = 13  # 1 in the row of a window, whose collective calls are its fences
+WORDS = 14
 # Texts of a row, in bytes.
 NAME = slice(8 * WORDS, 272)
 NODE_RANKS = slice(272, ROW_NBYTES)
@@ -60,6 +63,28 @@ POSTED = slice(NODE_RANKS.start, NODE_RANKS.start + MOST_RANKS)
 COMPLETED = slice(POSTED.stop, POSTED.stop + MOST_RANKS)
 """How often this rank has named a rank in Complete."""
 
+# Words of a log: kernels or mapped memory carry out its calls.
+POSTS = 0  # how many calls this rank has begun
+SINCE = 1  # when the last call began, in nanoseconds of the monotonic clock
+ASKED = 2  # the call of `CallLog.ask`
+READY = 3  # the call of `CallLog.ready`
+LONGEST = 4  # two longest messages, see `CallLog.write_longest`
+KEPT = 16  # calls of a rank; ranks that do not wait for each other notice different calls only some calls later
+CALL_TEXTS = 6  # the numbers of the texts of the kept calls
+COUNTS = CALL_TEXTS + KEPT  # the numbers that replace `COUNT_IN_TEXT` in these texts
+OFFSETS = COUNTS + KEPT  # the numbers that replace `OFFSET_IN_TEXT`
+HOST_CALLS = OFFSETS + KEPT  # which calls are on the host, see `HOST_WORDS`
+LOG_WORDS = HOST_CALLS
+HOST_WORDS = 256
+CALLS_OF_HOST_WORD = 16
+"""A word has a bit for each of 16 successive calls, set if the call is on the host. Above them it has the number of the
+first call, divided by 16. The words are of up to 4096 calls, because no rank gets so many calls ahead of a rank that
+takes part in them."""
+CALL_BITS = 8
+"""The lowest bits of a word of a kept call are those of its number, so that readers notice that the word is not there
+yet, or that a later call has overwritten it."""
+_CALL = (1 << CALL_BITS) - 1
+
 COUNT_IN_TEXT = "\x1a"
 """Stands for a count in the text of a call, so that calls that differ only in a count share a text. No text of a user
 has this character."""
@@ -69,20 +94,15 @@ OFFSET_IN_TEXT = "\x1c"
 NOBODY = -(1 << 40)
 """It is no rank, and no constant of any MPI that stands for a rank."""
 
-BY_MPI = (
-    "",
-    *("Allgather", "Allgatherv", "Allreduce", "Alltoall", "Alltoallv", "Alltoallw", "Barrier", "Bcast", "Exscan"),
-    *("Gather", "Gatherv", "Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Scatter", "Scatterv"),
-    *("Neighbor_allgather", "Neighbor_allgatherv", "Neighbor_alltoall", "Neighbor_alltoallv", "Neighbor_alltoallw"),
-    *("allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan", "scatter"),
-    *("Clone", "Create", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent", "Create_graph"),
-    *("Dup", "Dup_with_info", "Split", "Split_type", "Sub"),
-)
-"""The names of collective calls that MPI carries out. They have numbers, because writing a text would take too long.
 
-A program and the doctor have the same table, because `MAGIC` tells versions of mpicomm apart.
-"""
-_NUMBERS = {name: number for number, name in enumerate(BY_MPI)}
+def log_at(row: int, index: int) -> int:
+    """Return the place of a log of row number ``row``."""
+    return LOGS_AT + (LOGS * row + index) * LOG_NBYTES
+
+
+def text_at(number: int) -> int:
+    """Return the place of a text among the texts: a word with its number, then its bytes."""
+    return number % TEXTS * TEXT_NBYTES
 
 
 def step_text(text: str, ranks: str) -> str:
@@ -95,6 +115,17 @@ def filled(text: str, count: int, offset: int) -> str:
     return text.replace(COUNT_IN_TEXT, str(count)).replace(OFFSET_IN_TEXT, str(offset))
 
 
-def by_mpi(name: str) -> int:
-    """Return the value of `CALL` for a collective call that MPI carries out."""
-    return -_NUMBERS[name]
+def kept_call(log: memoryview, call: int, text_of: Callable[[int], str | None]) -> str | None:
+    """Return the text of a call of a log; None if it is not there yet or was overwritten.
+
+    ``text_of`` returns the text of that number, None if it was overwritten.
+    """
+    slot = call % KEPT
+    word = log[CALL_TEXTS + slot]
+    if (word ^ call) & _CALL:
+        return None
+    text = text_of(word >> CALL_BITS)
+    count, offset = log[COUNTS + slot], log[OFFSETS + slot]
+    if text is None or (count ^ call) & _CALL or (OFFSET_IN_TEXT in text and (offset ^ call) & _CALL):
+        return None
+    return filled(text, count >> CALL_BITS, offset >> CALL_BITS)

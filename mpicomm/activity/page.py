@@ -1,50 +1,133 @@
-"""Page: the memory in which this process describes its calls, so that the doctor can read them from outside.
+"""Page: the board of this process, on which it describes its calls for its peers and for the doctor.
 
-The doctor opens the memory by its descriptor in /proc/PID/fd. The kernel allows this to every process of the same user.
-Yama often keeps a process from reading the memory of another process, but it does not forbid this. So this process
-keeps the descriptor open: the mapping is not enough, because only root may open links in /proc/PID/map_files.
+Peers map the end of the page, from a log of their communicator on. The doctor opens the memory by its descriptor in
+/proc/PID/fd. The kernel allows this to every process of the same user. Yama's ptrace_scope often blocks
+process_vm_readv, but not /proc/PID/fd. So this process keeps the descriptor open: the mapping is not enough, because
+only root may open links in /proc/PID/map_files.
 
-Nothing here waits or takes a lock, because small calls write into the page, too. If two threads write at once, the
-doctor may read a mixture of two texts.
+Nothing here waits or takes a lock, because small calls write into the page, too.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import mmap
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
 from mpicomm.activity import layout
+from mpicomm.activity.layout import CALL, CALL_BITS, CALL_TEXTS, COUNTS, KEPT, OFFSETS, POSTS, READY, SINCE
 from mpicomm.activity.ranks import ranks_as_text
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.host import fence
+from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
+from mpicomm.errors import HandleError
 
 _monotonic_ns = time.monotonic_ns
+_REUSED = layout.TEXTS // 2
+_CALL = (1 << CALL_BITS) - 1
 
 
-class PageRow(NamedTuple):
-    """The part of the page for one communicator, as bytes and as words."""
+def text_of(texts: memoryview, number: int) -> str | None:
+    """Return the text of that number from the texts of a page, which is this page or a peer's; None if it is gone."""
+    at = layout.text_at(number)
+    # Pairs with the second fence of `Page.write`: this rank reads the text after the word of the call, so the text is
+    # complete.
+    fence()
+    text = bytes(texts[at + 8 : at + layout.TEXT_NBYTES]).partition(b"\0")[0].decode(errors="replace")
+    # Pairs with the first fence of `Page.write`: this rank reads the number after the text. So the number differs if
+    # this rank has read any byte of another text.
+    fence()
+    return text if int.from_bytes(texts[at : at + 8], sys.byteorder) == number else None
 
-    bytes: memoryview
-    words: memoryview
-    is_read: bool
-    """Whether the doctor can read the row."""
+
+class Log:
+    """The calls of one communicator in its node, or in its peer domain, that MPI does not carry out.
+
+    A call is one word or two with the number of its text and its numbers. They are there before this rank does anything
+    else for the call.
+    """
+
+    __slots__ = ("_at", "_page", "_row", "calls", "number", "words")
+
+    def __init__(self, page: Page, row: memoryview, at: int, number: int) -> None:
+        self._page = page
+        self._row = row
+        self._at = at
+        self.number = number
+        self.words = page.bytes[at : at + layout.LOG_NBYTES].cast("q")
+        self.calls = 0
+
+    def post(self, text: str, count: int = 0, offset: int | None = None, *, ready: bool = False) -> None:
+        """Say that this rank begins its next call; local. Text beyond a kibibyte of UTF-8 is cut off.
+
+        ``ready`` tells the other ranks as `CallLog.ready` does. Calls that differ only in numbers share a text. Readers
+        fill ``count`` into it, and ``offset`` if the text has `layout.OFFSET_IN_TEXT`. A doctor that reads between the
+        last of these lines may see the time of the previous call.
+        """
+        page = self._page
+        number = page.texts.get(text)
+        if number is None or page.newest - number > _REUSED:
+            number = page.write(text)
+        self.calls = call = self.calls + 1
+        words, slot, tag = self.words, call % KEPT, call & _CALL
+        if offset is not None:
+            words[OFFSETS + slot] = offset << CALL_BITS | tag
+        words[COUNTS + slot] = count << CALL_BITS | tag
+        words[CALL_TEXTS + slot] = number << CALL_BITS | tag
+        words[POSTS] = call
+        if ready:
+            words[READY] = call
+        self._row[CALL] = self.number
+        words[SINCE] = _monotonic_ns()
+
+    def shared(self) -> HostSegment:
+        """Return the memory that a peer needs to read the log: the page from there on.
+
+        Raises `HandleError` if the page is not shared.
+        """
+        page = self._page
+        if page.descriptor is None:
+            raise HandleError("this process has no shared memory: the system refused it when mpicomm needed it first")
+        fd = Descriptor.of(os.dup, page.descriptor)
+        return HostSegment(page.memory[self._at :], fd=fd, size=layout.NBYTES, offset=self._at)
+
+    def clear(self) -> None:
+        """Forget the calls."""
+        if self.calls or self.words[layout.ASKED]:
+            self.words.cast("B")[:] = bytes(layout.LOG_NBYTES)
 
 
 class Page:
     """The memory of this process. If the system provides no shared memory, no process reads the page."""
 
-    def __init__(self) -> None:
-        self._bytes = memoryview(_allocate())
-        self._words = self._bytes[: layout.HEADER_NBYTES].cast("q")
-        self._unused = iter(range(layout.ROWS))
-        self._given_back: list[PageRow] = []
-        self._positions: dict[str, int] = {}
+    def __init__(self, name: str = layout.MEMORY_NAME) -> None:
+        self.descriptor: Descriptor | None = None
+        try:
+            self.descriptor = memfd_create(layout.NBYTES, name)  # the system provides only the parts that are filled
+            self.memory = map_shared(self.descriptor, 0, layout.NBYTES)
+        except HandleError:
+            self.memory = np.zeros(layout.NBYTES, np.uint8)
+        self.bytes = self.memory.data
+        self._words = self.bytes[: layout.HEADER_NBYTES].cast("q")
+        self._texts = self.bytes[layout.TEXTS_AT :]
+        self._numbers = self._texts.cast("q")
+        self._next = itertools.count(
+            1
+        )  # threads of several communicators may write texts at once, into different slots
+        self.texts: dict[str, int] = {}
+        """The number of each text in the page, and of some texts that were overwritten."""
+        self.newest = 0
+        """The number of the last text."""
+        self.rows = list(reversed(range(layout.ROWS)))
+        """The free rows."""
         self._words[layout.PID] = os.getpid()
         self._words[layout.WORLD_RANK] = -1
         self._words[0] = layout.MAGIC
@@ -79,43 +162,29 @@ class Page:
         """Say that this process is in a step of all ranks of MPI.COMM_WORLD, and stays in it until the process ends."""
         self._enter(text, ranks_as_text(range(self.world_size)))
 
-    def position(self, text: str) -> int:
-        """Return where a text begins. Write the text first if it is not in the ring."""
-        end = self._words[layout.TEXTS_END]
-        found = self._positions.get(text)
-        if found is not None and end - found <= layout.TEXTS_NBYTES:
-            return found
-        encoded = text.encode()[: layout.TEXTS_NBYTES // 8] + b"\0"
-        start = end % layout.TEXTS_NBYTES
-        if start + len(encoded) > layout.TEXTS_NBYTES:  # a text lies in one piece
-            end += layout.TEXTS_NBYTES - start
-            start = 0
-        if len(self._positions) > layout.TEXTS_NBYTES // 16:
-            self._positions.clear()
-        # Before the bytes, so that a reader that finds the new bytes knows which texts they overwrite.
-        self._words[layout.TEXTS_END] = end + len(encoded)
-        at = layout.TEXTS_AT + start
-        self._bytes[at : at + len(encoded)] = encoded
-        self._positions[text] = end
-        return end
+    def write_names(self) -> None:
+        """Write the names of the calls by MPI."""
+        names = b"".join(name.encode() + b"\0" for name in _numbers)
+        nbytes = layout.NAMES.stop - layout.NAMES.start
+        self.bytes[layout.NAMES] = names[:nbytes].ljust(nbytes, b"\0")
 
-    def take_row(self) -> PageRow:
-        """Return a free row. If all rows are taken, return a row that no process reads."""
-        try:
-            return self._given_back.pop()
-        except IndexError:
-            number = next(self._unused, None)
-        if number is None:
-            memory = memoryview(bytearray(layout.ROW_NBYTES))
-        else:
-            at = layout.ROWS_AT + number * layout.ROW_NBYTES
-            memory = self._bytes[at : at + layout.ROW_NBYTES]
-        return PageRow(memory, memory.cast("q"), number is not None)
-
-    def give_row(self, row: PageRow) -> None:
-        """Let another communicator have a row."""
-        if row.is_read:
-            self._given_back.append(row)
+    def write(self, text: str) -> int:
+        """Write a text, which stays until `layout.TEXTS` later texts are written; return its number."""
+        number = next(self._next)
+        at = layout.text_at(number)
+        self._numbers[at // 8] = number
+        # Pairs with the second fence of `text_of`: a reader that sees a byte of the new text also sees the new number,
+        # which it reads afterwards. So it notices that the slot holds another text.
+        fence()
+        nbytes = layout.TEXT_NBYTES - 8
+        self._texts[at + 8 : at + layout.TEXT_NBYTES] = text.encode()[: nbytes - 1].ljust(nbytes, b"\0")
+        # Pairs with the first fence of `text_of`: a reader that sees the number in the word of a call also sees the
+        # whole text.
+        fence()
+        if len(self.texts) > 2 * layout.TEXTS:
+            self.texts.clear()
+        self.texts[text] = self.newest = number
+        return number
 
     def _disown(self) -> None:
         self.is_own = False
@@ -123,11 +192,14 @@ class Page:
     def _enter(self, text: str, ranks: str) -> None:
         if not self.is_own:  # a forked child must not write into the page of its parent
             return
-        position = self.position(layout.step_text(text, ranks))
+        text = layout.step_text(text, ranks)
+        number = self.texts.get(text)
+        if number is None or self.newest - number > _REUSED:
+            number = self.write(text)
         words = self._words
         words[layout.STEP_SINCE] = _monotonic_ns()
         # Last, because a doctor that reads this word reads the time of the step and its text next.
-        words[layout.STEP] = position + 1
+        words[layout.STEP] = number
 
 
 class Member(NamedTuple):
@@ -186,43 +258,42 @@ class CommunicatorRow:
     gets the row only after nothing refers to it.
     """
 
-    __slots__ = ("_page", "_position", "_row", "_text", "words")
+    __slots__ = ("_number", "_page", "bytes", "logs", "words")
 
     def __init__(self) -> None:
-        self._page = page()
-        self._row = self._page.take_row()
-        self.words = self._row.words
-        self._text = ""
-        self._position = 0
+        page()
+        if not any(each.rows for each in _pages):
+            _pages.append(Page("mpicomm"))  # the doctor sees only the first page
+        self._page = of = next(each for each in _pages if each.rows)
+        self._number: int | None = (number := of.rows.pop())
+        at = layout.ROWS_AT + number * layout.ROW_NBYTES
+        self.bytes = of.bytes[at : at + layout.ROW_NBYTES]
+        self.words = self.bytes.cast("q")
+        self.logs = tuple(Log(of, self.words, layout.log_at(number, index), index + 1) for index in range(layout.LOGS))
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let another communicator have the row. At exit the modules are gone, and the memory ends with the process."""
-        if not is_finalizing() and self._page.is_own:
+        if not is_finalizing() and self._page.is_own and self._number is not None:
             self.words[layout.KEY] = 0
-            self._page.give_row(self._row)
+            for log in self.logs:
+                log.clear()
+            self._page.rows.append(self._number)
 
     def open(self, heading: Heading) -> None:
         """Let the doctor read the row."""
         key, number = heading.count()
-        self._row.bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
+        self.bytes[:] = heading.row  # it has no key yet, so the doctor skips the row while its texts change
         self.words[layout.NUMBER] = number
         self.words[layout.KEY] = key  # last: pairs with the doctor's read of the key, which comes first
 
-    def post(self, text: str, count: int = 0, offset: int | None = None) -> None:
-        """Say that this rank begins a collective call; readers fill ``count`` and ``offset`` into the text.
+    @property
+    def posts(self) -> int:
+        """How many calls the logs have."""
+        return sum(log.calls for log in self.logs)
 
-        A doctor that reads between these lines may see the numbers or the text of the previous call.
-        """
-        if text is not self._text:
-            self._text, self._position = text, self._page.position(text) + 1
-            self.words[layout.POST] = self._position
-        words = self.words
-        words[layout.POSTS] += 1
-        words[layout.COUNT] = count
-        if offset is not None:  # else the text has no place for it
-            words[layout.OFFSET] = offset
-        words[layout.CALL] = self._position
-        words[layout.SINCE] = _monotonic_ns()
+    def keep(self) -> None:
+        """Let no other communicator have the row, because peers may still read it."""
+        self._number = None
 
     def close(self) -> None:
         """Hide the row from the doctor."""
@@ -237,43 +308,46 @@ class WindowRow(CommunicatorRow):
 
     def posted(self, rank: int) -> int:
         """Return how often this rank has named ``rank`` in Post, modulo 256."""
-        return self._row.bytes[layout.POSTED][rank]
+        return self.bytes[layout.POSTED][rank]
 
     def count(self, counts: slice, ranks: int) -> None:
         """Count a call that names a set of ranks; ``counts`` is `layout.POSTED` or `layout.COMPLETED`."""
-        numbers = self._row.bytes[counts]
+        numbers = self.bytes[counts]
         for rank in range(ranks.bit_length()):
             if ranks >> rank & 1:
                 numbers[rank] = (numbers[rank] + 1) & 0xFF
 
 
+def by_mpi(name: str) -> int:
+    """Return the value of `layout.CALL` for a collective call that MPI carries out.
+
+    It is a number, because writing a text in each call would take too long. The page has the names of the numbers.
+    """
+    number = _numbers.get(name)
+    if number is None:
+        number = _numbers[name] = len(_numbers)
+        if _pages:
+            page().write_names()
+    return -number
+
+
 def begin_by_mpi(words: memoryview, call: int) -> None:
-    """Say that this rank begins a collective call that MPI carries out; ``call`` is `layout.by_mpi` of its name."""
+    """Say that this rank begins a collective call that MPI carries out; ``call`` is `by_mpi` of its name."""
     words[layout.CALLS_BY_MPI] += 1
     words[layout.CALL] = call
 
 
-@cache
 def page() -> Page:
     """Return the page of this process, and make it at first need. A forked child has the page of its parent."""
-    return Page()
+    if not _pages:
+        _pages.append(Page())
+        _pages[0].write_names()
+    return _pages[0]
 
 
+_pages: list[Page] = []
+_numbers = {"": 0}  # of the names of calls by MPI
 _made: dict[int, int] = {}  # how many communicators of the same processes there were, by the digest of `Heading`
-
-
-def _allocate() -> mmap.mmap | bytearray:
-    try:
-        fd = os.memfd_create(layout.MEMORY_NAME, os.MFD_CLOEXEC)
-    except OSError:
-        return bytearray(layout.NBYTES)
-    try:
-        os.ftruncate(fd, layout.NBYTES)  # the system provides pages only for the parts that this process fills
-        return mmap.mmap(fd, layout.NBYTES)  # mmap duplicates the descriptor and keeps it open
-    except OSError:
-        return bytearray(layout.NBYTES)
-    finally:
-        os.close(fd)
 
 
 def _write(memory: memoryview, place: slice, text: str) -> None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mpicomm.activity import layout
 from mpicomm.activity.ranks import ranks_of_text
 
 _LINK = f"/memfd:{layout.MEMORY_NAME}"
-_ROWS = range(layout.ROWS_AT, layout.TEXTS_AT, layout.ROW_NBYTES)
+_ROWS = range(layout.ROWS)
 _LONGEST = 2000  # characters of a text for people
 _MOST_RANKS = 1 << 24
 
@@ -103,8 +104,9 @@ def read_activity(pid: int) -> Activity | None:
     with _page_of(pid) as memory:
         if memory is None:
             return None
-        header = _words(memory, 0, layout.STEP_SINCE + 1)
-        calls = (_calls(memory, at) for at in _ROWS)
+        header = _words(memory, 0, layout.HEADER_WORDS)
+        names = _names(memory)
+        calls = (_calls(memory, row, names) for row in _ROWS)
         return Activity(
             header[layout.PID],
             header[layout.WORLD_RANK],
@@ -117,8 +119,9 @@ def read_activity(pid: int) -> Activity | None:
 def calls_of(pid: int, key: int) -> RankCalls | None:
     """Return the calls of a process in the communicator that ``key`` names; None if they cannot be read. Local."""
     with suppress(OSError, OtherVersionError), _page_of(pid) as memory:  # the process may be in another container
-        at = next((at for at in _ROWS if _words(memory, at, 1)[layout.KEY] == key), None) if memory else None
-        return None if memory is None or at is None else _calls(memory, at)
+        if memory is not None:
+            row = next((row for row in _ROWS if _words(memory, _row_at(row), 1)[layout.KEY] == key), None)
+            return None if row is None else _calls(memory, row, _names(memory))
     return None
 
 
@@ -146,25 +149,42 @@ def _page_of(pid: int) -> Iterator[int | None]:
         os.close(memory)
 
 
+def _names(memory: int) -> list[str]:
+    """Return the names of the calls by MPI, by their numbers."""
+    names = _bytes(memory, 0, layout.NAMES).split(b"\0")
+    return [printable(name.decode(errors="backslashreplace")) for name in names]
+
+
 def _step(memory: int) -> Step | None:
-    words = _words(memory, 0, layout.STEP_SINCE + 1)
-    ranks, _, text = _posted(memory, words[layout.STEP] - 1).partition(" ") if words[layout.STEP] else ("", "", "")
+    words = _words(memory, 0, layout.HEADER_WORDS)
+    ranks, _, text = (_text(memory, words[layout.STEP]) or "").partition(" ")
     return Step(printable(text), words[layout.STEP_SINCE], ranks_of_text(ranks)) if text else None
 
 
-def _calls(memory: int, at: int) -> RankCalls | None:
+def _row_at(row: int) -> int:
+    return layout.ROWS_AT + row * layout.ROW_NBYTES
+
+
+def _calls(memory: int, row: int, names: Sequence[str]) -> RankCalls | None:
+    at = _row_at(row)
     words = _words(memory, at, layout.WORDS)
     key, number = words[layout.KEY], words[layout.CALL]
     if key == 0 or not 0 <= words[layout.RANK] < words[layout.SIZE] <= _MOST_RANKS:
         return None
-    name, node_ranks = printable(_text(memory, at, layout.NAME)), _text(memory, at, layout.NODE_RANKS)
+    name, node_ranks = (_string(memory, at, place) for place in (layout.NAME, layout.NODE_RANKS))
+    name = printable(name)
     if words[layout.IS_WINDOW]:
         node_ranks = ""  # there are counts
     if words[layout.NUMBER] > 1:
         name = f"{name} #{words[layout.NUMBER]}"
-    last = _filled(memory, words, layout.CALL)
-    if number <= 0:
-        last = layout.BY_MPI[-number] if -number < len(layout.BY_MPI) else ""
+    logs = [_words(memory, layout.log_at(row, index), layout.LOG_WORDS) for index in range(layout.LOGS)]
+    posts = sum(log[layout.POSTS] for log in logs)
+    last_post = _last(memory, max(logs, key=lambda log: log[layout.SINCE]))
+    last, since_ns = last_post, None
+    if 0 < number <= layout.LOGS:
+        last, since_ns = _last(memory, logs[number - 1]), logs[number - 1][layout.SINCE]
+    elif number <= 0:
+        last = names[-number] if -number < len(names) else ""
     if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator meanwhile
         return None
     receive = BlockedMessage(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])
@@ -175,52 +195,37 @@ def _calls(memory: int, at: int) -> RankCalls | None:
         words[layout.RANK],
         words[layout.SIZE],
         ranks_of_text(node_ranks),
-        words[layout.CALLS_BY_MPI] + words[layout.POSTS],
+        words[layout.CALLS_BY_MPI] + posts,
         last,
-        words[layout.SINCE] if number > 0 else None,
+        since_ns,
         bool(words[layout.ON_GPU]),
         None if receive.peer == layout.NOBODY else receive,
         None if send.peer == layout.NOBODY else send,
         words[layout.CALLS_BY_MPI],
-        _filled(memory, words, layout.POST),
+        last_post,
         _bytes(memory, at, layout.COMPLETED) if words[layout.IS_WINDOW] else b"",
     )
 
 
-def call_by_mpi(pid: int, own: memoryview) -> str:
-    """Return the name of a call by MPI that the process ``pid`` is in and this process is not, or "". Local.
-
-    ``own`` has the words of this process in the communicator. The caller waits in another call, to which that process
-    has not come. Ranks make the same calls in the same order, so that process is in another call, or has left it. A
-    process that is only late has begun no more calls by MPI than this process.
-    """
-    calls = calls_of(pid, own[layout.KEY])
-    if calls is None or calls.since_ns is not None or calls.by_mpi <= own[layout.CALLS_BY_MPI]:
-        return ""
-    return calls.last
+def _last(memory: int, log: memoryview) -> str:
+    """Return the last call of a log; "" if there was none, or if its text is gone."""
+    call = log[layout.POSTS]
+    text = layout.kept_call(log, call, partial(_text, memory)) if call > 0 else None
+    return printable(text or "")
 
 
-def _filled(memory: int, words: memoryview, word: int) -> str:
-    """Return the text and the numbers of a call, or "". A row holds the position of the text in ``word``."""
-    if words[word] <= 0:
-        return ""
-    return printable(layout.filled(_posted(memory, words[word] - 1), words[layout.COUNT], words[layout.OFFSET]))
-
-
-def _posted(memory: int, position: int) -> str:
-    """Return the text of a call; "" if another text has overwritten it."""
-    start = position % layout.TEXTS_NBYTES
-    place = slice(start, min(start + layout.TEXTS_NBYTES // 8, layout.TEXTS_NBYTES))  # no text is longer
-    text = _text(memory, layout.TEXTS_AT, place)
-    written = _words(memory, 0, layout.TEXTS_END + 1)[layout.TEXTS_END]
-    return text if written - position <= layout.TEXTS_NBYTES else ""
+def _text(memory: int, number: int) -> str | None:
+    """Return the text of that number; None if there is none, or if another text has overwritten it."""
+    at = layout.TEXTS_AT + layout.text_at(number)
+    text = _string(memory, at, slice(8, layout.TEXT_NBYTES))
+    return text if number and _words(memory, at, 1)[0] == number else None
 
 
 def _words(memory: int, at: int, count: int) -> memoryview:
     return memoryview(_bytes(memory, at, slice(8 * count))).cast("q")
 
 
-def _text(memory: int, at: int, place: slice) -> str:
+def _string(memory: int, at: int, place: slice) -> str:
     return _bytes(memory, at, place).partition(b"\0")[0].decode(errors="backslashreplace")
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.activity.layout import CALL, CALLS_BY_MPI, by_mpi
-from mpicomm.activity.page import begin_by_mpi
+from mpicomm.activity.layout import CALL, CALLS_BY_MPI
+from mpicomm.activity.page import begin_by_mpi, by_mpi
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.collectives.wire import as_wire
@@ -95,7 +95,7 @@ class BlockingCollectives(MPI.Intracomm):
     call different things, all ranks raise `PeerError`. If a rank does not come in time, the ranks that come raise
     `CollectiveTimeoutError`. On device arrays the next call or ``check()`` raises these two errors. Waits inside MPI
     have no limit, and cannot raise. If ranks of GPUs make calls on host arrays and on device arrays in different
-    orders, they may wait there for each other. All of these ranks log an error after ``timeout_s``.
+    orders, they may wait there for each other, and `mpicomm.doctor` names the calls.
     """
 
     _collectives: Dispatcher

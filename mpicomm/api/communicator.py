@@ -26,21 +26,21 @@ from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
 from mpicomm.api.products import ProductCalls
-from mpicomm.cluster import agreement
+from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
+from mpicomm.cluster.uncaught import close_after
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
-from mpicomm.messages.in_stream_order import InStreamOrder
-from mpicomm.observation.inside import record_inside
-from mpicomm.observation.subclasses import record_calls
+from mpicomm.observation import record_calls
 from mpicomm.products.calls import Products
 from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
+from mpicomm.ways.in_stream_order import InStreamOrder
 
 _get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 
@@ -185,7 +185,6 @@ class Communicator(
         self._gpu = session.gpu
         remember(self)
         if session.channel is not None:
-            record_inside(self._collectives, session)
             record_calls(self, session.channel)
 
     @AtFirstUse
@@ -229,9 +228,9 @@ class Communicator(
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):  # Ctrl-C and sys.exit must not wait longer
+        if isinstance(error, Exception):
             self._session.leave_by(error)
-        self.Free()
+        close_after(error, self.Free)
 
     @property
     def _placement(self) -> Placement:
@@ -336,8 +335,11 @@ class Communicator(
 
         Complete all requests and receive all messages before, because `Free` drops messages that have not left yet. A
         second call does nothing. A call after MPI_Finalize or in a forked process does nothing either. After a timeout
-        `Free` frees this rank's part, and does not wait for the other ranks. `Free` waits up to twice ``timeout_s`` for
-        a rank that is in a collective call which this rank has not made, and after an error in the ``with`` block.
+        of any call `Free` frees this rank's part, and waits for no other rank. Otherwise `Free` waits up to twice
+        ``timeout_s`` for a rank that is in a collective call which this rank has not made.
+
+        At the end of a ``with`` block that an exception has left, the exception is raised again also if `Free` fails.
+        If the other ranks do not come at once, its traceback is logged before the wait.
 
         Calls of a freed communicator raise `InvalidUsageError`. The error is also MPI's exception if MPI refuses the
         call.
@@ -378,7 +380,7 @@ class Communicator(
     def _close(self) -> bool:
         """Close the session. Return whether MPI's own free, which is collective, may follow."""
         self._unfreed = False  # MPI keeps its part of a broken communicator, because only a collective call frees it
-        if self == MPI.COMM_NULL or MPI.Is_finalized() or agreement.is_forked:
+        if self == MPI.COMM_NULL or MPI.Is_finalized() or process.is_forked:
             return False
         self._session.close()
         return self._session.intact

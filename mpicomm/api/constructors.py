@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mpi4py import MPI
 
-from mpicomm.activity.layout import by_mpi
-from mpicomm.activity.page import begin_by_mpi, page
+from mpicomm.activity.page import begin_by_mpi, by_mpi, page
 from mpicomm.api.reorder import (
     Lists,
     edges_of_graph,
@@ -21,8 +20,8 @@ from mpicomm.api.reorder import (
     listed,
 )
 from mpicomm.api.topologies import require_edges, require_graph, require_matching
-from mpicomm.cluster.agreement import ranks_in_world
 from mpicomm.cluster.linked_order import Edges
+from mpicomm.cluster.process import ranks_in_world
 from mpicomm.cluster.roll_call import roll_call
 from mpicomm.session import Session
 

@@ -8,8 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mpi4py import MPI
 
-from mpicomm.activity.layout import by_mpi
-from mpicomm.activity.page import begin_by_mpi
+from mpicomm.activity.page import begin_by_mpi, by_mpi
 from mpicomm.mpi.shown import sending
 
 Given = ParamSpec("Given")

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicomm.products.scales import Scaling
-
 if TYPE_CHECKING:
     from mpicomm.products.calls import Products
     from mpicomm.products.libraries import Multiply
@@ -73,7 +71,7 @@ class ProductCalls(MPI.Intracomm):
         ``a`` has shape [m, K], ``b`` has shape [K, n], and the result has shape [size * m, n]. The rows of rank r are
         rows r * m to (r + 1) * m. An array ``gathered`` of shape [size * m, K] receives the gathered rows.
         """
-        scaling = Scaling(scale_a, scale_b, out_dtype)
+        scaling = (scale_a, scale_b, out_dtype)
         return self._products.run(
             "allgather_matmul",
             a,
@@ -104,7 +102,7 @@ class ProductCalls(MPI.Intracomm):
         ``a`` has shape [M, k], ``b`` has shape [k, n], and the result has shape [M / size, n]: block r of the rows on
         rank r. ``bias`` is added once, to the rounded sum.
         """
-        scaling = Scaling(scale_a, scale_b, out_dtype)
+        scaling = (scale_a, scale_b, out_dtype)
         return self._products.run(
             "matmul_reduce_scatter", a, b, out, bias=bias, product=product, stream=stream, scaling=scaling
         )
@@ -127,7 +125,7 @@ class ProductCalls(MPI.Intracomm):
         ``a`` has shape [M, k], ``b`` has shape [k, n], and the result has shape [M, n]. ``bias`` is added once, to the
         rounded sum.
         """
-        scaling = Scaling(scale_a, scale_b, out_dtype)
+        scaling = (scale_a, scale_b, out_dtype)
         return self._products.run(
             "matmul_allreduce", a, b, out, bias=bias, product=product, stream=stream, scaling=scaling
         )

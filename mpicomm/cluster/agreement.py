@@ -1,4 +1,4 @@
-"""Agreement of ranks over MPI while they set something up, and how ranks find the other ranks of their node.
+"""Agreement of ranks over MPI: in set-up and teardown, and before calls in which MPI would wait without a limit.
 
 `Group.exchange` carries every collective step of set-up and teardown. So no rank waits in a collective for a rank that
 has failed: either every rank gets the results of all ranks, or every rank raises the same error.
@@ -6,20 +6,17 @@ has failed: either every rank gets the results of all ranks, or every rank raise
 
 from __future__ import annotations
 
-import atexit
-import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from mpi4py import MPI
 
-from mpicomm import environment
 from mpicomm.activity.page import page
-from mpicomm.activity.ranks import ranks_as_text
+from mpicomm.cluster import process
+from mpicomm.cluster.process import ranks_in_world, require_own_process
+from mpicomm.cluster.roll_call import GRACE_S, abandoned, did_not_arrive
 from mpicomm.devices.descriptor import way_out
 from mpicomm.errors import (
     CollectiveTimeoutError,
@@ -31,11 +28,9 @@ from mpicomm.errors import (
     name_ranks,
 )
 from mpicomm.log import TRACE, logger
-from mpicomm.waiting import wait_until
+from mpicomm.waiting import soon, wait_until
 
 T = TypeVar("T")
-
-GRACE_S = 0.5  # the other ranks wait this much longer than the first rank, because its answer names the missing rank
 
 
 class _Outcome(NamedTuple):
@@ -46,7 +41,14 @@ class _Outcome(NamedTuple):
     error: MpicommError | None = None
 
 
-_Answer = list[_Outcome] | CollectiveTimeoutError
+class _Left(NamedTuple):
+    """What a rank says in place of its outcome, and the first rank in place of the outcomes of all."""
+
+    error: CollectiveTimeoutError
+    in_earlier_call: bool = False
+
+
+_Answer = list[_Outcome] | _Left
 
 
 class Group:
@@ -70,6 +72,8 @@ class Group:
         self.broken: CollectiveTimeoutError | PeerError | None = None
         self.are_apart = False
         """Whether the ranks made different calls in the last exchange, so that some rank has left the call."""
+        self.is_left = False
+        """Whether the group is broken because a rank has called `leave`."""
         self.absence_reason: Callable[[Sequence[int]], str] = lambda ranks: ""
         """Says why ranks that still run may not come; "" if nothing is known. An error ends with this text."""
         self.patience: Callable[[], bool] = lambda: False
@@ -126,7 +130,7 @@ class Group:
 
     def require_whole(self, what: object) -> None:
         """Raise if the group is broken, or if this process is a forked child of its process; local and cheap."""
-        if is_forked:
+        if process.is_forked:
             require_own_process(what)
         if self.broken is not None:
             reason = "timeout" if isinstance(self.broken, CollectiveTimeoutError) else "error"
@@ -155,12 +159,40 @@ class Group:
         """Return when every rank has called it, or raise as in `exchange`."""
         self.exchange(step, lambda: None)
 
+    def compare(self, step: str, produce: Callable[[], str]) -> None:
+        """Run ``produce`` on every rank, and return if it returns the same text on all ranks. Collective, blocking.
+
+        Raises as `exchange`, and `InvalidUsageError` with all texts if they differ. A rank on which ``produce`` raises
+        an error that is not mpicomm's raises that error itself, and the others raise `PeerError`.
+        """
+        foreign: list[Exception] = []
+
+        def say() -> str:
+            try:
+                return produce()
+            except MpicommError:
+                raise
+            except Exception as error:
+                foreign.append(error)
+                raise PeerError(f"{type(error).__name__}: {error}") from error
+
+        try:
+            texts = self.exchange(step, say)
+        except PeerError:
+            if foreign:
+                raise foreign[0] from None
+            raise
+        if len(set(texts)) > 1:
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True))
+            raise InvalidUsageError(
+                f"ranks called different things: {said}: pass the same shapes and dtypes on all ranks"
+            )
+
     def _judge(self, outcomes: list[_Outcome]) -> MpicommError | None:
         """Return the error that all ranks raise. It depends only on the outcomes, so all ranks compute the same one."""
-        different = self._different(dict(zip(self.ranks, outcomes, strict=True)))
-        self.are_apart = bool(different)
-        if different:
-            return PeerError(different, ranks=self.ranks)
+        self.are_apart = len({outcome.step for outcome in outcomes}) > 1
+        if self.are_apart:
+            return PeerError(self._different(dict(zip(self.ranks, outcomes, strict=True))), ranks=self.ranks)
         failed = {
             rank: outcome.error for rank, outcome in zip(self.ranks, outcomes, strict=True) if outcome.error is not None
         }
@@ -187,6 +219,10 @@ class Group:
     def _gather_and_share(self, mine: _Outcome, limit_s: float) -> list[_Outcome]:
         """All-gather over a star: the first rank hears all ranks, so it can name a missing rank, and answers all.
 
+        A rank says its outcome only after the first rank has called it. If the call does not come in time, the rank
+        says that it has left. So a first rank that comes late learns that the others have given up. If ranks said
+        their outcomes unasked, it would take them for ranks that are here.
+
         One tag is enough, because messages of two exchanges never meet. No rank begins the next exchange before the
         first rank has answered this exchange, and the first rank answers after it has heard all ranks.
         """
@@ -195,57 +231,72 @@ class Group:
         requests: list[MPI.Request] = []
         try:
             answer = self._hear(mine, limit_s, requests) if self.rank == 0 else self._ask(mine, limit_s, requests)
-            if isinstance(answer, list) and not wait_until(lambda: MPI.Request.Testall(requests), self.timeout_s):
-                answer = CollectiveTimeoutError(f"{mine.step}: a peer stopped receiving", ranks=self.ranks)
+            if isinstance(answer, _Left):
+                error, self.is_left = answer
+                here = self.ranks[self.rank]
+                late = f"; this is rank {here}, which came later" if here in error.ranks else ""
+                raise CollectiveTimeoutError(f"{error}{late}", ranks=error.ranks)
+            if not wait_until(lambda: MPI.Request.Testall(requests), self.timeout_s):
+                raise CollectiveTimeoutError(f"{mine.step}: a peer stopped receiving", ranks=self.ranks)
         except BaseException as error:
-            # The usual cause is KeyboardInterrupt. This rank does not know which messages it has sent and read. It must
-            # not take a message of this exchange for a message of the next, so the group is broken on this rank. The
-            # other ranks miss this rank in their next exchange. This rank sends them nothing: if this exchange is their
-            # last, the message would arrive in another communicator to which MPI gives the same number.
-            rank = self.ranks[self.rank]
-            text = f"rank {rank} left in the middle of {mine.step}: {type(error).__name__}"
-            self.broken = PeerError(text, ranks=[rank])
+            # Sends to a rank that is gone never complete. Their requests keep their buffers, so the requests stay.
             abandoned.extend(requests)
+            self._break(mine.step, error)
             raise
-        if isinstance(answer, list):
-            return answer
-        # Sends to a rank that is gone never complete. Their requests keep their buffers, so the requests stay.
-        abandoned.extend(requests)
-        self.broken = answer
-        # A new error, because the traceback of `self.broken` would keep the frames, and the mapped memory in them.
-        raise CollectiveTimeoutError(str(answer), ranks=answer.ranks)
+        return answer
+
+    def _break(self, step: str, error: BaseException) -> None:
+        """Let every later exchange raise, after ``error`` has ended this rank's part in one. Local.
+
+        After a Ctrl-C this rank does not know which messages it has sent and read, and must not take a message of that
+        exchange for a message of the next. The other ranks miss this rank in their next exchange. It sends them
+        nothing: if that exchange was their last, the message would arrive in another communicator to which MPI gives
+        the same number.
+        """
+        if isinstance(error, CollectiveTimeoutError):
+            self.broken = equal_error(error)  # without the frames of `error`, and the mapped memory in them
+        else:
+            rank = self.ranks[self.rank]
+            self.broken = PeerError(f"rank {rank} left in the middle of {step}: {type(error).__name__}", ranks=[rank])
 
     def _hear(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
-        """Play the first rank: hear the outcomes of the other ranks, and send all outcomes to all ranks."""
+        """Play the first rank: call the other ranks, hear their outcomes, and send all outcomes to all ranks."""
+        others = self.ranks[1:]
         heard = {self.ranks[0]: mine}
+        left: list[_Left] = []
 
         def hear() -> bool:
             # Each rank by name, because a rank outside this group may be in an exchange of another subgroup.
-            for rank in self.ranks:
+            for rank in others:
                 if rank not in heard and (message := self._comm.improbe(rank, self._tag)):
-                    heard[rank] = _Outcome(*message.recv())
+                    said = message.recv()
+                    if isinstance(said, _Left):
+                        left.append(said)
+                        return True
+                    heard[rank] = _Outcome(*said)
             return len(heard) == self.size
 
-        # This message tells ranks that may have come long before: the first rank is here, and their deadlines restart.
-        requests += [self._send(None, rank) for rank in self.ranks[1:]]
+        requests += [self._send(None, rank) for rank in others]
+        came = self._wait(hear, limit_s)
         answer: _Answer
-        if self._wait(hear, limit_s):
+        if left:
+            answer = left[0]
+        elif came:
             answer = [heard[rank] for rank in self.ranks]
         else:
-            missing = [rank for rank in self.ranks if rank not in heard]
+            missing = [rank for rank in others if rank not in heard]
             late = did_not_arrive(mine.step, missing, self.timeout_s, self.absence_reason(missing))
             different = self._different(heard)
-            answer = CollectiveTimeoutError(f"{late}; {different}", ranks=late.ranks) if different else late
+            answer = _Left(CollectiveTimeoutError(f"{late}; {different}", ranks=late.ranks) if different else late)
         # A missing rank gets the answer, too, so that it raises at once if it comes late.
-        told = list(map(tuple, answer)) if isinstance(answer, list) else answer
-        requests += [self._send(told, rank) for rank in self.ranks[1:]]
+        told = answer if isinstance(answer, _Left) else list(map(tuple, answer))
+        requests += [self._send(told, rank) for rank in others]
         return answer
 
     def _ask(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
-        """Play another rank: send its outcome to the first rank, and return the answer."""
+        """Play another rank: wait for the call of the first rank, send it the outcome, and return its answer."""
         first = self.ranks[0]
-        said: list[Any] = []  # messages of the first rank: None after it has come, then the answer
-        requests.append(self._send(tuple(mine), first))
+        said: list[Any] = []  # by the first rank: None as its call, then the answer
 
         def listen() -> bool:
             if message := self._comm.improbe(first, self._tag):
@@ -253,14 +304,27 @@ class Group:
                 return True
             return False
 
-        if self._wait(listen, limit_s + GRACE_S) and self._wait(listen, limit_s + GRACE_S):
-            answer: list[tuple[Any, ...]] | CollectiveTimeoutError = said[1]
-            if isinstance(answer, list):
-                return [_Outcome(*each) for each in answer]
-            here = self.ranks[self.rank]
-            came_late = f"; this is rank {here}, which came later" if here in answer.ranks else ""
-            return CollectiveTimeoutError(f"{answer}{came_late}", ranks=answer.ranks)
-        return did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason([first]))
+        called = self._wait(listen, limit_s + GRACE_S)
+        if called:
+            requests.append(self._send(tuple(mine), first))
+            if self._wait(listen, limit_s + GRACE_S):
+                answer: list[tuple[Any, ...]] | _Left = said[1]
+                return answer if isinstance(answer, _Left) else [_Outcome(*each) for each in answer]
+        left = _Left(did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason([first])))
+        if not called:
+            requests.append(self._send(left, first))
+        return left
+
+    def leave(self, error: CollectiveTimeoutError) -> None:
+        """Break the group after ``error`` has ended a call outside of it. Local, does not block.
+
+        The other ranks need not wait for this rank then: their next exchange raises ``error``.
+        """
+        if self.broken is None:
+            self.broken, left = equal_error(error), _Left(equal_error(error), in_earlier_call=True)
+            said = [(message, rank) for message in (None, left) for rank in self.ranks[1:]]
+            for message, rank in said if self.rank == 0 else [(left, self.ranks[0])]:
+                abandoned.append(self._send(message, rank))
 
     def _send(self, message: object, rank: int) -> MPI.Request:
         """Send without waiting. If MPI knows that the rank is dead, send nothing: its silence names it."""
@@ -271,17 +335,10 @@ class Group:
             return MPI.REQUEST_NULL
 
     def _wait(self, ready: Callable[[], bool], limit_s: float) -> bool:
-        return wait_until(ready, limit_s) or (self.patience() and wait_until(ready, limit_s))
-
-
-def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:
-    """Return the error for ranks that are missing; ``reason`` may be ""."""
-    text = f"{step}: {name_ranks(ranks)} did not arrive within {timeout_s:g} s"
-    return CollectiveTimeoutError(f"{text}: {reason or 'let every rank make this call'}", ranks=ranks)
-
-
-abandoned: list[object] = []
-"""Requests that may never complete. MPI may still write to their buffers, so the requests stay and keep them."""
+        # A message and its answer take longer than the spins of one wait, and a yield may cost a time slice.
+        if any(soon(ready) for _ in range(4)) or wait_until(ready, limit_s):
+            return True
+        return self.patience() and wait_until(ready, limit_s)
 
 
 def _portable(error: Exception) -> MpicommError:
@@ -289,111 +346,3 @@ def _portable(error: Exception) -> MpicommError:
     if isinstance(error, MpicommError):
         return equal_error(error)
     return HandleError(f"{type(error).__name__}: {error}{way_out(error.errno) if isinstance(error, OSError) else ''}")
-
-
-def node_key() -> str:
-    """Return a text that is the same on ranks that presumably reach each other's memory.
-
-    It is MPICOMM_HOSTID, or the boot id of the kernel with the network namespace. The namespace counts because
-    descriptors travel over abstract sockets, which belong to a namespace. Host names say nothing: the containers of a
-    host have different names, and cloned machines have the same name.
-    """
-    given = environment.host_id()
-    if given is not None:
-        return f"MPICOMM_HOSTID={given}"
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id}/{Path('/proc/self/ns/net').readlink()}"
-
-
-def container_key() -> str:
-    """Return a text that is the same on ranks of one container: its namespaces."""
-    return "/".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in ("user", "ipc", "pid", "mnt"))
-
-
-def world_rank() -> int:
-    """Return the rank of this process in MPI.COMM_WORLD, which names the process in the log."""
-    return MPI.COMM_WORLD.rank
-
-
-def world_size() -> int:
-    """Return how many ranks MPI.COMM_WORLD has."""
-    return MPI.COMM_WORLD.size
-
-
-def ranks_in_world(comm: MPI.Intracomm, ranks: Sequence[int]) -> str:
-    """Return which ranks of MPI.COMM_WORLD these ranks of ``comm`` are, as `ranks_as_text` does. Local."""
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    found = group.Translate_ranks(ranks, world)
-    group.Free()
-    world.Free()
-    return ranks_as_text(found)  # MPI.UNDEFINED, which stands for a process of another job, is negative
-
-
-def process_number() -> int:
-    """Return the number that tells this process from all others of its job: its rank in MPI.COMM_WORLD.
-
-    A process that MPI has spawned has its private MPI.COMM_WORLD, and its parents have the same ranks in theirs. So
-    the number of a spawned process is its process id.
-    """
-    return MPI.COMM_WORLD.rank if MPI.Comm.Get_parent() == MPI.COMM_NULL else os.getpid()
-
-
-def group_by_node(keys: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each node; the nodes are in the order of their first ranks."""
-    nodes: dict[str, list[int]] = {}
-    for rank, key in enumerate(keys):
-        nodes.setdefault(key, []).append(rank)
-    return list(nodes.values())
-
-
-is_forked = False
-"""Whether this process is a forked child of an MPI process. All its communicators belong to the parent."""
-
-
-def require_own_process(what: object) -> None:
-    """Raise `InvalidUsageError` in a forked child of an MPI process; local and cheap.
-
-    The child shares memory and its place in every queue with its parent. So peers would take the messages of the child
-    for messages of the parent.
-    """
-    if is_forked:
-        raise InvalidUsageError(
-            f"{what}: this process was forked from an MPI process, to which the communicator belongs: use it there, or "
-            'start processes another way (in multiprocessing, the method "spawn")'
-        )
-
-
-_is_initialized = MPI.Is_initialized  # `install` replaces it for programs that start MPI themselves
-
-
-def _after_fork() -> None:
-    global is_forked
-    is_forked = _is_initialized()
-    _at_finalize.clear()  # the parent releases its memory
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-_at_finalize: weakref.WeakSet[Any] = weakref.WeakSet()
-_finalize_keyval = MPI.KEYVAL_INVALID
-
-
-def release_before_finalize(owner: Any) -> None:
-    """Call ``owner.release()`` before MPI_Finalize, unless ``owner`` is gone by then. Local.
-
-    If the program calls MPI_Finalize, an attribute of MPI_COMM_SELF makes the call, because MPI_Finalize deletes these
-    attributes before all else (MPI 4.1, section 11.2.4). Otherwise mpi4py calls MPI_Finalize after the interpreter has
-    ended. No callback can run then, so atexit makes the call.
-    """
-    global _finalize_keyval
-    if _finalize_keyval == MPI.KEYVAL_INVALID:
-        _finalize_keyval = MPI.Comm.Create_keyval(delete_fn=_release_all)
-        MPI.COMM_SELF.Set_attr(_finalize_keyval, None)
-        atexit.register(_release_all)
-    _at_finalize.add(owner)
-
-
-def _release_all(*_: object) -> None:
-    page().enter_last("MPI_Finalize")
-    while _at_finalize:
-        _at_finalize.pop().release()

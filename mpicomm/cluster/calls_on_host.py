@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mpicomm.activity.reading import call_by_mpi
+from mpicomm.activity.layout import CALLS_BY_MPI, KEY
+from mpicomm.activity.reading import calls_of
 from mpicomm.cluster.placement import Placement
 
 _ON_HOST = " on the host"
@@ -41,10 +42,11 @@ class CallsOnHost:
         placement = self._placement
         if rank not in placement.node_ranks or rank == placement.rank:
             return ""
-        name = call_by_mpi(placement.places[rank].pid, self._own)
-        if not name or isinstance(placement.here.device, str):
-            return name and f"{name} by MPI"
-        return on_host(name)
+        calls = calls_of(placement.places[rank].pid, self._own[KEY])
+        # Ranks make the same calls in the same order, and a rank that is only late has begun no more calls by MPI.
+        if calls is None or calls.since_ns is not None or calls.by_mpi <= self._own[CALLS_BY_MPI] or not calls.last:
+            return ""
+        return f"{calls.last} by MPI" if isinstance(placement.here.device, str) else on_host(calls.last)
 
     def absence_reason(self, ranks: Sequence[int]) -> str:
         """Return a text that names the calls by MPI of ``ranks``, which have not come; "" if they are only late."""

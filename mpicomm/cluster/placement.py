@@ -19,7 +19,8 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.activity.page import Heading, Member
 from mpicomm.activity.ranks import ranks_of_text
-from mpicomm.cluster.agreement import Group, container_key, group_by_node, node_key, process_number
+from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.process import container_key, group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo, GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import NO_DEVICE, HostBackend

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mpi4py import MPI
 
-from mpicomm.activity.layout import by_mpi
+from mpicomm.activity.page import by_mpi
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.patterns import Buffers, OneShot

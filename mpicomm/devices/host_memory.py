@@ -21,7 +21,7 @@ from mpicomm.interrupts import uninterrupted
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def memfd_create(nbytes: int) -> Descriptor:
+def memfd_create(nbytes: int, name: str = "mpicomm") -> Descriptor:
     """Return a descriptor of ``nbytes`` bytes of anonymous shared memory, sealed at that size; the caller closes it.
 
     Raises `HandleError` if the machine has less memory left. The kernel would grant the memory in this case, too, and
@@ -34,7 +34,7 @@ def memfd_create(nbytes: int) -> Descriptor:
             "make the array smaller or free others"
         )
     try:
-        fd = Descriptor.of(os.memfd_create, "mpicomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = Descriptor.of(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise HandleError(f"memfd_create failed: {error.strerror}{way_out(error.errno)}") from error
     try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import GRACE_S, Group, abandoned
+from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.roll_call import GRACE_S, abandoned
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import HostBackend
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
@@ -84,22 +85,6 @@ _ANSWER_S = 0.2
 _SENDING_S = 0.05
 
 
-class MpiTransfer(Protocol):
-    """Network messages that are in flight."""
-
-    def advance(self) -> bool:
-        """Do all that needs no waiting; return whether all network messages have arrived. Local."""
-
-    def receiving(self) -> set[int]:
-        """Return the ranks whose data has not arrived. Local."""
-
-    def sending(self) -> set[int]:
-        """Return the ranks that have not taken their data. Local."""
-
-    def give_up(self) -> None:
-        """Abandon the network messages, because a rank does not come. Local."""
-
-
 class Transfers:
     """The transfers of one communicator over ``comm``, which also carries the messages of its groups.
 
@@ -112,7 +97,7 @@ class Transfers:
         self._timeout_s = timeout_s
         self._contacts = contacts
         self._waits = waits
-        self._open: list[MpiTransfer] = []
+        self._open: list[Direct] = []
         self._has_told = False
         self.failed = False
         """Whether this rank has given up a call: messages of it may still be in flight, or in no receive."""
@@ -124,7 +109,7 @@ class Transfers:
         """Return the tag of a call's messages."""
         return _FIRST_TAG + call.hash32 % (_LAST_TAG + 1 - _FIRST_TAG)
 
-    def begin(self, make: Callable[[int], MpiTransfer], call: Signature) -> Callable[[], None]:
+    def begin(self, make: Callable[[int], Direct], call: Signature) -> Callable[[], None]:
         """Make a transfer with the tag that ``make`` gets; return the function that waits for its end.
 
         That function raises `CollectiveTimeoutError` if a rank does not come within the deadline. It raises `PeerError`
@@ -181,7 +166,7 @@ class Transfers:
             if over:
                 self._open.remove(transfer)
 
-    def _finish(self, transfer: MpiTransfer, call: Signature) -> None:
+    def _finish(self, transfer: Direct, call: Signature) -> None:
         def ready() -> bool:
             self._advance(call)
             return transfer not in self._open
@@ -245,60 +230,82 @@ class Transfers:
         return PeerError(f"ranks called different things: {own}; rank {rank}: {theirs}", ranks=[rank])
 
     def _given_up(self, error: MpicommError) -> MpicommError:
-        self._give_up()
-        return error
-
-    def _give_up(self) -> None:
+        """Abandon all transfers, and return the error to raise."""
         self.failed = True
         for transfer in self._open:
             transfer.give_up()
         self._open.clear()
+        return error
 
 
-@dataclass(frozen=True)
-class _Message:
-    rank: int
-    nbytes: int
-    request: MPI.Request
+@dataclass(eq=False)
+class MessageInFlight:
+    """A network message in flight."""
+
+    of: NetworkMessage
+    request: MPI.Request | None = None
+    """None until MPI has the message."""
+    host: Any = None
+    """The pinned memory through which it goes; None if MPI reads or writes the memory of the message."""
+    copied: Any = None
+    """A mark of the stream after the copy into pinned memory."""
 
 
 class Direct:
-    """A `MpiTransfer` from and into memory that MPI itself reads and writes."""
+    """The network messages of a step, from and into memory that MPI itself reads and writes. All methods are local."""
 
     def __init__(self, comm: MPI.Intracomm, network_step: NetworkStep, tag: int) -> None:
-        self._receives: list[_Message] = []
-        self._sends: list[_Message] = []
+        self._receives: list[MessageInFlight] = []
+        self._sends: list[MessageInFlight] = []
         try:
             # Receives first, so that no message comes before its receive and needs memory of MPI.
             for each in network_step.receives:
-                request = comm.Irecv(memory_of(each), each.rank, tag)
-                self._receives.append(_Message(each.rank, each.nbytes, request))
+                self._receives.append(MessageInFlight(each, comm.Irecv(memory_of(each), each.rank, tag)))
             for each in network_step.sends:
-                self._sends.append(_Message(each.rank, each.nbytes, comm.Isend(memory_of(each), each.rank, tag)))
+                self._sends.append(MessageInFlight(each, comm.Isend(memory_of(each), each.rank, tag)))
         except MPI.Exception:
             self.give_up()  # the messages before the message that MPI refuses
             raise
 
     def advance(self) -> bool:
-        """Let MPI advance; see `MpiTransfer`."""
-        self._receives = [
-            message for message in self._receives if not arrived(message.request, message.rank, message.nbytes)
-        ]
-        self._sends = [message for message in self._sends if not message.request.Test()]
-        return not self._receives and not self._sends
+        """Do all that needs no waiting; return whether all network messages have arrived."""
+        self._receives = [message for message in self._receives if not self._arrived(message)]
+        self._sends = [message for message in self._sends if message.request is None or not message.request.Test()]
+        return not (self._receives or self._sends)
 
     def receiving(self) -> set[int]:
-        return {message.rank for message in self._receives}
+        """Return the ranks whose data has not arrived."""
+        return {message.of.rank for message in self._receives}
 
     def sending(self) -> set[int]:
-        return {message.rank for message in self._sends}
+        """Return the ranks that have not taken their data."""
+        return {message.of.rank for message in self._sends}
 
     def give_up(self) -> None:
-        """Cancel the receives, because the memory may get another owner. Keep the requests: see `MpiTransfer`."""
+        """Abandon the network messages, because a rank does not come.
+
+        It cancels the receives, because the memory may get another owner. It keeps all requests, because MPI may still
+        access their memory.
+        """
         for message in self._receives:
-            if message.request != MPI.REQUEST_NULL:  # a null request has ended with another length
+            if message.request:  # a null request has ended with another length
                 message.request.Cancel()
-        abandoned.extend(message.request for message in (*self._receives, *self._sends))
+        abandoned.extend(message.request for message in (*self._receives, *self._sends) if message.request is not None)
+
+    def _arrived(self, message: MessageInFlight) -> bool:
+        """Return whether a message has arrived; raises `LengthError` if it has another length than its receive."""
+        status, rank, nbytes = MPI.Status(), message.of.rank, message.of.nbytes
+        assert message.request is not None
+        try:
+            if not message.request.Test(status):
+                return False
+        except MPI.Exception as error:
+            if error.Get_error_class() == MPI.ERR_TRUNCATE:
+                raise LengthError(f"rank {rank} sends more than the {nbytes} bytes that are expected") from None
+            raise
+        if status.Get_count(MPI.BYTE) != nbytes:
+            raise LengthError(f"rank {rank} sends {status.Get_count(MPI.BYTE)} bytes, and {nbytes} are expected")
+        return True
 
 
 def memory_of(message: NetworkMessage) -> Any:
@@ -308,21 +315,6 @@ def memory_of(message: NetworkMessage) -> Any:
 
 class LengthError(Exception):
     """A message has another length than its receive."""
-
-
-def arrived(request: MPI.Request, rank: int, nbytes: int) -> bool:
-    """Return whether a message of a rank has arrived; raises `LengthError` if its length is not ``nbytes``."""
-    status = MPI.Status()
-    try:
-        if not request.Test(status):
-            return False
-    except MPI.Exception as error:
-        if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            raise LengthError(f"rank {rank} sends more than the {nbytes} bytes that are expected") from None
-        raise
-    if status.Get_count(MPI.BYTE) != nbytes:
-        raise LengthError(f"rank {rank} sends {status.Get_count(MPI.BYTE)} bytes, and {nbytes} are expected")
-    return True
 
 
 def _refused(call: Signature, error: MPI.Exception) -> PeerError:

@@ -7,28 +7,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import abandoned
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
-from mpicomm.domains.mpi_transfers import Direct, Transfers, arrived
-from mpicomm.domains.steps import NetworkMessage, NetworkStep
-from mpicomm.domains.transport import Name
+from mpicomm.domains.mpi_transfers import Direct, MessageInFlight, Transfers
+from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
 from mpicomm.errors import MpicommError
 
 CHUNK_NBYTES = 2 << 20
 """The bytes of one message: while MPI carries a chunk, the copy engines copy the next chunk."""
 
-Host = npt.NDArray[np.uint8]
-
 
 class PinnedTransport:
     """The `Transport` that copies to pinned host memory, from which MPI sends chunk by chunk. It blocks the host."""
 
-    name: Name = "pinned"
+    name: TransportName = "pinned"
     capturable = False
 
     def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:
@@ -46,7 +40,7 @@ class PinnedTransport:
         side.follow(self._into, behind)  # this stream overwrites memory that earlier work may read
         comm, streams = self._transfers.comm, (self._out, self._into)
         wait = self._transfers.begin(
-            lambda tag: _PinnedTransfer(comm, network_step, tag, self._backend, *streams, self._chunks), call
+            lambda tag: _Pinned(comm, network_step, tag, self._backend, *streams, self._chunks), call
         )
 
         def finish() -> None:
@@ -66,36 +60,19 @@ class PinnedTransport:
             self._backend.side_streams.give_back(stream)
 
 
-@dataclass
-class _Incoming:
-    rank: int
-    pointer: int
-    host: Host
-    request: MPI.Request
-
-
-@dataclass
-class _Outgoing:
-    rank: int
-    host: Host
-    tag: int
-    copied: Any
-    """A mark of the stream after the copy to the host."""
-    request: MPI.Request | None = None
-
-
 @dataclass(frozen=True)
 class _Chunks:
     """The chunks of all transfers of one transport that have to keep an order."""
 
-    outgoing: deque[_Outgoing]
-    """Chunks that MPI does not have yet. It gets them in this order, because the messages of a call have one tag."""
-    landing: deque[tuple[Any, Host]]
-    """Pinned memory that the device may still read, with marks after the copies: the pool must not reuse it before."""
+    outgoing: deque[tuple[MessageInFlight, int]]
+    """Chunks that MPI does not have yet, and their tags. MPI gets them in this order, because the messages of a call
+    have one tag."""
+    landing: deque[tuple[Any, Any]]
+    """Marks after copies, and the pinned memory that the device may read before: the pool must not reuse it."""
 
 
-class _PinnedTransfer:
-    """A `MpiTransfer` through pinned memory."""
+class _Pinned(Direct):
+    """`Direct` messages of pinned memory, in chunks. Copies bring them from the device, and to the device."""
 
     def __init__(
         self,
@@ -107,51 +84,40 @@ class _PinnedTransfer:
         into: int,
         chunks: _Chunks,
     ) -> None:
+        super().__init__(comm, NetworkStep(), tag)
         self._comm, self._backend, self._into, self._chunks = comm, backend, into, chunks
-        self._sends: list[_Outgoing] = []
         for chunk in _chunks_of(network_step.sends):
             host = backend.pinned(chunk.nbytes)
             backend.copy(host.ctypes.data, chunk.pointer, chunk.nbytes, out)
-            self._sends.append(_Outgoing(chunk.rank, host, tag, backend.side_streams.mark(out)))
-        chunks.outgoing.extend(self._sends)
-        self._receives: deque[_Incoming] = deque()
+            self._sends.append(MessageInFlight(chunk, host=host, copied=backend.side_streams.mark(out)))
+        chunks.outgoing.extend((message, tag) for message in self._sends)
         try:
             for chunk in _chunks_of(network_step.receives):
                 host = backend.pinned(chunk.nbytes)
-                request = comm.Irecv([host, MPI.BYTE], chunk.rank, tag)
-                self._receives.append(_Incoming(chunk.rank, chunk.pointer, host, request))
+                self._receives.append(MessageInFlight(chunk, comm.Irecv([host, MPI.BYTE], chunk.rank, tag), host))
         except MPI.Exception:
             self.give_up()  # the messages before the message that MPI refuses
             raise
 
     def advance(self) -> bool:
-        """Send the chunks that are in pinned memory, and copy the chunks that have arrived; see `MpiTransfer`."""
-        side, (outgoing, landing) = self._backend.side_streams, (self._chunks.outgoing, self._chunks.landing)
-        while landing and side.passed(landing[0][0]):
+        """Send the chunks that are in pinned memory, and copy the chunks that have arrived; see `Direct`."""
+        passed, outgoing, landing = self._backend.side_streams.passed, self._chunks.outgoing, self._chunks.landing
+        while landing and passed(landing[0][0]):
             landing.popleft()
-        while outgoing and side.passed(outgoing[0].copied):
-            chunk = outgoing.popleft()
-            chunk.request = self._comm.Isend([chunk.host, MPI.BYTE], chunk.rank, chunk.tag)
-        for _ in range(len(self._receives)):
-            incoming = self._receives.popleft()
-            if arrived(incoming.request, incoming.rank, incoming.host.nbytes):
-                self._backend.copy(incoming.pointer, incoming.host.ctypes.data, incoming.host.nbytes, self._into)
-                landing.append((side.mark(self._into), incoming.host))
-            else:
-                self._receives.append(incoming)
-        self._sends = [chunk for chunk in self._sends if chunk.request is None or not chunk.request.Test()]
-        return not (self._receives or self._sends)
+        while outgoing and passed(outgoing[0][0].copied):
+            message, tag = outgoing.popleft()
+            message.request = self._comm.Isend([message.host, MPI.BYTE], message.of.rank, tag)
+        return super().advance()
 
-    def receiving(self) -> set[int]:
-        return {incoming.rank for incoming in self._receives}
-
-    def sending(self) -> set[int]:
-        return {chunk.rank for chunk in self._sends}
+    def _arrived(self, message: MessageInFlight) -> bool:
+        if not super()._arrived(message):
+            return False
+        self._backend.copy(message.of.pointer, message.host.ctypes.data, message.of.nbytes, self._into)
+        self._chunks.landing.append((self._backend.side_streams.mark(self._into), message.host))
+        return True
 
     def give_up(self) -> None:
-        """Keep the requests, because MPI may still write to their memory; see `MpiTransfer`."""
-        abandoned.extend(incoming.request for incoming in self._receives)
-        abandoned.extend(chunk.request for chunk in self._sends if chunk.request is not None)
+        super().give_up()
         self._chunks.outgoing.clear()
 
 
@@ -164,7 +130,7 @@ def _chunks_of(messages: tuple[NetworkMessage, ...]) -> Iterator[NetworkMessage]
 class CudaAwareTransport:
     """The `Transport` that gives device memory to an MPI that takes device pointers. It blocks the host."""
 
-    name: Name = "mpi"
+    name: TransportName = "mpi"
     capturable = False
 
     def __init__(self, transfers: Transfers, backend: GpuBackend) -> None:

@@ -1,15 +1,20 @@
-"""Steps: the work of one rank for a collective over several peer domains. They know neither devices nor engines."""
+"""Steps: the work of one rank for a collective over several peer domains, and the interface of those who move its data.
+
+Steps know neither devices nor engines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.signature import Signature
+from mpicomm.errors import MpicommError
 from mpicomm.mpi.span import Span
 
 _ALIGNED_NBYTES = 256
@@ -47,6 +52,30 @@ class NetworkStep:
     def without_empty(self) -> NetworkStep:
         """Return the network messages that have bytes. Both ranks of a network message know its length."""
         return NetworkStep(tuple(p for p in self.sends if p.nbytes), tuple(p for p in self.receives if p.nbytes))
+
+
+TransportName = Literal["mapped", "nccl", "mpi", "pinned"]
+
+
+class Transport(Protocol):
+    """Moves network messages between device memory of different domains."""
+
+    name: TransportName
+    capturable: bool
+    """Whether CUDA graphs can hold its work; else it blocks the host, and a capture is an error."""
+
+    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
+        """Start messages after the work of ``stream``. Return a function that makes the stream wait for them.
+
+        All ranks start equally many network steps in the same order. A step may have no network messages. The function
+        does not block, or raises `CollectiveTimeoutError` or `PeerError` as `Transfers.begin` says.
+        """
+
+    def tell(self, error: MpicommError) -> None:
+        """Tell ranks of other domains why this rank has given up a call; local. See `Transfers.tell`."""
+
+    def close(self) -> None:
+        """Release the resources of the transport; its work must be over, or have failed. Local."""
 
 
 @dataclass(frozen=True)

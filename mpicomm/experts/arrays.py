@@ -1,11 +1,11 @@
-"""Arrays of a call: their memory, and new arrays of the same library."""
+"""Arrays of a call: their memory, new arrays of the same library, and those that a dispatch fills."""
 
 from __future__ import annotations
 
 import math
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,14 @@ import numpy.typing as npt
 
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
+from mpicomm.experts.shape import Shape
 from mpicomm.mpi.buffers import read
+
+ARRAYS = (
+    *("x", "scales", "counts", "offsets", "sources", "weights", "places", "targets", "tokens"),
+    *("rows", "topk_ids", "topk_weights", "token_rows", "row_count"),
+)
+INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 # The class is not frozen, because every call makes some, and a frozen object takes a microsecond more to make.
@@ -92,3 +99,107 @@ def _view(pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any
     # NumPy's array interface has no name for bfloat16.
     nbytes = math.prod(shape) * dtype.itemsize
     return array_at(pointer, nbytes, np.dtype(np.uint8), owner).view(dtype).reshape(shape)
+
+
+@dataclass
+class Received:
+    """The tokens of all ranks for the experts of this rank. ``Experts.dispatch`` makes it.
+
+    The arrays are of the library of the dispatched array, in the same place. On a GPU they are filled in stream order.
+    """
+
+    x: Any
+    """Rows: ``[capacity, hidden]``, of the dtype of the Experts or of ``wire_dtype``.
+
+    CuPy has no floats of 8 bits, so its arrays have bytes instead.
+
+    In the layout by expert each place has a row. Rows between the end of an expert and the start of the next are zero.
+    In the layout by token each token with an expert here has one row, by the number of the token, then by its rank.
+    Rows behind the last keep their old content.
+    """
+    scales: Any
+    """With ``wire_dtype`` the scales of the rows: float32 ``[capacity, hidden // 128]``; else None.
+
+    A group of 128 elements is its floats of 8 bits, multiplied by its scale.
+    """
+    counts: Any
+    """The number of places of each expert of this rank: int32.
+
+    Each slot of a token that names an expert of this rank has a place. The places of an expert follow each other: by
+    the number of the token, then by its rank, then by slot.
+    """
+    offsets: Any
+    """The first place of each expert, then the end of the last: int32, multiples of ``alignment``."""
+    sources: Any
+    """The rank, the token and the slot of each place: int32 ``[places, 3]``; -1 in places without a token.
+
+    In the layout by expert there are ``capacity`` places. In the layout by token there are as many as may be needed.
+    """
+    weights: Any
+    """The weight of each place: float32 ``[places]``; 0 in places without a token."""
+    places: Any
+    """The place of each slot of each token of each rank, or -1: int32 ``[size, max_tokens, top_k]``."""
+    targets: Any
+    """The sets of ranks and of slots with an expert of each token of this rank: int32 ``[max_tokens, 2]``.
+
+    Bit r stands for rank r, or for slot r.
+    """
+    tokens: Any
+    """The number of tokens of each rank: int32."""
+    num_tokens: int
+    """The number of tokens of this rank."""
+    on_device: bool
+    rows: Any = None
+    """In the layout by token the row of each place: int32 ``[places]``, -1 in places without a token.
+
+    A grouped product gathers its rows by it.
+    """
+    topk_ids: Any = None
+    """In the layout by token the experts of each row: int32 ``[capacity, top_k]``.
+
+    Experts count from the first expert of this rank. A slot with an expert of another rank, or with none, has -1.
+    """
+    topk_weights: Any = None
+    """In the layout by token the weights of these slots: float32 ``[capacity, top_k]``, 0 where the id is -1."""
+    token_rows: Any = None
+    """In the layout by token the row of each token of each rank, or -1: int32 ``[size, max_tokens]``."""
+    row_count: Any = None
+    """In the layout by token the number of rows: int32 ``[1]``."""
+
+    @classmethod
+    def empty(cls, shape: Shape, rank: int, like: Any, *, on_device: bool) -> Received:
+        """Return new arrays of the library of ``like``. Local."""
+
+        def new(dtype: np.dtype[Any], *dimensions: int) -> Any:
+            return new_array(like, dimensions, dtype, on_device=on_device)
+
+        experts = shape.experts_per_rank[rank]
+        of_tokens = {}
+        if shape.by_token:
+            of_tokens = {
+                "rows": new(INT32, shape.places),
+                "topk_ids": new(INT32, shape.capacity, shape.top_k),
+                "topk_weights": new(FLOAT32, shape.capacity, shape.top_k),
+                "token_rows": new(INT32, shape.size, shape.max_tokens),
+                "row_count": new(INT32, 1),
+            }
+        return cls(
+            x=new(shape.row_dtype, shape.capacity, shape.hidden),
+            scales=new(FLOAT32, shape.capacity, shape.scales) if shape.scales else None,
+            counts=new(INT32, experts),
+            offsets=new(INT32, experts + 1),
+            sources=new(INT32, shape.places, 3),
+            weights=new(FLOAT32, shape.places),
+            places=new(INT32, shape.size, shape.max_tokens, shape.top_k),
+            targets=new(INT32, shape.max_tokens, 2),
+            tokens=new(INT32, shape.size),
+            num_tokens=0,
+            on_device=on_device,
+            **of_tokens,
+        )
+
+    @cached_property
+    def pointers(self) -> dict[str, int]:
+        """The addresses of the arrays, by their names."""
+        arrays = {name: getattr(self, name) for name in ARRAYS}
+        return {name: 0 if array is None else pointer_of(array) for name, array in arrays.items()}

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.cluster.uncaught import close_after
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
-from mpicomm.experts.arrays import GivenArray, name_of, new_array, pointer_of, read_array
+from mpicomm.experts.arrays import FLOAT32, GivenArray, Received, name_of, new_array, pointer_of, read_array
 from mpicomm.experts.on_gpu import ExpertsLaunches, launches_of, require_one_domain, share_arena
 from mpicomm.experts.on_host import Combined, Dispatched, HostWay
-from mpicomm.experts.received import FLOAT32, Received
 from mpicomm.experts.shape import BY_EXPERT, BY_TOKEN, DTYPES, WIRE, Shape, checked_dtype, checked_shape
 from mpicomm.kernels.experts import PACKET_NBYTES
 from mpicomm.mpi.buffers import read
@@ -108,8 +108,8 @@ class Experts:
     def __enter__(self) -> Experts:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        close_after(error, self.close)
 
     def __reduce__(self) -> NoReturn:
         raise InvalidUsageError("an Experts object cannot be pickled: every rank creates it")
@@ -281,20 +281,16 @@ class Experts:
         kinds = (name_of(shape.dtype),) if scales is None else (WIRE, "uint8")
         if scales is not None and not shape.scales:
             raise InvalidUsageError("scales is for an Experts object with wire_dtype: leave scales out")
-        tokens = read_array(x, "x", kinds, (None, shape.hidden))
+        tokens = self._read(x, "x", kinds, (None, shape.hidden), on_device)
         count = tokens.shape[0]
         if count > shape.max_tokens:
             raise InvalidUsageError(f"x has {count} tokens, more than max_tokens={shape.max_tokens}: pass fewer")
-        ids = read_array(topk_ids, "topk_ids", _ID_TYPES, (count, shape.top_k))
+        ids = self._read(topk_ids, "topk_ids", _ID_TYPES, (count, shape.top_k), on_device)
         weights = numbers = None
         if topk_weights is not None:
-            weights = read_array(topk_weights, "topk_weights", ("float32",), (count, shape.top_k))
+            weights = self._read(topk_weights, "topk_weights", ("float32",), (count, shape.top_k), on_device)
         if scales is not None:
-            numbers = read_array(scales, "scales", ("float32",), (count, shape.scales))
-        named = ((tokens, "x"), (ids, "topk_ids"), (weights, "topk_weights"), (numbers, "scales"))
-        for array, name in named:
-            if array is not None:
-                self._require_place(array, name, on_device=on_device)
+            numbers = self._read(scales, "scales", ("float32",), (count, shape.scales), on_device)
         if out is None:
             out = Received.empty(shape, self._rank, x, on_device=on_device)
         else:
@@ -305,25 +301,33 @@ class Experts:
     def _read_rows(self, z: Any, received: Received, out: Any, dtype: Any, values: Any, *, on_device: bool) -> Combined:
         shape = self._shape
         self._require_ours(received, "received", on_device=on_device)
-        rows = read_array(z, "z", (name_of(shape.dtype),), (shape.capacity, shape.hidden))
-        self._require_place(rows, "z", on_device=on_device)
+        rows = self._read(z, "z", (name_of(shape.dtype),), (shape.capacity, shape.hidden), on_device)
         result = received.num_tokens, shape.hidden
         if out is None:
             kind = shape.dtype if dtype is None else checked_dtype(dtype, "Experts.combine")
             out = new_array(z, result, kind, on_device=on_device)
         elif dtype is not None:
             raise InvalidUsageError("out has a dtype: leave dtype out")
-        output = read_array(out, "out", DTYPES, result, writable=True)
-        self._require_place(output, "out", on_device=on_device)
+        output = self._read(out, "out", DTYPES, result, on_device, writable=True)
         if values is None:
             return Combined(rows, received, output)
         of_rows = (shape.capacity, shape.top_k) if shape.by_token else (shape.capacity,)
-        numbers = read_array(values, "values", ("float32",), of_rows)
-        self._require_place(numbers, "values", on_device=on_device)
+        numbers = self._read(values, "values", ("float32",), of_rows, on_device)
         of_slots = new_array(z, (received.num_tokens, shape.top_k), FLOAT32, on_device=on_device)
         return Combined(rows, received, output, numbers, of_slots)
 
-    def _require_place(self, matrix: GivenArray, name: str, *, on_device: bool) -> None:
+    def _read(
+        self,
+        array: Any,
+        name: str,
+        dtypes: tuple[str, ...],
+        shape: tuple[int | None, ...],
+        on_device: bool,
+        *,
+        writable: bool = False,
+    ) -> GivenArray:
+        """Read an argument as `read_array`. Raises `InvalidUsageError`, too, if it lies in the wrong place."""
+        matrix = read_array(array, name, dtypes, shape, writable=writable)
         if matrix.on_device and self._gpu is None:
             raise InvalidUsageError(
                 f'{name} is on a GPU, the communicator is on the cpu: create the communicator with device="auto"'
@@ -331,13 +335,13 @@ class Experts:
         if matrix.on_device != on_device:
             here, there = ("a GPU", "host memory") if matrix.on_device else ("host memory", "a GPU")
             raise InvalidUsageError(f"{name} is in {here}, and another array of the call in {there}: pass all in one")
-        if not on_device:
-            return
-        require_here(name, matrix.device, self._session.placement.here.device)
-        if matrix.pointer % PACKET_NBYTES and name in ("x", "scales", "z", "out"):
+        if on_device:
+            require_here(name, matrix.device, self._session.placement.here.device)
+        if on_device and matrix.pointer % PACKET_NBYTES and name in ("x", "scales", "z", "out"):
             raise InvalidUsageError(
                 f"{name} begins at address {matrix.pointer:#x}, which is no multiple of {PACKET_NBYTES}: copy it first"
             )
+        return matrix
 
     def _require_ours(self, received: Received, name: str, *, on_device: bool) -> None:
         shape = self._shape

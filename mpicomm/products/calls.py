@@ -18,15 +18,13 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.location import refuse_stream, require_here
-from mpicomm.products.scales import NO_SCALING, Scaling
-from mpicomm.recording.record import current
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 
 if TYPE_CHECKING:
     from mpicomm.products.choose import Kind, ProductWay
     from mpicomm.products.libraries import Multiply
-    from mpicomm.products.operands import Operands
+    from mpicomm.products.operands import Operands, Scaling
     from mpicomm.products.overlapped import Overlapped
 
 _MOST_CALLS = 4096
@@ -57,7 +55,7 @@ class Products:
         product: Multiply | None,
         stream: Any,
         gathered: Any = None,
-        scaling: Scaling = NO_SCALING,
+        scaling: Scaling = (None, None, None),
     ) -> Any:
         """Carry a call out, and return its result. Collective; stream-ordered on GPUs, blocking on the host."""
         from mpicomm.products.operands import read
@@ -83,8 +81,6 @@ class Products:
         return choose.describe(self._size, node.multiprocessors, node.link_speed)
 
     def _on_host(self, kind: Kind, reading: Callable[[], Operands], stream: Any) -> Any:
-        from mpicomm.products.meeting import meet
-
         calls: list[Operands] = []
         sums: list[Any] = []
 
@@ -103,8 +99,8 @@ class Products:
                 sums.append(self._partial_sums(operands))
             return operands.text
 
-        # The product comes before the meeting, because MPI would wait for a rank that fails or dies in its product.
-        meet(self._session.set_up(kind), kind, multiply_if_possible)
+        # The product comes before the comparison, because MPI would wait for a rank that fails or dies in its product.
+        self._session.set_up(kind).group.compare(kind, multiply_if_possible)
         (operands,) = calls
         self._record_one_after_the_other("on the host")
         if kind == "allgather_matmul":
@@ -194,9 +190,8 @@ class Products:
             self._reduce(operands, self._partial_sums(operands), stream)
 
     def _record_one_after_the_other(self, why: str) -> None:
-        record, channel = current(), self._session.channel
-        if record is not None and channel is not None:
-            channel.choose(record, "one after the other", why)
+        if self._session.channel is not None:
+            self._session.channel.choose("one after the other", why)
 
     def _gather_and_multiply(self, operands: Operands, stream: int | None) -> None:
         library, gathered = operands.library, operands.gathered
@@ -222,4 +217,4 @@ class Products:
         elif self._size > 1:
             run(rows.ALLREDUCE, stream, "auto", MPI.IN_PLACE, operands.out, MPI.SUM)
         if operands.bias is not None:
-            operands.library.add(operands.out, operands.bias)
+            operands.out += operands.bias

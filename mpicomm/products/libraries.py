@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -29,45 +30,8 @@ def _name_of_torch(dtype: Any) -> str:
     return str(dtype) if known is None else known.name
 
 
-class Library(Protocol):
-    """Arrays of one library: matrices, their rows, and products of them. All methods are local."""
-
-    name: str
-
-    def dtype_of(self, array: Any) -> str:
-        """Return the name of the element type, as NumPy or ml_dtypes names it."""
-
-    def device_of(self, array: Any) -> int | None:
-        """Return the ordinal of the GPU; None on the host."""
-
-    def pointer(self, array: Any) -> int:
-        """Return the address of an array."""
-
-    def contiguous(self, array: Any) -> Any:
-        """Return the array, or a copy of it in C order."""
-
-    def is_contiguous(self, array: Any) -> bool:
-        """Return whether an array is in C order."""
-
-    def empty(self, shape: tuple[int, int], like: Any) -> Any:
-        """Return a new matrix on the device of ``like``, with its element type."""
-
-    def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
-        """Return a matrix over memory of a GPU, with the device and the element type of ``like``."""
-
-    def multiply(self, a: Any, b: Any, out: Any, bias: Any) -> None:
-        """Compute ``out = a @ b + bias``; ``bias`` may be None."""
-
-    def add(self, out: Any, bias: Any) -> None:
-        """Add ``bias`` to each row of ``out``."""
-        out += bias
-
-    def current(self, stream: int) -> AbstractContextManager[Any]:
-        """Return a ``with`` block in which the library works on a stream."""
-
-
-class _OfNumpy(Library):
-    """NumPy arrays, and device arrays of CuPy, whose functions have the same names."""
+class Library:
+    """NumPy, or CuPy, whose functions have the same names: matrices, their rows, and their products. Local."""
 
     def __init__(self, module: Any, backend: GpuBackend | None = None) -> None:
         self.name: str = module.__name__
@@ -75,29 +39,37 @@ class _OfNumpy(Library):
         self._backend = backend
 
     def dtype_of(self, array: Any) -> str:
+        """Return the name of the element type, as NumPy or ml_dtypes names it."""
         return _name_of(array.dtype)
 
     def device_of(self, array: Any) -> int | None:
+        """Return the ordinal of the GPU; None on the host."""
         return None if self._backend is None else int(array.device.id)
 
     def pointer(self, array: Any) -> int:
+        """Return the address of an array."""
         return int(array.ctypes.data if self._backend is None else array.data.ptr)
 
     def contiguous(self, array: Any) -> Any:
+        """Return the array, or a copy of it in C order."""
         return self._module.ascontiguousarray(array)
 
     def is_contiguous(self, array: Any) -> bool:
+        """Return whether an array is in C order."""
         return bool(array.flags.c_contiguous)
 
     def empty(self, shape: tuple[int, int], like: Any) -> Any:
+        """Return a new matrix on the device of ``like``, with its element type."""
         return self._module.empty(shape, like.dtype)
 
     def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
+        """Return a matrix over memory of a GPU, with the device and the element type of ``like``."""
         assert self._backend is not None
         nbytes = shape[0] * shape[1] * like.dtype.itemsize
         return self._backend.view(_Memory(pointer, nbytes), shape, like.dtype)
 
     def multiply(self, a: Any, b: Any, out: Any, bias: Any) -> None:
+        """Compute ``out = a @ b + bias``; ``bias`` may be None."""
         if self._backend is None and types.is_narrow(out.dtype):
             # As GPUs do: the sums of narrow floats are in float32, and rounded once.
             total = a.astype(np.float32) @ b.astype(np.float32)
@@ -105,9 +77,10 @@ class _OfNumpy(Library):
             return
         self._module.matmul(a, b, out=out)
         if bias is not None:
-            self.add(out, bias)
+            out += bias
 
     def current(self, stream: int) -> AbstractContextManager[Any]:
+        """Return a ``with`` block in which the library works on a stream."""
         context: AbstractContextManager[Any] = cupy_stream(self._module, stream)
         return context
 
@@ -140,13 +113,8 @@ class _Memory:
         """Do nothing."""
 
 
-class _OfTorch(Library):
-    """Tensors of PyTorch, on the host and on GPUs."""
-
-    name = "torch"
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+class _Torch(Library):
+    """PyTorch, on the host and on GPUs."""
 
     def dtype_of(self, array: Any) -> str:
         return _name_of_torch(array.dtype)
@@ -164,39 +132,27 @@ class _OfTorch(Library):
         return bool(array.is_contiguous())
 
     def empty(self, shape: tuple[int, int], like: Any) -> Any:
-        return self._torch.empty(shape, dtype=like.dtype, device=like.device)
+        return self._module.empty(shape, dtype=like.dtype, device=like.device)
 
     def memory(self, pointer: int, shape: tuple[int, int], like: Any) -> Any:
         nbytes = shape[0] * shape[1] * like.element_size()
         # In bytes, because the interface has no name for the element types that NumPy lacks.
-        flat = self._torch.as_tensor(_Interface(pointer, nbytes), device=like.device)
+        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
+        flat = self._module.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=like.device)
         return flat.view(like.dtype).view(shape)
 
     def multiply(self, a: Any, b: Any, out: Any, bias: Any) -> None:
         if bias is None:
-            self._torch.mm(a, b, out=out)
+            self._module.mm(a, b, out=out)
         else:
-            self._torch.addmm(bias, a, b, out=out)
+            self._module.addmm(bias, a, b, out=out)
 
     def current(self, stream: int) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream))
+        context: AbstractContextManager[Any] = self._module.cuda.stream(self._module.cuda.ExternalStream(stream))
         return context
 
 
-class _Interface:
-    """Bytes of a GPU, as PyTorch reads them."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
-NUMPY = _OfNumpy(np)
+NUMPY = Library(np)
 
 
 def is_tensor(array: Any) -> bool:
@@ -213,12 +169,11 @@ def library_of(
     ``gpu`` opens this rank's GPU; it is None on a communicator of the host. Raises `InvalidUsageError`.
     """
     if is_tensor(array):
-        library = _OfTorch(sys.modules["torch"])
-        return library, _tensor
+        return _Torch(sys.modules["torch"]), _tensor
     if gpu is None or isinstance(array, np.ndarray) or not _is_on_device(array):
         return NUMPY, _numpy
     backend = gpu()
-    return _OfNumpy(sys.modules["cupy"], backend), backend.asarray
+    return Library(sys.modules["cupy"], backend), backend.asarray
 
 
 def _is_on_device(array: Any) -> bool:
@@ -236,6 +191,8 @@ def _tensor(array: Any, name: str) -> Any:
 
 
 def _numpy(array: Any, name: str) -> Any:
+    if type(array) is np.ndarray:
+        return array
     if is_tensor(array) or _is_on_device(array):
         raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a NumPy array: pass NumPy arrays")
     try:

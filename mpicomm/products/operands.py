@@ -1,10 +1,10 @@
-"""Operands: the matrices of a call, read and checked."""
+"""Operands: the matrices of a call, and the factors of matrices with elements of 8 bits, read and checked."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from mpicomm.devices.base import GpuBackend
@@ -12,7 +12,34 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.products.choose import Kind
 from mpicomm.products.libraries import Library, Multiply, library_of
-from mpicomm.products.scales import NO_SCALING, Scales, Scaling, read_scales
+
+_NARROW = ("float8_e4m3fn", "float8_e5m2")
+
+
+Scaling = tuple[Any, Any, Any]
+"""The arguments of a scaled product: the factors of both matrices, and the element type of the result, or None."""
+
+
+class Scales:
+    """The factors of a product of tensors. ``a`` and ``b`` are single factors, or have one for each row or column."""
+
+    def __init__(self, a: Any, b: Any, result_like: Any) -> None:
+        self.a, self.b = a, b
+        self.result_like = result_like
+        self._torch: Any = sys.modules["torch"]
+
+    def __str__(self) -> str:
+        return "scaled by rows" if self.by_rows else "scaled"
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row of the left matrix has a factor. Then the factors of a shard travel with it."""
+        return bool(self.a.ndim == 2 and self.a.shape[0] > 1)
+
+    def multiply(self, a: Any, b: Any, out: Any, bias: Any, row: int) -> None:
+        """Compute the product of some rows; ``row`` is the first of them in all rows."""
+        factors = self.a[row : row + a.shape[0]] if self.by_rows else self.a
+        self._torch._scaled_mm(a, b, scale_a=factors, scale_b=self.b, bias=bias, out_dtype=out.dtype, out=out)
 
 
 @dataclass
@@ -49,15 +76,14 @@ class Operands:
         else:
             self.product(a, self.b, out)
             if bias is not None:
-                self.library.add(out, bias)
+                out += bias
 
-    @cached_property
-    def text(self) -> str:
-        """The call in words: the facts in which all ranks agree."""
+    def __post_init__(self) -> None:
         more = "".join(f", {name}" for name in ("bias", "gathered") if getattr(self, name) is not None)
         if self.scales is not None:
             more += f", {self.scales} to {self.result_dtype}"
-        return f"{self.kind}({self.dtype}, {_shape(self.a)} @ {_shape(self.b)}{more})"
+        self.text = f"{self.kind}({self.dtype}, {_shape(self.a)} @ {_shape(self.b)}{more})"
+        """The call in words: the facts in which all ranks agree."""
 
 
 def read(
@@ -70,7 +96,7 @@ def read(
     bias: Any,
     product: Multiply | None,
     gathered: Any = None,
-    scaling: Scaling = NO_SCALING,
+    scaling: Scaling = (None, None, None),
 ) -> Operands:
     """Return the operands of a call between ``size`` ranks. Local; raises `InvalidUsageError`."""
     library, as_array = library_of(a, "a", gpu)
@@ -89,11 +115,13 @@ def read(
         )
     factor = {"allgather_matmul": rows * size, "matmul_reduce_scatter": rows // size, "matmul_allreduce": rows}
     shape = (factor[kind], int(b.shape[1]))
-    scales = read_scales(kind, library, scaling, a, b, product)
+    scales = _read_scales(kind, library, scaling, a, b, product)
     result_like = a if scales is None else scales.result_like
     result_dtype = library.dtype_of(result_like)
 
-    def further(array: Any, name: str, wanted: tuple[int, ...]) -> Any:
+    def checked(array: Any, name: str, wanted: tuple[int, ...], element: str) -> Any:
+        if array is None:
+            return None
         array = as_array(array, name)
         if tuple(array.shape) != wanted:
             raise InvalidUsageError(
@@ -101,28 +129,22 @@ def read(
             )
         if name not in ("b", "bias") and not library.is_contiguous(array):
             raise InvalidUsageError(f"{kind}: {name} of shape {_shape(array)} is not C-contiguous: pass a new array")
-        return array
-
-    if out is not None:
-        out = further(out, "out", shape)
-    if bias is not None:
-        bias = further(bias, "bias", (shape[1],))
-    if gathered is not None:
-        gathered = further(gathered, "gathered", (rows * size, inner))
-    for name, array in (("b", b), ("out", out), ("bias", bias), ("gathered", gathered)):
-        if array is None:
-            continue
-        wanted = result_dtype if name in ("out", "bias") else dtype
-        if library.dtype_of(array) != wanted:
-            whose = "a has" if wanted == dtype else "the result has"
+        if library.dtype_of(array) != element:
+            whose = "a has" if element == dtype else "the result has"
             raise InvalidUsageError(
-                f"{kind}: {name} has dtype {library.dtype_of(array)}, and {whose} {wanted}: convert {name} first"
+                f"{kind}: {name} has dtype {library.dtype_of(array)}, and {whose} {element}: convert {name} first"
             )
         if library.device_of(array) != device:
             raise InvalidUsageError(
                 f"{kind}: {name} is on {_place(library.device_of(array))}, and a is on {_place(device)}: copy {name} "
                 "there"
             )
+        return array
+
+    b = checked(b, "b", tuple(b.shape), dtype)
+    out = checked(out, "out", shape, result_dtype)
+    bias = checked(bias, "bias", (shape[1],), result_dtype)
+    gathered = checked(gathered, "gathered", (rows * size, inner), dtype)
     if out is not None and not getattr(getattr(out, "flags", None), "writeable", True):
         raise InvalidUsageError(f"{kind}: out is read-only: pass an array that can be written")
     if product is not None and not callable(product):
@@ -160,3 +182,36 @@ def _shape(array: Any) -> str:
 
 def _place(device: int | None) -> str:
     return "the host" if device is None else f"GPU {device}"
+
+
+def _read_scales(
+    kind: str, library: Library, scaling: Scaling, a: Any, b: Any, product: Multiply | None
+) -> Scales | None:
+    """Return the scales of a call; None for a product without scales. Local; raises `InvalidUsageError`."""
+    dtype = library.dtype_of(a)
+    scale_a, scale_b, out_dtype = scaling
+    if all(each is None for each in scaling):
+        if dtype in _NARROW and product is None:
+            raise InvalidUsageError(
+                f"{kind}: a has dtype {dtype}: pass scale_a and scale_b, the float32 tensors of its factors"
+            )
+        return None
+    if library.name != "torch" or dtype not in _NARROW or product is not None:
+        raise InvalidUsageError(
+            f"{kind}: scale_a, scale_b and out_dtype are for PyTorch's product of tensors with elements of 8 bits, and "
+            f"a has {dtype}: leave them out"
+        )
+    rows, columns = int(a.shape[0]), int(b.shape[1])
+    for name, scale, wanted in (("scale_a", scale_a, (rows, 1)), ("scale_b", scale_b, (1, columns))):
+        if (
+            scale is None
+            or library.dtype_of(scale) != "float32"
+            or not (scale.numel() == 1 or tuple(scale.shape) == wanted)
+        ):
+            said = "None" if scale is None else f"{library.dtype_of(scale)} of shape {tuple(scale.shape)}"
+            raise InvalidUsageError(
+                f"{kind}: {name} is {said}: pass a float32 tensor with one element, or of shape {wanted}"
+            )
+    torch: Any = sys.modules["torch"]
+    result_like = a.new_empty((0, 0), dtype=out_dtype or torch.bfloat16)
+    return Scales(scale_a, scale_b, result_like)

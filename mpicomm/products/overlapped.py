@@ -94,8 +94,12 @@ class ProductPlan:
 
     def add_bias(self, action: AddBias) -> LibraryWork:
         """Return the step that adds the bias."""
-        rows = slice(action.begin, action.begin + action.rows)
-        return self._step(lambda operands: operands.library.add(operands.out[rows], operands.bias))
+
+        def work(operands: Operands) -> None:
+            rows = operands.out[action.begin : action.begin + action.rows]
+            rows += operands.bias
+
+        return self._step(work)
 
     def _step(self, work: Callable[[Operands], None], *, in_lane: bool = False) -> LibraryWork:
         def enqueue(stream: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import Group, abandoned, did_not_arrive, process_number
+from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.process import boot_id, namespace, process_number
+from mpicomm.cluster.roll_call import abandoned, did_not_arrive
 from mpicomm.waiting import wait_until
 
 _TAG = 3  # messages of other groups of the same communicator have other tags
@@ -36,9 +37,7 @@ def now_ns() -> int:
 
 def clock_key() -> str:
     """Return a text that is the same on ranks that read one clock: ranks of one kernel and one time namespace."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = Path("/proc/self/ns/time")  # kernels before 5.6 have none
-    return f"{boot_id}/{namespace.readlink() if namespace.exists() else ''}"
+    return f"{boot_id()}/{namespace('time')}"
 
 
 def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:

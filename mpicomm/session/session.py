@@ -109,9 +109,8 @@ class Session(SetUp):
                 self._private.Free()
 
     def leave_by(self, error: BaseException) -> None:
-        """Let `close` wait up to twice as long, because peers may wait for a call that ``error`` prevents. Local."""
+        """Let `close` name ``error`` to ranks that come later, and in its own error if ranks do not come. Local."""
         reason = f"rank {self.placement.rank} left its with block by {type(error).__name__}: {error}"
-        self.awaited_elsewhere = lambda: True
         if self._groups:
             self.group.absence_reason = lambda ranks: reason
 
@@ -137,16 +136,38 @@ class Session(SetUp):
     def _meet(self, step: str) -> MpicommError | None:
         """Wait until all ranks are about to release the same things; return the error of a rank that does not come.
 
+        After a timeout of an earlier call no rank waits: ranks that have given up tell the others.
+
         Raises `PeerError` if ranks make different calls. Then nothing is released, and all ranks can go on.
         """
-        if self._groups and self.intact:
-            try:
-                self.group.barrier(step)
-            except MpicommError as error:
-                if self.intact:
-                    raise
+        if not (self._groups and self.intact):
+            return None
+        timeout = self._timeout(step)
+        if timeout is not None:
+            self.group.leave(timeout)
+            return None
+        try:
+            self.group.barrier(step)
+        except MpicommError as error:
+            if self.intact:
+                raise
+            if not self.group.is_left:
                 return error
+            log.logger.info("%s: other ranks have given up an earlier call: %s", step, error)
         return None
+
+    def _timeout(self, step: str) -> CollectiveTimeoutError | None:
+        """Return the timeout of an earlier call, if there was one. Local."""
+        self._tell_error(step)
+        if self._part is not None and isinstance(self._part.broken, CollectiveTimeoutError):
+            return self._part.broken
+        try:
+            self.backend.check()
+        except CollectiveTimeoutError as error:
+            return error
+        except MpicommError:
+            return None
+        return self.timeout_on_host()
 
     def _give_back(self, shared: Sequence[Shared], step: str, late: MpicommError | None) -> None:
         """Stop work, unmap the peers' memory, wait until all ranks have done so, free own memory; raise ``late``.

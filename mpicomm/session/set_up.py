@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, cast
 
 from mpicomm import environment, log
 from mpicomm.activity.page import CommunicatorRow, page
-from mpicomm.cluster import agreement
-from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
+from mpicomm.cluster import process
+from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
-from mpicomm.cluster.roll_call import PartRollCalls, private_copy
+from mpicomm.cluster.process import release_before_finalize, world_rank, world_size
+from mpicomm.cluster.roll_call import private_copy
+from mpicomm.cluster.uncaught import end_job_if_uncaught
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse, summed
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.recording.channel import Channel
+from mpicomm.recording.device_work import DeviceWork
 from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.suspension import Suspension
 from mpicomm.symmetric.owner import AnyShared, Shared
@@ -29,8 +32,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from typing_extensions import Self
 
-# It keeps the messages of a peer domain apart from the messages of the whole communicator.
-_DOMAIN_TAG = 2
+_DOMAIN_TAG, _PART_TAG = 2, 4  # they keep the messages of parts apart from the messages of the whole communicator
 
 _PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still accept the number
 
@@ -70,7 +72,7 @@ class SetUp:
         self._comm = comm
         self._private: MPI.Intracomm | None = None  # this session frees it
         self._groups: tuple[Group, ...] = ()  # the groups that are different objects; none before `set_up`
-        self._parts: PartRollCalls | None = None
+        self._part: Group | None = None  # the latest group of `await_ranks`
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
         self.row = CommunicatorRow()
@@ -81,11 +83,15 @@ class SetUp:
         self._freed = False
         self._suspension: Suspension | None = None
         self._is_shut = False  # freed or suspended: every call on a device array reads it
-        self._has_device = backend is not None
+        self._has_device = False
+        self.work: DeviceWork | None = None
+        """Measures the work of recorded calls on the device."""
         if backend is not None:
-            self.backend = backend
+            self._use(backend)
         self.awaited_elsewhere: Callable[[], bool] = lambda: False
         """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
+        self.timeout_on_host: Callable[[], CollectiveTimeoutError | None] = lambda: None
+        """Returns the timeout of an earlier collective on host arrays."""
         self.leaves_messages: Callable[[], bool] = lambda: False
         """Says whether messages between peer domains may be in flight that no receive takes."""
         self._left_messages = False
@@ -105,6 +111,7 @@ class SetUp:
 
         Collective; a failure raises the same error on all ranks. ``completes`` returns `RankPlace.completes`.
         """
+        end_job_if_uncaught()
         page().introduce(world_rank(), world_size())
         limit_s = environment.usable_timeout_s(timeout_s)
         private = private_copy(comm, "Communicator", limit_s)
@@ -149,11 +156,7 @@ class SetUp:
         if not self._groups:
             self._require_open(what)
             limit_s = _PATIENCE_S if patient else self.placement.here.timeout_s
-            try:
-                private = private_copy(self._comm, what, limit_s)
-            except CollectiveTimeoutError as error:
-                reason = self.calls_on_host.absence_reason(error.ranks)
-                raise CollectiveTimeoutError(f"{error}; {reason}", ranks=error.ranks) if reason else error from None
+            private = private_copy(self._comm, what, limit_s, self.calls_on_host.absence_reason)
             group = Group(private, range(private.size), limit_s)
             with _freed_on_failure(private, group), self._opened_on_all_ranks(group):
                 self._join(private, group)
@@ -164,13 +167,15 @@ class SetUp:
     def await_ranks(self, what: str, ranks: Sequence[int]) -> None:
         """Return after these ranks have called ``what``, among them this rank; at once before `set_up`.
 
-        Collective over the ranks. Raises as `PartRollCalls.take` does.
+        Collective over the ranks. Raises as `Group.exchange`. After an error that breaks a group of ranks, all later
+        calls raise, because the groups have one tag: a call could take the message of a late rank for one of its own.
         """
         if self._private is None or self.placement.rank not in ranks:
             return
-        if self._parts is None:
-            self._parts = PartRollCalls(self._private)
-        self._parts.take(ranks, what, self.group.timeout_s)
+        if self._part is not None:
+            self._part.require_whole(what)
+        self._part = self.group.subgroup(ranks, tag=_PART_TAG)
+        self._part.barrier(what)
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
@@ -246,7 +251,7 @@ class SetUp:
             self._require_open(what)
         for group in self._groups:
             # `require_whole` has these two checks, too. They save a call of it, because every known call comes here.
-            if agreement.is_forked or group.broken is not None:
+            if process.is_forked or group.broken is not None:
                 group.require_whole(what)
         self.backend.check()
 
@@ -277,8 +282,13 @@ class SetUp:
             raise InvalidUsageError(f"{what}: the communicator is suspended: call resume() on all ranks first")
 
     def _open_device(self) -> None:
-        self.backend = self.placement.create_backend()
+        self._use(self.placement.create_backend())
+
+    def _use(self, backend: HostBackend | GpuBackend) -> None:
+        self.backend = backend
         self._has_device = True
+        if self.channel is not None and not isinstance(backend, HostBackend):
+            self.work = DeviceWork(self.channel, backend)
 
     @contextlib.contextmanager
     def _opened_on_all_ranks(self, group: Group) -> Iterator[None]:

@@ -59,6 +59,7 @@ class FdExchange:
         self._rank = rank
         self._size = size
         self._listener: socket.socket | None = None
+        self._strangers = 0
         name = b"\0mpicomm-" + secrets.token_hex(16).encode()
         self.address = Address(name, secrets.token_bytes(_SECRET_NBYTES))
         if size == 1:
@@ -110,6 +111,9 @@ class FdExchange:
             received = self._swap(self._listener, others, fds, due, deadline)
         except OSError as error:
             raise HandleError(f"cannot exchange descriptors: {error.strerror}{way_out(error.errno)}") from error
+        finally:
+            if self._strangers:  # one line, because strangers may come in a flood
+                logger.warning("the descriptor exchange dropped %d messages of strangers", self._strangers)
         of_rank: dict[int, list[Descriptor]] = {rank: [] for rank in others}
         for message in due:  # in the order of the descriptors
             of_rank[message[0]] += received[message]
@@ -141,7 +145,7 @@ class FdExchange:
                 for key, _ in selector.select(min(remaining_s, _RETRY_S) if unsent else remaining_s):
                     if key.data is None:
                         # A connection that stays silent takes an entry of the selector, and delays no other connection.
-                        if connection := _accept(listener):
+                        if connection := self._accept(listener):
                             sockets.enter_context(connection)
                             selector.register(connection, selectors.EVENT_READ, connection)
                         continue
@@ -149,7 +153,7 @@ class FdExchange:
                     with key.data as connection:
                         message = self._read(connection, others, due)
                     if message is None:
-                        logger.warning("dropped a stranger's message to the descriptor exchange")
+                        self._strangers += 1
                         continue
                     (rank, number), received_fds = message
                     for fd in received_fds:
@@ -189,6 +193,23 @@ class FdExchange:
             else:
                 peer.close()
         return unsent
+
+    def _accept(self, listener: socket.socket) -> socket.socket | None:
+        """Return the next connection, or None if another user has made it: this closes it unread.
+
+        The swap takes one connection at a time, and reads and closes the connections of a flood as they come. So the
+        flood cannot use up all descriptors.
+        """
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return None
+        if _same_user(connection):
+            connection.setblocking(False)
+            return connection
+        connection.close()
+        self._strangers += 1
+        return None
 
     def _read(
         self, connection: socket.socket, others: Mapping[int, Address], due: Mapping[_Message, int]
@@ -247,24 +268,6 @@ def _not_sent_in_time(targets: Mapping[_Message, _Target]) -> str:
         reason = f"{os.strerror(errno.ETOOMANYREFS)}{way_out(errno.ETOOMANYREFS)}"
         return f"cannot send a descriptor to local ranks {ranks} in time: {reason}"
     return f"the sockets of local ranks {ranks} accepted no connection in time"
-
-
-def _accept(listener: socket.socket) -> socket.socket | None:
-    """Return the next connection, or None if another user has made it: this closes it unread.
-
-    The swap takes one connection at a time, and reads and closes the connections of a flood as they come. So the flood
-    cannot use up all descriptors.
-    """
-    try:
-        connection, _ = listener.accept()
-    except BlockingIOError:
-        return None
-    if _same_user(connection):
-        connection.setblocking(False)
-        return connection
-    connection.close()
-    logger.warning("dropped another user's connection to the descriptor exchange")
-    return None
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:

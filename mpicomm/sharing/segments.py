@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend, Segment, VirtualMemory
-from mpicomm.devices.handle import Exported
-from mpicomm.errors import MpicommError
-from mpicomm.sharing.handle_exchange import HandleExchange
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import SEALED_KINDS, Exported, MemoryHandle
+from mpicomm.devices.host_memory import require_sealed
+from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
+from mpicomm.sharing.fd_exchange import Address, FdExchange
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,11 @@ class SharedSegments:
         If the ranks made different calls, they do not meet. A rank that a Ctrl-C has taken out of the call does not
         come, and each further meeting would fail a later call of that rank.
         """
-        if self.node.are_apart:
+        with contextlib.suppress(MpicommError):
+            if not self.node.are_apart:
+                self.close(step)  # if the group is broken, its barrier fails at once
             self.close_peers()
             self.close_own()
-            return
-        with contextlib.suppress(MpicommError):  # the group is broken, so its barrier fails at once
-            self.close(step)
 
     @property
     def peers(self) -> list[int]:
@@ -125,19 +126,11 @@ def share(
         (parts,) = memories
         segments[index] = backend.open(parts)
 
-    with HandleExchange(node, what) as exchange:
-        try:
-            exchange.offer(export)
-        except Exception:
-            # No peer has opened the segment yet. No barrier, because ranks that made another call do not come to it.
-            with contextlib.suppress(MpicommError):
-                shared.close_own()
-            raise
-        try:
-            exchange.open(open_peer, sealed=sealed)
-        except Exception:
-            shared.undo(f"{what}: undo")
-            raise
+    try:
+        _exchange(node, what, export, open_peer, sealed=sealed)
+    except Exception:
+        shared.undo(f"{what}: undo")
+        raise
     return shared
 
 
@@ -151,6 +144,87 @@ def reopen(node: Group, backend: Backend, what: str, memories: Sequence[SharedSe
         for shared, parts in zip(memories, exported, strict=True):
             shared.virtual(index).reopen(parts)
 
-    with HandleExchange(node, what) as exchange:
-        exchange.offer(lambda: (len(memories), (backend.export(shared.own) for shared in memories)))
-        exchange.open(open_peer, sealed=True)
+    _exchange(node, what, lambda: (len(memories), (backend.export(shared.own) for shared in memories)), open_peer)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """The description of a rank's memories for the other ranks."""
+
+    signature: Hashable
+    handles: tuple[tuple[MemoryHandle, ...], ...]
+    """The handles of each memory."""
+    descriptors: int
+    address: Address | None  # for the exchange of descriptors, if the memories have any
+
+
+def _exchange(
+    node: Group,
+    what: str,
+    export: Callable[[], tuple[Hashable, Iterable[Exported]]],
+    open_peer: Callable[[int, list[Exported]], None],
+    *,
+    sealed: bool = True,
+) -> None:
+    """Call ``open_peer`` with the index of each other rank and the parts of its memories. Collective, blocking.
+
+    ``export`` returns a signature, which has to be the same on all ranks, and the parts of each memory. A failure on
+    any rank raises the same error on all ranks, and no rank opens memory before all have exported theirs. All
+    descriptors and sockets are closed at the end.
+    """
+    swaps: list[FdExchange] = []
+    own_fds: list[Descriptor] = []
+
+    def listen() -> Address:
+        if not swaps:
+            swaps.append(temporary.enter_context(FdExchange(node.rank, node.size)))
+        return swaps[0].address
+
+    def offer() -> _Offer:
+        signature, memories = export()
+        handles: list[tuple[MemoryHandle, ...]] = []
+        for parts in memories:  # the next memory may fail, so the descriptors of this memory get their owner first
+            for _, fd in parts:
+                if fd is not None:
+                    own_fds.append(fd)
+                    temporary.callback(fd.close)
+            handles.append(tuple(handle for handle, _ in parts))
+        return _Offer(signature, tuple(handles), len(own_fds), listen() if own_fds else None)
+
+    def open_all() -> None:
+        received: dict[int, list[Descriptor]] = {}
+        if swaps:
+            counts = [offer.descriptors for offer in offers]
+            # Half the deadline, so that the ranks have time to agree that a descriptor has not come.
+            received = swaps[0].swap(addresses, own_fds, counts, node.timeout_s / 2)
+            for fd in (fd for fds in received.values() for fd in fds):
+                temporary.callback(fd.close)
+        for index, offer in enumerate(offers):
+            if index != node.rank:
+                try:
+                    open_peer(index, _with_descriptors(offer.handles, received.get(index, []), sealed))
+                except HandleError as error:
+                    raise HandleError(f"memory of rank {node.ranks[index]}: {error}") from error
+
+    with contextlib.ExitStack() as temporary:
+        offers = node.exchange(f"{what}: allocate and export", offer)
+        if len({offer.signature for offer in offers}) > 1:
+            said = ", ".join(f"{each.signature} on rank {rank}" for rank, each in zip(node.ranks, offers, strict=True))
+            raise InvalidUsageError(f"{what}: the ranks differ: {said}; a symmetric array is the same on all")
+        addresses = [offer.address for offer in offers if offer.address]
+        if 0 < len(addresses) < node.size:  # ranks have memory of different kinds
+            addresses = node.exchange(f"{what}: exchange descriptors", listen)
+        node.agree(f"{what}: open", open_all)
+
+
+def _with_descriptors(handles: Sequence[Sequence[MemoryHandle]], fds: list[Descriptor], sealed: bool) -> list[Exported]:
+    """Return the parts of each memory, each with the next descriptor if its handle has one."""
+    descriptors = iter(fds)
+
+    def part(handle: MemoryHandle) -> tuple[MemoryHandle, Descriptor | None]:
+        descriptor = next(descriptors, None) if handle.has_descriptor else None
+        if sealed and descriptor is not None and handle.kind in SEALED_KINDS:
+            require_sealed(descriptor)
+        return handle, descriptor
+
+    return [tuple(map(part, each)) for each in handles]

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.cluster.uncaught import close_after
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.sharing.segments import SharedSegments
@@ -63,8 +64,8 @@ class SymmetricArray:
     def __enter__(self) -> SymmetricArray:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        close_after(error, self.close)
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.local.__dlpack__(**options)

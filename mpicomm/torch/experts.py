@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.experts.arrays import Received
 from mpicomm.experts.experts import Experts
-from mpicomm.experts.received import Received
 from mpicomm.experts.shape import BY_TOKEN
 
 _ROWS_AT_ONCE = 4096  # of a product in float32, which is larger than its factors

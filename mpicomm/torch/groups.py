@@ -10,7 +10,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.cluster.agreement import Group, node_key
+from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.process import node_key
 from mpicomm.cluster.roll_call import private_copy
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.process_group import ProcessGroup

@@ -19,28 +19,29 @@ def wait_for_all(
     """Wait until all ranks have come to ``step``. Raise `GroupTimeoutError`. Collective, with its own store.
 
     Rank 0 names the first missing rank, or all with ``name_all``. The other ranks get its error, and a late rank gets
-    it, too. The errors begin like gloo's, because programs look for these words.
+    it, too. If rank 0 is late, it gets the error of the others. The errors begin like gloo's, because programs look for
+    these words.
     """
+    result: tuple[str, list[int]] = "", []
     if rank == 0:
-        agreed_error, missing = _roll_call(store, size, timeout_s, name_all=name_all, step=step)
-        store.set("agreed_error", json.dumps([agreed_error, missing]))
-        if agreed_error:
-            raise GroupTimeoutError(agreed_error, ranks=missing)
-        return
-    store.set(str(rank), "")
-    came = f"Rank {rank} successfully reached {step}"
-    came += ", but received errors while waiting for send/recv from rank 0"
-    # Rank 0 may come up to `timeout_s` after this rank. It writes the agreed error at most `timeout_s` later.
-    if not _comes(store, "agreed_error", 2 * timeout_s):
-        raise GroupTimeoutError(f"{came}: it did not come within {2 * timeout_s:g} s", ranks=[0])
-    agreed_error, missing = json.loads(store.get("agreed_error"))
-    if agreed_error:
-        raise GroupTimeoutError(f"{came}: {agreed_error}", ranks=missing)
+        result = _roll_call(store, size, timeout_s, name_all=name_all, step=step)
+    else:
+        store.set(str(rank), "")
+        # Rank 0 may come up to `timeout_s` after this rank. It writes the result at most `timeout_s` later.
+        if not _comes(store, "result", 2 * timeout_s):
+            result = f"rank 0 did not come within {2 * timeout_s:g} s", [0]
+    # The first result that is written holds for all ranks. So rank 0 does not pass after another rank has given up.
+    text, missing = json.loads(store.compare_set("result", "", json.dumps(result)))
+    if text and rank:
+        reached = f"Rank {rank} successfully reached {step}"
+        text = f"{reached}, but received errors while waiting for send/recv from rank 0: {text}"
+    if text:
+        raise GroupTimeoutError(text, ranks=missing)
 
 
 def forget(store: c10d.Store, size: int) -> None:
     """Delete the keys of a barrier that all ranks have left. Local."""
-    for key in ("agreed_error", *map(str, range(1, size))):
+    for key in ("result", *map(str, range(1, size))):
         store.delete_key(key)
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from mpicomm.cluster.agreement import Group, node_key
+from mpicomm.cluster.agreement import Group
+from mpicomm.cluster.process import node_key
 from mpicomm.cluster.roll_call import private_copy
 from mpicomm.errors import InvalidUsageError
 

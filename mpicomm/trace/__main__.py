@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpicomm.activity.reading import printable
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.recording.event_names import DEVICE
 from mpicomm.trace.alignment import Clock, clocks_of
@@ -44,8 +45,9 @@ def _merge(paths: list[Path], output: Path) -> None:
     merged = {"traceEvents": [*events, *flows(waits)], "displayTimeUnit": "ns"}
     try:
         output.write_text(json.dumps(merged), encoding="utf-8")
-    except OSError as error:
-        raise InvalidUsageError(f"-o {output} cannot be written: {error.strerror}") from None
+    except (OSError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidUsageError(f"-o {output} cannot be written: {reason}: name another file") from None
     count = sum(event["ph"] == "X" and event["cat"] != DEVICE for event in events)
     said = f"{output}: {count} calls of {name_ranks([trace.rank for trace in traces])}; open it in ui.perfetto.dev\n"
     sys.stdout.write(said)
@@ -92,10 +94,10 @@ def _print(pairs: Sequence[Sum]) -> None:
     table.add_column("in")
     for pair in pairs:
         longest, facts = pair.longest, pair.longest.event["args"]
-        call = f"{longest.operation} number {facts['number']} of communicator {facts['comm']}"
+        call = printable(f"{longest.operation} number {facts['number']} of communicator {facts['comm']}")
         cells = (f"{pair.total_us / 1000:.3f}", f"{longest.waited_us / 1000:.3f}", call)
         table.add_row(str(pair.rank), str(pair.late), str(pair.calls), *cells)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140).print(table)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, markup=False, emoji=False).print(table)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def main() -> int:
 def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
     path = output or tuning_file.default_file(device)
     if path is None:
-        raise InvalidUsageError("there is no home directory to keep the table in: name a file with --output")
+        raise InvalidUsageError("this user has no cache directory to keep the table in: name a file with --output")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         arguments.output_file(str(path))

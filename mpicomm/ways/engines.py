@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.order_watch import OrderWatch
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.selection import OneNode
@@ -40,15 +39,21 @@ class Engines:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.channel = session.channel
+        """It takes the records of calls, if the communicator records."""
         self._call_logs: dict[Group, CallLog] = {}
         self._host: HostEngine | None = None
         self._host_domains: HostDomains | None = None
         self.gpu: PlanCache | None = None
         """The engine for device arrays, after a call has needed it. Every known call reads this public field."""
         self._internode: InternodeEngine | None = None
-        self._order_watch: OrderWatch | None = None
         self._transfers: list[Transfers] = []
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
+
+    @property
+    def on_one_node(self) -> bool:
+        """Whether all ranks are on one node."""
+        return len(self._session.placement.nodes) == 1
 
     @cached_property
     def _layout(self) -> DomainLayout:
@@ -91,6 +96,7 @@ class Engines:
                 call_log = self._shared_call_log(session, session.node)
                 beside_gpus = isinstance(session.backend.device, int)
                 self._host = session.keep(HostEngine(session.node, call_log, beside_gpus=beside_gpus))
+                session.timeout_on_host = self._timeout_on_host
             except CollectiveTimeoutError as error:
                 text = str(error).removeprefix(f"{operation}: ")
                 raise CollectiveTimeoutError(
@@ -101,7 +107,7 @@ class Engines:
 
     def of_hosts(self, operation: str) -> OneNode | HostDomains:
         """Return the engine for host arrays of all ranks. Collective the first time, else local."""
-        if len(self._session.placement.nodes) == 1:
+        if self.on_one_node:
             return OneNode(self.on_host(operation), len(self._session.placement.places))
         if self._host_domains is None:
             session = self._session.set_up(operation)
@@ -138,7 +144,10 @@ class Engines:
                     engine = DeviceEngine(session.domain, backend, session.kind, call_log, on_a_device, most_nbytes)
                 return session.keep(engine)
 
-            self.gpu = PlanCache(session, make() if len(self._layout.domains) == 1 else self._of_domains(session, make))
+            engine = make() if len(self._layout.domains) == 1 else self._of_domains(session, make)
+            if session.work is not None:
+                session.work.watch(engine)
+            self.gpu = PlanCache(session, engine)
         return self.gpu
 
     def _of_domains(self, session: Session, make: Callable[[], DeviceEngine]) -> DomainsEngine:
@@ -172,10 +181,8 @@ class Engines:
 
     def _shared_call_log(self, session: Session, group: Group) -> CallLog:
         if group not in self._call_logs:
-            self._call_logs[group] = session.keep(CallLog(group, session.row, session.calls_on_host.of))
-            here, several = session.placement.here, len(session.placement.node_ranks) > 1
-            if self._order_watch is None and isinstance(here.device, int) and several:
-                self._order_watch = OrderWatch(session.placement, session.row, here.timeout_s)
+            index = int(group is not session.domain)
+            self._call_logs[group] = session.keep(CallLog(group, session.row, index, session.calls_on_host.of))
             session.awaited_elsewhere = self._awaited_elsewhere
             session.group.absence_reason = session.node.absence_reason = session.domain.absence_reason = (
                 self._absence_reason
@@ -184,6 +191,10 @@ class Engines:
 
     def _awaited_elsewhere(self) -> bool:
         return any(call_log.ahead() for call_log in self._call_logs.values())
+
+    def _timeout_on_host(self) -> CollectiveTimeoutError | None:
+        error = self._host and self._host.broken
+        return error if isinstance(error, CollectiveTimeoutError) else None
 
     def _absence_reason(self, ranks: Sequence[int]) -> str:
         """Return why ranks that still run may not come to an exchange, and the way out; local."""

@@ -22,8 +22,8 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
         "programs that use the package",
         [["tune"], ["__main__", "ring", "info", "doctor", "bench", "p2p", "trace"], ["cli"]],
     ),
-    ("Interface", "methods as in mpi4py, PyTorch", [["torch", "install"], ["experts"], ["api"], ["observation"]]),
-    ("Calls", "read a call, choose its way", [["messages", "windows", "products"], ["ways"]]),
+    ("Interface", "methods as in mpi4py, PyTorch", [["torch", "install"], ["experts"], ["api"]]),
+    ("Calls", "read a call, choose its way", [["products"], ["ways", "messages", "windows", "observation"]]),
     (
         "Engines",
         "carry a collective out",
@@ -32,7 +32,7 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
     ("One communicator", "its memory and its teardown", [["session"], ["symmetric"], ["sharing"]]),
     ("The ranks", "agree, and compare clocks", [["recording"], ["cluster"]]),
     ("MPI's side", "buffers, types, requests", [["epilogues"], ["mpi"]]),
-    ("Devices", "memory, streams, kernels", [["devices.cuda"], ["devices", "activity"], ["kernels"]]),
+    ("Devices", "memory, streams, kernels", [["devices.cuda", "activity"], ["devices"], ["kernels"]]),
     (
         "Ground",
         "words, settings, waits",

@@ -20,11 +20,11 @@ def backend(no_leaks: None) -> HostBackend:
 
 
 @pytest.fixture
-def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The log lines of exchanges about strangers."""
-    lines: list[str] = []
-    monkeypatch.setattr(logger, "warning", lines.append)
-    return lines
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of messages of strangers in the log lines of exchanges."""
+    counts: list[int] = []
+    monkeypatch.setattr(logger, "warning", lambda text, count: counts.append(count))
+    return counts
 
 
 @pytest.fixture

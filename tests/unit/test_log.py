@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mpicomm import InvalidUsageError
+from mpicomm.log import open_file
+
 ROOT = Path(__file__).parents[2]
 
 LOG = """
@@ -74,6 +77,19 @@ except InvalidUsageError as error:
     _, said = run(code, MPICOMM_DEBUG_FILE=f"{tmp_path}/none/%r.log")
     reason = "No such file or directory: name a file that this user can write"
     assert said == f"MPICOMM_DEBUG_FILE='{tmp_path}/none/3.log' cannot be opened: {reason}"
+
+
+@pytest.mark.needs_root
+def test_no_file_is_written_through_a_link_of_another_user(tmp_path: Path) -> None:
+    target, link, own = tmp_path / "target", tmp_path / "link", tmp_path / "own"
+    for each in (link, own):
+        each.symlink_to(target)
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(InvalidUsageError, match="symbolic link of another user"):
+        open_file("MPICOMM_DEBUG_FILE", str(link), "a")
+    assert not target.exists()
+    open_file("MPICOMM_DEBUG_FILE", str(own), "w").close()
+    assert target.exists()
 
 
 def test_a_handler_of_the_program_gets_the_records_and_nothing_is_written_twice(tmp_path: Path) -> None:

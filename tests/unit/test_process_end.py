@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import pytest
 
 from tests.helpers.faults.leaks import NOT_MADE_HERE
-from tests.helpers.jobs.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import environment, mpiexec_command, run_job
 from tests.helpers.jobs.pace import HANG_S, stretched
 
 PRELUDE = """
@@ -108,6 +109,43 @@ if comm.rank == {rank}:
 array.wait_signal({rank})
 """
     require_end(code, 1, "-m", "mpi4py", said="ValueError: the cause")
+
+
+@pytest.mark.parametrize(
+    ("rank", "block", "runner"),
+    [
+        (0, "comm", ()),
+        (1, "mpicomm.Communicator(timeout_s=0.5), array", ()),
+        (1, "child, comm.zeros(4)", ("-m", "mpi4py")),
+    ],
+)
+def test_exception_of_one_rank_in_a_with_block_ends_the_job(rank: int, block: str, runner: tuple[str, ...]) -> None:
+    code = f"""
+comm._session.hasten(0.5)
+child._session.hasten(0.5)
+with {block}:
+    if comm.rank == {rank}:
+        raise ValueError("the cause")
+    comm.Allreduce(np.ones(8), np.empty(8))
+"""
+    require_end(code, 1, *runner, said="ValueError: the cause")
+
+
+def test_the_traceback_comes_before_a_long_wait() -> None:
+    code = """
+with comm:
+    if comm.rank == 1:
+        raise ValueError("the cause")
+    time.sleep(60)
+"""
+    command = mpiexec_command(2, "-c", PRELUDE + code)
+    with subprocess.Popen(
+        command, env=environment(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stderr is not None
+        said = [next(job.stderr) for _ in range(5)]
+        job.kill()
+    assert "waits for the others at the end of a with block" in said[0] and "the cause" in "".join(said), said
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.bench.machine import Machine
-from mpicomm.experts.received import Received
+from mpicomm.experts.arrays import Received
 
 
 class Routes:

@@ -36,7 +36,7 @@ def find(device_name: str, link_gb_s: Callable[[], float | None]) -> Tuning:
 
 
 def default_file(device_name: str) -> Path | None:
-    """Return the file for GPUs of this name; None for a user without a home directory."""
+    """Return the file for GPUs of this name; None without a cache directory."""
     directory = environment.cache_directory()
     slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
     return directory / f"tuning-{slug}.json" if directory is not None else None

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.cluster.agreement import Group, require_own_process
+from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.calls_on_host import on_host, way_out
+from mpicomm.cluster.process import require_own_process
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.channels import Channels, DifferentCall, DifferentSize, GivenUp, LateRank

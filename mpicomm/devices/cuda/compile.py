@@ -120,7 +120,6 @@ def _store(path: Path, image: bytes) -> None:
     # Ranks compile at the same time. Each rank writes a temporary file and renames it, so no rank reads half a file. If
     # the directory cannot be written, the only loss is that every start compiles again.
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
         fd, temporary = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(fd, "wb") as file:

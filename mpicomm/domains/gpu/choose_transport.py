@@ -14,7 +14,7 @@ from mpicomm.domains.gpu.nccl_transport import NcclTransport, require_possible
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import Transfers
 from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
-from mpicomm.domains.transport import Transport
+from mpicomm.domains.steps import Transport
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.log import logger
 

@@ -8,15 +8,14 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.steps import NetworkStep
-from mpicomm.domains.transport import Name
+from mpicomm.domains.steps import NetworkStep, TransportName
 from mpicomm.errors import MpicommError
 
 
 class MappedTransport:
     """The `Transport` for ranks of one node, which map each other's memory. Construction is local."""
 
-    name: Name = "mapped"
+    name: TransportName = "mapped"
     capturable = True
 
     def __init__(self, channels: MappedChannels, backend: GpuBackend) -> None:

@@ -16,8 +16,7 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda import nccl
 from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.devices.cuda.events import LocalEvent
-from mpicomm.domains.steps import NetworkMessage, NetworkStep
-from mpicomm.domains.transport import Name
+from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 
 T = TypeVar("T")
@@ -46,7 +45,7 @@ class NcclTransport:
     them only NCCL's report of a peer that is gone ends the wait.
     """
 
-    name: Name = "nccl"
+    name: TransportName = "nccl"
     capturable = True
 
     def __init__(

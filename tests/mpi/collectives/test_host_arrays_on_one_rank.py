@@ -130,7 +130,7 @@ def test_a_rank_in_a_call_on_the_host_is_named_in_the_set_up(device: str) -> Non
             with pytest.raises(CollectiveTimeoutError, match="rank 0 did not arrive"):
                 comm.Bcast(make(np.ones(3)))
         else:
-            text = f"rank 0 did not arrive .*; rank 0 is in Bcast on the host, or has left it; {WAY_OUT}"
+            text = f"rank 0 did not arrive .*: rank 0 is in Bcast on the host, or has left it; {WAY_OUT}"
             with pytest.raises(CollectiveTimeoutError, match=text):
                 comm.Bcast(make(np.ones(3)))
             WORLD.Barrier()

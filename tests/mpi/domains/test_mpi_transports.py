@@ -15,8 +15,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.domains.mpi_transfers import Direct, NetworkWaits, Transfers
 from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
-from mpicomm.domains.steps import NetworkMessage, NetworkStep
-from mpicomm.domains.transport import Transport
+from mpicomm.domains.steps import NetworkMessage, NetworkStep, Transport
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
 

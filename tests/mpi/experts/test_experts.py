@@ -123,6 +123,26 @@ def test_tokens_of_one_rank_go_to_all(comm: mpicomm.Communicator, xp: Any) -> No
         assert (to_host(y) == comm.size * to_host(x)).all()
 
 
+@pytest.mark.parametrize("layout", ["experts", "tokens"])
+@pytest.mark.parametrize("wire", [None, WIRE])
+@pytest.mark.parametrize("empty", ["last", "all"])
+def test_ranks_without_tokens_take_part(
+    comm: mpicomm.Communicator, xp: Any, layout: str, wire: str | None, empty: str
+) -> None:
+    if wire:
+        pytest.importorskip("ml_dtypes")
+    tokens = 0 if empty == "all" or comm.rank == comm.size - 1 else 3
+    counts = [2, *[0] * (comm.size - 1)]
+    with Experts(comm, counts, 512, 3, 2, "float32", layout=layout, wire_dtype=wire) as experts:
+        received = experts.dispatch(xp.ones((tokens, 512), "float32"), xp.zeros((tokens, 2), "int64"))
+        sums = experts.combine(xp.ones((experts.capacity, 512), "float32"), received, weighted=False)
+        comm.check()
+        expected = 0 if comm.rank or empty == "all" else 6 * (comm.size - 1)
+        assert to_host(received.counts).tolist() == [expected, 0][: counts[comm.rank]]
+        assert (to_host(sums) == (2 if layout == "experts" else 1)).all()
+        assert sums.shape == (tokens, 512)
+
+
 def test_memory_is_described_and_given_back(comm: mpicomm.Communicator) -> None:
     def nbytes() -> int:
         return sum(each.device_nbytes for each in comm.describe().memory if each.purpose == "experts")

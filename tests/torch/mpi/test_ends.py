@@ -33,9 +33,12 @@ def test_a_rank_that_does_not_come_makes_a_runtime_error(world: dist.ProcessGrou
     dist.destroy_process_group(group)
 
 
-@pytest.mark.skipif(
+REFUSED_BY_OLD_PYTORCH = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12), reason="this PyTorch refuses all backends but gloo"
 )
+
+
+@REFUSED_BY_OLD_PYTORCH
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 def test_a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable(
     world: dist.ProcessGroup, wait_all_ranks: bool
@@ -66,6 +69,19 @@ def test_a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable(
         dist.monitored_barrier(group, timedelta(seconds=10))
         dist.barrier(group)
     assert rank or group.get_group_store().num_keys() <= kept + 1  # rank 0 deletes them
+    dist.destroy_process_group(group)
+
+
+@REFUSED_BY_OLD_PYTORCH
+def test_rank_0_that_comes_late_to_a_monitored_barrier_raises_as_the_others_did(world: dist.ProcessGroup) -> None:
+    group = dist.new_group()
+    if dist.get_rank() == 0:
+        dist.barrier()
+    with pytest.raises(RuntimeError, match=r"rank 0 did not come within 0\.4 s"):
+        dist.monitored_barrier(group, timedelta(seconds=0.2))
+    if dist.get_rank() != 0:
+        dist.barrier()
+    dist.monitored_barrier(group, timedelta(seconds=10))
     dist.destroy_process_group(group)
 
 

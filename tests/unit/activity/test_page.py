@@ -6,11 +6,13 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from mpicomm.activity import layout
-from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, begin_by_mpi, page
+from mpicomm.activity import page as activity_page
+from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, begin_by_mpi, by_mpi, page, text_of
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import (
     Activity,
@@ -50,19 +52,19 @@ def test_calls_have_numbers_and_texts() -> None:
     row = opened([Member("host", 1, 41), Member("host", 2, 42), Member("other", 1, 50)], 1)
     before = of("ranks 41-42,50")
     assert (before.rank, before.size, before.node_ranks, before.made, before.last) == (1, 3, (1,), 0, "")
-    row.post("Allreduce(float32)")
+    row.logs[0].post("Allreduce(float32)")
     posted = of("ranks 41-42,50")
     assert (posted.made, posted.last, posted.since_ns is not None) == (1, "Allreduce(float32)", True)
     for count in (5, 6):
-        row.post(f"Scan(int8, count={layout.COUNT_IN_TEXT}, op=sum)", count)
+        row.logs[0].post(f"Scan(int8, count={layout.COUNT_IN_TEXT}, op=sum)", count)
         assert of("ranks 41-42,50").last == f"Scan(int8, count={count}, op=sum)"
     text = f"Bcast(count={layout.COUNT_IN_TEXT}), into byte {layout.OFFSET_IN_TEXT}"
     for offset in (9, 0):
-        row.post(text, 5, offset)
+        row.logs[0].post(text, 5, offset)
         assert of("ranks 41-42,50").last == f"Bcast(count=5), into byte {offset}"
-    begin_by_mpi(row.words, layout.by_mpi("Bcast"))
-    by_mpi = of("ranks 41-42,50")
-    assert (by_mpi.made, by_mpi.last, by_mpi.since_ns) == (6, "Bcast", None)
+    begin_by_mpi(row.words, by_mpi("Bcast"))
+    last = of("ranks 41-42,50")
+    assert (last.made, last.last, last.since_ns) == (6, "Bcast", None)
     row.close()
     assert "ranks 41-42,50" not in {calls.name for calls in read().communicators}
 
@@ -74,7 +76,7 @@ def test_windows_have_rows_of_their_own() -> None:
     communicator.open(heading)
     row.open(heading.of_windows())
     assert of("ranks 61-62").key != of("window of ranks 61-62").key
-    row.post("Win.Fence")
+    row.logs[0].post("Win.Fence")
     posted = of("window of ranks 61-62")
     assert (posted.made, posted.last, of("ranks 61-62").completed) == (1, "Win.Fence", b"")
     for times, counts in ((255, layout.POSTED), (258, layout.COMPLETED)):
@@ -88,18 +90,31 @@ def test_windows_have_rows_of_their_own() -> None:
 
 def test_a_call_by_mpi_leaves_the_last_other_call() -> None:
     row = opened([Member("host", 1, 63)])
-    begin_by_mpi(row.words, layout.by_mpi("Barrier"))
+    begin_by_mpi(row.words, by_mpi("Barrier"))
     assert of("rank 63").last_post == ""
-    row.post(f"Bcast(count={layout.COUNT_IN_TEXT})", 3)
-    begin_by_mpi(row.words, layout.by_mpi("Barrier"))
+    row.logs[0].post(f"Bcast(count={layout.COUNT_IN_TEXT})", 3)
+    begin_by_mpi(row.words, by_mpi("Barrier"))
     found = calls_of(os.getpid(), of("rank 63").key)
     assert found == of("rank 63")
     assert (found.made, found.by_mpi, found.last, found.last_post) == (3, 2, "Barrier", "Bcast(count=3)")
     assert calls_of(os.getpid(), 1) is None and calls_of(1 << 30, found.key) is None
 
 
-def test_all_collectives_have_numbers() -> None:
-    assert set(OPERATIONS) <= set(layout.BY_MPI)
+def test_calls_by_mpi_of_any_name_are_shown() -> None:
+    row = opened([Member("host", 1, 64)])
+    for name in (*OPERATIONS, "Unheard_of"):
+        begin_by_mpi(row.words, by_mpi(name))
+        assert of("rank 64").last == name
+
+
+def test_the_last_call_is_that_of_the_log_that_was_used_last() -> None:
+    row = opened([Member("host", 1, 65)])
+    for index, text in ((1, "in the node"), (0, "in the domain"), (0, "in the domain"), (1, "again")):
+        row.logs[index].post(text)
+        found = of("rank 65")
+        assert (found.last, found.last_post) == (text, text)
+    begin_by_mpi(row.words, by_mpi("Bcast"))
+    assert (of("rank 65").made, of("rank 65").last_post) == (5, "again")
 
 
 def test_messages_that_go_on() -> None:
@@ -135,7 +150,7 @@ def test_a_row_is_given_back_when_nothing_refers_to_it() -> None:
     for _ in range(3 * layout.ROWS):
         row = opened([Member("host", 1, 47)])
     name = f"rank 47 #{3 * layout.ROWS}"
-    row.post("Barrier")
+    row.logs[0].post("Barrier")
     assert of(name).last == "Barrier"
     del row
     gc.collect()
@@ -145,22 +160,62 @@ def test_a_row_is_given_back_when_nothing_refers_to_it() -> None:
 def test_more_communicators_than_rows_are_not_shown_and_do_no_harm() -> None:
     rows = [opened([Member("host", 1, 48)]) for _ in range(layout.ROWS + 5)]
     for row in rows:
-        row.post("Barrier")
+        row.logs[0].post("Barrier")
     assert len(read().communicators) == layout.ROWS
-    del rows
+    shared, words = rows[-1].logs[0].shared(), rows[-1].logs[0].words
+    assert shared.content is not None and shared.content[: layout.LOG_NBYTES].tobytes() == words.tobytes()
+    shared.close()
+    del rows, words
 
 
 def test_texts_that_others_have_taken_the_place_of_are_not_shown() -> None:
     idle, busy = opened([Member("host", 1, 49)]), opened([Member("host", 1, 60)])
-    idle.post("Scan(int8)")
-    long = "x" * 1000
-    for number in range(3 * layout.TEXTS_NBYTES // len(long)):
-        busy.post(f"{long} {number}")
-        assert of("rank 60").last == f"{long} {number}"
+    idle.logs[0].post("Scan(int8)")
+    for number in range(3 * layout.TEXTS):
+        busy.logs[0].post(f"{number} {'x' * 2000}")
+        assert of("rank 60").last == f"{number} {'x' * 2000}"[: layout.TEXT_NBYTES - 9]
     assert (of("rank 49").made, of("rank 49").last) == (1, "")
     for text in ("Scan(int16)", "Scan(int8)"):
-        idle.post(text)
+        idle.logs[0].post(text)
         assert of("rank 49").last == text
+
+
+def at_fence(monkeypatch: pytest.MonkeyPatch, which: int, meet: Callable[[], object]) -> None:
+    """Call ``meet`` at the fence number ``which`` from now on, in the place of another process."""
+    fences = iter(range(9))
+
+    def fence() -> None:
+        if next(fences) == which:
+            monkeypatch.setattr(activity_page, "fence", lambda: None)
+            meet()
+
+    monkeypatch.setattr(activity_page, "fence", fence)
+
+
+def overwrite(times: int) -> None:
+    for number in range(times):
+        page().write(f"new {number}")
+
+
+@pytest.mark.parametrize("fence", [0, 1])
+def test_a_text_that_is_overwritten_while_a_peer_reads_it_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, fence: int
+) -> None:
+    number, texts = page().write("old"), page().bytes[layout.TEXTS_AT :]
+    assert text_of(texts, number) == "old"
+    at_fence(monkeypatch, fence, lambda: overwrite(layout.TEXTS))
+    assert text_of(texts, number) is None
+
+
+@pytest.mark.parametrize("fence", [0, 1])
+def test_a_peer_takes_no_text_that_is_being_overwritten(monkeypatch: pytest.MonkeyPatch, fence: int) -> None:
+    number, texts = page().write("old"), page().bytes[layout.TEXTS_AT :]
+    overwrite(layout.TEXTS - 1)
+    assert text_of(texts, number) == "old"
+    taken: list[str | None] = []
+    at_fence(monkeypatch, fence, lambda: taken.append(text_of(texts, number)))
+    page().write("the text in its place")
+    assert taken == [None]
 
 
 def test_steps_are_nested() -> None:

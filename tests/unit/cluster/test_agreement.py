@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import errors
-from mpicomm.cluster.agreement import Group, _Outcome, node_key
+from mpicomm.cluster.agreement import Group, _Outcome
+from mpicomm.cluster.process import node_key
 from mpicomm.cluster.roll_call import duplicate
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.mpi.buffers import BufferRefusedError
@@ -200,6 +202,16 @@ def test_without_hostid_a_node_is_a_boot_and_a_network_namespace(monkeypatch: py
     assert str(Path("/proc/self/ns/net").readlink()) in node_key()
 
 
+def test_without_proc_sys_a_node_has_the_name_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path, *_: object) -> str:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.delenv("MPICOMM_HOSTID", raising=False)
+    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr(Path, "readlink", missing)
+    assert node_key() == f"{socket.gethostname()}/"
+
+
 def test_a_duplicate_is_another_communicator() -> None:
     copy = duplicate(MPI.COMM_SELF, "step", 60.0)
     assert MPI.Comm.Compare(copy, MPI.COMM_SELF) == MPI.CONGRUENT
@@ -228,7 +240,7 @@ def test_waiting_ends_when_time_is_up() -> None:
 def test_what_is_still_there_is_released_before_mpi_is_finalized(end: str) -> None:
     code = """
 from mpi4py import MPI
-from mpicomm.cluster.agreement import release_before_finalize
+from mpicomm.cluster.process import release_before_finalize
 
 class Owner:
     def __init__(self, name):

@@ -12,8 +12,9 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.cluster import placement
-from mpicomm.cluster.agreement import Group, group_by_node
+from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parts_of
+from mpicomm.cluster.process import group_by_node
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda import driver as cuda_driver
 from mpicomm.devices.host import NO_DEVICE, HostBackend

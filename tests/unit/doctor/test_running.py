@@ -149,7 +149,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
 def test_no_rank_waits_in_a_single_process() -> None:
     row = CommunicatorRow()
     row.open(Heading(0, [Member("host", os.getpid(), 0)], [0], "cpu"))
-    row.post("Allreduce(float64, count=4)")
+    row.logs[0].post("Allreduce(float64, count=4)")
     said = doctor("--pid", str(os.getpid()), "--longer-than", str(LOOK_S))
     assert (said.returncode, said.stderr) == (0, "")
     assert said.stdout.startswith("no rank waits for another one")
@@ -195,11 +195,18 @@ TEXTS = st.one_of(
 )
 
 
+def put_text(page: bytearray, text: bytes) -> None:
+    """Write the text with number 1."""
+    at = layout.TEXTS_AT + layout.text_at(1)
+    struct.pack_into("q", page, at, 1)
+    page[at + 8 : at + layout.TEXT_NBYTES] = text[: layout.TEXT_NBYTES - 8].ljust(layout.TEXT_NBYTES - 8, b"\0")
+
+
 @st.composite
 def hostile_pages(draw: st.DrawFn, pid: int) -> bytes:
     """Pages that another user has made by hand, with the values that the doctor needs to read any further."""
     page = bytearray(layout.NBYTES)
-    header = [draw(WORDS) for _ in range(layout.STEP_SINCE + 1)]
+    header = [draw(WORDS) for _ in range(layout.HEADER_WORDS)]
     header[0], header[layout.PID] = layout.MAGIC, pid
     struct.pack_into(f"{len(header)}q", page, 0, *header)
     for number in range(draw(st.integers(0, 4))):
@@ -210,8 +217,15 @@ def hostile_pages(draw: st.DrawFn, pid: int) -> bytes:
         for place in (layout.NAME, layout.NODE_RANKS):
             text = draw(TEXTS)[: place.stop - place.start]
             page[at + place.start : at + place.start + len(text)] = text
-    text = draw(TEXTS)
-    page[layout.TEXTS_AT : layout.TEXTS_AT + len(text)] = text
+        for index in range(layout.LOGS):
+            log = [draw(WORDS) for _ in range(layout.LOG_WORDS)]
+            if draw(st.booleans()):
+                log[layout.POSTS] = 1
+                log[layout.CALL_TEXTS + 1] = log[layout.COUNTS + 1] = log[layout.OFFSETS + 1] = 1 << 8 | 1
+            struct.pack_into(f"{len(log)}q", page, layout.log_at(number, index), *log)
+    names = draw(TEXTS)[:100]
+    page[layout.NAMES.start : layout.NAMES.start + len(names)] = names
+    put_text(page, draw(TEXTS))
     return bytes(page)
 
 
@@ -236,9 +250,8 @@ def test_the_page_of_another_user_may_hold_anything() -> None:
             assert all(line.isprintable() for line in said.splitlines()) and len(said) < 100_000
 
         page = bytearray(layout.NBYTES)
-        struct.pack_into("7q", page, 0, layout.MAGIC, process.pid, 0, 9999, 100, 1, 1)
-        text = b"0-9999 \x1b[31m[blink]x"
-        page[layout.TEXTS_AT : layout.TEXTS_AT + len(text)] = text
+        struct.pack_into("6q", page, 0, layout.MAGIC, process.pid, 0, 9999, 1, 1)
+        put_text(page, b"0-9999 \x1b[31m[blink]x")
         try:
             show()
             said = shown(process.pid, memory, bytes(page))

@@ -67,14 +67,6 @@ def test_a_trace_or_log_that_cannot_be_written_ends_with_a_warning(reason: str, 
     assert said.count("\n") == 1 and f"MPICOMM_DEBUG_FILE cannot be written: {reason}: warnings go to stderr" in said
 
 
-@pytest.mark.parametrize("name", ["MPICOMM_TRACE", "MPICOMM_DEBUG_FILE"])
-def test_no_link_is_followed(name: str, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "other")
-    said = said_by(PROGRAM.format(end=""), check=False, **{name: f"{tmp_path}/link"})
-    assert not (tmp_path / "other").exists()
-    assert f"{name}='{tmp_path}/link' cannot be opened: {tmp_path}/link is a symbolic link: name a file" in said
-
-
 def test_traces_are_merged_without_mpi(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "mpicomm.trace", "merge", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)

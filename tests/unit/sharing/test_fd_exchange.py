@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_rank_gets_every_other_ranks_descriptor(size: int, dropped: list[str]) -> None:
+def test_every_rank_gets_every_other_ranks_descriptor(size: int, dropped: list[int]) -> None:
     with listening(size) as exchanges:
         assert swap_all(exchanges) == names_of_others(size)
     assert dropped == []

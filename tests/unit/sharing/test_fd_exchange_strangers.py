@@ -69,14 +69,14 @@ STRANGERS: dict[str, Stranger] = {
 
 
 @pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS.keys())
-def test_a_stranger_is_dropped_and_the_swap_goes_on(stranger: Stranger, dropped: list[str]) -> None:
+def test_a_stranger_is_dropped_and_the_swap_goes_on(stranger: Stranger, dropped: list[int]) -> None:
     with listening(2) as exchanges:
         stranger(exchanges[0].address, exchanges[1].address)
         assert swap_all(exchanges) == names_of_others(2)
-    assert dropped == ["dropped a stranger's message to the descriptor exchange"]
+    assert dropped == [1]
 
 
-def test_silent_strangers_delay_no_rank(dropped: list[str]) -> None:
+def test_silent_strangers_delay_no_rank(dropped: list[int]) -> None:
     with listening(2) as exchanges, contextlib.ExitStack() as strangers:
         for _ in range(50):
             strangers.enter_context(connected(exchanges[0].address))
@@ -84,7 +84,7 @@ def test_silent_strangers_delay_no_rank(dropped: list[str]) -> None:
     assert dropped == []
 
 
-def test_a_swap_survives_strangers_that_keep_coming(dropped: list[str]) -> None:
+def test_a_swap_survives_strangers_that_keep_coming(dropped: list[int]) -> None:
     over = threading.Event()
 
     def pester(victim: Address, peer: Address) -> None:
@@ -107,20 +107,20 @@ def test_a_swap_survives_strangers_that_keep_coming(dropped: list[str]) -> None:
 
 
 @pytest.mark.parametrize("flooded", [[0], [0, 1]])
-def test_a_swap_survives_full_queues(flooded: list[int], dropped: list[str]) -> None:
+def test_a_swap_survives_full_queues(flooded: list[int], dropped: list[int]) -> None:
     with listening(2) as exchanges:
         count = sum(flood(exchanges[rank].address) for rank in flooded)
         assert swap_all(exchanges) == names_of_others(2)
-    assert len(dropped) == count
+    assert sum(dropped) == count and len(dropped) <= 2  # a line of each rank
 
 
-def test_a_flood_does_not_use_the_descriptors_up(dropped: list[str]) -> None:
+def test_a_flood_does_not_use_the_descriptors_up(dropped: list[int]) -> None:
     with listening(2) as exchanges:
         count = flood(exchanges[0].address)
         assert count > 100
         with few_free_descriptors(100):
             assert swap_all(exchanges) == names_of_others(2)
-    assert len(dropped) == count
+    assert sum(dropped) == count and len(dropped) <= 2  # a line of each rank
 
 
 @pytest.mark.parametrize("fds", [0, 2, 200])
@@ -199,7 +199,7 @@ def as_another_user() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 @pytest.mark.needs_root
 def test_another_user_is_refused_although_he_knows_the_secret(
-    as_another_user: Callable[..., subprocess.Popen[bytes]], dropped: list[str]
+    as_another_user: Callable[..., subprocess.Popen[bytes]], dropped: list[int]
 ) -> None:
     send_all = """
 peer.connect(name)
@@ -211,7 +211,7 @@ print("ready", flush=True)
         with as_another_user(send_all, exchanges[0].address.name, message) as stranger:
             assert stranger.wait() == 0
         assert swap_all(exchanges) == names_of_others(2)
-    assert dropped == ["dropped another user's connection to the descriptor exchange"]
+    assert dropped == [1]
 
 
 @pytest.mark.needs_root

@@ -249,7 +249,7 @@ def test_a_table_that_cannot_be_kept_is_refused_before_the_run(
         with pytest.raises(InvalidUsageError, match=r"the table cannot be kept: .*; name another file with --output"):
             tune.open_table(comm, path, "NVIDIA H200")
     monkeypatch.setattr(tuning_file, "default_file", lambda device: None)
-    with pytest.raises(InvalidUsageError, match="no home directory"):
+    with pytest.raises(InvalidUsageError, match="no cache directory"):
         tune.open_table(comm, None, "NVIDIA H200")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,22 @@ def test_messages_in_stream_order_that_exceed_the_bound_are_refused(
 
 @pytest.mark.parametrize(("service", "on_a_device", "most_blocks"), [(False, 2, 128), (True, 2, 66), (True, 4, 33)])
 def test_ranks_that_run_side_by_side_on_a_gpu_share_its_multiprocessors(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: bool, on_a_device: int, most_blocks: int
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    service: bool,
+    on_a_device: int,
+    most_blocks: int,
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    (tmp_path / "control").touch()  # what anybody can do
     if service:
-        (tmp_path / "control").touch()
+        (tmp_path / "control").unlink()
+        daemon = socket.socket(socket.AF_UNIX)
+        request.addfinalizer(daemon.close)
+        daemon.bind(str(tmp_path / "control"))
+        daemon.listen()
     # Both ranks have the same GPU, of 132 multiprocessors, and two more ranks of another node may have it, too.
     rig = Rig(cuda, monkeypatch, on_a_device=on_a_device)
     rig.enqueue(rig.alltoallv(64 * MIB))

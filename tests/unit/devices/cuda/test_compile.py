@@ -1,3 +1,4 @@
+import os
 import re
 import shutil
 import tempfile
@@ -140,6 +141,24 @@ def test_a_cache_that_cannot_be_written_is_done_without(runs: list[str], monkeyp
     with tempfile.NamedTemporaryFile() as file:
         monkeypatch.setenv("XDG_CACHE_HOME", file.name)
         assert compile_kernel(SHARED / "signal.cu", (9, 0)) == compile_kernel(SHARED / "signal.cu", (9, 0))
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
+def test_nobody_else_can_write_into_the_cache(runs: list[str], tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "cache" / "mpicomm"
+    directory.mkdir(parents=True)
+    directory.chmod(mode)
+    compile_kernel(SHARED / "signal.cu", (9, 0))
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.needs_root
+def test_a_cache_of_another_user_is_done_without(runs: list[str], tmp_path: Path) -> None:
+    directory = tmp_path / "cache" / "mpicomm"
+    compile_kernel(SHARED / "signal.cu", (9, 0))
+    os.chown(directory, 65534, 65534)
+    compile_kernel(SHARED / "signal.cu", (9, 0))
     assert len(runs) == 2
 
 

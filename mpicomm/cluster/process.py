@@ -1,0 +1,141 @@
+"""This process among others of its job and machine, its forks, and what it releases before MPI_Finalize."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm import environment
+from mpicomm.activity.page import page
+from mpicomm.activity.ranks import ranks_as_text
+from mpicomm.errors import InvalidUsageError
+
+
+def node_key() -> str:
+    """Return a text that is the same on ranks that presumably reach each other's memory.
+
+    It is MPICOMM_HOSTID, or the boot id of the kernel with the network namespace. The namespace counts because
+    descriptors travel over abstract sockets, which belong to a namespace. Host names say nothing: the containers of a
+    host have different names, and cloned machines have the same name.
+    """
+    given = environment.host_id()
+    if given is not None:
+        return f"MPICOMM_HOSTID={given}"
+    return f"{boot_id()}/{namespace('net')}"
+
+
+def container_key() -> str:
+    """Return a text that is the same on ranks of one container: its namespaces."""
+    return "/".join(map(namespace, ("user", "ipc", "pid", "mnt")))
+
+
+def boot_id() -> str:
+    """Return a text that tells a running kernel from all others: its boot id, or the host name without /proc/sys."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def namespace(name: str) -> str:
+    """Return a text that tells a namespace of this process from others; "" if the system does not show it."""
+    try:
+        return str(Path(f"/proc/self/ns/{name}").readlink())
+    except OSError:
+        return ""
+
+
+def world_rank() -> int:
+    """Return the rank of this process in MPI.COMM_WORLD, which names the process in the log."""
+    return MPI.COMM_WORLD.rank
+
+
+def world_size() -> int:
+    """Return how many ranks MPI.COMM_WORLD has."""
+    return MPI.COMM_WORLD.size
+
+
+def ranks_in_world(comm: MPI.Intracomm, ranks: Sequence[int]) -> str:
+    """Return which ranks of MPI.COMM_WORLD these ranks of ``comm`` are, as `ranks_as_text` does. Local."""
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    found = group.Translate_ranks(ranks, world)
+    group.Free()
+    world.Free()
+    return ranks_as_text(found)  # MPI.UNDEFINED, which stands for a process of another job, is negative
+
+
+def process_number() -> int:
+    """Return the number that tells this process from all others of its job: its rank in MPI.COMM_WORLD.
+
+    A process that MPI has spawned has its private MPI.COMM_WORLD, and its parents have the same ranks in theirs. So
+    the number of a spawned process is its process id.
+    """
+    return MPI.COMM_WORLD.rank if MPI.Comm.Get_parent() == MPI.COMM_NULL else os.getpid()
+
+
+def group_by_node(keys: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each node; the nodes are in the order of their first ranks."""
+    nodes: dict[str, list[int]] = {}
+    for rank, key in enumerate(keys):
+        nodes.setdefault(key, []).append(rank)
+    return list(nodes.values())
+
+
+is_forked = False
+"""Whether this process is a forked child of an MPI process. All its communicators belong to the parent."""
+
+
+def require_own_process(what: object) -> None:
+    """Raise `InvalidUsageError` in a forked child of an MPI process; local and cheap.
+
+    The child shares memory and its place in every queue with its parent. So peers would take the messages of the child
+    for messages of the parent.
+    """
+    if is_forked:
+        raise InvalidUsageError(
+            f"{what}: this process was forked from an MPI process, to which the communicator belongs: use it there, or "
+            'start processes another way (in multiprocessing, the method "spawn")'
+        )
+
+
+_is_initialized = MPI.Is_initialized  # `install` replaces it for programs that start MPI themselves
+
+
+def _after_fork() -> None:
+    global is_forked
+    is_forked = _is_initialized()
+    _at_finalize.clear()  # the parent releases its memory
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+_at_finalize: weakref.WeakSet[Any] = weakref.WeakSet()
+_finalize_keyval = MPI.KEYVAL_INVALID
+
+
+def release_before_finalize(owner: Any) -> None:
+    """Call ``owner.release()`` before MPI_Finalize, unless ``owner`` is gone by then. Local.
+
+    If the program calls MPI_Finalize, an attribute of MPI_COMM_SELF makes the call, because MPI_Finalize deletes these
+    attributes before all else (MPI 4.1, section 11.2.4). Otherwise mpi4py calls MPI_Finalize after the interpreter has
+    ended. No callback can run then, so atexit makes the call.
+    """
+    global _finalize_keyval
+    if _finalize_keyval == MPI.KEYVAL_INVALID:
+        _finalize_keyval = MPI.Comm.Create_keyval(delete_fn=_release_all)
+        MPI.COMM_SELF.Set_attr(_finalize_keyval, None)
+        atexit.register(_release_all)
+    _at_finalize.add(owner)
+
+
+def _release_all(*_: object) -> None:
+    page().enter_last("MPI_Finalize")
+    while _at_finalize:
+        _at_finalize.pop().release()
