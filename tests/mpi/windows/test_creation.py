@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator, to_host
 from tests.mpi.windows.conftest import MakeWindow
 
@@ -142,7 +143,7 @@ def test_private_memory_of_one_rank_raises_on_all(host_comm: mpicomm.Communicato
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("make", ["Allocate", "Create_dynamic"])
 def test_a_rank_without_mpis_part_of_a_window_is_named_on_all(monkeypatch: pytest.MonkeyPatch, make: str) -> None:
-    comm = communicator("cpu", timeout_s=1)
+    comm = communicator("cpu", timeout_s=stretched(1.0))
     given: Any = {} if make == "Create_dynamic" else {"size": 8}
     fails: list[BaseException] = [MPI.Exception(MPI.ERR_NO_MEM), KeyboardInterrupt()]
 

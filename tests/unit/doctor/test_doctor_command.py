@@ -13,7 +13,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.doctor.report import CHECKS
-from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, run_job
+from tests.helpers.jobs.mpiexec import ROOT, environment, mpiexec_command, run_job
+from tests.helpers.jobs.pace import HANG_S
 
 DOCTOR = ("-m", "mpicomm.doctor", "--device", "cpu")
 IS_MPICH = MPI.get_vendor()[0] == "MPICH"
@@ -33,7 +34,7 @@ def require_namespaces(*namespaces: str) -> None:
     probe = ["unshare", *namespaces, "--fork", "true"]
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare: install util-linux")
-    if subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=10).returncode != 0:
+    if subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=HANG_S).returncode != 0:
         pytest.skip(f"this machine forbids unshare {' '.join(namespaces)}")
 
 
@@ -44,7 +45,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=JOB_LIMIT_S,
+        timeout=HANG_S,
     )
 
 

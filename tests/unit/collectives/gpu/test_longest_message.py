@@ -35,11 +35,11 @@ from mpicomm.waiting import wait_until
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.inputs.tuning import table
+from tests.helpers.jobs.pace import HANG_S
 
 KIB, MIB = 1 << 10, 1 << 20
 BYTE = np.dtype(np.uint8)
 MULTIPROCESSORS = 132
-TIMEOUT_S = 20.0
 
 
 class World:
@@ -56,11 +56,11 @@ class World:
         self._told: list[Any] = [None] * size
 
     def exchange(self, rank: int, told: Any) -> list[Any]:
-        self._barrier.wait(TIMEOUT_S)
+        self._barrier.wait(HANG_S)
         self._told[rank] = told
-        self._barrier.wait(TIMEOUT_S)
+        self._barrier.wait(HANG_S)
         everything = [*self._told]
-        if self._barrier.wait(TIMEOUT_S) == 0:
+        if self._barrier.wait(HANG_S) == 0:
             self.exchanges += 1
         return everything
 
@@ -113,7 +113,7 @@ class CallLog:
 
     def wait_for(self, missing: Any) -> None:
         self.waits += 1
-        assert wait_until(lambda: not missing(), TIMEOUT_S)
+        assert wait_until(lambda: not missing(), HANG_S)
 
 
 class Rank:
