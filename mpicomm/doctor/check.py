@@ -20,8 +20,10 @@ class Check:
     """The statement that is true without a fault."""
     fix: str
     """A command or a setting."""
-    find: Callable[[Job], list[str]]
-    """Returns a sentence for each fault, with the ranks and values of this job."""
+    find: Callable[[Job], list[str] | None]
+    """Returns a sentence for each fault, with the ranks and values of this job; None if there is nothing to check."""
+    nothing: str = ""
+    """Why there may be nothing to check."""
     before_mpi: bool = False
     """Whether the fault may end the process when MPI starts, so that the doctor must find it before."""
 

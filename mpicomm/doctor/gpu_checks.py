@@ -103,10 +103,12 @@ def memory(job: Job) -> list[str]:
     return [f"{name_ranks(found)}: {reason}" for reason, found in reasons.items()]
 
 
-def pytorch(job: Job) -> list[str]:
+def pytorch(job: Job) -> list[str] | None:
     """PyTorch allocates memory that no peer can open."""
-    found, setting = [], "backend:cudaMallocAsync"
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    found, setting, names = [], "backend:cudaMallocAsync", ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    if not any(one.torch or any(name in one.variables for name in names) for one in job):
+        return None
+    for name in names:
         having_it = having(job, lambda one, n=name: setting in one.variables.get(n, "").replace(" ", ""))  # type: ignore[misc]
         if having_it:
             found.append(f"{name} on {name_ranks(having_it)} has {setting}: no peer can open such memory")
@@ -163,5 +165,6 @@ CHECKS = (
         "PyTorch allocates memory that peers can open",
         "`export PYTORCH_CUDA_ALLOC_CONF=backend:native`",
         pytorch,
+        nothing="no rank has PyTorch, or a setting for it",
     ),
 )

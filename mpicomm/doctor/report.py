@@ -12,23 +12,34 @@ from mpicomm.doctor.check import Check, Job
 CHECKS: tuple[Check, ...] = (*mpi_checks.CHECKS, *gpu_checks.CHECKS)
 
 
-def examine(job: Job, checks: Sequence[Check] = CHECKS) -> list[tuple[Check, list[str]]]:
-    """Return each check with the faults that it finds."""
+Results = Sequence[tuple[Check, list[str] | None]]
+"""Each check with the faults that it has found; None if there was nothing to check."""
+
+
+def examine(job: Job, checks: Sequence[Check] = CHECKS) -> Results:
+    """Make checks of a job."""
     return [(check, check.find(job)) for check in checks]
 
 
-def lines(results: Sequence[tuple[Check, list[str]]]) -> list[str]:
+def lines(results: Results) -> list[str]:
     """Return the lines for people."""
     shown = []
     for check, faults in results:
-        shown += [f"FAULT {check.name}: {fault}" for fault in faults]
-        shown.append(f"      fix: {check.fix}" if faults else f"ok    {check.name}: {check.title}")
+        if faults:
+            shown += [*(f"FAULT {check.name}: {fault}" for fault in faults), f"      fix: {check.fix}"]
+        elif faults is None:
+            shown.append(f"skip  {check.name}: {check.nothing}")
+        else:
+            shown.append(f"ok    {check.name}: {check.title}")
     return shown
 
 
-def record(job: Job, results: Sequence[tuple[Check, list[str]]]) -> dict[str, Any]:
+def record(job: Job, results: Results) -> dict[str, Any]:
     """Return the JSON object."""
     return {
-        "checks": [{"name": check.name, "faults": faults, "fix": check.fix} for check, faults in results],
+        "checks": [
+            {"name": check.name, "faults": faults or [], "fix": check.fix, "skipped": faults is None}
+            for check, faults in results
+        ],
         "ranks": [dataclasses.asdict(one) for one in job],
     }

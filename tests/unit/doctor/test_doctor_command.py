@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -57,7 +58,9 @@ def faults(file: Path) -> dict[str, list[str]]:
 def test_nothing_is_wrong() -> None:
     job = run_job(2, *DOCTOR)
     assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.splitlines() == [f"ok    {check.name}: {check.title}" for check in CHECKS]
+    *checked, last = (f"ok    {check.name}: {check.title}" for check in CHECKS)
+    skipped = "skip  pytorch: no rank has PyTorch, or a setting for it"
+    assert job.stdout.splitlines() == [*checked, last if importlib.util.find_spec("torch") else skipped]
     assert "ok    shm: /dev/shm is large enough for the ranks\n" in job.stdout
 
 
@@ -151,6 +154,14 @@ def test_an_mpi_that_is_not_there() -> None:
     assert job.returncode == 1
     assert "FAULT library: mpi4py finds no library of an MPI that it is built for: libmpi.so." in job.stderr
     assert "Traceback" not in job.stderr
+
+
+@pytest.mark.parametrize("command", [("-c", "import mpicomm"), ("-m", "mpicomm", "-c", ""), ("-m", "mpicomm.info")])
+def test_an_import_without_an_mpi_says_the_way_out(command: tuple[str, ...]) -> None:
+    job = run(sys.executable, *command, MPI4PY_MPIABI="openmpi" if IS_MPICH else "mpich")
+    assert job.returncode == 1
+    assert "mpicomm needs mpi4py and an MPI library that mpi4py can load (libmpi.so." in job.stderr
+    assert ("Traceback" in job.stderr) == (command[0] == "-c")
 
 
 @pytest.mark.skipif(not OTHER.exists(), reason="another MPI: scripts/test --mpi openmpi installs it")
