@@ -91,11 +91,11 @@ def _examine_ranks(facts: RankFacts) -> int:
     except CollectiveTimeoutError as error:
         _end_without(error)
     results = examine(job)
-    if MPI.COMM_WORLD.rank == 0 and (MPI.COMM_WORLD.size > 1 or facts.launch.rank == 0):
+    if MPI.COMM_WORLD.size > 1 or facts.launch.rank == 0:
         if options.json is False:
-            sys.stdout.write("".join(f"{line}\n" for line in lines(results)))
+            command_line.show(*lines(results))
         else:
-            arguments.write_json_or_show(options.json, record(job, results))
+            command_line.save_or_show(options.json, record(job, results))
     return int(any(faults for _, faults in results))
 
 

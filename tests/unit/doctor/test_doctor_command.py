@@ -137,6 +137,17 @@ def test_a_small_dev_shm_is_said_before_mpi_ends_the_process() -> None:
 
 
 @pytest.mark.needs_root
+def test_a_report_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    require_namespaces("--mount")
+    full = f'mount -t tmpfs -o size=4k tmpfs {tmp_path} && head -c 4096 /dev/zero > {tmp_path}/rest && exec "$@"'
+    command = mpiexec_command(2, *DOCTOR, "--json", f"{tmp_path}/report.json")
+    job = run("unshare", "--mount", "sh", "-c", full, "-", *command)
+    assert (job.returncode, job.stdout) == (2, "")
+    said = f"error: {tmp_path}/report.json cannot be written: No space left on device: name a file on another disk\n"
+    assert job.stderr.count(said) == 1 and "Traceback" not in job.stderr
+
+
+@pytest.mark.needs_root
 def test_a_low_limit_of_locked_memory_beside_infiniband(report: Path) -> None:
     require_namespaces("--mount")
     # A folder in the place of the kernel's class folder shows a card. Root may lock all memory unless it gives this up.
