@@ -1,8 +1,10 @@
-"""Wait for another process: with low latency at first, and later without keeping a core busy."""
+"""Wait for another process: with low latency at first, later without keeping a core busy, and in other threads."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -42,3 +44,43 @@ def wait_until(ready: Callable[[], bool], timeout_s: float, meanwhile: Callable[
         time.sleep(pause_s)
         pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
     return True
+
+
+ENDING = threading.Event()
+"""Set when the program ends. The threads of `start_thread` that poll look at it."""
+_ends: dict[threading.Thread, Callable[[], object]] = {}
+_END_S = 1.0
+
+
+def start_thread(run: Callable[[], object], name: str, end: Callable[[], object] = lambda: None) -> threading.Thread:
+    """Start a thread that may wait for other ranks, and end it before Python finalizes. Local.
+
+    The thread is a daemon, because a rank that never comes would keep the interpreter from its end. But Python ends a
+    daemon thread that takes the GIL again after the beginning of finalization, by unwinding its stack. If that is the
+    stack of a destructor in C++ that has released the GIL, as the destructors of PyTorch's works do, the unwinding
+    aborts the process. So the end of the program sets `ENDING`, calls ``end``, and waits up to a second for the thread.
+    A thread that still waits for a rank then is in a frame of Python, which can be unwound.
+    """
+
+    def run_registered() -> None:
+        try:
+            run()
+        finally:
+            del _ends[thread]
+
+    thread = threading.Thread(target=run_registered, name=name, daemon=True)
+    _ends[thread] = end
+    thread.start()
+    return thread
+
+
+# Registered here, so that it comes after the functions of the program and of other modules, which may need the threads.
+@atexit.register
+def _end_threads() -> None:
+    ENDING.set()
+    threads = list(_ends.items())
+    for _, end in threads:
+        end()
+    until_s = time.monotonic() + _END_S
+    for thread, _ in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))

@@ -38,11 +38,11 @@ _CALL = (1 << CALL_BITS) - 1
 def text_of(texts: memoryview, number: int) -> str | None:
     """Return the text of that number from the texts of a page, which is this page or a peer's; None if it is gone."""
     at = layout.text_at(number)
-    # Pairs with the second fence of `Texts.write`: this rank reads the text after the word of the call, so the text is
+    # Pairs with the second fence of `Page.write`: this rank reads the text after the word of the call, so the text is
     # complete.
     fence()
     text = bytes(texts[at + 8 : at + layout.TEXT_NBYTES]).partition(b"\0")[0].decode(errors="replace")
-    # Pairs with the first fence of `Texts.write`: this rank reads the number after the text. So the number differs if
+    # Pairs with the first fence of `Page.write`: this rank reads the number after the text. So the number differs if
     # this rank has read any byte of another text.
     fence()
     return text if int.from_bytes(texts[at : at + 8], sys.byteorder) == number else None

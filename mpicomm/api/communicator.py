@@ -35,13 +35,12 @@ from mpicomm.devices.base import Link
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
-from mpicomm.messages.in_stream_order import InStreamOrder
-from mpicomm.observation.inside import record_inside
-from mpicomm.observation.subclasses import record_calls
+from mpicomm.observation import record_calls
 from mpicomm.products.calls import Products
 from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
+from mpicomm.ways.in_stream_order import InStreamOrder
 
 _get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 
@@ -186,7 +185,6 @@ class Communicator(
         self._gpu = session.gpu
         remember(self)
         if session.channel is not None:
-            record_inside(self._collectives, session)
             record_calls(self, session.channel)
 
     @AtFirstUse

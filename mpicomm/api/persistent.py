@@ -18,9 +18,9 @@ class PersistentCollectives(MPI.Intracomm):
     """mpi4py's persistent collectives, on host arrays and on device arrays. All of them are *collective*.
 
     They have the arguments, algorithms and errors of the blocking calls. On host arrays the request is MPI's, which
-    gets ``info``. If MPI lacks the type or the operation, ``Start`` blocks until the collective is done. On device
-    arrays ``Start`` enqueues the collective, and ``Wait`` blocks until the device has finished it. ``Free`` releases
-    the request.
+    gets ``info``. If MPI lacks the type or the operation, ``Start`` begins the nonblocking call. On device arrays
+    ``Start`` enqueues the collective, and ``Wait`` blocks until the device has finished it. ``Free`` releases the
+    request.
     """
 
     _collectives: Dispatcher

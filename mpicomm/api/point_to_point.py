@@ -11,12 +11,12 @@ from numpy import ndarray
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.in_stream_order import InStreamOrder
 from mpicomm.messages.reader import host_end
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
+from mpicomm.ways.in_stream_order import InStreamOrder
 
 # These are MPI's own methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _bsend = MPI.Intracomm.Bsend

@@ -12,7 +12,7 @@ from mpicomm.api.window_on_device import DeviceWindowCalls
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.location import is_on_device
-from mpicomm.observation.subclasses import record_calls
+from mpicomm.observation import record_calls
 from mpicomm.session import Session
 from mpicomm.windows.dynamic import share_dynamic_window
 from mpicomm.windows.memory import (

@@ -6,7 +6,6 @@ has failed: either every rank gets the results of all ranks, or every rank raise
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,7 +16,7 @@ from mpi4py import MPI
 from mpicomm.activity.page import page
 from mpicomm.cluster import process
 from mpicomm.cluster.process import ranks_in_world, require_own_process
-from mpicomm.cluster.roll_call import GRACE_S, abandoned, did_not_arrive, roll_call
+from mpicomm.cluster.roll_call import GRACE_S, abandoned, did_not_arrive
 from mpicomm.devices.descriptor import way_out
 from mpicomm.errors import (
     CollectiveTimeoutError,
@@ -29,11 +28,9 @@ from mpicomm.errors import (
     name_ranks,
 )
 from mpicomm.log import TRACE, logger
-from mpicomm.waiting import wait_until
+from mpicomm.waiting import soon, wait_until
 
 T = TypeVar("T")
-
-_DIGEST_NBYTES = 8
 
 
 class _Outcome(NamedTuple):
@@ -165,48 +162,37 @@ class Group:
     def compare(self, step: str, produce: Callable[[], str]) -> None:
         """Run ``produce`` on every rank, and return if it returns the same text on all ranks. Collective, blocking.
 
-        Only for the group of all ranks of its communicator; faster than `exchange`. Raises as `exchange`, and
-        `InvalidUsageError` with all texts if they differ. A rank on which ``produce`` raises an error that is not
-        mpicomm's raises that error itself, and the others raise `PeerError`.
+        Raises as `exchange`, and `InvalidUsageError` with all texts if they differ. A rank on which ``produce`` raises
+        an error that is not mpicomm's raises that error itself, and the others raise `PeerError`.
         """
-        self.require_whole(step)
-        failure: Exception | None = None
-        text, word = "", bytes(_DIGEST_NBYTES)
-        try:
-            text = produce()
-            word = hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).digest()
-        except Exception as error:
-            failure = error
-        try:
-            words = roll_call(self._comm, step, self.timeout_s, word, absence_reason=self.absence_reason)
-        except BaseException as error:
-            self._break(step, error)
-            raise
-        if failure is None and set(words) == {word}:
-            return
+        foreign: list[Exception] = []
 
         def say() -> str:
-            if failure is None:
-                return text
-            if isinstance(failure, MpicommError):
-                raise failure
-            raise PeerError(f"{type(failure).__name__}: {failure}")
+            try:
+                return produce()
+            except MpicommError:
+                raise
+            except Exception as error:
+                foreign.append(error)
+                raise PeerError(f"{type(error).__name__}: {error}") from error
 
         try:
             texts = self.exchange(step, say)
         except PeerError:
-            if failure is None or isinstance(failure, MpicommError):
-                raise
-            raise failure from None
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True))
-        raise InvalidUsageError(f"ranks called different things: {said}: pass the same shapes and dtypes on all ranks")
+            if foreign:
+                raise foreign[0] from None
+            raise
+        if len(set(texts)) > 1:
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True))
+            raise InvalidUsageError(
+                f"ranks called different things: {said}: pass the same shapes and dtypes on all ranks"
+            )
 
     def _judge(self, outcomes: list[_Outcome]) -> MpicommError | None:
         """Return the error that all ranks raise. It depends only on the outcomes, so all ranks compute the same one."""
-        different = self._different(dict(zip(self.ranks, outcomes, strict=True)))
-        self.are_apart = bool(different)
-        if different:
-            return PeerError(different, ranks=self.ranks)
+        self.are_apart = len({outcome.step for outcome in outcomes}) > 1
+        if self.are_apart:
+            return PeerError(self._different(dict(zip(self.ranks, outcomes, strict=True))), ranks=self.ranks)
         failed = {
             rank: outcome.error for rank, outcome in zip(self.ranks, outcomes, strict=True) if outcome.error is not None
         }
@@ -275,26 +261,26 @@ class Group:
 
     def _hear(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
         """Play the first rank: call the other ranks, hear their outcomes, and send all outcomes to all ranks."""
-        first, others = self.ranks[0], self.ranks[1:]
-        heard = {first: mine}
-        left: dict[int, _Left] = {}
+        others = self.ranks[1:]
+        heard = {self.ranks[0]: mine}
+        left: list[_Left] = []
 
         def hear() -> bool:
             # Each rank by name, because a rank outside this group may be in an exchange of another subgroup.
             for rank in others:
-                if rank not in heard and rank not in left and (message := self._comm.improbe(rank, self._tag)):
+                if rank not in heard and (message := self._comm.improbe(rank, self._tag)):
                     said = message.recv()
                     if isinstance(said, _Left):
-                        left[rank] = said
-                    else:
-                        heard[rank] = _Outcome(*said)
-            return bool(left) or len(heard) == self.size
+                        left.append(said)
+                        return True
+                    heard[rank] = _Outcome(*said)
+            return len(heard) == self.size
 
         requests += [self._send(None, rank) for rank in others]
         came = self._wait(hear, limit_s)
         answer: _Answer
         if left:
-            answer = next(iter(left.values()))
+            answer = left[0]
         elif came:
             answer = [heard[rank] for rank in self.ranks]
         else:
@@ -319,12 +305,15 @@ class Group:
             return False
 
         called = self._wait(listen, limit_s + GRACE_S)
+        if called:
+            requests.append(self._send(tuple(mine), first))
+            if self._wait(listen, limit_s + GRACE_S):
+                answer: list[tuple[Any, ...]] | _Left = said[1]
+                return answer if isinstance(answer, _Left) else [_Outcome(*each) for each in answer]
         left = _Left(did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason([first])))
-        requests.append(self._send(tuple(mine) if called else left, first))
-        if not (called and self._wait(listen, limit_s + GRACE_S)):
-            return left
-        answer: list[tuple[Any, ...]] | _Left = said[1]
-        return answer if isinstance(answer, _Left) else [_Outcome(*each) for each in answer]
+        if not called:
+            requests.append(self._send(left, first))
+        return left
 
     def leave(self, error: CollectiveTimeoutError) -> None:
         """Break the group after ``error`` has ended a call outside of it. Local, does not block.
@@ -346,7 +335,10 @@ class Group:
             return MPI.REQUEST_NULL
 
     def _wait(self, ready: Callable[[], bool], limit_s: float) -> bool:
-        return wait_until(ready, limit_s) or (self.patience() and wait_until(ready, limit_s))
+        # A message and its answer take longer than the spins of one wait, and a yield may cost a time slice.
+        if any(soon(ready) for _ in range(4)) or wait_until(ready, limit_s):
+            return True
+        return self.patience() and wait_until(ready, limit_s)
 
 
 def _portable(error: Exception) -> MpicommError:

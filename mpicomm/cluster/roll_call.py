@@ -1,8 +1,8 @@
 """Roll calls: all ranks of a communicator come to a call of MPI, or a missing rank is named.
 
-In a roll call, as in an exchange of a `Group`, the first rank calls the other ranks, hears what each of them says, and
-tells the answer to all. The others speak only after the call. A rank that has given up says this in place of its word,
-so a first rank that comes late does not take the ranks that have left for ranks that are here.
+In a roll call the first rank calls the other ranks, hears a word of each of them, and tells all words to all. A rank
+that has given up before the call says so. So a first rank that comes late does not take ranks that have left for ranks
+that are here. An exchange of a `Group` does the same with results and errors, by messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpicomm.waiting import soon, wait_until
 
 GRACE_S = 0.5  # the other ranks wait this much longer than the first rank, because its answer names the missing rank
 
-_HERE, _LEFT = b"\1", b"\2"  # how the word of a rank begins; zeros stand for a rank that has said nothing
+_HERE, _LEFT = b"\1", b"\2"  # words of a rank; 0 stands for a rank that has said nothing
 
 
 def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:
@@ -37,16 +37,14 @@ def roll_call(
     comm: MPI.Intracomm,
     step: str,
     timeout_s: float,
-    word: bytes = b"",
-    *,
     absence_reason: Callable[[Sequence[int]], str] = lambda ranks: "",
-) -> list[bytes]:
-    """Return the words of all ranks of ``comm``, each of the same length, after all have come. Collective, blocking.
+) -> None:
+    """Return when all ranks of ``comm`` have called it. Collective, blocking.
 
     It speaks through collectives of MPI, because ``comm`` may belong to the user, whose receives may take any message.
     If a rank comes more than ``timeout_s`` seconds after the first rank or after another rank, the others raise
     `CollectiveTimeoutError` with its name. The late rank raises it, too. Then all ranks have made the same calls of
-    MPI, so the communicator stays usable. As in an exchange, a rank says its word after the first rank has called it.
+    MPI, so the communicator stays usable.
 
     The error may be imprecise in two cases. Without the first rank no rank hears of the others, so the error names
     only the first rank, also if more ranks are missing. And MPI may send the words of ranks along a tree. Then the
@@ -55,9 +53,9 @@ def roll_call(
     """
     require_own_process(step)
     if comm.size == 1:
-        return [word]
-    is_first, size, nbytes = comm.rank == 0, comm.size, 1 + len(word)
-    memory = bytearray(nbytes * size)
+        return
+    is_first, size = comm.rank == 0, comm.size
+    memory, all_here = bytearray(size), _HERE * size
     requests: list[MPI.Request] = []
 
     def tell(memory: bytes | bytearray) -> None:
@@ -76,33 +74,31 @@ def roll_call(
 
     try:
         if is_first:
-            memory[:nbytes] = _HERE + word
+            memory[:1] = _HERE
             tell(bytes(1))
-            requests.append(comm.Igatherv(MPI.IN_PLACE, [memory, [nbytes] * size, MPI.BYTE]))
+            requests.append(comm.Igatherv(MPI.IN_PLACE, [memory, [1] * size, MPI.BYTE]))
             # This waits for the words alone. MPI may report an error for a send to a dead rank, and its error would
             # take the place of the error that names the silent rank.
             wait(requests[1:], timeout_s)
             words = bytes(memory)  # some may not have arrived
             tell(words)
-            if words[::nbytes] == _HERE * size:
+            if words == all_here:
                 wait(requests, timeout_s)
         else:
             tell(bytearray(1))
             called = wait(requests, timeout_s + GRACE_S)
-            requests.append(comm.Igatherv([(_HERE if called else _LEFT) + word, MPI.BYTE], None))
+            requests.append(comm.Igatherv([_HERE if called else _LEFT, MPI.BYTE], None))
             tell(memory)
             answered = called and wait(requests, timeout_s + GRACE_S)
-            words = bytes(memory) if answered else bytes(nbytes) + (_HERE + word) * (size - 1)
-        states = words[::nbytes]
-        if states != _HERE * size:
+            words = bytes(memory) if answered else b"\0" + all_here[1:]
+        if words != all_here:
             # If a rank has left, the first rank was late; else the silent ranks are late.
-            missing = [0] if _LEFT in states else [rank for rank, state in enumerate(states) if not state]
+            missing = [0] if _LEFT in words else [rank for rank, word in enumerate(words) if not word]
             way_out = absence_reason(missing) or "let every rank make this call, or raise timeout_s="
             raise did_not_arrive(step, missing, timeout_s, way_out)
     except BaseException:  # also after a Ctrl-C
         abandoned.extend(requests)
         raise
-    return [words[at + 1 : at + nbytes] for at in range(0, nbytes * size, nbytes)]
 
 
 def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm:
@@ -128,6 +124,6 @@ def private_copy(
     Raises as `roll_call` does. If a rank dies after the roll call, the other ranks hang in MPI, because MPI has no
     nonblocking `Split`.
     """
-    roll_call(comm, step, timeout_s, absence_reason=absence_reason)
+    roll_call(comm, step, timeout_s, absence_reason)
     with page().step(step, ranks_in_world(comm, range(comm.size))):
         return cast(MPI.Intracomm, MPI.Intracomm(comm).Split(0, comm.rank))

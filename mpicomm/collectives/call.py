@@ -279,7 +279,8 @@ class Call:
         has_receive = rooted != "receive" or at_root
         if operation.of_neighbors:
             refuse_in_place(operation, arguments.send, arguments.receive)
-        send_in_place = has_send and not operation.of_neighbors and is_in_place(arguments.send)
+        may_be_in_place = has_send and rooted != "send" and not operation.of_neighbors
+        send_in_place = may_be_in_place and is_in_place(arguments.send)
         receive_in_place = rooted == "send" and at_root and is_in_place(arguments.receive)
         if send_in_place and rooted == "receive" and not at_root:
             raise InvalidUsageError(f"{operation}: sendbuf=MPI.IN_PLACE is only for the root: pass a buffer")

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from mpicomm.collectives.pack_tables import PackJob
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.packing import PackJob
 
 _ALIGNED_NBYTES = 256
 

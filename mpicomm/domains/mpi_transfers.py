@@ -230,18 +230,16 @@ class Transfers:
         return PeerError(f"ranks called different things: {own}; rank {rank}: {theirs}", ranks=[rank])
 
     def _given_up(self, error: MpicommError) -> MpicommError:
-        self._give_up()
-        return error
-
-    def _give_up(self) -> None:
+        """Abandon all transfers, and return the error to raise."""
         self.failed = True
         for transfer in self._open:
             transfer.give_up()
         self._open.clear()
+        return error
 
 
 @dataclass(eq=False)
-class Message:
+class MessageInFlight:
     """A network message in flight."""
 
     of: NetworkMessage
@@ -257,14 +255,14 @@ class Direct:
     """The network messages of a step, from and into memory that MPI itself reads and writes. All methods are local."""
 
     def __init__(self, comm: MPI.Intracomm, network_step: NetworkStep, tag: int) -> None:
-        self._receives: list[Message] = []
-        self._sends: list[Message] = []
+        self._receives: list[MessageInFlight] = []
+        self._sends: list[MessageInFlight] = []
         try:
             # Receives first, so that no message comes before its receive and needs memory of MPI.
             for each in network_step.receives:
-                self._receives.append(Message(each, comm.Irecv(memory_of(each), each.rank, tag)))
+                self._receives.append(MessageInFlight(each, comm.Irecv(memory_of(each), each.rank, tag)))
             for each in network_step.sends:
-                self._sends.append(Message(each, comm.Isend(memory_of(each), each.rank, tag)))
+                self._sends.append(MessageInFlight(each, comm.Isend(memory_of(each), each.rank, tag)))
         except MPI.Exception:
             self.give_up()  # the messages before the message that MPI refuses
             raise
@@ -294,7 +292,7 @@ class Direct:
                 message.request.Cancel()
         abandoned.extend(message.request for message in (*self._receives, *self._sends) if message.request is not None)
 
-    def _arrived(self, message: Message) -> bool:
+    def _arrived(self, message: MessageInFlight) -> bool:
         """Return whether a message has arrived; raises `LengthError` if it has another length than its receive."""
         status, rank, nbytes = MPI.Status(), message.of.rank, message.of.nbytes
         assert message.request is not None

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
-from mpicomm.domains.mpi_transfers import Direct, Message, Transfers
+from mpicomm.domains.mpi_transfers import Direct, MessageInFlight, Transfers
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
 from mpicomm.errors import MpicommError
 
@@ -64,7 +64,7 @@ class PinnedTransport:
 class _Chunks:
     """The chunks of all transfers of one transport that have to keep an order."""
 
-    outgoing: deque[tuple[Message, int]]
+    outgoing: deque[tuple[MessageInFlight, int]]
     """Chunks that MPI does not have yet, and their tags. MPI gets them in this order, because the messages of a call
     have one tag."""
     landing: deque[tuple[Any, Any]]
@@ -89,12 +89,12 @@ class _Pinned(Direct):
         for chunk in _chunks_of(network_step.sends):
             host = backend.pinned(chunk.nbytes)
             backend.copy(host.ctypes.data, chunk.pointer, chunk.nbytes, out)
-            self._sends.append(Message(chunk, host=host, copied=backend.side_streams.mark(out)))
+            self._sends.append(MessageInFlight(chunk, host=host, copied=backend.side_streams.mark(out)))
         chunks.outgoing.extend((message, tag) for message in self._sends)
         try:
             for chunk in _chunks_of(network_step.receives):
                 host = backend.pinned(chunk.nbytes)
-                self._receives.append(Message(chunk, comm.Irecv([host, MPI.BYTE], chunk.rank, tag), host))
+                self._receives.append(MessageInFlight(chunk, comm.Irecv([host, MPI.BYTE], chunk.rank, tag), host))
         except MPI.Exception:
             self.give_up()  # the messages before the message that MPI refuses
             raise
@@ -109,7 +109,7 @@ class _Pinned(Direct):
             message.request = self._comm.Isend([message.host, MPI.BYTE], message.of.rank, tag)
         return super().advance()
 
-    def _arrived(self, message: Message) -> bool:
+    def _arrived(self, message: MessageInFlight) -> bool:
         if not super()._arrived(message):
             return False
         self._backend.copy(message.of.pointer, message.host.ctypes.data, message.of.nbytes, self._into)

@@ -16,7 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import ALLREDUCE, GATHERV, REDUCE_SCATTER, REDUCE_SCATTER_BLOCK
 from mpicomm.collectives.patterns import Buffers, split
 from mpicomm.domains.layout import DomainLayout
@@ -127,7 +129,7 @@ def reduce_scatter(
     """
     assert b.send_blocks is not None and b.output is not None
     blocks, exchanged = b.send_blocks, [distance for distance in distances if distance]
-    dtype, op = _accumulated(b)
+    dtype, op = _accumulated(b.dtype, b.op)
     nbytes = b.output.count * dtype.itemsize
     slots = Slots.take(scratch, len(layout.domains), nbytes)
     served = [layout.served(domain) for domain in layout.others]
@@ -188,17 +190,29 @@ def _prefix(b: Buffers, layout: DomainLayout, scratch: ScratchAllocator, ranks: 
         yield Combine(op, b.dtype, slots[0], slots.stride, ranks, send.count, output.pointer, b.dtype, divisor)
 
 
-def _accumulated(b: Buffers) -> tuple[np.dtype[Any], str]:
+def reduce_on_host(op: str, domains: Sequence[Sequence[npt.NDArray[Any]]], out: npt.NDArray[Any]) -> None:
+    """Reduce the contributions of the ranks of each domain, with the bits of the schedules. Local."""
+    dtype, partial_op = _accumulated(out.dtype, op)
+    partials = [np.empty(out.size, dtype) for _ in domains]
+    for parts, partial in zip(domains, partials, strict=True):
+        Reducer(partial_op, dtype).reduce([part.astype(dtype, copy=False) for part in parts], partial)
+    Reducer(partial_op, dtype).reduce(partials, partials[0])
+    if op == "avg":
+        np.divide(partials[0], sum(map(len, domains)), out=partials[0])
+    np.copyto(out, partials[0], casting="unsafe")
+
+
+def _accumulated(dtype: np.dtype[Any], op: str) -> tuple[np.dtype[Any], str]:
     """Return the type in which partial results travel, and the operation that reduces them."""
-    wide = is_narrow(b.dtype) and b.op not in _EXACT
-    return (_WIDE if wide else b.dtype), ("sum" if b.op == "avg" else b.op)
+    wide = is_narrow(dtype) and op not in _EXACT
+    return (_WIDE if wide else dtype), ("sum" if op == "avg" else op)
 
 
 def _widened(
     b: Buffers, send: Span, scratch: ScratchAllocator
 ) -> Generator[Step, None, tuple[np.dtype[Any], str, Span]]:
     """Convert the input if partial results travel in a wider type; return that type, the operation, the input."""
-    dtype, op = _accumulated(b)
+    dtype, op = _accumulated(b.dtype, b.op)
     if dtype == b.dtype:
         return dtype, op, send
     wide = Span(scratch.take(send.count * dtype.itemsize), send.count)

@@ -59,18 +59,15 @@ class HostWay:
 
     def dispatch(self, prepare: Callable[[], Dispatched]) -> Received:
         """Return the laid out rows. ``prepare`` reads the arguments, and raises for bad ones."""
-        made: list[tuple[Dispatched, Array]] = []
+        made: list[Dispatched] = []
 
-        def check() -> int:
-            given = prepare()
-            made.append((given, self._checked_ids(given.ids)))
-            return given.x.shape[0]
+        def routes() -> tuple[Array, Array]:
+            made.append(given := prepare())
+            ids = self._checked_ids(given.ids)
+            return ids, np.ones(ids.shape, np.float32) if given.weights is None else given.weights.on_host()
 
-        tokens = self._session.group.exchange("Experts.dispatch", check)
-        given, ids = made[0]
-        received = given.received
-        weights = np.ones(ids.shape, np.float32) if given.weights is None else given.weights.on_host()
-        all_ids, all_weights = self._gathered(ids, tokens), self._gathered(weights, tokens)
+        all_ids, all_weights = zip(*self._session.group.exchange("Experts.dispatch", routes), strict=True)
+        given, received, ids = made[0], made[0].received, all_ids[self._rank]
         # Every rank computes the rows of all ranks, so all ranks raise the same error.
         together = self._together(all_ids, -1)
         for rank in range(self._shape.size):
@@ -90,7 +87,7 @@ class HostWay:
         slots = np.bitwise_or.reduce(np.where(ids >= 0, 1 << np.arange(self._shape.top_k), 0), axis=1)
         sets = host_view(received.targets)[: len(targets)]
         sets[:, 0], sets[:, 1] = targets, slots.astype(np.uint32).view(np.int32)
-        host_view(received.tokens)[:] = tokens
+        host_view(received.tokens)[:] = list(map(len, all_ids))
         return received
 
     def combine(self, prepare: Callable[[], Combined], *, weighted: bool) -> Combined:
@@ -183,7 +180,7 @@ class HostWay:
         there: npt.NDArray[np.bool_] = (ids >= self._firsts[rank]) & (ids < self._firsts[rank + 1])
         return there
 
-    def _describe(self, received: Received, ids: Array, all_weights: list[Array]) -> tuple[Array, ...]:
+    def _describe(self, received: Received, ids: Array, all_weights: Sequence[Array]) -> tuple[Array, ...]:
         """Write all that describes the rows. Return the number, token and rank of each row, and the end of all rows."""
         weights_of_all = self._together(all_weights, 0)
         pairs, counts, offsets = self._layout(ids, self._rank)
@@ -228,15 +225,6 @@ class HostWay:
             number = np.cumsum(came) - 1  # of a token among the rows of its rank
             mine = ranks == rank
             target[places[mine]] = rows[rank][number[tokens[mine]]].reshape(-1, target.shape[1])
-
-    def _gathered(self, mine: Array, tokens: list[int]) -> list[Array]:
-        """Return the arrays of all ranks, with so many tokens each."""
-        top_k, total = self._shape.top_k, sum(tokens)
-        everything = np.empty((total, top_k), mine.dtype)
-        counts = [count * top_k * mine.dtype.itemsize for count in tokens]
-        sent = np.ascontiguousarray(mine)
-        self._session.private.Allgatherv([_bytes(sent), MPI.BYTE], [_bytes(everything), counts, MPI.BYTE])
-        return np.split(everything, np.cumsum(tokens)[:-1])
 
     def _exchanged(self, sent: list[Array], taken: Sequence[npt.NDArray[np.bool_]]) -> list[Array]:
         """Send rows to each rank, and return the rows of each rank: as many as there are True in its item of ``taken``.

@@ -15,5 +15,4 @@ in place of the array. A receive into a host array must also look for a header.
 - `rendezvous_header`, `outbox`, `in_flight`, `rendezvous`: the rendezvous, from the copy into the outbox to its
   teardown.
 - `matched`: messages that a probe has matched before a call receives them.
-- `in_stream_order`: messages that kernels match, without MPI and the host.
 """

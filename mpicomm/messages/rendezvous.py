@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 from mpicomm.cluster.process import release_before_finalize
+from mpicomm.collectives.pack_tables import table_for
 from mpicomm.devices.base import GpuBackend, MessageCopy, Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
@@ -31,7 +32,6 @@ from mpicomm.messages.rendezvous_header import (
     require_room,
 )
 from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.packing import table_for
 from mpicomm.waiting import wait_until
 
 _MOST_KNOWN = 4096

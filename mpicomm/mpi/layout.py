@@ -87,6 +87,8 @@ class Known:
     """
     committed: bool
     """False also if no call has asked MPI yet."""
+    whole_pairs: DatatypeLayout | None = None
+    """The layout in which pairs of MPI have their gaps; None if no call has needed it."""
 
 
 def known_of(datatype: MPI.Datatype) -> Known:
@@ -120,26 +122,31 @@ def _key() -> int:
 
 
 def _decoded(datatype: MPI.Datatype) -> DatatypeLayout | None:
+    if not datatype.is_predefined:
+        return made_of(datatype, layout_of)
     if datatype == MPI.DATATYPE_NULL:
         return None
     extent = datatype.extent
-    dtype = types.numpy_dtype(datatype) if datatype.is_predefined else None
-    if datatype.is_predefined:
-        if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
-            return DatatypeLayout(_measured_regions(datatype), extent, dtype)
-        return DatatypeLayout((Region(0, (), datatype.size),) if datatype.size else (), extent, dtype)
+    dtype = types.numpy_dtype(datatype)
+    if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
+        return DatatypeLayout(_measured_regions(datatype), extent, dtype)
+    return DatatypeLayout((Region(0, (), datatype.size),) if datatype.size else (), extent, dtype)
+
+
+def made_of(datatype: MPI.Datatype, part: Callable[[MPI.Datatype], DatatypeLayout | None]) -> DatatypeLayout:
+    """Return the layout of a derived datatype. ``part`` returns the layout of a datatype from which it was made."""
     base, combiner, parameters = datatype.decode()
     blocks = _BLOCKS.get(combiner)
     bases = parameters.get("datatypes", [base])
-    layouts = [layout_of(each) for each in bases]
+    layouts = [part(each) for each in bases]
     for each in bases:
         if each != MPI.DATATYPE_NULL and not each.is_predefined:
             each.Free()  # decode() has made this handle
     parts = [layout for layout in layouts if layout is not None]
-    basic = {part.dtype for part in parts if part.regions}
+    basic = {each.dtype for each in parts if each.regions}
     # `_measured_regions` handles a DARRAY, or a type of an MPI that is newer than this table.
     regions = _measured_regions(datatype) if blocks is None else blocks(parts, parameters)
-    return DatatypeLayout(regions, extent, basic.pop() if len(basic) == 1 else None)
+    return DatatypeLayout(regions, datatype.extent, basic.pop() if len(basic) == 1 else None)
 
 
 def _in_turn(parts: Iterable[tuple[int, Regions]]) -> Iterator[Region]:

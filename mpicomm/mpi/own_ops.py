@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
@@ -23,7 +24,7 @@ class Op(MPI.Op):
     In the expression ``a`` is the reduction of the ranks before, and ``b`` the contribution of the next rank. NVRTC
     compiles it into the kernels for arrays of GPUs. NumPy computes it on host arrays. It is an MPI.Op, so all
     reductions take it: Allreduce, Reduce, Reduce_scatter, Reduce_scatter_block, Scan and Exscan, blocking, nonblocking
-    and persistent. Plain mpi4py can call it, too.
+    and persistent. Plain mpi4py can call it, too, also in reductions of numbers and arrays as objects (``allreduce``).
 
     **Order.** A Communicator reduces in rank order, ``f(f(x0, x1), x2)``, with the same bits on all ranks. The
     operation has to be associative, as in MPI, in three cases: if MPI carries the call out, with ``algorithm="ring"``,
@@ -83,6 +84,16 @@ class Op(MPI.Op):
         """Whether the order of operands does not matter."""
         return self._commute
 
+    def __call__(self, x: Any, y: Any) -> Any:
+        """Return the reduction of two numbers, or of two arrays element by element. Reductions of objects need it."""
+        # NumPy would take a text for the name of a type. Numbers of Python stay, because their types give way.
+        dtype = np.result_type(*(np.asarray(each) if isinstance(each, (str, bytes)) else each for each in (x, y)))
+        self._expression.require_defined(dtype.name)
+        a, b = np.broadcast_arrays(np.asarray(x, dtype), np.asarray(y, dtype))
+        with np.errstate(all="ignore"):
+            reduced = _reduced(self._expression, np.atleast_1d(a), np.atleast_1d(b)).astype(dtype).reshape(a.shape)
+        return reduced[()] if isinstance(x, (np.ndarray, np.generic)) else reduced.tolist()
+
     def Free(self) -> None:
         """Give the operation back to MPI. Local. The program must not use it afterwards."""
         _made.pop((self._expression.text, self._name, self._commute), None)
@@ -105,8 +116,15 @@ def _reduce(expression: Expression, a: Any, b: Any, datatype: MPI.Datatype) -> N
     if dtype is None:
         raise InvalidUsageError(f"op={shown(expression.text)}: it is for plain element types, not for {datatype.name}")
     expression.require_defined(dtype.name)
-    first, second = np.frombuffer(a, dtype), np.frombuffer(b, dtype)
-    wide = _WIDE if is_narrow(dtype) else dtype
+    result = np.frombuffer(b, dtype)
+    np.copyto(result, _reduced(expression, np.frombuffer(a, dtype), result), casting="unsafe")
+
+
+def _reduced(expression: Expression, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the values of the expression; those of narrow floats are of `_WIDE`."""
+    wide = _WIDE if is_narrow(a.dtype) else a.dtype
     with np.errstate(all="ignore"):
-        values = {"a": first.astype(wide, copy=False), "b": second.astype(wide, copy=False)}
-        np.copyto(second, expression.evaluate(wide, values), casting="unsafe")
+        values: npt.NDArray[Any] = expression.evaluate(
+            wide, {"a": a.astype(wide, copy=False), "b": b.astype(wide, copy=False)}
+        )
+        return values

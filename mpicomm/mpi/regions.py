@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.kernels.packing import ENTRY_NBYTES
-
 Places = npt.NDArray[np.int64]
 
 _PLACE_NBYTES = 8
 """The bytes of a place in the list of a loop."""
+_REGION_NBYTES = 128
+"""The bytes that a region needs in a table of regions. They decide which of two equal descriptions is shorter."""
 
 
 class Loop(NamedTuple):
@@ -140,7 +140,7 @@ def at_blocks(element: Regions, extent: int, displs: Sequence[int], counts: Sequ
     # If it makes the table shorter, the loop cuts blocks of different lengths into blocks of one length.
     common = int(np.gcd.reduce(lengths))
     parts, changes = lengths // common, np.flatnonzero(np.diff(lengths)) + 1
-    saved = ENTRY_NBYTES * len(element) * len(changes)
+    saved = _REGION_NBYTES * len(element) * len(changes)
     if _PLACE_NBYTES * (int(parts.sum()) - len(parts)) < saved:
         numbers = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
         places, changes = np.repeat(places, parts) + numbers * (common * extent), changes[:0]
@@ -201,7 +201,7 @@ def _listed(region: Region, places: Places, packed: int) -> Region | None:
     if any(loop.places for loop in loops):
         inner = loops[0]
         # A short list becomes part of the list around it. A long one is cheaper as several regions with one list.
-        short = _PLACE_NBYTES * inner.rounds <= ENTRY_NBYTES
+        short = _PLACE_NBYTES * inner.rounds <= _REGION_NBYTES
         if not inner.places or not short or inner.rounds * inner.packed != packed:
             return None
         loops, packed = loops[1:], inner.packed

@@ -8,12 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from mpi4py import MPI
 
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.request_lists import PAUSE_S, SPIN_S, Driven, replace_list_calls
+from mpicomm.waiting import ENDING, start_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -193,6 +195,22 @@ class DeferredRequest(Driven, MPI.Grequest):
         self.withdraw()
 
 
+class Completable(Protocol):
+    """The work of a `Completer`: a `DeferredRequest`, or a message of a torch group."""
+
+    over: bool
+    driven: bool
+
+    def advance(self) -> bool:
+        """See `DeferredRequest.advance`."""
+
+    def settle(self) -> None:
+        """See `DeferredRequest.settle`."""
+
+
+AnyWork = TypeVar("AnyWork", bound=Completable)
+
+
 class Completer:
     """The thread that completes the work of one communicator. It lives as long as there is work.
 
@@ -205,18 +223,18 @@ class Completer:
     threads. So the pauses are short only after the thread has completed work. If `Wait` drives all work of a program,
     the pauses are long.
 
-    ``by_itself`` says that the work goes on without a poll, as work of a stream does. Then all pauses are long, and the
-    thread looks at work only after a whole pause, because `Wait` has often completed it by then.
+    ``by_itself`` says that the work goes on without frequent polls, as work of a stream does. Then all pauses are long,
+    and the thread looks at work only after a whole pause, because `Wait` has often completed it by then.
     """
 
     def __init__(self, *, by_itself: bool = False) -> None:
         self._by_itself = by_itself
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._pending: deque[DeferredRequest] = deque()
+        self._pending: deque[Completable] = deque()
         self._running = False
         self._beginning_or_ending = threading.Lock()
 
-    def add(self, work: DeferredRequest, prepare_thread: Callable[[], None]) -> DeferredRequest:
+    def add(self, work: AnyWork, prepare_thread: Callable[[], None]) -> AnyWork:
         """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``prepare_thread``.
 
         On a thread without a device any call of the CUDA runtime makes a context on the first GPU. For each rank with
@@ -231,16 +249,14 @@ class Completer:
             with self._beginning_or_ending:
                 if not self._running:
                     self._running = True
-                    threading.Thread(
-                        target=self._run, args=[prepare_thread], name="mpicomm completer", daemon=True
-                    ).start()
+                    start_thread(partial(self._run, prepare_thread), "mpicomm completer")
         return work
 
     def _run(self, prepare_thread: Callable[[], None]) -> None:
         prepare_thread()
         now = busy = needed = time.perf_counter()
         found = 0  # the work that the last poll has left, first in the queue
-        while True:
+        while not ENDING.is_set():
             time.sleep(_PAUSE_S if now - needed < _NEEDED_S and not self._by_itself else _LONG_PAUSE_S)
             now = time.perf_counter()
             for _ in range(found if self._by_itself else len(self._pending)):

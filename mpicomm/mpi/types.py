@@ -7,6 +7,7 @@ be moved and combined bit by bit, but are no numbers.
 from __future__ import annotations
 
 import importlib
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def is_covered(dtype: np.dtype[Any]) -> bool:
 _NARROW = {"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 
+@lru_cache  # NumPy takes some microseconds for a name
 def is_narrow(dtype: np.dtype[Any]) -> bool:
     """Return whether ``dtype`` is a float that reductions accumulate in float32."""
     return dtype.name in _NARROW

@@ -18,7 +18,6 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi.location import refuse_stream, require_here
-from mpicomm.recording.record import current
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 
@@ -191,9 +190,8 @@ class Products:
             self._reduce(operands, self._partial_sums(operands), stream)
 
     def _record_one_after_the_other(self, why: str) -> None:
-        record, channel = current(), self._session.channel
-        if record is not None and channel is not None:
-            channel.choose(record, "one after the other", why)
+        if self._session.channel is not None:
+            self._session.channel.choose("one after the other", why)
 
     def _gather_and_multiply(self, operands: Operands, stream: int | None) -> None:
         library, gathered = operands.library, operands.gathered

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 from typing import Literal
 
@@ -95,7 +96,7 @@ class ProductWay:
 
 def choose(facts: Facts) -> ProductWay:
     """Return the way of a call between several ranks."""
-    serial_us = _product_us(facts, [facts.rows]) + _collective_us(facts)
+    serial_us = _product_us(facts, facts.rows) + _collective_us(facts)
     cuts = {"allgather_matmul": _gather_cuts, "matmul_reduce_scatter": _scatter_cuts, "matmul_allreduce": _reduce_cuts}
     overlapped_us, cut = min(cuts[facts.kind](facts), key=lambda each: each[0])
     return ProductWay(facts, cut if overlapped_us < _SAVING * serial_us else None, overlapped_us, serial_us)
@@ -117,12 +118,7 @@ def describe(size: int, multiprocessors: int, link_speed: float) -> tuple[str, .
 
 
 def _gather_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
-    size, times = facts.size, dict[int, float]()
-
-    def product_us(rows: int) -> float:
-        if rows not in times:
-            times[rows] = _product_us(facts, [rows])
-        return times[rows]
+    size, product_us = facts.size, cache(partial(_product_us, facts))
 
     def end_us(products: Iterable[tuple[int, int]]) -> float:
         at = 0.0
@@ -162,7 +158,7 @@ def _scatter_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     reduction = (size + 1) * nbytes / _MEMORY_NBYTES_PER_US
     pulling = max(reduction, _PULL_US + nbytes / (_LINK_NBYTES_PER_US * facts.link_speed))
     tail = _TURN_US + _PRODUCT_US
-    own, pair, copy = _product_us(facts, [rows]), _product_us(facts, [2 * rows]), _copy_us(facts, rows)
+    own, pair, copy = _product_us(facts, rows), _product_us(facts, 2 * rows), _copy_us(facts, rows)
 
     def end_us(product_us: float, products: int, copies: int) -> float:
         """Return the end of the last product, which copies nothing, and of the copies of all other products."""
@@ -176,7 +172,7 @@ def _scatter_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     if size > 2 and size & (size - 1) == 0:
         found.append((end_us(pair, size // 2, 2) + tail + pulling, RowCut(pairs=True)))
     if size > 2:
-        at = _TURN_US + _product_us(facts, [rows * (size - 1)])
+        at = _TURN_US + _product_us(facts, rows * (size - 1))
         found.append((max(at + own, at + (size - 1) * copy) + tail + reduction, RowCut(merged=True)))
     return found
 
@@ -186,7 +182,7 @@ def _reduce_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     for parts in range(1, _MOST_PARTS + 1):
         rows = -(-facts.shard_rows // parts)
         nbytes = rows * facts.row_nbytes
-        product, copy = _product_us(facts, [rows]), _copy_us(facts, rows)
+        product, copy = _product_us(facts, rows), _copy_us(facts, rows)
         reduction = _PRODUCT_US + (facts.size + 1) * nbytes / _MEMORY_NBYTES_PER_US
         unloading = _PRODUCT_US + 2 * (facts.size - 1) * nbytes / _MEMORY_NBYTES_PER_US
         at = landed = _TURN_US
@@ -201,18 +197,13 @@ def _reduce_cuts(facts: Facts) -> list[tuple[float, RowCut]]:
     return found
 
 
-def _product_us(facts: Facts, pieces: list[int]) -> float:
+def _product_us(facts: Facts, rows: int) -> float:
     flops = _FLOPS_PER_US.get(facts.dtype, _OTHER_FLOPS_PER_US)
-    column_us = 2.0 * _TILE_ROWS * facts.inner / flops
-    return sum(
-        min(
-            -(-(-(-rows // _TILE_ROWS) * -(-facts.columns // columns)) // facts.multiprocessors) * columns * slower
-            for columns, slower in _TILE_COLUMNS.items()
-        )
-        * column_us
-        + _PRODUCT_US
-        for rows in pieces
+    waves_of_columns = min(
+        -(-(-(-rows // _TILE_ROWS) * -(-facts.columns // columns)) // facts.multiprocessors) * columns * slower
+        for columns, slower in _TILE_COLUMNS.items()
     )
+    return waves_of_columns * 2.0 * _TILE_ROWS * facts.inner / flops + _PRODUCT_US
 
 
 def _copy_us(facts: Facts, rows: int) -> float:

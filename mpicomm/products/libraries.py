@@ -191,6 +191,8 @@ def _tensor(array: Any, name: str) -> Any:
 
 
 def _numpy(array: Any, name: str) -> Any:
+    if type(array) is np.ndarray:
+        return array
     if is_tensor(array) or _is_on_device(array):
         raise InvalidUsageError(f"{name} is a {type(array).__name__}, and a is a NumPy array: pass NumPy arrays")
     try:

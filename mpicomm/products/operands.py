@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from mpicomm.devices.base import GpuBackend
@@ -79,13 +78,12 @@ class Operands:
             if bias is not None:
                 out += bias
 
-    @cached_property
-    def text(self) -> str:
-        """The call in words: the facts in which all ranks agree."""
+    def __post_init__(self) -> None:
         more = "".join(f", {name}" for name in ("bias", "gathered") if getattr(self, name) is not None)
         if self.scales is not None:
             more += f", {self.scales} to {self.result_dtype}"
-        return f"{self.kind}({self.dtype}, {_shape(self.a)} @ {_shape(self.b)}{more})"
+        self.text = f"{self.kind}({self.dtype}, {_shape(self.a)} @ {_shape(self.b)}{more})"
+        """The call in words: the facts in which all ranks agree."""
 
 
 def read(

@@ -15,7 +15,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import process_number, world_rank
 from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
 from mpicomm.recording.clocks import now_ns, read_clocks
-from mpicomm.recording.record import Category, Record, open_records
+from mpicomm.recording.record import Category, Record, current, open_records
 from mpicomm.recording.recorder import Recorder
 from mpicomm.recording.statistics import Counts
 
@@ -113,9 +113,10 @@ class Channel:
         record.start_ns = now_ns()
         return record
 
-    def choose(self, record: Record, algorithm: str, why: str) -> None:
-        """Note the algorithm of a call, and the reason for it, as soon as the call knows them."""
-        if record.algorithm:
+    def choose(self, algorithm: str, why: str) -> None:
+        """Note the algorithm of this thread's call, and the reason for it, as soon as the call knows them."""
+        record = current()
+        if record is None or record.algorithm:
             return
         record.algorithm, record.why = algorithm, why
         if self._recorder.ranges is not None:

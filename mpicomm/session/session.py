@@ -159,6 +159,8 @@ class Session(SetUp):
     def _timeout(self, step: str) -> CollectiveTimeoutError | None:
         """Return the timeout of an earlier call, if there was one. Local."""
         self._tell_error(step)
+        if self._part is not None and isinstance(self._part.broken, CollectiveTimeoutError):
+            return self._part.broken
         try:
             self.backend.check()
         except CollectiveTimeoutError as error:

@@ -21,6 +21,7 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse, summed
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.recording.channel import Channel
+from mpicomm.recording.device_work import DeviceWork
 from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.suspension import Suspension
 from mpicomm.symmetric.owner import AnyShared, Shared
@@ -82,9 +83,11 @@ class SetUp:
         self._freed = False
         self._suspension: Suspension | None = None
         self._is_shut = False  # freed or suspended: every call on a device array reads it
-        self._has_device = backend is not None
+        self._has_device = False
+        self.work: DeviceWork | None = None
+        """Measures the work of recorded calls on the device."""
         if backend is not None:
-            self.backend = backend
+            self._use(backend)
         self.awaited_elsewhere: Callable[[], bool] = lambda: False
         """Says whether peers wait for this rank in another call. They come to `close` after their time is over."""
         self.timeout_on_host: Callable[[], CollectiveTimeoutError | None] = lambda: None
@@ -279,8 +282,13 @@ class SetUp:
             raise InvalidUsageError(f"{what}: the communicator is suspended: call resume() on all ranks first")
 
     def _open_device(self) -> None:
-        self.backend = self.placement.create_backend()
+        self._use(self.placement.create_backend())
+
+    def _use(self, backend: HostBackend | GpuBackend) -> None:
+        self.backend = backend
         self._has_device = True
+        if self.channel is not None and not isinstance(backend, HostBackend):
+            self.work = DeviceWork(self.channel, backend)
 
     @contextlib.contextmanager
     def _opened_on_all_ranks(self, group: Group) -> Iterator[None]:

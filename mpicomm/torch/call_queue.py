@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -16,6 +17,7 @@ import torch
 
 from mpicomm.torch.failures import WAITS, translated
 from mpicomm.torch.works import HostWork, Tensors, Work, ended
+from mpicomm.waiting import start_thread
 
 T = TypeVar("T")
 
@@ -191,10 +193,7 @@ class CallQueue:
         with self._lock:
             if self._queue is None:
                 self._queue = SimpleQueue()
-                # The thread is a daemon, because a call of a rank that never comes would keep the interpreter from its
-                # end.
-                self._thread = threading.Thread(target=self._work, args=[self._queue], name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = start_thread(partial(self._work, self._queue), self._name, lambda: self.close(0))
                 self._thread_id = self._thread.ident
                 QUEUES.add(self)
             self._enqueue(work, self._queue)

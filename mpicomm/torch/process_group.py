@@ -17,13 +17,13 @@ from torch._C import _distributed_c10d as c10d
 from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
-from mpicomm.mpi.requests import DeferredRequest
+from mpicomm.mpi.requests import Completer, DeferredRequest
 from mpicomm.torch.call_queue import CallQueue
 from mpicomm.torch.collective_calls import CollectiveCalls
 from mpicomm.torch.collectives import TensorCalls
 from mpicomm.torch.failures import WAITS, translated
 from mpicomm.torch.known_calls import Given, TensorCall
-from mpicomm.torch.message_works import MOVER, MessageWork
+from mpicomm.torch.message_works import MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.streams import Streams
 from mpicomm.torch.subgroups import part_of
@@ -63,6 +63,7 @@ class ProcessGroup(CollectiveCalls):
         self._streams = None if comm.device == "cpu" else Streams(comm)
         self._timeout_s = timeout_s
         self._queue = CallQueue(f"mpicomm rank {comm.rank} of {comm.size}")
+        self._messages = Completer(by_itself=True)
         self._coalesced: dict[int, list[Work]] = {}
         """By thread, the works of its calls between `_start_coalescing` and `_end_coalescing`."""
         self._sequence = 0
@@ -370,7 +371,7 @@ class ProcessGroup(CollectiveCalls):
         receives, prepare_thread = name == "recv", self.communicator._prepare_thread
         work = MessageWork(request, tensor, f"{name} {other}", self._timeout_s, prepare_thread, receives=receives)
         if not isinstance(request, DeferredRequest):
-            MOVER.add(work)
+            self._messages.add(work, prepare_thread)
         return self._joined(work)
 
     def _joined(self, work: Work) -> Work:

@@ -16,7 +16,7 @@ from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.current_stream import call_on, current_stream
 from mpicomm.torch.failures import GroupTimeoutError, translated
-from mpicomm.waiting import wait_until
+from mpicomm.waiting import ENDING, start_thread, wait_until
 
 Tensors = Sequence[torch.Tensor]
 FOREVER = timedelta(0)
@@ -334,15 +334,11 @@ class StreamWork(Work):
         """See `Work.get_future_result`."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
-        def settle() -> None:
-            self.side.comm._prepare_thread()
-            try:
-                wait_until(self.is_completed, math.inf)
-            except Exception as error:  # the error of a device that has failed
-                self._error = error
+        def settle(failure: BaseException | None) -> None:
+            self._error = self._error or failure  # of a device that has failed
             future.set_result(self._result(None))
 
-        threading.Thread(target=settle, name=f"mpicomm {self.name}", daemon=True).start()
+        when_over(self, self.name, math.inf, self.side.comm._prepare_thread, settle)
         return future
 
 
@@ -393,6 +389,33 @@ def _failure_of(work: Work) -> BaseException | None:
     except Exception as error:
         return error
     return None
+
+
+def when_over(
+    work: Work,
+    name: str,
+    limit_s: float,
+    prepare_thread: Callable[[], None],
+    settle: Callable[[BaseException | None], None],
+) -> None:
+    """Call ``settle`` in a new thread when ``work`` is over or a wait for it fails, with the error of the wait. Local.
+
+    Each future has its own thread, because its callbacks may wait for other works. At the end of the program nobody
+    waits for the future.
+    """
+
+    def run() -> None:
+        prepare_thread()
+        failure: BaseException | None = None
+        try:
+            if not wait_until(lambda: ENDING.is_set() or work.is_completed(), limit_s):
+                failure = too_late(name, timedelta(seconds=limit_s))
+        except Exception as error:
+            failure = error
+        if not ENDING.is_set():
+            settle(failure)
+
+    start_thread(run, f"mpicomm {name}")
 
 
 def too_late(name: str, timeout: timedelta) -> GroupTimeoutError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.own_ops import Op
@@ -56,5 +57,7 @@ def require_possible(call: Call) -> None:
             f'algorithm="ring" of {operation}: the ring does not reduce in rank order, and {op!r} does not commute: '
             'use "two_shot", or commute=True'
         )
+    elif algorithm == "ring" and (refusal := ring_refusal(call.op or "")):
+        raise InvalidUsageError(f'algorithm="ring" of {operation}: {refusal}: use "auto"')
     elif not call.on_device and algorithm not in selection.algorithms_for(operation):
         raise InvalidUsageError(f'algorithm="{algorithm}" of {operation} is for device arrays: use "one_shot"')

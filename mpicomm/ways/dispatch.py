@@ -31,7 +31,7 @@ from mpicomm.ways.as_codes import AsCodes
 from mpicomm.ways.by_mpi import MpiWay
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.on_gpus import OnGpus
-from mpicomm.ways.on_host import InMappedMemory, OnCopies, WithEpilogue
+from mpicomm.ways.on_host import Deferred, InMappedMemory, OnCopies, WithEpilogue
 from mpicomm.ways.reader import Reader
 from mpicomm.ways.way import Begun, Way
 from mpicomm.ways.witness import Witness
@@ -66,9 +66,10 @@ class Dispatcher:
         self._mpi = MpiWay(comm, session, reader, witness)
         self._gpus = OnGpus(session, engines, witness)
         self._mapped = InMappedMemory(engines, witness)
-        self._epilogue = WithEpilogue(reader, self._carry)
-        self._codes = AsCodes(session, reader, self._mapped)
-        self._copies = OnCopies(session, reader, self._carry, self.prepare)
+        self._deferred = Deferred(comm, session)
+        self._epilogue = WithEpilogue(reader, self._carry, self._deferred)
+        self._codes = AsCodes(session, reader, self._mapped, self._deferred)
+        self._copies = OnCopies(session, reader, self._carry, self.prepare, self._deferred)
         facts = self._size, self._rank, self._nodes
         self._plain = plain_calls(*facts)
         self.at_once = at_once(*facts, on_gpus=witness.is_needed)
@@ -126,9 +127,10 @@ class Dispatcher:
                 begun = self._mpi.carry_out(operation, arguments, blocking=False)
             else:
                 begun = self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=False)
-            if begun is not None and not isinstance(begun, DeferredRequest):
+            assert begun is not None
+            if not isinstance(begun, DeferredRequest):
                 return begun
-            request = _deferred(begun)
+            request = begun
         if not request.over:  # after its end nothing reads the buffers
             request.kept = given
         return request
@@ -159,7 +161,9 @@ class Dispatcher:
                 return known
             # This reads the arguments again, because symmetric memory among them may have been closed.
             again = self._reader.read(operation, arguments, algorithm, stream, place=call.place)
-            return _deferred(self._carry(again, blocking=False))
+            begun = self._carry(again, blocking=False)
+            assert begun is not None
+            return begun if isinstance(begun, DeferredRequest) else self._deferred.add(begun.Test, lambda: None)
 
         return PersistentRequest.of(begin)
 
@@ -245,7 +249,7 @@ class Dispatcher:
             by_mpi = selection.becomes_mpi_request(call, call.algorithm)
         if by_mpi:
             return self._mpi
-        return self._mapped
+        return self._mapped if blocking else self._deferred
 
     def _is_plain(self, operation: Operation, method: str, given: Arguments, stream: Any, algorithm: str) -> bool:
         """Return whether a call is certainly MPI's, and needs no exchange of counts before. Local."""
@@ -253,15 +257,3 @@ class Dispatcher:
             return False
         told = operation.send != "counted" or given.counts is not None
         return told and self._plain[method](given.send, given.receive, given.op, given.root)
-
-
-def _deferred(begun: Begun) -> DeferredRequest:
-    """Return the request of a call that was enqueued. If no rank has to wait for the call, the request is complete."""
-    if isinstance(begun, DeferredRequest):
-        return begun
-    if begun is not None:
-        begun.Wait()
-    request = DeferredRequest.of(lambda: True, lambda: None)
-    # MPICH ends a program that waits for an open generalized request beside a null request, so this one is complete.
-    request.advance()
-    return request

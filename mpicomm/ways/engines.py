@@ -39,6 +39,8 @@ class Engines:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.channel = session.channel
+        """It takes the records of calls, if the communicator records."""
         self._call_logs: dict[Group, CallLog] = {}
         self._host: HostEngine | None = None
         self._host_domains: HostDomains | None = None
@@ -47,6 +49,11 @@ class Engines:
         self._internode: InternodeEngine | None = None
         self._transfers: list[Transfers] = []
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
+
+    @property
+    def on_one_node(self) -> bool:
+        """Whether all ranks are on one node."""
+        return len(self._session.placement.nodes) == 1
 
     @cached_property
     def _layout(self) -> DomainLayout:
@@ -100,7 +107,7 @@ class Engines:
 
     def of_hosts(self, operation: str) -> OneNode | HostDomains:
         """Return the engine for host arrays of all ranks. Collective the first time, else local."""
-        if len(self._session.placement.nodes) == 1:
+        if self.on_one_node:
             return OneNode(self.on_host(operation), len(self._session.placement.places))
         if self._host_domains is None:
             session = self._session.set_up(operation)
@@ -137,7 +144,10 @@ class Engines:
                     engine = DeviceEngine(session.domain, backend, session.kind, call_log, on_a_device, most_nbytes)
                 return session.keep(engine)
 
-            self.gpu = PlanCache(session, make() if len(self._layout.domains) == 1 else self._of_domains(session, make))
+            engine = make() if len(self._layout.domains) == 1 else self._of_domains(session, make)
+            if session.work is not None:
+                session.work.watch(engine)
+            self.gpu = PlanCache(session, engine)
         return self.gpu
 
     def _of_domains(self, session: Session, make: Callable[[], DeviceEngine]) -> DomainsEngine:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import add
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
+from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives import beside
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host import selection
+from mpicomm.collectives.host.reduction import Reducer
+from mpicomm.collectives.operations import EXSCAN, SCAN, Operation
 from mpicomm.devices.host import array_at
+from mpicomm.domains.reductions import reduce_on_host
+from mpicomm.errors import PeerError
 from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from mpicomm.mpi.span import Span
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.reader import Reader
@@ -23,6 +34,9 @@ from mpicomm.ways.way import Carry
 from mpicomm.ways.witness import Witness
 
 _BYTE = np.dtype(np.uint8)
+_TEXT_NBYTES = 512  # longer calls differ by their hash
+_left: list[Any] = []
+"""The memory of exchanges that no rank completes."""
 Prepare = Callable[[Operation, Arguments, MPI.Info, Any, str], MPI.Prequest]
 
 
@@ -36,17 +50,119 @@ class InMappedMemory:
     def enqueue(self, call: Call, *, blocking: bool) -> None:
         """See `Way.enqueue`."""
         self._witness.tell(call.operation, on_host=True)
-        self._engines.of_hosts(call.operation.name).run(call, call.algorithm)
+        engines = self._engines
+        if engines.channel is not None:
+            name, why = call.algorithm, f'algorithm="{call.algorithm}"'
+            if name == "auto":
+                name, why = selection.best_mapped(call.operation, call.nbytes or 0), "by size, on mapped memory"
+            engines.channel.choose(name if engines.on_one_node else "groups, mpi", why)
+        engines.of_hosts(call.operation.name).run(call, call.algorithm)
+
+
+class Deferred:
+    """Nonblocking calls on host arrays that MPI lacks, or that ``algorithm=`` takes from it. No start waits for a rank.
+
+    MPI moves the data of all ranks in one nonblocking exchange. When the data has come, the request computes the result
+    with NumPy in rank order, with the bits of mapped memory. A reduction needs memory for the data of all ranks. Each
+    rank also tells the others its call, so `PeerError` names different calls. A wait has no limit, as in MPI.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, session: Session) -> None:
+        self._comm = comm
+        self._session = session
+        self._completer = Completer()
+
+    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest:
+        """See `Way.enqueue`. Every ``call`` is nonblocking."""
+        begin_by_mpi(self._session.row.words, call.operation.number)
+        rank, size = self._comm.rank, self._comm.size
+        scratch = np.empty(call.scratch_nbytes, _BYTE)
+        exchange = call.operation.one_shot(call.buffers(Span(scratch.ctypes.data, 0) if scratch.size else None))
+        lengths = [exchange.nbytes_with(peer) if peer != rank else (0, 0) for peer in range(size)]
+        sent, received = zip(*lengths, strict=True)
+        starts = [sum(received[:peer]) for peer in range(size)]
+        came = np.empty(sum(received), _BYTE)
+        said = np.zeros(_TEXT_NBYTES, _BYTE)
+        text = str(call.signature).encode()[: _TEXT_NBYTES - 8]
+        said[:8], said[8 : 8 + len(text)] = (
+            np.frombuffer(call.signature.hash32.to_bytes(8, "little"), _BYTE),
+            list(text),
+        )
+        all_said = np.empty((size, _TEXT_NBYTES), _BYTE)
+        addresses = [span.pointer if span and n else 0 for span, n in zip(exchange.sends, sent, strict=True)]
+        base = min((address for address in addresses if address), default=0)
+        displs = [address - base if address else 0 for address in addresses]
+        blocks = [MPI.memory.fromaddress(base, max(map(add, displs, sent))), sent, displs, MPI.BYTE]
+        telling = MPI.Intracomm.Iallgather(self._comm, said, all_said)
+        moving = MPI.Intracomm.Ialltoallv(self._comm, blocks, [came, received, starts, MPI.BYTE])
+
+        def has_come() -> bool:
+            if not telling.Test():
+                return False
+            if (all_said != said).any():
+                _left.append((moving, call, came, scratch))  # MPI may still write there
+                raise _different(all_said)
+            return moving.Test()
+
+        # As in the schedules of several domains, a prefix is reduced in the order of all ranks.
+        prefix = call.operation in (SCAN, EXSCAN)
+        domains = [range(size)] if prefix else self._session.placement.domains
+
+        def finish() -> None:
+            with np.errstate(all="ignore"):
+                _take(exchange, rank, [came.ctypes.data + start for start in starts], domains)
+
+        return self.add(has_come, finish)
+
+    def add(
+        self, done: Callable[[], bool], finish: Callable[[], None], prepare_thread: Callable[[], None] = lambda: None
+    ) -> DeferredRequest:
+        """Return the request of work that MPI does until ``done``, and that ``finish`` ends on this rank.
+
+        ``prepare_thread`` is for work on a device: see `Completer.add`.
+        """
+        return self._completer.add(DeferredRequest.of(done, finish), prepare_thread)
+
+
+def _take(exchange: Exchange, rank: int, came: Sequence[int], domains: Sequence[Sequence[int]]) -> None:
+    """End an exchange whose data has come from each rank to an address. Local. ``domains`` are reduced one by one."""
+    itemsize, own = exchange.dtype.itemsize, exchange.sends[rank]
+    for peer, place in enumerate(exchange.receives):
+        source = came[peer] if peer != rank else own and own.pointer
+        if place is not None and place.count and source and source != place.pointer:
+            ctypes.memmove(place.pointer, source, place.count * itemsize)
+    reduction = exchange.reduction
+    if reduction is not None and reduction.output.count:
+        places = {source: came[source] for source in reduction.sources}
+        if reduction.own is not None:
+            places[rank] = reduction.own.pointer
+        count, dtype = reduction.output.count, exchange.dtype
+        output = array_at(reduction.output.pointer, count, dtype)
+        parts = [[array_at(places[each], count, dtype) for each in ranks if each in places] for ranks in domains]
+        if len(parts) == 1:
+            Reducer(reduction.op, dtype).reduce(parts[0], output)
+        else:
+            reduce_on_host(reduction.op, parts, output)
+    if exchange.move is not None:
+        ctypes.memmove(exchange.move[1].pointer, exchange.move[0].pointer, exchange.move[1].count * itemsize)
+
+
+def _different(said: npt.NDArray[np.uint8]) -> PeerError:
+    """Return the error of ranks that have said different calls."""
+    calls = [bytes(each[8:]).rstrip(b"\0").decode(errors="ignore") for each in said]
+    words = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+    return PeerError(f"ranks called different things: {words}", ranks=range(len(calls)))
 
 
 class WithEpilogue:
-    """An all-reduce by another way, then its epilogue. It blocks."""
+    """An all-reduce by another way, then its epilogue."""
 
-    def __init__(self, reader: Reader, carry: Carry) -> None:
+    def __init__(self, reader: Reader, carry: Carry, deferred: Deferred) -> None:
         self._reader = reader
         self._carry = carry
+        self._deferred = deferred
 
-    def enqueue(self, call: Call, *, blocking: bool) -> None:
+    def enqueue(self, call: Call, *, blocking: bool) -> DeferredRequest | None:
         """See `Way.enqueue`."""
         epilogue, receive, given = call.epilogue, call.receive, call.arguments
         assert epilogue is not None and receive is not None and call.send is not None
@@ -54,9 +170,13 @@ class WithEpilogue:
         reduced, target = made, given.receive
         if epilogue.converts:
             reduced = target = np.empty(call.send.total, epilogue.dtype)
-        arguments = Arguments(given.send, target, given.op)
-        self._carry(self._reader.read(call.operation, arguments, call.algorithm, None), blocking=True)
+        part = self._reader.read(call.operation, Arguments(given.send, target, given.op), call.algorithm, None)
+        part.of_call = call.signature  # with the epilogue, so that ranks compare it
+        begun = self._carry(part, blocking=blocking)
+        if begun is not None:
+            return self._deferred.add(begun.Test, partial(epilogue.on_host, reduced, made))
         epilogue.on_host(reduced, made)
+        return None
 
 
 class OnCopies:
@@ -69,10 +189,10 @@ class OnCopies:
     arrays would not take part.
     """
 
-    def __init__(self, session: Session, reader: Reader, carry: Carry, prepare: Prepare) -> None:
+    def __init__(self, session: Session, reader: Reader, carry: Carry, prepare: Prepare, deferred: Deferred) -> None:
         self._session = session
         self._reader = reader
-        self._completer = Completer()
+        self._deferred = deferred
         self._carry = carry
         self._prepare = prepare
 
@@ -80,9 +200,8 @@ class OnCopies:
         """See `Way.enqueue`."""
         copies, given = self._copies(call)
         begun = self._carry(self._reader.read(call.operation, given, call.algorithm, None), blocking=blocking)
-        if isinstance(begun, MPI.Request):
-            request = DeferredRequest.of(begun.Test, copies.back)
-            return self._completer.add(request, self._session.backend.prepare_thread)
+        if begun is not None:
+            return self._deferred.add(begun.Test, copies.back, self._session.backend.prepare_thread)
         copies.back()
         return None
 
@@ -96,7 +215,7 @@ class OnCopies:
             copies.again(backend.stream(call.stream, call.device_array))
             copies.ready()
             prepared.Start()
-            return self._completer.add(DeferredRequest.of(prepared.Test, copies.back), backend.prepare_thread)
+            return self._deferred.add(prepared.Test, copies.back, backend.prepare_thread)
 
         return PersistentRequest.of(begin, prepared.Free)
 

@@ -92,15 +92,24 @@ class HostLocks:
             # which a rank waits that it lets pass at another lock.
             for owner in owners:
                 self._yield_to_waiting(self._locks[owner], wait)
-        for owner in owners:
-            (self._take_exclusive if exclusive else self._take_shared)(owner, wait)
+        try:
+            for owner in owners:
+                (self._take_exclusive if exclusive else self._take_shared)(owner, wait)
+        except BaseException:
+            # No later call would give up what this rank holds or awaits. It may hold the last lock, too, because a
+            # Ctrl-C comes at the end of the critical section that has taken it.
+            self.give(owners)
+            raise
 
-    def give(self, owners: Iterable[int], *, exclusive: bool) -> None:
-        """Give locks up."""
-        mine = ~0 << EXCLUSIVE_SHIFT if exclusive else self._me
+    def give(self, owners: Iterable[int]) -> None:
+        """Give locks up, and the turn to take them."""
         for owner in owners:
+            lock = self._locks[owner]
             with holding_mutex(self._boards[owner]):
-                self._locks[owner].holders &= ~mine
+                lock.waiting &= ~self._me
+                lock.holders &= ~self._me
+                if lock.holders >> EXCLUSIVE_SHIFT == self._rank + 1:
+                    lock.holders &= (1 << EXCLUSIVE_SHIFT) - 1
 
     def _yield_to_waiting(self, lock: LockWords, wait: Wait) -> None:
         ahead, turns = lock.waiting, lock.turns
@@ -126,17 +135,13 @@ class HostLocks:
                 if lock.holders or first != self._rank:
                     return False
                 lock.holders = (self._rank + 1) << EXCLUSIVE_SHIFT
+                lock.waiting &= ~self._me
                 lock.last = self._rank
                 lock.turns += 1
                 return True
 
-        try:
-            if not wait(taken):
-                raise _obstacle(lock, first)
-        finally:
-            # If the bit stayed after a failed wait, this rank would keep the turn, and no rank would take the lock.
-            with holding_mutex(board):
-                lock.waiting &= ~self._me
+        if not wait(taken):
+            raise _obstacle(lock, first)
 
     def _take_shared(self, owner: int, wait: Wait) -> None:
         board, lock = self._boards[owner], self._locks[owner]
@@ -147,14 +152,8 @@ class HostLocks:
             with holding_mutex(board):
                 return not lock.holders >> EXCLUSIVE_SHIFT
 
-        took = False
-        try:
-            took = wait(taken)
-            if not took:
-                raise _obstacle(lock, 0)
-        finally:
-            if not took:  # no call of this rank will give the lock up
-                self.give([owner], exclusive=False)
+        if not wait(taken):
+            raise _obstacle(lock, 0)
 
 
 def first_of(ranks: int) -> int:

@@ -12,6 +12,7 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.base import Scratch
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import CollectiveTimeoutError
+from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.accumulate import LOCATING
 from mpicomm.kernels.window import FENCE, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, START, WAIT, late_lock
 from mpicomm.mpi.layout import DatatypeLayout
@@ -62,15 +63,18 @@ class HostSteps:
         # A release: it pairs with the fence after the wait below, on the peer. Without it, a weakly ordered CPU may let
         # the peer see the count before the data that this rank has written before it.
         fence()
-        for peer in ranks_in(signals):
-            sent[peer] += np.uint64(1)
-            self._rows(peer, count)[0][self._rank] = sent[peer]
+        with uninterrupted():
+            for peer in ranks_in(signals):
+                # A peer of both sets gets the number that this rank waits for. So a call after a Ctrl-C in the wait
+                # below repeats its signals; with new ones its peers would not wait for the next call.
+                sent[peer] = (expected if waits >> peer & 1 else sent)[peer] + np.uint64(1)
+                self._rows(peer, count)[0][self._rank] = sent[peer]
         for peer in ranks_in(waits):
             target = int(expected[peer]) + 1
             if not self._wait(lambda: int(inbox[peer]) >= target):  # noqa: B023
                 name = _NAMES[count.operation]
                 self._give_up(f"{name}: number {target} from rank {peer} did not come", peer)
-            expected[peer] = target
+        expected[list(ranks_in(waits))] += np.uint64(1)  # all at once, so that a Ctrl-C before it leaves no part
         # An acquire: it pairs with the fence before the signals above, on the peer. This rank reads the data of the
         # peer after the count that publishes the data.
         fence()
@@ -90,7 +94,7 @@ class HostSteps:
         self._give_up(f"Win.Lock: {late_lock(peer, comes_first=comes_first)}", peer)
 
     def unlock(self, ranks: int, stream: int, *, exclusive: bool) -> None:
-        self._locks.give(ranks_in(ranks), exclusive=exclusive)
+        self._locks.give(ranks_in(ranks))
 
     def require_updatable(self, update: Update, target: Target, what: str) -> None:
         """Return, because NumPy updates elements of any size at any address."""

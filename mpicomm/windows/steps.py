@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.pack_tables import table_for
 from mpicomm.devices.base import GpuBackend, Scratch
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.accumulate import (
@@ -43,7 +44,6 @@ from mpicomm.kernels.window import (
     SynchronisationArguments,
 )
 from mpicomm.mpi.layout import DatatypeLayout, run_of
-from mpicomm.mpi.packing import table_for
 from mpicomm.mpi.types import is_covered
 from mpicomm.windows.buffers import Target
 from mpicomm.windows.updates import Update, is_aligned

@@ -71,36 +71,40 @@ class Synchronisation:
     def fence(self, assertion: int, stream: Any) -> None:
         """End an epoch of all ranks, and begin the next one. Collective; it holds the stream, not the host."""
         self._begin("Win.Fence", assertion)
-        self.epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
-        self._row.logs[0].post("Win.Fence")
-        with self._synchronising(stream) as where:
+        with self._waiting(stream) as where:
+            self.epochs.fence(closes=bool(assertion & MPI.MODE_NOSUCCEED))
+            self._row.logs[0].post("Win.Fence")
             self.steps.meet(FENCES, self._others, self._others, where)
 
     def post(self, group: MPI.Group, assertion: int, stream: Any) -> None:
         """Expose this rank's part to the ranks of ``group``."""
         self._begin("Win.Post", assertion)
         origins = self._ranks_of(group, "Win.Post")
-        self.epochs.post(origins)
-        if not assertion & MPI.MODE_NOCHECK:
+        if assertion & MPI.MODE_NOCHECK:
+            self.epochs.post(origins)
+            return
+        with self._synchronising(stream) as where:
+            self.epochs.post(origins)
             self._row.count(layout.POSTED, set_of(origins))
-            with self._synchronising(stream) as where:
-                self.steps.meet(POSTS, set_of(origins), 0, where)
+            self.steps.meet(POSTS, set_of(origins), 0, where)
 
     def start(self, group: MPI.Group, assertion: int, stream: Any) -> None:
         """Wait for the `post` of the ranks of ``group``, which this rank then may access."""
         self._begin("Win.Start", assertion)
         targets = self._ranks_of(group, "Win.Start")
-        self.epochs.start(targets)
-        if not assertion & MPI.MODE_NOCHECK:
-            with self._synchronising(stream) as where:
-                self.steps.meet(POSTS, 0, set_of(targets), where)
+        if assertion & MPI.MODE_NOCHECK:
+            self.epochs.start(targets)
+            return
+        with self._waiting(stream) as where:
+            self.epochs.start(targets)
+            self.steps.meet(POSTS, 0, set_of(targets), where)
 
     def complete(self, stream: Any) -> None:
         """Tell the targets of `start` that all accesses of this rank are done."""
         self._begin("Win.Complete")
-        targets = self.epochs.complete()
-        self._row.count(layout.COMPLETED, set_of(targets))
         with self._synchronising(stream) as where:
+            targets = self.epochs.complete()
+            self._row.count(layout.COMPLETED, set_of(targets))
             self.steps.meet(COMPLETES, set_of(targets), 0, where)
 
     def wait(self, stream: Any) -> None:
@@ -145,13 +149,15 @@ class Synchronisation:
             return
         self.require_rank("Win.Lock", "rank", rank)
         self.require_atomics("Win.Lock", 1 << rank)
-        # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
-        exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self.epochs.locks
-        self.epochs.lock(rank, lock_type)
         if assertion & MPI.MODE_NOCHECK:
+            self.epochs.lock(rank, lock_type)
             self._nocheck.add(rank)
             return
-        self._take(1 << rank, stream, exclusive=exclusive, yields=yields and not exclusive)
+        # A rank that holds a lock lets no other rank pass, because that rank may wait for the lock.
+        exclusive, yields = lock_type == MPI.LOCK_EXCLUSIVE, not self.epochs.locks
+        with self._waiting(stream) as where:
+            self.epochs.lock(rank, lock_type)
+            self.steps.lock(1 << rank, where, exclusive=exclusive, yields=yields and not exclusive)
 
     def unlock(self, rank: int, stream: Any) -> None:
         """Give up the lock of the part of ``rank``, after all accesses of this rank."""
@@ -159,8 +165,8 @@ class Synchronisation:
         if rank == MPI.PROC_NULL:
             return
         self.require_rank("Win.Unlock", "rank", rank)
-        lock_type = self.epochs.unlock(rank)
         with self._synchronising(stream) as where:
+            lock_type = self.epochs.unlock(rank)
             if rank not in self._nocheck:
                 self.steps.unlock(1 << rank, where, exclusive=lock_type == MPI.LOCK_EXCLUSIVE)
         self._nocheck.discard(rank)
@@ -169,17 +175,19 @@ class Synchronisation:
         """Wait for shared locks of all parts."""
         self._begin("Win.Lock_all", assertion)
         self.require_atomics("Win.Lock_all", self._everyone)
-        self.epochs.lock_all()
         if assertion & MPI.MODE_NOCHECK:
+            self.epochs.lock_all()
             self._nocheck.update(range(self._size))
             return
-        self._take(self._everyone, stream, exclusive=False, yields=True)
+        with self._waiting(stream) as where:
+            self.epochs.lock_all()
+            self.steps.lock(self._everyone, where, exclusive=False, yields=True)
 
     def unlock_all(self, stream: Any) -> None:
         """Give up the locks of `lock_all`."""
         self._begin("Win.Unlock_all")
-        self.epochs.unlock_all()
         with self._synchronising(stream) as where:
+            self.epochs.unlock_all()
             if not self._nocheck:
                 self.steps.unlock(self._everyone, where, exclusive=False)
         self._nocheck.clear()
@@ -231,11 +239,6 @@ class Synchronisation:
                 f"{what}: assertion={assertion} has other modes than the MPI.MODE_* of {what}", MPI.ERR_ASSERT
             )
 
-    def _take(self, ranks: int, stream: Any, *, exclusive: bool, yields: bool) -> None:
-        """Take the locks of a set of ranks."""
-        with self._synchronising(stream) as where:
-            self.steps.lock(ranks, where, exclusive=exclusive, yields=yields)
-
     @contextlib.contextmanager
     def _synchronising(self, stream: Any) -> Iterator[int]:
         """Give the stream of a synchronisation in a ``with`` block, after all accesses of this rank."""
@@ -245,6 +248,22 @@ class Synchronisation:
         self.streams.after_synchronisation(where, captures=captures)
         if self._gpu is not None and self._gpu.completes:
             self._gpu.complete(where)
+
+    @contextlib.contextmanager
+    def _waiting(self, stream: Any) -> Iterator[int]:
+        """Do as `_synchronising` for a call that waits on the host. If the wait ends by an error, there was no call.
+
+        The error may be a Ctrl-C, after which the program calls again. `Steps` undo or repeat what they have done.
+        """
+        with self._synchronising(stream) as where:
+            log = self._row.logs[0]
+            epochs, calls = vars(self.epochs).copy(), log.calls
+            try:
+                yield where
+            except BaseException:
+                vars(self.epochs).update(epochs)
+                log.calls = calls
+                raise
 
     def _resolve(self, stream: Any, array: Any) -> tuple[int, bool]:
         """Return the address of a ``stream=`` argument, and whether the stream captures a graph."""

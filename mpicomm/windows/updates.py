@@ -13,8 +13,9 @@ from mpi4py import MPI
 from mpicomm.kernels.accumulate import LOCATING, MOVING
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.layout import DatatypeLayout
+from mpicomm.mpi.layout import DatatypeLayout, known_of, layout_of, made_of
 from mpicomm.mpi.ops import check_legal, op_name
+from mpicomm.mpi.regions import Region
 from mpicomm.windows.buffers import LocalBuffer, TypedElements
 
 _OPERATIONS_ON_PAIRS = {MPI.MINLOC.handle: "minloc", MPI.MAXLOC.handle: "maxloc"}
@@ -49,14 +50,35 @@ def kernel_types() -> dict[np.dtype[Any], str]:
 
 
 def as_pairs(elements: TypedElements) -> TypedElements:
-    """Return elements of a datatype of pairs as consecutive pairs; all other elements as they are.
+    """Return elements of a datatype of pairs as whole pairs; all other elements as they are.
 
     MPI packs the gap out of a pair with a gap. An atomic update takes the word with the gap.
     """
-    dtype = None if elements.datatype is None else _dtypes().get(elements.datatype.handle)
-    if dtype is None:
+    if elements.datatype is None or elements.dtype is not None:
         return elements
-    return TypedElements(elements.count, dtype.itemsize, dtype, None, elements.datatype)
+    layout = _with_whole_pairs(elements.datatype)
+    if layout is None or layout.dtype not in kernel_types():
+        return elements
+    itemsize = layout.dtype.itemsize
+    if any(region.run_nbytes % itemsize for region in layout.regions):
+        return elements  # a datatype without a rule, such as a DARRAY, has the bytes that MPI packs
+    if elements.datatype.is_predefined:
+        return TypedElements(elements.count, itemsize, layout.dtype, None, elements.datatype)
+    whole = layout.repeated(elements.count)
+    return TypedElements(elements.count, elements.extent, layout.dtype, whole, elements.datatype)
+
+
+def _with_whole_pairs(datatype: MPI.Datatype) -> DatatypeLayout | None:
+    """Return the layout of a datatype, with the gaps in its pairs; None for DATATYPE_NULL."""
+    if datatype.is_predefined:
+        dtype = _dtypes().get(datatype.handle)
+        if dtype is None:
+            return layout_of(datatype)
+        return DatatypeLayout((Region(0, (), dtype.itemsize),), dtype.itemsize, dtype)
+    known = known_of(datatype)
+    if known.whole_pairs is None:
+        known.whole_pairs = made_of(datatype, _with_whole_pairs)
+    return known.whole_pairs
 
 
 def combine_pairs(op: str, now: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:

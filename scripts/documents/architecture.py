@@ -22,8 +22,8 @@ BANDS: list[tuple[str, str, list[list[str]]]] = [
         "programs that use the package",
         [["tune"], ["__main__", "ring", "info", "doctor", "bench", "p2p", "trace"], ["cli"]],
     ),
-    ("Interface", "methods as in mpi4py, PyTorch", [["torch", "install"], ["experts"], ["api"], ["observation"]]),
-    ("Calls", "read a call, choose its way", [["messages", "windows", "products"], ["ways"]]),
+    ("Interface", "methods as in mpi4py, PyTorch", [["torch", "install"], ["experts"], ["api"]]),
+    ("Calls", "read a call, choose its way", [["products"], ["ways", "messages", "windows", "observation"]]),
     (
         "Engines",
         "carry a collective out",

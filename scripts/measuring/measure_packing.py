@@ -27,10 +27,10 @@ from mpicomm.cli.arguments import output_file
 from mpicomm.cli.options import rank_record
 from mpicomm.collectives.gpu.launches_around import pack_launches
 from mpicomm.collectives.gpu.step_loader import launching
+from mpicomm.collectives.pack_tables import PackJob
 from mpicomm.devices.cuda.backend import CudaBackend
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.mpi.layout import layout_of
-from mpicomm.mpi.packing import PackJob
 from mpicomm.sizes import format_size
 
 SIZES = (1 << 20, 64 << 20)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mpicomm.collectives.pack_tables import PackJob, table_of
 from mpicomm.kernels.accumulate import (
     LOCATING,
     MOVING,
@@ -20,7 +21,6 @@ from mpicomm.kernels.accumulate import (
 )
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.mpi.layout import DatatypeLayout, run_of
-from mpicomm.mpi.packing import PackJob, table_of
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.windows import updates
 from tests.helpers.inputs.regions import layout, region

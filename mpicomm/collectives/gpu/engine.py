@@ -37,6 +37,7 @@ from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.gpu.step_loader import CopyStream, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.collectives.pack_tables import PackJob
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
@@ -47,7 +48,6 @@ from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
-from mpicomm.mpi.packing import PackJob
 from mpicomm.mpi.span import Span
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.registry import Mappings

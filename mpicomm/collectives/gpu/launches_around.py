@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.pack_tables import PackJob, table_of
 from mpicomm.devices.base import GpuBackend
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
-from mpicomm.mpi.packing import PackJob, table_of
 from mpicomm.mpi.span import Span
 
 

@@ -16,8 +16,6 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.patterns import ring_refusal
-from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import is_own
 from mpicomm.mpi import types
 from mpicomm.mpi.span import Span
@@ -98,13 +96,10 @@ def best_mapped(operation: Operation, nbytes: int) -> str:
 
 
 def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> list[Exchange]:
-    """Return a call on mapped memory as exchanges. Raises `InvalidUsageError` for an operation that the ring lacks."""
+    """Return a call on mapped memory as exchanges."""
     operation, buffers = call.operation, call.buffers(scratch)
     if algorithm == "ring":
         assert operation.ring is not None
-        refusal = ring_refusal(buffers.op)
-        if refusal is not None:
-            raise InvalidUsageError(f'algorithm="ring" of {operation}: {refusal}: use "auto"')
         return operation.ring(buffers)
     two_shot = operation.two_shot
     if algorithm == "auto":

@@ -22,6 +22,7 @@ from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.launches_around import finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
+from mpicomm.collectives.pack_tables import table_of_blocks
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
@@ -35,7 +36,6 @@ from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step, Trans
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.kernels.reductions import reduction_of
-from mpicomm.mpi.packing import table_of_blocks
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 

@@ -16,8 +16,8 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.collectives.pack_tables import PackJob
 from mpicomm.devices.host import array_at
-from mpicomm.mpi.packing import PackJob
 from mpicomm.mpi.span import Span
 from tests.helpers.fakes import fake_driver
 from tests.helpers.references.reference_packing import pack, unpack

@@ -104,6 +104,19 @@ def test_read_only_memory_is_the_same_error_in_messages(host_comm: mpicomm.Commu
                 each()
 
 
+def test_a_missing_buffer_is_a_type_error_in_every_call(host_comm: mpicomm.Communicator) -> None:
+    for name, operation in OPERATIONS.items():
+        if operation.of_neighbors:
+            continue
+        given = [None] if operation.rooted == "bcast" else [None, None]
+        keywords: dict[str, Any] = {"root": host_comm.rank} if operation.rooted else {}
+        if operation.send == "counted":
+            keywords["recvcounts"] = [1] * host_comm.size
+        for form in operation.methods:
+            with pytest.raises(TypeError, match=f"{name}: (sendbuf|recvbuf) is None: pass a|buf is a NoneType, which"):
+                getattr(host_comm, form)(*given, **keywords)
+
+
 @pytest.mark.parametrize("end", ["Free", "free", "Disconnect"])
 def test_every_call_of_a_freed_communicator_is_the_same_error(end: str) -> None:
     comm = mpicomm.Communicator(device="cpu")

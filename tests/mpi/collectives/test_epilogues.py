@@ -306,13 +306,18 @@ def test_bad_epilogues(comm: mpicomm.Communicator, xp: Any) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_with_different_epilogues_are_told(device: str) -> None:
-    if device == "cpu":
-        pytest.skip("on the host each rank applies its own epilogue to its own result")
+@pytest.mark.parametrize("others", [1, None])
+def test_ranks_with_different_epilogues_are_told(device: str, others: int | None) -> None:
+    other = r"epilogue='v \* n', n=1, " if others else "op=sum, algorithm"
+    said = rf"rank 0: [^;]*epilogue='v \* n', n=0, .*rank 1: [^;]*{other}"
     with communicator(device, timeout_s=10) as comm, array_module(comm) as xp:
         send, receive = xp.ones(8, xp.float32), xp.ones(8, xp.float32)
-        with pytest.raises(PeerError, match=r"epilogue='v \* n', n=0, .*epilogue='v \* n', n=1, "):
-            comm.Allreduce(send, receive, epilogue="v * n", n=min(comm.rank, 1))
+        n = others if comm.rank else 0
+        with pytest.raises(PeerError, match=said):
+            if n is None:
+                comm.Allreduce(send, receive, algorithm="one_shot")
+            else:
+                comm.Allreduce(send, receive, epilogue="v * n", n=n, algorithm="one_shot")
             comm.check()
-            comm.Allreduce(send, receive)
+            comm.Allreduce(send, receive, algorithm="one_shot")
             comm.check()

@@ -10,8 +10,10 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import InvalidUsageError
+from mpicomm import InvalidUsageError, PeerError
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.requests import Completer
+from mpicomm.waiting import wait_until
 from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, Case, Prepared
 from tests.helpers.references.reductions import dtype_or_skip
@@ -91,6 +93,54 @@ def test_types_that_mpi_lacks(comm: mpicomm.Communicator, xp: Any, operation: st
     for prepared, request in [(each, each.start(comm)) for each in several]:
         request.Wait()
         prepared.check()
+
+
+def calls_of_every_kind(comm: mpicomm.Communicator) -> list[Case]:
+    half = dtype_or_skip("float16")
+    operations = [Case(name, half, 9, in_place=place) for name in OF_ONE_TYPE for place in (False, name != "Bcast")]
+    reductions = [name for name in OF_ONE_TYPE if OPERATIONS[name].reduces]
+    options: list[dict[str, Any]] = [{"op": "avg"}, {"op": "a * 2 - b"}, {"algorithm": "one_shot"}]
+    cases = [Case(name, FLOAT32, 9, **option) for name in reductions for option in options]
+    cases += [Case(name, FLOAT32, 9, wire="int8") for name in ("Allreduce", "Allgather", "Reduce_scatter_block")]
+    cases += [Case("Alltoall", FLOAT32, 9, algorithm="one_shot", in_place=place) for place in (False, True)]
+    # Without recvcounts, which a case passes only in place, the ranks exchange counts first, as in mpi4py.
+    return [case for case in operations + cases if case.operation != "Reduce_scatter" or case.in_place]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", ["start", "prepare"])
+def test_a_start_waits_for_no_rank(comm: mpicomm.Communicator, xp: Any, method: str) -> None:
+    """The other ranks start only after rank 0 has told them that it has started."""
+    plain = MPI.Intracomm(MPI.COMM_WORLD)
+    waits = []
+    for case in calls_of_every_kind(comm):
+        prepared = Prepared(case, comm.rank, comm.size, xp)
+        if comm.device != "cpu":
+            prepared.run(comm)  # the first call of a kind on GPUs sets up memory, for which ranks meet
+            prepared.renew(case.seed)
+        request = prepared.prepare(comm) if method == "prepare" else None
+        if comm.rank and not wait_until(lambda: plain.iprobe(0, 7), 20):
+            waits.append(case)
+        if request is not None:
+            request.Start()
+        running = request or prepared.start(comm)
+        if comm.rank:
+            plain.recv(source=0, tag=7)
+        for rank in range(1, comm.size if comm.rank == 0 else 1):
+            plain.send(None, rank, 7)
+        running.Wait()
+        prepared.check()
+        if request is not None:
+            request.Free()
+    assert not waits
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nonblocking_calls_that_differ_are_told(host_comm: mpicomm.Communicator) -> None:
+    half = np.ones(5, np.float16)
+    request = host_comm.Iallreduce(half, half.copy(), MPI.MAX if host_comm.rank else MPI.SUM)
+    with pytest.raises(PeerError, match=r"rank 0: Allreduce\(float16, count=5, op=sum\); rank 1: .*op=max"):
+        request.Wait()
 
 
 def test_average(comm: mpicomm.Communicator, xp: Any) -> None:

@@ -37,6 +37,17 @@ def test_mpi_carries_it_out(comm: mpicomm.Communicator, xp: Any) -> None:
     assert (staged == xp.asarray(expected)).all()
 
 
+def test_reductions_of_objects_call_it(host_comm: mpicomm.Communicator) -> None:
+    rank, size, op = host_comm.rank, host_comm.size, Op("a + 2 * b", commute=True)
+    assert (op(2, 3), op(True, 0.5), type(op(2, 3))) == (8, 2.0, int)
+    assert op(np.float16(60000), np.float16(3000)) == np.inf  # rounded once
+    assert host_comm.allreduce(rank + 1, Op("max(a, b)", commute=True)) == size
+    parts = np.array([[rank, 1.0], [2.0, -rank]])
+    assert (host_comm.allreduce(parts, Op("a + b")) == [[sum(range(size)), size], [2 * size, -sum(range(size))]]).all()
+    with pytest.raises(InvalidUsageError, match="is not defined for str"):
+        op("a", "b")
+
+
 def test_the_ring_takes_operations_that_commute(comm: mpicomm.Communicator, xp: Any) -> None:
     send, result = xp.asarray(part(comm.rank)), xp.zeros(COUNT, xp.int32)
     with pytest.raises(InvalidUsageError, match=r'algorithm="ring" of Allreduce: .* does not commute: use "two_shot"'):

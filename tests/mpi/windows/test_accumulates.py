@@ -87,6 +87,36 @@ def test_pairs_of_a_value_and_an_index_are_compared(
     assert [(each["value"], each["index"]) for each in found] == [expected[5], *expected[:5]]
 
 
+@pytest.mark.parametrize("op", ["REPLACE", "MAXLOC"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_derived_datatypes_of_pairs_are_updated(
+    comm: mpicomm.Communicator, xp: Any, window: MakeWindow, name: str, op: str
+) -> None:
+    datatype, value, index_at, extent = PAIRS[name]
+    row, column = datatype.Create_contiguous(2).Commit(), datatype.Create_vector(2, 1, 2).Commit()
+    dtype = np.dtype(
+        {"names": ["value", "index"], "formats": [value, np.int32], "offsets": [0, index_at], "itemsize": extent}
+    )
+    mine = np.zeros(4, dtype)
+    mine["value"], mine["index"] = [1, 2, 3, 4], comm.rank
+    win, right, left = window(4 * extent, np.uint8, disp_unit=extent), *neighbours(comm)
+    origin = xp.asarray(mine.view(np.uint8))
+    for made, target, places in ((row, (1, 1, row), [1, 2]), (column, (0, 1, column), [0, 2])):
+        win.Fence()
+        win.Accumulate([origin, 1, made], right, target, getattr(MPI, op))
+        win.Fence()
+        comm.check()
+        found = to_host(win.tomemory()).view(dtype)[places]
+        sent = [1, 2] if made is row else [1, 3]
+        assert [(each["value"], each["index"]) for each in found] == [(each, left) for each in sent]
+    for made in (row, column):
+        made.Free()
+
+
+def neighbours(comm: mpicomm.Communicator) -> tuple[int, int]:
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
 def test_an_operation_of_the_user_accumulates(comm: mpicomm.Communicator, xp: Any, window: MakeWindow) -> None:
     win = window(3, np.float64)
     win.Fence()

@@ -6,11 +6,13 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from mpicomm.activity import layout
-from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, begin_by_mpi, by_mpi, page
+from mpicomm.activity import page as activity_page
+from mpicomm.activity.page import CommunicatorRow, Heading, Member, WindowRow, begin_by_mpi, by_mpi, page, text_of
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import (
     Activity,
@@ -159,7 +161,10 @@ def test_more_communicators_than_rows_are_not_shown_and_do_no_harm() -> None:
     for row in rows:
         row.logs[0].post("Barrier")
     assert len(read().communicators) == layout.ROWS
-    del rows
+    shared, words = rows[-1].logs[0].shared(), rows[-1].logs[0].words
+    assert shared.content is not None and shared.content[: layout.LOG_NBYTES].tobytes() == words.tobytes()
+    shared.close()
+    del rows, words
 
 
 def test_texts_that_others_have_taken_the_place_of_are_not_shown() -> None:
@@ -172,6 +177,44 @@ def test_texts_that_others_have_taken_the_place_of_are_not_shown() -> None:
     for text in ("Scan(int16)", "Scan(int8)"):
         idle.logs[0].post(text)
         assert of("rank 49").last == text
+
+
+def at_fence(monkeypatch: pytest.MonkeyPatch, which: int, meet: Callable[[], object]) -> None:
+    """Call ``meet`` at the fence number ``which`` from now on, in the place of another process."""
+    fences = iter(range(9))
+
+    def fence() -> None:
+        if next(fences) == which:
+            monkeypatch.setattr(activity_page, "fence", lambda: None)
+            meet()
+
+    monkeypatch.setattr(activity_page, "fence", fence)
+
+
+def overwrite(times: int) -> None:
+    for number in range(times):
+        page().write(f"new {number}")
+
+
+@pytest.mark.parametrize("fence", [0, 1])
+def test_a_text_that_is_overwritten_while_a_peer_reads_it_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, fence: int
+) -> None:
+    number, texts = page().write("old"), page().bytes[layout.TEXTS_AT :]
+    assert text_of(texts, number) == "old"
+    at_fence(monkeypatch, fence, lambda: overwrite(layout.TEXTS))
+    assert text_of(texts, number) is None
+
+
+@pytest.mark.parametrize("fence", [0, 1])
+def test_a_peer_takes_no_text_that_is_being_overwritten(monkeypatch: pytest.MonkeyPatch, fence: int) -> None:
+    number, texts = page().write("old"), page().bytes[layout.TEXTS_AT :]
+    overwrite(layout.TEXTS - 1)
+    assert text_of(texts, number) == "old"
+    taken: list[str | None] = []
+    at_fence(monkeypatch, fence, lambda: taken.append(text_of(texts, number)))
+    page().write("the text in its place")
+    assert taken == [None]
 
 
 def test_steps_are_nested() -> None:

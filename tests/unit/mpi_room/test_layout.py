@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
+from mpicomm.collectives.pack_tables import PackJob, table_of
 from mpicomm.mpi.layout import DatatypeLayout, layout_of
-from mpicomm.mpi.packing import PackJob, table_of
 from mpicomm.mpi.regions import Region, joined
 from tests.helpers.inputs.regions import region
 from tests.helpers.references.reference_packing import pack, runs_of, unpack

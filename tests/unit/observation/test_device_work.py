@@ -13,9 +13,9 @@ import pytest
 from mpicomm import log
 from mpicomm.environment import Recording
 from mpicomm.mpi.host_copies import announce
-from mpicomm.observation import inside
-from mpicomm.observation.inside import DeviceWork
+from mpicomm.recording import device_work
 from mpicomm.recording.channel import Channel
+from mpicomm.recording.device_work import DeviceWork
 from mpicomm.recording.recorder import Recorder
 
 CAPTURING = 7
@@ -63,7 +63,7 @@ class Rig:
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     timeline = SimpleNamespace()
-    monkeypatch.setattr(inside, "timeline_of", lambda backend: timeline)
+    monkeypatch.setattr(device_work, "timeline_of", lambda backend: timeline)
     listeners = [*log.slow_way_listeners]
     rig = Rig(tmp_path / "trace.json")
     timeline.begin = rig.begin
@@ -136,8 +136,7 @@ def test_an_engine_tells_the_choice_of_its_plan(rig: Rig) -> None:
             return meets
 
     engine: Any = Engine()
-    engine._work = rig.work
-    engine.__class__ = inside._subclass(Engine, inside._ENGINE_METHODS)
+    rig.work.watch(engine)
     record = rig.channel.begin("Allreduce", "collective")
     plan = SimpleNamespace(choice=("two_shot", "by the table", "for want of memory"))
     assert engine.enqueue(plan, 1, None, meets=True) and not engine.enqueue(plan, 1)

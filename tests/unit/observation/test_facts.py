@@ -9,7 +9,7 @@ import pytest
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.mpi import buffers
-from mpicomm.observation.calls import MethodSignature
+from mpicomm.observation import reader_of
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 
 
@@ -23,7 +23,6 @@ def test_counts_on_the_device_are_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     x, y = (DeviceArray(address, 100, np.dtype("f4")) for address in (0x1000, 0x2000))
     counts, came = (Counts(address, 2, np.dtype("i8")) for address in (0x3000, 0x4000))
     monkeypatch.setitem(buffers._readers, Counts, buffers._readers[DeviceArray])
-    facts = MethodSignature.of("Alltoallv", Communicator.Alltoallv).facts(
-        SimpleNamespace(size=2), ([x, counts], [y, (came, [0, 50])]), {}
-    )
-    assert (facts.nbytes, facts.dtype) == (400, "float32")
+    facts_of = reader_of("Alltoallv", Communicator.Alltoallv)
+    nbytes, dtype, _ = facts_of(SimpleNamespace(size=2), ([x, counts], [y, (came, [0, 50])]), {})
+    assert (nbytes, dtype) == (400, "float32")

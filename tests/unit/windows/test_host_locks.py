@@ -48,8 +48,8 @@ class Ranks:
 
         self.ranks[rank].take(owners, wait, exclusive=exclusive, yields=yields)
 
-    def give(self, rank: int, *owners: int, exclusive: bool = False) -> None:
-        self.ranks[rank].give(owners, exclusive=exclusive)
+    def give(self, rank: int, *owners: int) -> None:
+        self.ranks[rank].give(owners)
 
     def state(self, owner: int) -> tuple[int, int]:
         lock = lock_of(self.boards[owner])
@@ -68,7 +68,7 @@ def test_holder_is_named_and_the_rank_waits_no_longer(boards: list[int], exclusi
         ranks.take(1, 0, exclusive=exclusive)
     assert (caught.value.peer, caught.value.comes_first) == (2, False)
     assert ranks.state(0) == (alone(2), 0)
-    ranks.give(2, 0, exclusive=True)
+    ranks.give(2, 0)
     assert ranks.state(0) == (0, 0)
 
 
@@ -87,13 +87,13 @@ def test_first_of_several_holders_is_named(boards: list[int]) -> None:
 def test_exclusive_lock_goes_around(boards: list[int]) -> None:
     ranks = Ranks(boards)
     ranks.take(0, 0, exclusive=True)
-    ranks.give(0, 0, exclusive=True)
+    ranks.give(0, 0)
     lock_of(boards[0]).waiting = 1 << 2
     with pytest.raises(LateError) as caught:  # the rank that gave the lock up lets rank 2 go first
         ranks.take(0, 0, exclusive=True)
     assert (caught.value.peer, caught.value.comes_first) == (2, True)
     ranks.take(2, 0, exclusive=True)
-    ranks.give(2, 0, exclusive=True)
+    ranks.give(2, 0)
     lock_of(boards[0]).waiting = 1 << 1
     ranks.take(0, 0, exclusive=True)
     assert ranks.state(0) == (alone(0), 1 << 1)
@@ -111,7 +111,7 @@ def test_rank_that_shares_a_lock_lets_waiting_ranks_pass(boards: list[int]) -> N
 
     def turn() -> None:
         ranks.take(2, 1, exclusive=True)
-        ranks.give(2, 1, exclusive=True)
+        ranks.give(2, 1)
         lock.waiting = 1 << 2  # it waits again at once
 
     ranks.take(0, 0, 1, yields=True, meanwhile=turn)
@@ -123,10 +123,25 @@ def test_rank_that_waits_for_a_shared_lock_gets_it_before_the_next_exclusive_hol
     ranks.take(2, 0, exclusive=True)
 
     def again() -> None:
-        ranks.give(2, 0, exclusive=True)
+        ranks.give(2, 0)
         with pytest.raises(LateError) as caught:
             ranks.take(2, 0, exclusive=True)
         assert (caught.value.peer, caught.value.comes_first) == (1, False)
 
     ranks.take(1, 0, meanwhile=again)
     assert ranks.state(0) == (1 << 1, 0)
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_a_rank_that_is_interrupted_when_it_has_a_lock_gives_all_up(boards: list[int], exclusive: bool) -> None:
+    ranks = Ranks(boards)
+
+    def wait(ready: Callable[[], bool]) -> bool:
+        taken = ready()
+        if ranks.state(1)[0]:  # as a Ctrl-C does at the end of the critical section that has taken the lock
+            raise KeyboardInterrupt
+        return taken
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.ranks[0].take((0, 1), wait, exclusive=exclusive, yields=False)
+    assert [ranks.state(owner) for owner in (0, 1)] == [(0, 0), (0, 0)]

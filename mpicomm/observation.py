@@ -1,0 +1,241 @@
+"""Observation: hooks that record the calls of communicators, requests, windows, symmetric arrays and shared events.
+
+The first object that records puts hooks into its class. So a program that asks for no records runs the same code as if
+this module did not exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
+from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
+from mpicomm.mpi.device_counts import has_device_counts
+from mpicomm.recording.channel import Channel
+from mpicomm.recording.record import Category, Record
+from mpicomm.symmetric.array import SymmetricArray
+from mpicomm.symmetric.events import SharedEvent
+
+_FLUSHED = ("Free", "Disconnect", "check")
+"""Each of these calls writes all earlier calls to the trace file, so that they outlive the process."""
+_BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out", "origin", "result")
+_PRODUCTS = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
+_DETAILS = ("dest", "source", "root", "peer", "target_rank", "rank", "wire_dtype")
+_ROWS: dict[str, Operation] = {name: row for row in OPERATIONS.values() for name in row.methods}
+_COLLECTIVES = ("Barrier", *OPERATIONS)
+
+Kind = tuple[Category, bool]
+"""The category of a call, and whether it is *numbered*: all ranks make such calls in one order."""
+
+_TABLE: tuple[tuple[Category, bool, str], ...] = (
+    ("collective", True, " ".join(f"{name} I{name.lower()} {name.lower()}" for name in _COLLECTIVES)),
+    ("set-up", True, " ".join(f"{name}_init" for name in _COLLECTIVES)),
+    ("message", False, "Send Ssend Bsend Rsend Recv Sendrecv Sendrecv_replace Probe Mprobe"),
+    ("message", False, "Isend Issend Ibsend Irsend Irecv Isendrecv Isendrecv_replace"),
+    ("message", False, "send ssend bsend recv sendrecv probe mprobe isend issend ibsend irecv"),
+    ("set-up", False, "Send_init Ssend_init Bsend_init Rsend_init Recv_init Create_group check describe"),
+    ("set-up", True, "Dup Dup_with_info Clone Idup Idup_with_info Create Split Split_type Create_cart Sub"),
+    ("set-up", True, "Create_graph Create_dist_graph Create_dist_graph_adjacent Free Disconnect"),
+    ("set-up", True, "empty zeros register shared_event"),
+    ("collective", True, " ".join(_PRODUCTS)),
+)
+OF_COMMUNICATORS: dict[str, Kind] = {
+    name: (category, numbered) for category, numbered, names in _TABLE for name in names.split()
+}
+"""The methods of a communicator that are recorded, if the communicator has them."""
+OF_ARRAYS: dict[str, Kind] = {
+    **dict.fromkeys(("put", "get", "signal", "wait_signal"), ("memory", False)),
+    "close": ("set-up", True),
+}
+OF_EVENTS: dict[str, Kind] = {**dict.fromkeys(("record", "wait"), ("memory", False)), "close": ("set-up", True)}
+_LOCAL = (
+    "Put Get Rput Rget Accumulate Raccumulate Get_accumulate Rget_accumulate Fetch_and_op Compare_and_swap Post Start "
+    "Complete Wait Test Lock Unlock Lock_all Unlock_all Flush Flush_all Flush_local Flush_local_all Sync"
+)
+OF_WINDOWS: dict[str, Kind] = {
+    **dict.fromkeys(_LOCAL.split(), ("memory", False)),
+    "Fence": ("memory", True),
+    "Free": ("set-up", True),
+}
+_TABLES = ((MPI.Comm, OF_COMMUNICATORS), (MPI.Win, OF_WINDOWS), (SymmetricArray, OF_ARRAYS), (SharedEvent, OF_EVENTS))
+
+Facts = tuple[int | None, str, dict[str, Any]]
+"""The bytes, the element type and further facts of a call, which its arguments tell."""
+
+
+def record_calls(called: Any, channel: Channel) -> None:
+    """Let the methods of a communicator, window, array or event record their calls from now on. Local."""
+    cls = type(called)
+    table = next(table for base, table in _TABLES if issubclass(cls, base))
+    _hook(cls, tuple(table), lambda name: _recorded(cls, name, *table[name]))
+    called._channel = channel
+
+
+def _hook(cls: Any, names: tuple[str, ...], hook: Callable[[str], Callable[..., Any]]) -> None:
+    """Replace methods of a class that have no hook yet."""
+    if "_channel" not in vars(cls):
+        cls._channel = None
+        for name in names:
+            method = getattr(cls, name, None)
+            if method is not None and not hasattr(method, "is_hook"):
+                made: Any = functools.wraps(method)(hook(name))
+                made.is_hook = True
+                setattr(cls, name, made)
+
+
+def _recorded(cls: Any, name: str, category: Category, numbered: bool) -> Callable[..., Any]:
+    method = getattr(cls, name)
+    facts_of = reader_of(name, method)
+    owner = "Win" if issubclass(cls, MPI.Win) else cls.__name__
+    operation = name if issubclass(cls, MPI.Comm) else f"{owner}.{name}"
+
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        channel: Channel | None = self._channel
+        if channel is None:
+            return method(self, *arguments, **keywords)
+        nbytes, dtype, details = facts_of(self, arguments, keywords)
+        record = channel.begin(operation, category, numbered=numbered, nbytes=nbytes, dtype=dtype, details=details)
+        try:
+            result = method(self, *arguments, **keywords)
+        except BaseException as error:
+            record.error = type(error).__name__
+            raise
+        finally:
+            channel.end(record)
+            if name in _FLUSHED:
+                channel.flush()
+        if isinstance(result, MPI.Request):
+            return _recorded_request(result, channel, record)
+        if isinstance(result, (SymmetricArray, SharedEvent)):
+            record_calls(result, channel)
+        return result
+
+    return call
+
+
+def _recorded_request(request: MPI.Request, channel: Channel, started: Record) -> Any:
+    """Return a request whose waits and starts are recorded like the call that has made it."""
+    original: Any = type(request)
+    cls = _request_class(original)
+    made: Any = request
+    if not isinstance(request, cls):
+        made = cls(request)
+        made._original = request  # it owns MPI's buffers
+    made._channel, made._started, made._starts = channel, started, 0
+    return made
+
+
+@functools.cache
+def _request_class(cls: Any) -> Any:
+    """Return a class of requests with hooks: a subclass if objects of the class take no attributes, as mpi4py's."""
+    if not cls.__dictoffset__:
+        cls = type(cls.__name__, (cls,), {"__doc__": cls.__doc__})
+    _hook(cls, ("Wait", "wait", "Start"), functools.partial(_waiting, cls))
+    return cls
+
+
+def _waiting(cls: Any, name: str) -> Callable[..., Any]:
+    method = getattr(cls, name)
+
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        channel: Channel | None = self._channel
+        if channel is None:
+            return method(self, *arguments, **keywords)
+        started: Record = self._started
+        if name == "Start":
+            self._starts += 1
+            category: Category = "collective" if started.number else "message"
+            operation = f"{started.operation.removesuffix('_init')} Start"
+            record = channel.begin(operation, category, nbytes=started.nbytes, dtype=started.dtype)
+        else:
+            record = channel.begin(name, "wait", details={"of": started.operation, "bytes": started.nbytes})
+        # All ranks have started the requests that they prepared together equally often.
+        record.number = f"{started.number}.{self._starts}" if started.number and self._starts else started.number
+        try:
+            return method(self, *arguments, **keywords)
+        except BaseException as error:
+            record.error = type(error).__name__
+            raise
+        finally:
+            channel.end(record)
+
+    return call
+
+
+def reader_of(name: str, method: Callable[..., Any]) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Facts]:
+    """Return a function that reads the facts of a call of a method. It raises nothing: the call reports all faults."""
+    try:
+        parameters = [*inspect.signature(method).parameters.values()][1:]
+    except ValueError:  # a method of C that does not tell its arguments
+        parameters = []
+    names: tuple[str, ...] = ()  # the other methods take objects
+    if name in _PRODUCTS:
+        names = ("a",)
+    elif name[0].isupper() or name in OF_ARRAYS:
+        names = _BUFFERS
+    buffers = [(place, each.name) for place, each in enumerate(parameters) if each.name in names]
+    further = [(place, each.name, each.default) for place, each in enumerate(parameters) if each.name in _DETAILS]
+
+    def facts_of(called: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Facts:
+        details: dict[str, Any] = {}
+        for place, argument, default in further:
+            value = arguments[place] if place < len(arguments) else keywords.get(argument, default)
+            if isinstance(value, int) and value >= 0:  # no wildcard
+                details[argument] = value
+            elif argument == "wire_dtype" and value is not None:
+                details[argument] = str(value)
+        if name == "get":  # it makes an array if the caller passes none
+            return called.nbytes, str(called.dtype), details
+        nbytes, dtype = None, ""
+        for place, argument in buffers:
+            buffer = arguments[place] if place < len(arguments) else keywords.get(argument)
+            found = _size_of(name, argument, buffer, called)
+            if found is not None:
+                nbytes = max(nbytes or 0, found[0])
+                dtype = dtype or found[1]
+        return nbytes, dtype, details
+
+    return facts_of
+
+
+def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] | None:
+    """Return the bytes and the element type of a buffer argument; None if there is no buffer."""
+    if buffer is None or buffer is MPI.IN_PLACE:
+        return None
+    nbytes, dtype = getattr(buffer, "nbytes", None), getattr(buffer, "dtype", None)
+    if isinstance(nbytes, int) and dtype is not None:  # an array of any library, which only the call exports
+        return nbytes, _type_name(dtype)
+    try:
+        operand = _parse(call, name, buffer, called)
+    except Exception:  # the call reports the fault, unless it ignores the buffer
+        return None
+    of_mpi = operand.mpi_type  # only MPI knows the bytes of some datatypes
+    named = of_mpi.name if operand.dtype is None and of_mpi else str(operand.dtype or "")
+    return operand.packed_nbytes or (operand.total * of_mpi.Get_size() if of_mpi else 0), named
+
+
+@functools.lru_cache
+def _type_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")  # NumPy takes a microsecond for the text
+
+
+def _parse(call: str, name: str, buffer: Any, called: Any) -> Operand:
+    row = _ROWS.get(call)
+    shape: Shape = "one"
+    if row is not None and name != "buf":
+        shape = row.send if name == "sendbuf" else row.receive
+    if shape == "vector" and has_device_counts(buffer):
+        return parse(buffer[0], writable=False, name=name)  # only the GPU knows the counts
+    if shape in ("vector", "typed"):
+        size = called.size
+        if row is not None and row.of_neighbors:
+            size = len(called.inoutedges[name == "sendbuf"])
+        read = parse_typed if shape == "typed" else parse_vector
+        return read(buffer, size=size, writable=False, name=name)
+    blocks = called.size if shape == "blocks" and row is not None and not row.of_neighbors else None
+    return parse(buffer, blocks=blocks, writable=False, name=name)
