@@ -14,8 +14,8 @@ import mpi4py
 from mpicomm import environment
 from mpicomm.cli import arguments
 from mpicomm.doctor import before_mpi
+from mpicomm.doctor.checks import CHECKS, examine, lines, record
 from mpicomm.doctor.facts import RankFacts
-from mpicomm.doctor.report import CHECKS, examine, lines, record
 from mpicomm.doctor.running import job_of, jobs_of_user
 from mpicomm.doctor.running_report import report, watch
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError

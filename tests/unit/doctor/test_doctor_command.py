@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from mpicomm.doctor.report import CHECKS
+from mpicomm.doctor.checks import CHECKS
 from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, run_job
 
 DOCTOR = ("-m", "mpicomm.doctor", "--device", "cpu")
