@@ -13,6 +13,16 @@ if typing.TYPE_CHECKING:
 
 # These commands decide themselves whether to start MPI, and when; the modules below load and start it.
 if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
+    try:
+        importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        # With the name of this package `python -m` prints one line and no traceback.
+        raise ImportError(
+            f"mpicomm needs mpi4py and an MPI library that mpi4py can load ({' '.join(str(error).split())}): "
+            "pip install mpi4py mpich, or see what python -m mpicomm.doctor says",
+            name="mpicomm",
+        ) from None
+
     from mpicomm import epilogues
     from mpicomm.api.communicator import Communicator
     from mpicomm.api.window import Win

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 from mpi4py import run
+
+from mpicomm import environment
 
 USAGE = """usage: mpirun -np N python -m mpicomm [--stream-order] SCRIPT [ARGUMENT ...]
    or: mpirun -np N python -m mpicomm [--stream-order] -m MODULE [ARGUMENT ...]
@@ -18,7 +22,10 @@ MPICOMM_TIMEOUT stand for the arguments of Communicator.
   --stream-order return from calls on GPU arrays when they are enqueued (or MPICOMM_ORDER=stream)
   -h, --help     print this text
   --version      print the version
+
+Tools, each with --help: python -m mpicomm.info, .doctor, .bench, .tune, .p2p, .ring, .trace
 """
+_TOOLS = ("info", "doctor", "bench", "tune", "p2p", "ring", "trace")
 _OPTIONS = ("-m", "-c", "-")
 
 
@@ -48,6 +55,11 @@ def main(arguments: list[str]) -> int:
     if wrong:
         sys.stderr.write(f"mpicomm: {wrong}\n{USAGE}")
         return 2
+    missing = _missing(*arguments[:2])
+    if missing:
+        if environment.local_id() == 0:
+            sys.stderr.write(f"mpicomm: {missing}\n")
+        return 2
     try:
         from mpicomm.install import install
 
@@ -57,6 +69,19 @@ def main(arguments: list[str]) -> int:
         raise
     run.main()
     return 0
+
+
+def _missing(first: str, second: str = "") -> str:
+    """Return that there is no such program, and the way out, or ""."""
+    if first in ("-c", "-"):
+        return ""
+    if first == "-m":
+        # Only the package of a module is looked up, because the program has to import it after `install`.
+        package = second.partition(".")[0]
+        is_there = package and find_spec(package)
+        return "" if is_there else f"there is no module {second!r} on the path of this Python: correct the name"
+    tool = f", or start the tool by python -m mpicomm.{first}" if first in _TOOLS else ""
+    return "" if Path(first).exists() else f"there is no file {first!r}: name the file of a program{tool}"
 
 
 if __name__ == "__main__":

@@ -179,14 +179,12 @@ def main() -> int:
     rank = comm.rank
     found = collect(comm)
     comm.Free()
-    if rank != 0:
-        return 0
     if options.json is not False:
-        arguments.write_json_or_show(options.json, found)
-        return 0
-    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False, highlight=False)
-    for table in tables(found):
-        console.print(table)
+        command_line.save_or_show(options.json, found)
+    elif rank == 0:
+        console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False, highlight=False)
+        for table in tables(found):
+            console.print(table)
     return 0
 
 

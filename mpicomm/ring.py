@@ -144,7 +144,6 @@ def report(
     results: dict[int, dict[str, Measurement]],
 ) -> dict[str, Any]:
     """Return the results and the setting of the run, for the JSON file."""
-    wrong = sum(m.wrong for row in results.values() for m in row.values())
     return {
         **setting(ranks, options),
         "results": [
@@ -157,8 +156,6 @@ def report(
             }
             for nbytes, row in results.items()
         ],
-        "wrong": wrong,
-        "ok": wrong == 0,
     }
 
 
@@ -200,12 +197,8 @@ def main() -> int:
         ring.close()
         show(table_row(nbytes, results[nbytes].values()))
 
-    outcome = report(ranks, options, results)
-    if options.json is not None and comm.rank == 0:
-        arguments.write_json(options.json, outcome)
-    comm.Free()
-    show("# OK" if outcome["ok"] else f"# FAILED: {outcome['wrong']} wrong")
-    return 0 if outcome["ok"] else 1
+    wrong = sum(m.wrong for row in results.values() for m in row.values())
+    return command_line.finish(comm, options.json, report(ranks, options, results), wrong)
 
 
 if __name__ == "__main__":

@@ -86,9 +86,10 @@ def has_shortcut(row: Operation) -> bool:
 
 def plainly(row: Operation, name: str) -> list[str]:
     """Return the lines that ask whether a call of the method is certainly MPI's."""
-    # Only the ranks beside the root may pass None for the output.
-    given = [*values(row)[:2], *(["op"] if row.reduces else ["None"] * (row.rooted == "receive"))]
-    buffers = ", ".join([*given, *["root"] * (row.rooted == "receive")])
+    # Only the root has both buffers.
+    has_both = row.rooted in ("send", "receive")
+    given = [*values(row)[:2], *(["op"] if row.reduces else ["None"] * has_both)]
+    buffers = ", ".join([*given, *["root"] * has_both])
     conditions = ["stream is None", 'algorithm == "auto"', *["wire_dtype is None"] * row.coded]
     conditions += ["recvcounts is not None"] * (row.send == "counted")
     conditions.append(f'self._plain["{name}"]({buffers})')

@@ -6,6 +6,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.faults.leaks import collect_only_new_objects, nothing_leaks
+from tests.helpers.jobs.pace import set_pace
+from tests.helpers.jobs.sweeps import mark_sweeps
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_sweeps(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -16,6 +23,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection() -> None:
     collect_only_new_objects()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pace() -> None:
+    set_pace(None)
 
 
 @pytest.fixture

@@ -363,7 +363,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
-        if stream is None and algorithm == "auto" and self._plain["Scatter"](sendbuf, recvbuf):
+        if stream is None and algorithm == "auto" and self._plain["Scatter"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _SCATTER)
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
@@ -375,7 +375,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Scatter, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and self._plain["Scatterv"](sendbuf, recvbuf):
+        if stream is None and algorithm == "auto" and self._plain["Scatterv"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _SCATTERV)
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)

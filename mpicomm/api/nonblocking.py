@@ -255,7 +255,7 @@ class NonblockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Scatter`; return its request."""
-        if stream is None and algorithm == "auto" and self._plain["Iscatter"](sendbuf, recvbuf):
+        if stream is None and algorithm == "auto" and self._plain["Iscatter"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _SCATTER)
             try:
                 return holding(_iscatter(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))
@@ -267,7 +267,7 @@ class NonblockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Scatterv`; return its request."""
-        if stream is None and algorithm == "auto" and self._plain["Iscatterv"](sendbuf, recvbuf):
+        if stream is None and algorithm == "auto" and self._plain["Iscatterv"](sendbuf, recvbuf, None, root):
             begin_by_mpi(self._row, _SCATTERV)
             try:
                 return holding(_iscatterv(self, sendbuf, recvbuf, root), (sendbuf, recvbuf, root))

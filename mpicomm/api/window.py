@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.by_handle import communicator_of
@@ -11,6 +12,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.api.window_on_device import DeviceWindowCalls
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
+from mpicomm.mpi.items import index_of
 from mpicomm.mpi.location import is_on_device
 from mpicomm.observation import record_calls
 from mpicomm.session import Session
@@ -32,11 +34,18 @@ _create = MPI.Win.Create.__func__  # type: ignore[attr-defined]
 _allocate = MPI.Win.Allocate.__func__  # type: ignore[attr-defined]
 _allocate_shared = MPI.Win.Allocate_shared.__func__  # type: ignore[attr-defined]
 _free = MPI.Win.Free
+_allgather = MPI.Comm.Allgather
 _create_dynamic = MPI.Win.Create_dynamic.__func__  # type: ignore[attr-defined]
 _PLACES = ("auto", "device", "mpi")
 
 
-class Win(HostWindowCalls):
+if TYPE_CHECKING:  # the methods of windows on host memory are made from a table, which type checkers do not read
+    _Calls = DeviceWindowCalls
+else:
+    _Calls = HostWindowCalls
+
+
+class Win(_Calls):
     """A window for one-sided calls: ``MPI.Win``, whose memory may be device memory of a `Communicator`.
 
     `Create`, `Allocate`, `Allocate_shared` and `Create_dynamic` make it. All of them are *collective* and blocking.
@@ -68,10 +77,10 @@ class Win(HostWindowCalls):
         Device memory is memory that ``comm.register`` takes. Raises `InvalidUsageError` on all ranks alike if one rank
         passes device memory and another passes host memory.
         """
-        comm = communicator_of(comm)
+        comm = _checked("Win.Create", comm, info)
         if not _may_be_device(comm, place, "Win.Create"):
             require_on_host("Create", None, memory=memory)
-            return _observed(_create(cls, memory, disp_unit, info, comm), comm)
+            return _on_host(_create(cls, memory, index_of(disp_unit, "disp_unit", "Win.Create"), info, comm), comm)
         session = comm._session.set_up("Win.Create")  # type: ignore[attr-defined]
         offer = _Offer("none", Part(0, 1))
         provide = allocated(session, 0)
@@ -95,7 +104,7 @@ class Win(HostWindowCalls):
                 f"{name_ranks(found['host'])}: pass memory of one kind on all ranks"
             )
         if not found["device"] and place == "auto":
-            return _observed(_create(cls, memory, disp_unit, info, comm), comm)
+            return _on_host(_create(cls, memory, disp_unit, info, comm), comm)
         parts = [each.part for each in offers]
         array = memory if offer.where == "device" else None
         return _on_device(comm, info, "Win.Create", parts, provide, MPI.WIN_FLAVOR_CREATE, array)
@@ -110,10 +119,11 @@ class Win(HostWindowCalls):
         *,
         place: str = "auto",
     ) -> Win:
-        """Make a window of new memory of ``size`` bytes. ``tomemory()`` is its array. Collective, blocking."""
-        comm = communicator_of(comm)
+        """Make a window of new memory of ``size`` bytes. ``tomemory()`` is its array of bytes. Collective, blocking."""
+        comm = _checked("Win.Allocate", comm, info)
         if not _may_be_device(comm, place, "Win.Allocate"):
-            return _observed(_allocate(cls, size, disp_unit, info, comm), comm)
+            part = checked_part(size, disp_unit, "Win.Allocate")
+            return _on_host(_allocate(cls, *part, info, comm), comm)
         return _new(comm, "Win.Allocate", size, disp_unit, info, MPI.WIN_FLAVOR_ALLOCATE)
 
     @classmethod
@@ -130,9 +140,10 @@ class Win(HostWindowCalls):
 
         Collective, blocking.
         """
-        comm = communicator_of(comm)
+        comm = _checked("Win.Allocate_shared", comm, info)
         if not _may_be_device(comm, place, "Win.Allocate_shared"):
-            return _observed(_allocate_shared(cls, size, disp_unit, info, comm), comm)
+            part = checked_part(size, disp_unit, "Win.Allocate_shared")
+            return _on_host(_allocate_shared(cls, *part, info, comm), comm)
         return _new(comm, "Win.Allocate_shared", size, disp_unit, info, MPI.WIN_FLAVOR_SHARED)
 
     @classmethod
@@ -140,7 +151,7 @@ class Win(HostWindowCalls):
         cls, info: MPI.Info = MPI.INFO_NULL, comm: MPI.Intracomm = MPI.COMM_SELF, *, place: str = "auto"
     ) -> Win:
         """Make a window to which ranks attach memory of this place. Collective, blocking."""
-        comm = communicator_of(comm)
+        comm = _checked("Win.Create_dynamic", comm, info)
         if not _may_be_device(comm, place, "Win.Create_dynamic"):
             return _observed(_create_dynamic(cls, info, comm), comm)
         session: Session = comm._session.set_up("Win.Create_dynamic")  # type: ignore[attr-defined]
@@ -149,8 +160,12 @@ class Win(HostWindowCalls):
         return _made(comm, info, memory, session.backend.view(memory.own_board, (0,), BYTES), MPI.WIN_FLAVOR_DYNAMIC)
 
 
-class DeviceWin(DeviceWindowCalls, Win):
-    """A `Win` of device memory."""
+if TYPE_CHECKING:
+    DeviceWin = Win
+else:
+
+    class DeviceWin(DeviceWindowCalls, Win):
+        """A `Win` of device memory."""
 
 
 _WHERE = ("none", "host", "device")
@@ -161,6 +176,17 @@ class _Offer(NamedTuple):
 
     where: str
     part: Part
+
+
+def _checked(what: str, comm: Any, info: Any) -> Any:
+    """Return the Communicator of ``comm``. Raise TypeError, as mpi4py does, for arguments of another class. Local."""
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(
+            f"{what}: comm={comm!r} is no MPI.Intracomm: pass a Communicator, or leave it out for COMM_SELF"
+        )
+    if not isinstance(info, MPI.Info):
+        raise TypeError(f"{what}: info={info!r} is no MPI.Info: pass one, or leave it out")
+    return communicator_of(comm)
 
 
 def _may_be_device(comm: Any, place: str, what: str) -> bool:
@@ -211,6 +237,16 @@ def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: i
         raise
     _observed(made[0], comm)
     return made[0]
+
+
+def _on_host(win: Win, comm: Any) -> Win:
+    """Let the calls of a window of MPI know the parts of all ranks, because MPI does not check them. Collective."""
+    if isinstance(win, HostWindowCalls):
+        _, nbytes, disp_unit = win.attrs
+        sizes = np.empty((comm.size, 2), np.int64)
+        _allgather(comm, np.array([nbytes, disp_unit], np.int64), sizes)
+        win._parts = {rank: Part(*part) for rank, part in enumerate(sizes.tolist())}
+    return _observed(win, comm)
 
 
 def _observed(win: Win, comm: Any) -> Win:

@@ -1,225 +1,48 @@
-"""The calls of a window of host memory: MPI's, after a check that no buffer lies in device memory."""
+"""The calls of a window of host memory: MPI's, after checks of what MPI does not see or does not name."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.items import index_of
 from mpicomm.mpi.location import is_on_device, refuse_stream
+from mpicomm.windows.memory import Part, require_inside
 
-# MPI's methods, because `install` replaces the names.
-_put, _get = MPI.Win.Put, MPI.Win.Get
-_rput, _rget = MPI.Win.Rput, MPI.Win.Rget
-_accumulate, _raccumulate = MPI.Win.Accumulate, MPI.Win.Raccumulate
-_get_accumulate, _rget_accumulate = MPI.Win.Get_accumulate, MPI.Win.Rget_accumulate
-_fetch_and_op, _compare_and_swap = MPI.Win.Fetch_and_op, MPI.Win.Compare_and_swap
-_attach = MPI.Win.Attach
-_fence = MPI.Win.Fence
-_post = MPI.Win.Post
-_start = MPI.Win.Start
-_complete = MPI.Win.Complete
-_wait = MPI.Win.Wait
-_test = MPI.Win.Test
-_lock = MPI.Win.Lock
-_unlock = MPI.Win.Unlock
-_lock_all = MPI.Win.Lock_all
-_unlock_all = MPI.Win.Unlock_all
-_flush = MPI.Win.Flush
-_flush_all = MPI.Win.Flush_all
-_flush_local = MPI.Win.Flush_local
-_flush_local_all = MPI.Win.Flush_local_all
-_sync = MPI.Win.Sync
-_shared_query, _tomemory = MPI.Win.Shared_query, MPI.Win.tomemory
+_shared_query, _tomemory, _attach = MPI.Win.Shared_query, MPI.Win.tomemory, MPI.Win.Attach
+_CHECKED = (
+    "Put Get Rput Rget Accumulate Raccumulate Get_accumulate Rget_accumulate Fetch_and_op Compare_and_swap "
+    "Fence Post Start Complete Wait Test Lock Unlock Lock_all Unlock_all Flush Flush_all Flush_local Flush_local_all "
+    "Sync"
+)
+_BUFFERS = ("origin", "compare", "result")
+_INTEGERS = ("assertion", "rank", "lock_type", "target_rank", "target_disp")
 
 
 class HostWindowCalls(MPI.Win):
-    """The calls of ``MPI.Win``. They have the results, the requests and the speed of MPI, and take no ``stream=``."""
+    """The calls of ``MPI.Win``. They have the results and the requests of MPI, and take no ``stream=``.
 
-    def Put(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> None:
-        """Copy ``origin`` into the part of ``target_rank``; see mpi4py."""
-        if type(origin) is not ndarray or origin.base is not None or stream is not None:
-            require_on_host("Put", stream, origin=origin)
-        _put(self, origin, target_rank, target)
+    Elements outside of the part of a rank raise `InvalidUsageError`, as far as the call names them plainly.
+    """
 
-    def Get(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> None:
-        """Copy from the part of ``target_rank`` into ``origin``; see mpi4py."""
-        if type(origin) is not ndarray or origin.base is not None or stream is not None:
-            require_on_host("Get", stream, origin=origin)
-        _get(self, origin, target_rank, target)
-
-    def Rput(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
-        """Start `Put`; return its request."""
-        if type(origin) is not ndarray or origin.base is not None or stream is not None:
-            require_on_host("Rput", stream, origin=origin)
-        return _rput(self, origin, target_rank, target)
-
-    def Rget(self, origin: Any, target_rank: int, target: Any = None, *, stream: Any = None) -> MPI.Request:
-        """Start `Get`; return its request."""
-        if type(origin) is not ndarray or origin.base is not None or stream is not None:
-            require_on_host("Rget", stream, origin=origin)
-        return _rget(self, origin, target_rank, target)
-
-    def Accumulate(
-        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
-    ) -> None:
-        """Combine ``origin`` with the part of ``target_rank``, element by element; see mpi4py."""
-        if type(origin) is not ndarray or origin.base is not None or stream is not None:
-            require_on_host("Accumulate", stream, origin=origin)
-        _accumulate(self, origin, target_rank, target, op)
-
-    def Raccumulate(
-        self, origin: Any, target_rank: int, target: Any = None, op: MPI.Op = MPI.SUM, *, stream: Any = None
-    ) -> MPI.Request:
-        """Start `Accumulate`; return its request."""
-        if type(origin) is not ndarray or origin.base is not None or stream is not None:
-            require_on_host("Raccumulate", stream, origin=origin)
-        return _raccumulate(self, origin, target_rank, target, op)
-
-    def Get_accumulate(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target: Any = None,
-        op: MPI.Op = MPI.SUM,
-        *,
-        stream: Any = None,
-    ) -> None:
-        """Do as `Accumulate`, and copy the previous elements into ``result``; see mpi4py."""
-        require_on_host("Get_accumulate", stream, origin=origin, result=result)
-        _get_accumulate(self, origin, result, target_rank, target, op)
-
-    def Rget_accumulate(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target: Any = None,
-        op: MPI.Op = MPI.SUM,
-        *,
-        stream: Any = None,
-    ) -> MPI.Request:
-        """Start `Get_accumulate`; return its request."""
-        require_on_host("Rget_accumulate", stream, origin=origin, result=result)
-        return _rget_accumulate(self, origin, result, target_rank, target, op)
-
-    def Fetch_and_op(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target_disp: int = 0,
-        op: MPI.Op = MPI.SUM,
-        *,
-        stream: Any = None,
-    ) -> None:
-        """Do as `Get_accumulate` with one element; see mpi4py."""
-        require_on_host("Fetch_and_op", stream, origin=origin, result=result)
-        _fetch_and_op(self, origin, result, target_rank, target_disp, op)
-
-    def Compare_and_swap(
-        self,
-        origin: Any,
-        compare: Any,
-        result: Any,
-        target_rank: int,
-        target_disp: int = 0,
-        *,
-        stream: Any = None,
-    ) -> None:
-        """Store ``origin`` if the element equals ``compare``; copy the previous element into ``result``; see mpi4py."""
-        require_on_host("Compare_and_swap", stream, origin=origin, compare=compare, result=result)
-        _compare_and_swap(self, origin, compare, result, target_rank, target_disp)
-
-    # Synchronisation.
-
-    def Fence(self, assertion: int = 0, *, stream: Any = None) -> None:
-        """End an epoch of all ranks, and begin the next; see mpi4py."""
-        refuse_stream("Win.Fence", stream)
-        _fence(self, assertion)
-
-    def Post(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
-        """Let the ranks of ``group`` access this rank's part; see mpi4py."""
-        refuse_stream("Win.Post", stream)
-        _post(self, group, assertion)
-
-    def Start(self, group: MPI.Group, assertion: int = 0, *, stream: Any = None) -> None:
-        """Begin to access the parts of the ranks of ``group``; see mpi4py."""
-        refuse_stream("Win.Start", stream)
-        _start(self, group, assertion)
-
-    def Complete(self, *, stream: Any = None) -> None:
-        """End the epoch of `Start`; see mpi4py."""
-        refuse_stream("Win.Complete", stream)
-        _complete(self)
-
-    def Wait(self, *, stream: Any = None) -> Literal[True]:
-        """End the epoch of `Post`; see mpi4py."""
-        refuse_stream("Win.Wait", stream)
-        return _wait(self)
-
-    def Test(self, *, stream: Any = None) -> bool:
-        """Return whether the epoch of `Post` is over; see mpi4py."""
-        refuse_stream("Win.Test", stream)
-        return _test(self)
-
-    def Lock(self, rank: int, lock_type: int = MPI.LOCK_EXCLUSIVE, assertion: int = 0, *, stream: Any = None) -> None:
-        """Begin to access the part of ``rank``; see mpi4py."""
-        refuse_stream("Win.Lock", stream)
-        _lock(self, rank, lock_type, assertion)
-
-    def Unlock(self, rank: int, *, stream: Any = None) -> None:
-        """End the epoch of `Lock`; see mpi4py."""
-        refuse_stream("Win.Unlock", stream)
-        _unlock(self, rank)
-
-    def Lock_all(self, assertion: int = 0, *, stream: Any = None) -> None:
-        """Begin to access the parts of all ranks; see mpi4py."""
-        refuse_stream("Win.Lock_all", stream)
-        _lock_all(self, assertion)
-
-    def Unlock_all(self, *, stream: Any = None) -> None:
-        """End the epoch of `Lock_all`; see mpi4py."""
-        refuse_stream("Win.Unlock_all", stream)
-        _unlock_all(self)
-
-    def Flush(self, rank: int, *, stream: Any = None) -> None:
-        """Complete all accesses of this rank to the part of ``rank``; see mpi4py."""
-        refuse_stream("Win.Flush", stream)
-        _flush(self, rank)
-
-    def Flush_all(self, *, stream: Any = None) -> None:
-        """Complete all accesses of this rank; see mpi4py."""
-        refuse_stream("Win.Flush_all", stream)
-        _flush_all(self)
-
-    def Flush_local(self, rank: int, *, stream: Any = None) -> None:
-        """Complete all accesses to the part of ``rank`` on this rank; see mpi4py."""
-        refuse_stream("Win.Flush_local", stream)
-        _flush_local(self, rank)
-
-    def Flush_local_all(self, *, stream: Any = None) -> None:
-        """Complete all accesses on this rank; see mpi4py."""
-        refuse_stream("Win.Flush_local_all", stream)
-        _flush_local_all(self)
-
-    def Sync(self, *, stream: Any = None) -> None:
-        """Order accesses of this rank to its part; see mpi4py."""
-        refuse_stream("Win.Sync", stream)
-        _sync(self)
-
-    # The window itself.
+    _parts: Mapping[int, Part] = {}
+    """The parts by rank; empty if MPI alone knows them."""
 
     def Shared_query(self, rank: int) -> tuple[Any, int]:
-        """Return the part of ``rank`` of `Allocate_shared`, as a buffer, and its displacement unit; see mpi4py."""
-        return _shared_query(self, rank)
+        """Return the part of ``rank`` of `Allocate_shared`, a NumPy array of bytes, and its disp_unit. Local."""
+        memory, disp_unit = _shared_query(self, index_of(rank, "rank", "Win.Shared_query"))
+        return np.asarray(memory), disp_unit
 
     def tomemory(self) -> Any:
-        """Return this rank's part, as a buffer; see mpi4py."""
-        return _tomemory(self)
+        """Return this rank's part: a NumPy array of bytes. Local."""
+        return np.asarray(_tomemory(self))
 
     def Attach(self, memory: Any) -> None:
         """Add host memory to a window of `Create_dynamic`; see mpi4py."""
@@ -236,3 +59,99 @@ def require_on_host(what: str, stream: Any, **buffers: Any) -> None:
                 f"Win.{what}: {name} lies in device memory, and the window in host memory, where MPI carries the call "
                 "out: copy it to the host, or create the window with device memory"
             )
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of MPI behind the checks of its arguments.
+
+    It is compiled from text, as the methods of dataclasses are: ``*arguments`` would cost a third of the time of a Put.
+    """
+    mpi = getattr(MPI.Win, name)
+    parameters = [*inspect.signature(mpi).parameters.values()][1:]
+    names = ", ".join(["self", *(each.name for each in parameters)])
+    defaults = {f"{each.name}_": each.default for each in parameters if each.default is not each.empty}
+    heads = [f"{each.name}={each.name}_" if f"{each.name}_" in defaults else each.name for each in parameters]
+    buffers = [each.name for each in parameters if each.name in _BUFFERS]
+    lines = [f"def {name}({', '.join(['self', *heads, '*', 'stream=None'])}):"]
+    if buffers:
+        for each in buffers:
+            lines += [
+                f"    if type({each}) is not ndarray or {each}.base is not None or stream is not None:",
+                f"        require_on_host({name!r}, stream, {each}={each})",
+            ]
+    else:
+        lines += ["    if stream is not None:", f"        refuse_stream('Win.{name}', stream)"]
+    lines.append("    try:")
+    if buffers:
+        target = next(each.name for each in parameters if each.name in ("target", "target_disp"))
+        elements = target if target == "target" else "(target_disp, 1)"
+        lines += [
+            "        part = self._parts.get(target_rank)",
+            f"        if part is not None and not (type({target}) is int and type({buffers[-1]}) is ndarray and ",
+            f"                0 <= {target} * part[1] <= part[0] - {buffers[-1]}.nbytes):",
+            f"            _require_inside({name!r}, part, {buffers[-1]}, target_rank, {elements})",
+        ]
+    lines += [
+        f"        return mpi({names})",
+        "    except TypeError:",
+        f"        _name_wrong_argument({name!r}, mpi, {names})",
+        "        raise",
+    ]
+    scope: dict[str, Any] = {**globals(), **defaults, "mpi": mpi}
+    exec("\n".join(lines), scope)
+    method: Callable[..., Any] = functools.wraps(mpi)(scope[name])
+    return method
+
+
+def _require_inside(name: str, part: Part, buffer: Any, rank: int, target: Any) -> None:
+    """Raise `RefusedByMpiError` if a call reaches beyond the part of ``rank``, which MPI need not notice.
+
+    ``buffer`` has the elements of the target unless the target names them. Unusual forms are left to MPI.
+    """
+    disp, count, datatype, array, own_type = target, None, None, buffer, None
+    if type(target) in (tuple, list) and 0 < len(target) <= 3:
+        disp = target[0]
+        count = target[1] if len(target) > 1 else None
+        datatype = target[2] if len(target) > 2 else None
+    if type(buffer) in (tuple, list) and len(buffer) == 2:
+        array, own_type = buffer
+    if disp is None:
+        disp = 0
+    if datatype is None:
+        datatype = own_type
+    if type(disp) is not int or type(array) is not ndarray:
+        return
+    plain = datatype is None or (type(datatype) is MPI.Datatype and datatype.is_predefined)
+    if plain and 0 <= disp * part[1] <= part[0] - array.nbytes:
+        return
+    if datatype is None:
+        ends = 0, array.nbytes if count is None else count * array.itemsize
+    elif type(datatype) is not MPI.Datatype or datatype == MPI.DATATYPE_NULL or not datatype.size:
+        return
+    else:
+        if count is None:
+            count = array.nbytes // (datatype.extent or 1) if own_type is not None else array.nbytes // datatype.size
+        if count <= 0:
+            return
+        begin, extent = datatype.Get_true_extent()
+        span = (count - 1) * datatype.extent
+        ends = begin + min(span, 0), begin + max(span, 0) + extent
+    require_inside(f"Win.{name}", part, rank, disp, ends)
+
+
+def _name_wrong_argument(name: str, mpi: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """Raise a `TypeError` that names the wrong argument of a call that MPI refused by one that does not."""
+    try:
+        given = inspect.signature(mpi).bind(*arguments, **named).arguments
+    except TypeError:
+        return  # the number of arguments is wrong, which mpi4py's error says
+    for each in _INTEGERS:
+        if each in given:
+            index_of(given[each], each, f"Win.{name}")
+    for each, cls, example in (("group", MPI.Group, "win.Get_group().Incl(...)"), ("op", MPI.Op, "MPI.SUM")):
+        if each in given and not isinstance(given[each], cls):
+            raise TypeError(f"Win.{name}: {each}={given[each]!r} is no MPI.{cls.__name__}: pass {example}")
+
+
+for _name in _CHECKED.split():
+    setattr(HostWindowCalls, _name, _checked(_name))

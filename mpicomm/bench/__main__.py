@@ -19,7 +19,6 @@ from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.products import command as products
 from mpicomm.bench.results import ResultRow, Results
 from mpicomm.bench.table import Table
-from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
 from mpicomm.collectives.wire import as_wire
@@ -119,8 +118,7 @@ def finish(
         "wrong": wrong,
         "ok": wrong == 0,
     }
-    if comm.rank == 0 and options.json is not None:
-        arguments.write_json(options.json, document)
+    command_line.save(options.json, document)
     contenders.close()  # after the results are shown, because a library may end the process here
     comm.Free()
     command_line.show("# OK" if wrong == 0 else f"# FAILED: {wrong} wrong")

@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from mpicomm import environment
@@ -139,19 +139,14 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def write_json_or_show(path: Path | None, document: object) -> None:
-    """Write JSON to a file, or to standard output for None."""
-    if path is None:
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-    else:
-        write_json(path, document)
-
-
 def write_json(path: Path, document: object) -> None:
-    """Write a JSON file. It appears whole or not at all."""
+    """Write a JSON file. It appears whole or not at all. Raises `InvalidUsageError` if it cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(document, indent=2) + "\n")
         partial.replace(path)
+    except OSError as error:
+        raise InvalidUsageError(f"{path} cannot be written: {error.strerror}: name a file on another disk") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -11,12 +12,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator, RankInfo
-from mpicomm.cli.arguments import required_sizes
+from mpicomm.cli import arguments
 from mpicomm.cli.machine import format_uuid
 from mpicomm.errors import InvalidUsageError, MpicommError
 
@@ -107,7 +109,7 @@ def require_one_node(comm: Communicator, why: str) -> None:
         raise InvalidUsageError(f"{why}; these {comm.size} ranks are on {comm.num_nodes} nodes: start them on one")
 
 
-def on_first_rank(comm: Communicator, make: Callable[[], T]) -> T:
+def on_first_rank(comm: MPI.Intracomm, make: Callable[[], T]) -> T:
     """Return the result of ``make`` on rank 0, on all ranks. If it fails, all ranks raise the error. Collective.
 
     The error of another library becomes a RuntimeError, because its class may not go through MPI.
@@ -128,6 +130,31 @@ def on_first_rank(comm: Communicator, make: Callable[[], T]) -> T:
     return checked
 
 
+def save(path: Path | None, document: object) -> None:
+    """Write a JSON file on rank 0 if a path is given. Collective; all ranks raise `InvalidUsageError` if that fails."""
+    if path is not None:
+        on_first_rank(MPI.COMM_WORLD, lambda: arguments.write_json(path, document))
+
+
+def save_or_show(path: Path | None, document: object) -> None:
+    """Do as `save`, or write the JSON to standard output for None. Collective."""
+    if path is None:
+        show(json.dumps(document, indent=2))
+    else:
+        save(path, document)
+
+
+def finish(comm: Communicator, path: Path | None, document: dict[str, Any], wrong: int, what: str = "wrong") -> int:
+    """Save the results of a measurement, free ``comm``, and say on rank 0 how it ended. Collective.
+
+    Return the exit code. ``wrong`` counts the errors on all ranks.
+    """
+    save(path, {**document, "wrong": wrong, "ok": wrong == 0})
+    comm.Free()
+    show("# OK" if wrong == 0 else f"# FAILED: {wrong} {what}")
+    return int(wrong > 0)
+
+
 def show(*lines: str) -> None:
     """Print lines on rank 0."""
     if MPI.COMM_WORLD.rank == 0:
@@ -142,7 +169,7 @@ def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
     """
     if options.maxbytes is None:
         options.maxbytes = max(options.minbytes, 64 << 20 if comm.device == "cpu" else 1 << 30)
-    return required_sizes(options)
+    return arguments.required_sizes(options)
 
 
 def rank_record(info: RankInfo) -> dict[str, Any]:

@@ -121,9 +121,3 @@ class Chain:
     dtype: np.dtype[Any]
     hops: tuple[ChainHop, ...]
     links: int
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that each link carries."""
-        spans = (span for hop in self.hops for span in (hop.own, hop.output) if span is not None)
-        return max(span.count for span in spans) * self.dtype.itemsize

@@ -14,8 +14,8 @@ import mpi4py
 from mpicomm import environment
 from mpicomm.cli import arguments
 from mpicomm.doctor import before_mpi
+from mpicomm.doctor.checks import CHECKS, examine, lines, record
 from mpicomm.doctor.facts import RankFacts
-from mpicomm.doctor.report import CHECKS, examine, lines, record
 from mpicomm.doctor.running import job_of, jobs_of_user
 from mpicomm.doctor.running_report import report, watch
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
@@ -91,11 +91,11 @@ def _examine_ranks(facts: RankFacts) -> int:
     except CollectiveTimeoutError as error:
         _end_without(error)
     results = examine(job)
-    if MPI.COMM_WORLD.rank == 0 and (MPI.COMM_WORLD.size > 1 or facts.launch.rank == 0):
+    if MPI.COMM_WORLD.size > 1 or facts.launch.rank == 0:
         if options.json is False:
-            sys.stdout.write("".join(f"{line}\n" for line in lines(results)))
+            command_line.show(*lines(results))
         else:
-            arguments.write_json_or_show(options.json, record(job, results))
+            command_line.save_or_show(options.json, record(job, results))
     return int(any(faults for _, faults in results))
 
 

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import mpi4py
@@ -57,6 +58,7 @@ def gather() -> RankFacts:
         driver=any(Path(name).exists() for name in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")),
         driver_cuda=cuda[0] if cuda else None,
         cupy=_installed("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"),
+        torch=find_spec("torch") is not None,
         shared_service=environment.multi_process_service(),
     )
 

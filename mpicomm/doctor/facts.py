@@ -73,6 +73,8 @@ class RankFacts:
     """The major version of CUDA that the driver is for."""
     cupy: tuple[str, ...] = ()
     """The installed distributions of CuPy."""
+    torch: bool = False
+    """Whether PyTorch is installed."""
     shared_service: bool = False
     """Whether NVIDIA's multi-process service (MPS) runs."""
     memory: MemoryFacts = MemoryFacts()

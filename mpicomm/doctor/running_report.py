@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-from mpicomm.cli.arguments import write_json_or_show
 from mpicomm.doctor.running import Job
 from mpicomm.doctor.waits import Line, Look, RankWait
 
@@ -37,7 +37,7 @@ def report(looks: Sequence[Look], longest_s: float, *, as_json: bool) -> int:
             }
             for look in looks
         ]
-        write_json_or_show(None, {"jobs": jobs})
+        sys.stdout.write(json.dumps({"jobs": jobs}, indent=2) + "\n")
     else:
         for look in looks:
             _print(look)

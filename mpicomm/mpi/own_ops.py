@@ -92,7 +92,7 @@ class Op(MPI.Op):
         a, b = np.broadcast_arrays(np.asarray(x, dtype), np.asarray(y, dtype))
         with np.errstate(all="ignore"):
             reduced = _reduced(self._expression, np.atleast_1d(a), np.atleast_1d(b)).astype(dtype).reshape(a.shape)
-        return reduced[()] if isinstance(x, (np.ndarray, np.generic)) else reduced.tolist()
+        return reduced[()] if any(isinstance(each, (np.ndarray, np.generic)) for each in (x, y)) else reduced.tolist()
 
     def Free(self) -> None:
         """Give the operation back to MPI. Local. The program must not use it afterwards."""

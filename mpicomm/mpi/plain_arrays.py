@@ -200,7 +200,7 @@ def _run_nbytes(datatype: Any) -> int | None:
         return nbytes
     known = known_of(datatype)
     layout = known.layout
-    # Only a call that is planned asks MPI whether a datatype is committed.
+    # Only a call that is read in full asks MPI whether a datatype is committed.
     if layout is None or not known.committed or not layout.is_run or layout.begin or layout.nbytes != layout.extent:
         return None
     if datatype.is_predefined:

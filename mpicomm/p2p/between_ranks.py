@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
 from mpicomm.p2p.matrix import Cell, Matrix, fill, link_matrices
@@ -127,8 +126,7 @@ def main() -> int:
     job = BetweenRanks(comm, options.bytes, options.iters, options.rounds)
     for matrix in job.matrices():
         report.add(matrix)
-    if comm.rank == 0 and options.json:
-        arguments.write_json(options.json, {**setting(ranks, options), **report.record(job.wrong)})
+    command_line.save(options.json, {**setting(ranks, options), **report.record(job.wrong)})
     comm.Free()
     report.say(*NOTES, "OK" if job.wrong == 0 else f"FAILED: {job.wrong} wrong bytes")
     return int(job.wrong > 0)

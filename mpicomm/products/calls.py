@@ -77,8 +77,8 @@ class Products:
             return ()
         from mpicomm.products import choose
 
-        node = gpu.engine.node  # type: ignore[attr-defined]
-        return choose.describe(self._size, node.multiprocessors, node.link_speed)
+        domain = gpu.engine.domain  # type: ignore[attr-defined]
+        return choose.describe(self._size, domain.multiprocessors, domain.link_speed)
 
     def _on_host(self, kind: Kind, reading: Callable[[], Operands], stream: Any) -> Any:
         calls: list[Operands] = []

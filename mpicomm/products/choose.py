@@ -60,7 +60,7 @@ class Facts:
     size: int
     multiprocessors: int
     link_speed: float
-    """See `Node.link_speed`."""
+    """See `Domain.link_speed`."""
 
     @property
     def row_nbytes(self) -> int:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
-from mpicomm.collectives.gpu.algorithms.base import Node, launch_tag
+from mpicomm.collectives.gpu.algorithms.base import Domain, launch_tag
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Barrier, Reduce
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import LibraryWork, Step
-from mpicomm.collectives.gpu.choose import AlgorithmChoice
+from mpicomm.collectives.gpu.decision import AlgorithmChoice
 from mpicomm.devices.cuda.beside_stream import ForkedStream
 from mpicomm.products.choose import Facts, ProductWay
 from mpicomm.products.operands import Operands
@@ -123,8 +123,8 @@ class Overlapped:
 
     def facts(self, operands: Operands) -> Facts:
         """Return the facts by which all ranks choose the way of a call."""
-        node = self._engine.node
-        rows = operands.a.shape[0] * (node.size if operands.kind == "allgather_matmul" else 1)
+        domain = self._engine.domain
+        rows = operands.a.shape[0] * (domain.size if operands.kind == "allgather_matmul" else 1)
         inner, columns = map(int, operands.b.shape)
         return Facts(
             operands.kind,
@@ -134,9 +134,9 @@ class Overlapped:
             rows,
             inner,
             columns,
-            node.size,
-            node.multiprocessors,
-            node.link_speed,
+            domain.size,
+            domain.multiprocessors,
+            domain.link_speed,
         )
 
     def fits(self, facts: Facts, cut: RowCut) -> bool:
@@ -144,8 +144,8 @@ class Overlapped:
 
         In host memory, which ranks share if their GPUs have no access to each other, a product would read too slowly.
         """
-        node = self._engine.node
-        return not node.host_slots and _shared_nbytes(facts, cut) <= node.most_staged_nbytes
+        domain = self._engine.domain
+        return not domain.host_slots and _shared_nbytes(facts, cut) <= domain.most_staged_nbytes
 
     def enqueue(self, operands: Operands, way: ProductWay, stream: int) -> None:
         """Enqueue a call. Its matrices are on the current stream of their library.
@@ -168,26 +168,26 @@ class Overlapped:
         call, facts, cut = ProductPlan(self._lane), way.facts, way.cut
         assert cut is not None
 
-        def steps(node: Node, shared: Sequence[int], scratch: int) -> Iterable[Step]:
+        def steps(domain: Domain, shared: Sequence[int], scratch: int) -> Iterable[Step]:
             a, out, bias = operands.library.pointer(operands.a), key[2], operands.bias is not None
             actions: Iterable[Action]
             if facts.kind == "allgather_matmul":
-                call.gathered = shared[node.rank]
-                place = Place(node.rank, node.size, facts.shard_rows)
+                call.gathered = shared[domain.rank]
+                place = Place(domain.rank, domain.size, facts.shard_rows)
                 actions = gathering(place, cut, facts.row_nbytes, a, shared, kept)
             elif facts.kind == "matmul_reduce_scatter":
                 call.partial = scratch
-                place = Place(node.rank, node.size, facts.shard_rows)
+                place = Place(domain.rank, domain.size, facts.shard_rows)
                 if cut.pairs:
-                    call.pulled = shared[node.rank] + (node.size - 1) * facts.shard_rows * facts.row_nbytes
+                    call.pulled = shared[domain.rank] + (domain.size - 1) * facts.shard_rows * facts.row_nbytes
                     actions = scattering_pairs(place, facts.row_nbytes, scratch, shared, out, bias=bias)
                 else:
                     actions = scattering(place, cut, facts.row_nbytes, scratch, shared, out, bias=bias)
             else:
-                place = Place(node.rank, node.size, facts.rows)
+                place = Place(domain.rank, domain.size, facts.rows)
                 landing = [pointer + _results_nbytes(facts) for pointer in shared]
                 actions = reducing(place, cut, facts.row_nbytes, landing, shared, out, bias=bias)
-            return self._steps(actions, call, operands, node)
+            return self._steps(actions, call, operands, domain)
 
         request = Request("products", 1 << (_shared_nbytes(facts, cut) - 1).bit_length())
         scratch_nbytes = facts.rows * facts.row_nbytes if facts.kind == "matmul_reduce_scatter" else 0
@@ -198,8 +198,10 @@ class Overlapped:
         self._known[key] = call
         return call
 
-    def _steps(self, actions: Iterable[Action], call: ProductPlan, operands: Operands, node: Node) -> Iterator[Step]:
-        template, tag, barriers = DirectTemplate.of(node), zlib.crc32(operands.text.encode()), 0
+    def _steps(
+        self, actions: Iterable[Action], call: ProductPlan, operands: Operands, domain: Domain
+    ) -> Iterator[Step]:
+        template, tag, barriers = DirectTemplate.of(domain), zlib.crc32(operands.text.encode()), 0
         for action in actions:
             if isinstance(action, Barrier):
                 yield template.barrier(launch_tag(tag, barriers), after_copies=True)

@@ -27,12 +27,13 @@ class Session(SetUp):
         if self._freed:
             return
         # All ranks have the same things in the same order, so the index names the thing on all ranks.
-        step = f"{what} {self._shared.index(shared)}: close"
+        position = next(number for number, each in enumerate(self._shared) if each is shared)  # == refuses arrays
+        step = f"{what} {position}: close"
         late = self._meet(step)
         try:
             self._give_back([shared], step, late)
         finally:
-            self._shared.remove(shared)
+            del self._shared[position]
 
     def check(self, stream: Any) -> None:
         """Wait for a stream, then raise the error of its work; see ``Communicator.check``. Local."""

@@ -79,7 +79,15 @@ class SymmetricArray:
     __getitem__ = __setitem__ = _only_of_local("indexing")
     __len__ = _only_of_local("len")
     __add__ = __radd__ = __sub__ = __rsub__ = _only_of_local("arithmetic")
-    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _only_of_local("arithmetic")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _only_of_local("arithmetic")
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _only_of_local("arithmetic")
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _only_of_local("arithmetic")
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __divmod__ = __rdivmod__ = _only_of_local("arithmetic")
+    __neg__ = __pos__ = __abs__ = __invert__ = _only_of_local("arithmetic")
+    __lt__ = __le__ = __gt__ = __ge__ = _only_of_local("comparison")
+
+    __eq__ = __ne__ = _only_of_local("comparison")
+    __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
         return True  # otherwise Python asks __len__

@@ -1,4 +1,4 @@
-"""CallQueue: the order of the calls of one group, and the thread of its calls on tensors of the host."""
+"""CallQueue: the order of the calls of one group, and the thread and the works of its calls on tensors of the host."""
 
 from __future__ import annotations
 
@@ -16,10 +16,74 @@ from weakref import WeakSet
 import torch
 
 from mpicomm.torch.failures import WAITS, translated
-from mpicomm.torch.works import HostWork, Tensors, Work, ended
+from mpicomm.torch.works import FOREVER, PendingWork, Tensors, Work, ended, too_late
 from mpicomm.waiting import start_thread
 
 T = TypeVar("T")
+
+
+class HostWork(PendingWork):
+    """A call on host tensors, which a thread carries out in the ``order`` of its group."""
+
+    number = 0
+    """The number of the call among the calls of the thread; 0 for a call that a callback makes."""
+
+    def __init__(
+        self,
+        order: CallQueue,
+        call: Callable[[], None],
+        outputs: Tensors,
+        name: str,
+        limit: timedelta | None = None,
+    ) -> None:
+        super().__init__(outputs)
+        self._order = order
+        self._call: Callable[[], None] | None = call
+        self._name = name
+        self._limit = limit or FOREVER
+        self._over = threading.Event()
+        self._lock = threading.Lock()  # so that a future is settled once
+        self._ended: torch.futures.Future[Any] | None = None
+
+    def carry_out(self) -> None:
+        """Carry the call out, and release its waiters. The work keeps its error. The caller calls `end` afterwards."""
+        assert self._call is not None
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = translated(error, self._name)
+        self._call = None  # it keeps the tensors
+        self._over.set()
+
+    def end(self) -> None:
+        """Call the callbacks of the future, which may make further calls. A second call does nothing."""
+        # Pairs with the lock in `_settle`: if `_settle` keeps a future because the work is not over, this finds it.
+        with self._lock:
+            ended, self._ended = self._ended, None
+        if ended is not None:
+            super()._settle(ended)
+            self._order.futures.pop(id(self._future), None)
+
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
+        """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
+        limit = timeout or self._limit
+        self._order.hurry(self.number)
+        if not self._over.wait(limit.total_seconds() or None):
+            raise too_late(self._name, limit)
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        return self._over.is_set()
+
+    def _settle(self, ended: torch.futures.Future[Any]) -> None:
+        self._order.hurry(self.number)
+        with self._lock:
+            if not self._over.is_set():
+                self._ended = ended
+                self._order.futures[id(self._future)] = [self]
+                return
+        super()._settle(ended)
 
 
 class QueuePosition:
@@ -232,3 +296,52 @@ class CallQueue:
 
 QUEUES: WeakSet[CallQueue] = WeakSet()
 """The queues that have had a thread."""
+
+
+class JoinedWork(PendingWork):
+    """Several calls as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__([output for work in works for output in work._outputs])
+        self._works = works
+
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
+        """See `Work.wait`. ``timeout`` bounds the wait for each call."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        over = all(work.is_completed() for work in self._works)
+        self._error = next((work._error for work in self._works if work._error is not None), None)
+        return over
+
+    def _settle(self, ended: torch.futures.Future[Any]) -> None:
+        parts = [work for work in self._works if isinstance(work, HostWork)]
+        for part in parts:
+            part._order.futures[id(self._future)] = parts
+        # The value of the joined future has a list of outputs for each call.
+        joined = torch.futures.collect_all([work.get_future() for work in self._works])
+        gpu = next((output.device for output in self._outputs if output.is_cuda), None)
+
+        def settle(_: Any) -> None:
+            # On the host all calls are over. On a GPU this new stream waits for them, and no stream of the program
+            # waits.
+            with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
+                self._settle_with(ended, next(filter(None, map(_failure_of, self._works)), None))
+            for part in parts:
+                part._order.futures.pop(id(self._future), None)
+
+        joined.add_done_callback(settle)
+
+
+def _failure_of(work: Work) -> BaseException | None:
+    """Return the error of a work with a complete future, or None. On a GPU the current stream waits for the work."""
+    if isinstance(work, PendingWork):  # because a second wait for a late message would take the whole limit again
+        return work._failure
+    try:
+        work.wait()
+    except Exception as error:
+        return error
+    return None

@@ -13,12 +13,11 @@ from mpicomm.collectives.host.selection import best_mapped
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
+from mpicomm.torch.failures import ElementTypeError, TensorError
 from mpicomm.torch.known_calls import KnownCalls, TensorCall, unknown
 from mpicomm.torch.reductions import reduction_of
 from mpicomm.torch.tensors import (
-    ElementTypeMismatchError,
     Pieces,
-    SplitSizesError,
     apart,
     flat,
     movable,
@@ -186,7 +185,7 @@ class TensorCollectives:
         """Exchange parts. ``argument`` names the two arguments with the counts; {} stands for input and output."""
         rank = self._rank
         if receive_counts[rank] != send_counts[rank]:
-            raise SplitSizesError(
+            raise TensorError(
                 f"{argument.format('output')}[{rank}] stands for {receive_counts[rank]} elements, but "
                 f"{argument.format('input')}[{rank}] for {send_counts[rank]}: rank {rank} sends itself as many as it "
                 "receives from itself, so both must agree"
@@ -217,7 +216,7 @@ class TensorCollectives:
 
     def _require_type(self, one: torch.Tensor, other: torch.Tensor, name: str, other_name: str) -> None:
         if one.dtype != other.dtype or one.device != other.device:
-            raise ElementTypeMismatchError(
+            raise ElementTypeError(
                 f"{name} has {one.dtype} on {one.device}, but {other_name} has {other.dtype} on {other.device}: they "
                 "must agree"
             )

@@ -1,11 +1,22 @@
-"""Errors of calls as PyTorch's programs expect them: `RuntimeError`, as all of PyTorch's own backends raise."""
+"""Errors of calls with the classes that programs expect of PyTorch's own backends."""
 
 from __future__ import annotations
 
-from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 
 WAITS = CollectiveTimeoutError, PeerError
 """The errors of waits for other ranks."""
+
+
+class TensorError(InvalidUsageError, RuntimeError):
+    """The error for a tensor on a device that groups do not serve, and for split sizes that do not fit a tensor."""
+
+
+class ElementTypeError(InvalidUsageError, TypeError, RuntimeError):
+    """The error for elements that cannot be reduced, and for tensors of one call that differ in type or device.
+
+    PyTorch's backends raise TypeError or RuntimeError for it.
+    """
 
 
 class GroupTimeoutError(CollectiveTimeoutError, RuntimeError):

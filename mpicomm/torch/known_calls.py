@@ -43,7 +43,7 @@ class TensorCall:
 class KnownCalls:
     """Finds known calls of a rank, and reads each tensor once, because a read takes as long as the rest of a call.
 
-    The plan of a form refuses calls with wrong or negative counts, and with buffers that overlap.
+    The template of such calls refuses calls with wrong or negative counts, and with buffers that overlap.
 
     The methods are `TensorCall.find` of the methods of `TensorCollectives` with the same names. These take all other
     calls, and raise the errors of wrong calls.
@@ -53,7 +53,6 @@ class KnownCalls:
         self._rank, self._size = rank, size
 
     def all_reduce(self, gpu: PlanCache, given: Given) -> KnownCall | None:
-        """See `TensorCollectives.all_reduce`."""
         tensor, op, name, wire = given
         plain = plain_tensor(tensor) if type(tensor) is Tensor else None
         if plain is None:
@@ -62,7 +61,6 @@ class KnownCalls:
         return None if op is None else gpu.find_plain(ALLREDUCE, "auto", IN_PLACE, plain, op, 0, wire or ())
 
     def reduce(self, gpu: PlanCache, given: Given) -> KnownCall | None:
-        """See `TensorCollectives.reduce`."""
         tensor, op, root = given
         plain = plain_tensor(tensor) if type(tensor) is Tensor else None
         if plain is None:
@@ -72,13 +70,11 @@ class KnownCalls:
         return None if op is None else gpu.find_plain(REDUCE, "auto", sent, received, op, root)
 
     def broadcast(self, gpu: PlanCache, given: Given) -> KnownCall | None:
-        """See `TensorCollectives.broadcast`."""
         tensor, root = given
         plain = plain_tensor(tensor) if type(tensor) is Tensor else None
         return None if plain is None else gpu.find_plain(BCAST, "auto", NOTHING, plain, None, root)
 
     def all_gather(self, gpu: PlanCache, given: Given) -> KnownCall | None:
-        """See `TensorCollectives.all_gather`."""
         output, own = given
         if not type(output) is type(own) is Tensor:
             return None
@@ -89,7 +85,6 @@ class KnownCalls:
         return gpu.find_plain(ALLGATHER, "auto", IN_PLACE if block[0] == place else block, received, None, 0)
 
     def reduce_scatter(self, gpu: PlanCache, given: Given) -> KnownCall | None:
-        """See `TensorCollectives.reduce_scatter`."""
         output, whole, op = given
         if not type(output) is type(whole) is Tensor:
             return None
@@ -100,7 +95,6 @@ class KnownCalls:
         return None if op is None else gpu.find_plain(REDUCE_SCATTER_BLOCK, "auto", sent, received, op, 0)
 
     def all_to_all(self, gpu: PlanCache, given: Given) -> KnownCall | None:
-        """See `TensorCollectives.all_to_all`."""
         output, whole, output_splits, input_splits = given
         if not type(output) is type(whole) is Tensor:
             return None

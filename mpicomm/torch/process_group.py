@@ -18,17 +18,15 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.mpi.requests import Completer, DeferredRequest
-from mpicomm.torch.call_queue import CallQueue
+from mpicomm.torch.call_queue import CallQueue, JoinedWork
 from mpicomm.torch.collective_calls import CollectiveCalls
 from mpicomm.torch.collectives import TensorCalls
-from mpicomm.torch.failures import WAITS, translated
+from mpicomm.torch.failures import WAITS, TensorError, translated
 from mpicomm.torch.known_calls import Given, TensorCall
-from mpicomm.torch.message_works import MessageWork
-from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.streams import Streams
-from mpicomm.torch.subgroups import part_of
-from mpicomm.torch.tensors import DeviceError, flat, movable
-from mpicomm.torch.works import FOREVER, JoinedWork, Tensors, Work, ended
+from mpicomm.torch.subgroups import forget, part_of, wait_for_all
+from mpicomm.torch.tensors import flat, movable
+from mpicomm.torch.works import FOREVER, MessageWork, Tensors, Work, ended
 
 T = TypeVar("T")
 
@@ -335,7 +333,7 @@ class ProcessGroup(CollectiveCalls):
 
     def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
         if self._streams is None:
-            raise DeviceError(f"{name}: a tensor is on {tensor.device}, but this group has no GPU: pass tensor.cpu()")
+            raise TensorError(f"{name}: a tensor is on {tensor.device}, but this group has no GPU: pass tensor.cpu()")
         return self._streams
 
     def _require_rank(self, name: str, argument: str, rank: int) -> None:

@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import AVG
-from mpicomm.torch.tensors import ElementTypeError, is_known
+from mpicomm.torch.failures import ElementTypeError
+from mpicomm.torch.tensors import is_known
 
 _Kind = dist.ReduceOp.RedOpType
 _PREMUL_SUM = int(_Kind.PREMUL_SUM)

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpicomm.torch.call_queue import QUEUES
 from mpicomm.torch.gradients import with_fp16_hook
-from mpicomm.torch.groups import create
-from mpicomm.torch.rendezvous import install_handler
+from mpicomm.torch.groups import create, install_handler
 from mpicomm.torch.works import Work
 
 NAME = "mpicomm"

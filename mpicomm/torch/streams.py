@@ -175,13 +175,13 @@ class Streams:
         return self.future(call, (), tensor, (tensor,), beside=True, known=known)
 
     def _keep(self, memory: tuple[int, int, torch.dtype, int], known: KnownCall) -> None:
-        """Let `bucket` repeat a call. Views of complex memory may be conjugated, and filled plans have other calls."""
-        from mpicomm.collectives.gpu.filled_plan import FilledPlan  # it imports CUDA, which a host may lack
+        """Let `bucket` repeat a call. Views of complex memory may be conjugated, and templates have other calls."""
+        from mpicomm.collectives.gpu.call_templates import CallTemplate  # it imports CUDA, which a host may lack
 
         if self._mappings.version != self._version or len(self._buckets) >= _MOST_BUCKETS:
             self._version = self._mappings.version
             self._buckets.clear()
-        if not (memory[2].is_complex or isinstance(known.plan, FilledPlan)):
+        if not (memory[2].is_complex or isinstance(known.plan, CallTemplate)):
             self._buckets[memory] = known
 
     def barrier(self, limit: timedelta) -> StreamWork:

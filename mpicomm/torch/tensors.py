@@ -11,25 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-
-
-class ElementTypeError(InvalidUsageError, TypeError):
-    """The error for elements that cannot be reduced. PyTorch's own backends raise TypeError for it."""
-
-
-class ElementTypeMismatchError(InvalidUsageError, TypeError, RuntimeError):
-    """The error for tensors of one call that differ in type or device. PyTorch raises TypeError or RuntimeError."""
-
-
-class DeviceError(InvalidUsageError, RuntimeError):
-    """The error for a tensor on a device that groups do not serve. PyTorch's own groups raise RuntimeError for it."""
-
-
-class SplitSizesError(InvalidUsageError, RuntimeError):
-    """The error for split sizes that do not fit a tensor or the group.
-
-    PyTorch's own backends raise RuntimeError for it.
-    """
+from mpicomm.torch.failures import ElementTypeError, TensorError
 
 
 def flat(tensor: torch.Tensor, name: str, *, ordered: bool = False) -> torch.Tensor:
@@ -46,7 +28,7 @@ def flat(tensor: torch.Tensor, name: str, *, ordered: bool = False) -> torch.Ten
             f"{name} is a sparse tensor ({tensor.layout}), but tensors must be dense: pass to_dense()"
         )
     if not (tensor.is_cuda or tensor.is_cpu):
-        raise DeviceError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
+        raise TensorError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
     # This is for all tensors, because autograd may make an output require a gradient while a thread receives into it.
     tensor = tensor.detach()
     if tensor.is_contiguous():
@@ -101,19 +83,19 @@ def movable(memory: torch.Tensor) -> torch.Tensor:
 
 
 def split_counts(tensor: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
-    """Return the elements of the part of ``tensor`` for each of ``size`` ranks. Local; raises `SplitSizesError`.
+    """Return the elements of the part of ``tensor`` for each of ``size`` ranks. Local; raises `TensorError`.
 
     ``splits`` are numbers of rows, which are the elements along the first dimension. Without them all parts are equal.
     """
     rows, total = tensor.size(0) if tensor.dim() else 1, tensor.numel()
     if not splits:
         if rows % size:
-            raise SplitSizesError(
+            raise TensorError(
                 f"{name} has {rows} rows, which {size} ranks cannot share equally: pass {name}_split_sizes"
             )
         return [total // size] * size
     if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-        raise SplitSizesError(
+        raise TensorError(
             f"{name}_split_sizes={list(splits)} must be {size} numbers of rows, one for each rank, which add up to "
             f"the {rows} rows of {name}"
         )
@@ -129,7 +111,7 @@ class Pieces:
         first = self._tensors[0]
         for index, tensor in enumerate(self._tensors):
             if tensor.dtype != first.dtype or tensor.device != first.device:
-                raise ElementTypeMismatchError(
+                raise ElementTypeError(
                     f"{name}[{index}] has {tensor.dtype} on {tensor.device}, but {name}[0] has {first.dtype} on "
                     f"{first.device}: all tensors of a call have one type and one device"
                 )

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+from mpi4py import MPI
 from torch._C import _distributed_c10d as c10d
 
 from mpicomm.api.communicator import Communicator
@@ -176,79 +177,6 @@ class PendingWork(Work):
         return self.value
 
 
-class Order(Protocol):
-    """The order of the calls of a group: see `CallQueue`."""
-
-    futures: dict[int, Sequence[HostWork]]
-
-    def hurry(self, number: int) -> None:
-        """See `CallQueue.hurry`."""
-
-
-class HostWork(PendingWork):
-    """A call on host tensors, which a thread carries out in the ``order`` of its group."""
-
-    number = 0
-    """The number of the call among the calls of the thread; 0 for a call that a callback makes."""
-
-    def __init__(
-        self,
-        order: Order,
-        call: Callable[[], None],
-        outputs: Tensors,
-        name: str,
-        limit: timedelta | None = None,
-    ) -> None:
-        super().__init__(outputs)
-        self._order = order
-        self._call: Callable[[], None] | None = call
-        self._name = name
-        self._limit = limit or FOREVER
-        self._over = threading.Event()
-        self._lock = threading.Lock()  # so that a future is settled once
-        self._ended: torch.futures.Future[Any] | None = None
-
-    def carry_out(self) -> None:
-        """Carry the call out, and release its waiters. The work keeps its error. The caller calls `end` afterwards."""
-        assert self._call is not None
-        try:
-            self._call()
-        except BaseException as error:
-            self._error = translated(error, self._name)
-        self._call = None  # it keeps the tensors
-        self._over.set()
-
-    def end(self) -> None:
-        """Call the callbacks of the future, which may make further calls. A second call does nothing."""
-        # Pairs with the lock in `_settle`: if `_settle` keeps a future because the work is not over, this finds it.
-        with self._lock:
-            ended, self._ended = self._ended, None
-        if ended is not None:
-            super()._settle(ended)
-            self._order.futures.pop(id(self._future), None)
-
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        limit = timeout or self._limit
-        self._order.hurry(self.number)
-        if not self._over.wait(limit.total_seconds() or None):
-            raise too_late(self._name, limit)
-        return super().wait()
-
-    def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
-        return self._over.is_set()
-
-    def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        self._order.hurry(self.number)
-        with self._lock:
-            if not self._over.is_set():
-                self._ended = ended
-                self._order.futures[id(self._future)] = [self]
-                return
-        super()._settle(ended)
-
-
 class StreamSource(Protocol):
     """The streams of a group: see `Streams`."""
 
@@ -342,53 +270,60 @@ class StreamWork(Work):
         return future
 
 
-class JoinedWork(PendingWork):
-    """Several calls as one."""
+class MessageWork(PendingWork):
+    """A message that is sent or received. MPI moves it only inside its calls, so a `Completer` looks at it as well."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__([output for work in works for output in work._outputs])
-        self._works = works
+    over = driven = False
+
+    def __init__(
+        self,
+        request: MPI.Request,
+        tensor: torch.Tensor,
+        name: str,
+        timeout_s: float,
+        prepare_thread: Callable[[], None],
+        *,
+        receives: bool,
+    ) -> None:
+        super().__init__([tensor])
+        self._prepare_thread = prepare_thread
+        self._request = request
+        self._name = name
+        self._timeout_s = timeout_s
+        self._receives = receives
+        self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """See `Work.wait`. ``timeout`` bounds the wait for each call."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
+        """See `Work.wait`. Raises `CollectiveTimeoutError` after ``timeout``, or after the group's timeout."""
+        limit_s = timeout.total_seconds() or self._timeout_s
+        if not wait_until(self.is_completed, limit_s):
+            raise too_late(self._name, timedelta(seconds=limit_s))
+        return super().wait()
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        over = all(work.is_completed() for work in self._works)
-        self._error = next((work._error for work in self._works if work._error is not None), None)
-        return over
+        with self._lock:
+            if not self.over:
+                status = MPI.Status()
+                try:
+                    self.over = self._request.Test(status)
+                except Exception as error:
+                    self.over, self._error = True, translated(error, self._name)
+                if self.over and self._receives:
+                    self._source = status.source
+        return self.over
+
+    advance = is_completed
+
+    def settle(self) -> None:
+        """Wait for the message. `wait` raises its error later."""
+        wait_until(self.is_completed, self._timeout_s)
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        parts = [work for work in self._works if isinstance(work, HostWork)]
-        for part in parts:
-            part._order.futures[id(self._future)] = parts
-        # The value of the joined future has a list of outputs for each call.
-        joined = torch.futures.collect_all([work.get_future() for work in self._works])
-        gpu = next((output.device for output in self._outputs if output.is_cuda), None)
+        def tell(failure: BaseException | None) -> None:
+            self._settle_with(ended, failure or self._error)
 
-        def settle(_: Any) -> None:
-            # On the host all calls are over. On a GPU this new stream waits for them, and no stream of the program
-            # waits.
-            with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
-                self._settle_with(ended, next(filter(None, map(_failure_of, self._works)), None))
-            for part in parts:
-                part._order.futures.pop(id(self._future), None)
-
-        joined.add_done_callback(settle)
-
-
-def _failure_of(work: Work) -> BaseException | None:
-    """Return the error of a work with a complete future, or None. On a GPU the current stream waits for the work."""
-    if isinstance(work, PendingWork):  # because a second wait for a late message would take the whole limit again
-        return work._failure
-    try:
-        work.wait()
-    except Exception as error:
-        return error
-    return None
+        when_over(self, self._name, self._timeout_s, self._prepare_thread, tell)
 
 
 def when_over(

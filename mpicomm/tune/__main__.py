@@ -108,7 +108,6 @@ def main() -> int:
     results = [
         sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject), before) for subject in subjects
     ]
-    rank = comm.rank
     comm.Free()
 
     wrong = sum(count for _, count in results)
@@ -116,8 +115,7 @@ def main() -> int:
         command_line.show(f"# FAILED: {wrong} wrong; nothing was written")
         return 1
     table = table.updated(row for row, _ in results)
-    if rank == 0:
-        arguments.write_json(path, tuning_file.to_json(table))
+    command_line.save(path, tuning_file.to_json(table))
     command_line.show("# wrote", *(f"# {line}" for line in table.describe()), "# OK")
     return 0
 

@@ -43,7 +43,7 @@ def require_possible(call: Call) -> None:
             raise InvalidUsageError(
                 f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out'
             )
-    elif operation.of_neighbors and not call.on_device:
+    elif (operation.of_neighbors or operation.send == "typed") and not call.on_device:
         raise InvalidUsageError(
             f"algorithm={algorithm!r} of {operation} is for device arrays, and MPI carries it out on host arrays: "
             "leave algorithm= out"

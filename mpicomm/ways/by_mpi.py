@@ -13,7 +13,6 @@ from mpicomm.activity.page import begin_by_mpi
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.checks import is_in_place
 from mpicomm.collectives.operations import Operation
-from mpicomm.mpi import host_calls
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.host_copies import out_of_place
@@ -82,9 +81,10 @@ class MpiWay:
         """Call mpi4py's ``method`` once more after ``error``, or raise the error of `Reader.refused`.
 
         mpi4py may refuse the format of a buffer, such as an unaligned NumPy array, before it communicates. Other ranks
-        may be in MPI with aligned arrays. So this rank gives MPI the same memory with a datatype.
+        may be in MPI with aligned arrays. So this rank gives MPI the same memory with a datatype. In a reduction mpi4py
+        also refuses two names of one type.
         """
-        if isinstance(error, host_calls.REFUSALS):
+        if not isinstance(error, MPI.Exception):
             with contextlib.suppress(BufferError, KeyError, ValueError):  # `refused` finds the words for them
                 named = self._reader.for_mpi(operation, arguments)
                 return getattr(operation.mpi_class, method)(self._comm, *operation.passed(named), *more)

@@ -12,7 +12,9 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import Operation
+from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import types
 from mpicomm.mpi.arguments import parse, typed_blocks
 from mpicomm.mpi.buffers import BufferRefusedError
 from mpicomm.mpi.faults import RefusedByMpiError
@@ -77,8 +79,21 @@ class Reader:
         return call
 
     def for_mpi(self, operation: Operation, arguments: Arguments) -> Arguments:
-        """Return the arguments with the datatypes that MPI has for host arrays. Local. Raises as `Call`."""
-        return self._call(operation, arguments, "auto").arguments
+        """Return the arguments with the datatypes that MPI has for host arrays. Local. Raises as `Call`.
+
+        In a reduction MPI wants one name for one type, and a program may name it ``LONG`` here and ``INT64_T`` there.
+        """
+        call = self._call(operation, arguments, "auto")
+        send, receive, given = call.send, call.receive, call.arguments
+        if not operation.reduces or send is None or receive is None or send is receive or send.dtype is None:
+            return given
+        datatype = types.mpi_datatype(send.dtype)
+        if datatype is None or send.dtype != receive.dtype:
+            return given
+        sent, received = (
+            [array_at(each.pointer, each.total, send.dtype, each.owner), datatype] for each in (send, receive)
+        )
+        return replace(given, send=sent, receive=received)
 
     def refused(
         self, error: BufferError | KeyError | ValueError | MPI.Exception, operation: Operation, arguments: Arguments

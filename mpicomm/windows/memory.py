@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -25,8 +24,7 @@ from mpicomm.windows.host_locks import make_mutex
 BYTES = np.dtype(np.uint8)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The size of a rank's part in bytes, and the bytes of a displacement into it."""
 
     nbytes: int
@@ -71,19 +69,7 @@ class WindowMemory:
         ``ends`` are the ends of the elements there, in bytes from the displacement. Raises `RefusedByMpiError` for
         elements outside of the part.
         """
-        part = self.parts[rank]
-        if disp < 0:
-            raise RefusedByMpiError(f"{what}: target: displacement {disp} is negative: pass 0 or more", MPI.ERR_DISP)
-        start = disp * part.disp_unit
-        begin, end = (start + each for each in ends)
-        if begin != end and (begin < 0 or end > part.nbytes):
-            raise RefusedByMpiError(
-                f"{what}: target: displacement {disp} reaches from byte {begin} to byte {end} of the window on rank "
-                f"{rank}, which has {part.nbytes} bytes (disp_unit={part.disp_unit}): pass another displacement or "
-                "count",
-                MPI.ERR_RMA_RANGE,
-            )
-        return self.pointers[rank] + start
+        return self.pointers[rank] + require_inside(what, self.parts[rank], rank, disp, ends)
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's part, unless the caller owns it, and of the board; local."""
@@ -103,6 +89,24 @@ class WindowMemory:
     def close_own(self) -> None:
         self._segments.close_own()
         self._board_segments.close_own()
+
+
+def require_inside(what: str, part: Part, rank: int, disp: int, ends: tuple[int, int]) -> int:
+    """Return the byte of the part of ``rank`` at a displacement. Raise `RefusedByMpiError` for elements outside of it.
+
+    ``ends`` are the ends of the elements, in bytes from the displacement.
+    """
+    if disp < 0:
+        raise RefusedByMpiError(f"{what}: target: displacement {disp} is negative: pass 0 or more", MPI.ERR_DISP)
+    start = disp * part.disp_unit
+    begin, end = start + ends[0], start + ends[1]
+    if begin != end and (begin < 0 or end > part.nbytes):
+        raise RefusedByMpiError(
+            f"{what}: target: displacement {disp} reaches from byte {begin} to byte {end} of the window on rank "
+            f"{rank}, which has {part.nbytes} bytes (disp_unit={part.disp_unit}): pass another displacement or count",
+            MPI.ERR_RMA_RANGE,
+        )
+    return start
 
 
 def require_one_node(owner: Owner, what: str) -> None:

@@ -197,7 +197,7 @@ class Synchronisation:
         self._begin(what)
         if rank == MPI.PROC_NULL:
             return
-        if rank is not None:
+        if not what.endswith("_all"):
             self.require_rank(what, "rank", rank)
         self.epochs.require_passive(what, rank)
         with self._synchronising(stream) as where:
@@ -234,7 +234,7 @@ class Synchronisation:
 
     def _begin(self, what: str, assertion: int = 0) -> None:
         self.require_usable(what)
-        if assertion & ~_ASSERTIONS.get(what, 0):
+        if index_of(assertion, "assertion", what) & ~_ASSERTIONS.get(what, 0):
             raise RefusedByMpiError(
                 f"{what}: assertion={assertion} has other modes than the MPI.MODE_* of {what}", MPI.ERR_ASSERT
             )

@@ -14,13 +14,13 @@ from mpicomm.doctor.waits import Line, RankWait
 from mpicomm.errors import BackendUnavailableError
 from mpicomm.waiting import wait_until
 from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.pace import HANG_S
 
 try:
     visible_devices()
 except BackendUnavailableError as unavailable:
     pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
 
-START_LIMIT_S = 60.0
 LOOK_S = 0.5
 RANKS = 2
 PROGRAM = """
@@ -77,9 +77,9 @@ def test_the_doctor_names_the_late_rank_of_a_job_on_gpus(tmp_path: Path) -> None
     try:
         for call in ("Allreduce", "Recv"):
             for rank in range(RANKS):
-                there = wait_until((tmp_path / f"{call}-{rank}").exists, START_LIMIT_S)
+                there = wait_until((tmp_path / f"{call}-{rank}").exists, HANG_S)
                 assert there, (tmp_path / "output").read_text()
-            assert wait_until(somebody_waits, START_LIMIT_S), call
+            assert wait_until(somebody_waits, HANG_S), call
             late = next(line.pid for line in lines if line.rank == RANKS - 1)
             assert waits[0].pids == (late,)
             said = waits[0].text
@@ -91,7 +91,7 @@ def test_the_doctor_names_the_late_rank_of_a_job_on_gpus(tmp_path: Path) -> None
             else:
                 assert said.startswith("rank 0 waits in a receive from rank 1 (tag 5) of world. Rank 1")
             (tmp_path / f"go-{call}").touch()
-        assert job.wait(START_LIMIT_S) == 0, (tmp_path / "output").read_text()
+        assert job.wait(HANG_S) == 0, (tmp_path / "output").read_text()
     finally:
         job.kill()
         job.wait()

@@ -14,8 +14,8 @@ import pytest
 from mpicomm.waiting import wait_until
 from tests.helpers.jobs.hosts import Hosts, hosts
 from tests.helpers.jobs.mpiexec import ROOT
+from tests.helpers.jobs.pace import HANG_S
 
-LIMIT_S = 20.0
 FOR_EVER = "import time; time.sleep(600)"
 MAKER = """
 import sys, time
@@ -42,7 +42,7 @@ def processes(mark: str) -> list[Path]:
 
 
 def require(ready: Callable[[], bool]) -> None:
-    assert wait_until(ready, LIMIT_S)
+    assert wait_until(ready, HANG_S)
 
 
 def test_a_job_ends_with_its_hosts(tmp_path: Path) -> None:

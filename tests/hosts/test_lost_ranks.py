@@ -11,12 +11,15 @@ import pytest
 from mpicomm.waiting import wait_until
 from tests.helpers.jobs.hosts import Hosts
 from tests.helpers.jobs.in_child import KILLED
-from tests.helpers.programs.lost_ranks import CALLS, ROW, TIMEOUT_S, Call
+from tests.helpers.jobs.pace import HANG_S, stretched
+from tests.helpers.programs.lost_ranks import CALLS, ROW, Call
 
 PLACEMENT = (0, 0, 1, 1)
-SLACK_S = 1.0  # a call may exceed its deadline by so much
-START_LIMIT_S = 20.0
 DISTANT = 3  # a rank of the other host than the first rank's
+
+
+def timeout_s() -> float:
+    return stretched(0.3)
 
 
 class Job:
@@ -25,13 +28,12 @@ class Job:
     def __init__(self, hosts: Hosts, directory: Path, how: str, victim: int, *calls: str) -> None:
         self._results, self._output = directory / "results", directory / "output"
         self._results.mkdir()
-        arguments = ("-m", "tests.helpers.programs.lost_ranks", str(self._results), how, str(victim), *calls)
-        self._job = hosts.start(PLACEMENT, self._output, *arguments)
-        self._wait_for("ready", range(len(PLACEMENT)), START_LIMIT_S)
+        arguments = ("-m", "tests.helpers.programs.lost_ranks", str(self._results), how, str(victim))
+        self._job = hosts.start(PLACEMENT, self._output, *arguments, str(timeout_s()), *calls)
+        self._wait_for("ready", range(len(PLACEMENT)), HANG_S)
         if how == "kill":
             # Over libfabric MPICH ends the job if a rank dies while a message to it is in flight.
-            assert wait_until((self._results / KILLED).exists, START_LIMIT_S)
-        self._calls = len(calls)
+            assert wait_until((self._results / KILLED).exists, HANG_S)
 
     def begin_calls(self) -> None:
         """Let the ranks make their calls."""
@@ -40,7 +42,7 @@ class Job:
     def outcomes(self, ranks: list[int]) -> dict[int, list[Call]]:
         """Let the ranks make their calls, and return the results."""
         self.begin_calls()
-        self._wait_for("end", ranks, self._calls * (TIMEOUT_S + SLACK_S) + START_LIMIT_S)
+        self._wait_for("end", ranks, HANG_S)
         lines = {rank: (self._results / f"rank-{rank}").read_text().splitlines() for rank in ranks}
         return {rank: [Call(*json.loads(line)) for line in lines[rank]] for rank in ranks}
 
@@ -56,7 +58,7 @@ def require_in_time(outcomes: dict[int, list[Call]], *lost: int) -> None:
     """Assert that every call raised in time, and named one of ``lost``, or the first rank, if its answer is missing."""
     for rank, calls in outcomes.items():
         for call in calls:
-            assert call.seconds < TIMEOUT_S + SLACK_S, f"rank {rank}: {call}"
+            assert call.seconds < timeout_s() + stretched(1.0), f"rank {rank}: {call}"
             if call.error == "PeerError" and "MPI reports that a rank is gone" in call.text:
                 continue
             assert call.error == "CollectiveTimeoutError", f"rank {rank}: {call}"
@@ -110,5 +112,5 @@ def test_a_host_loses_its_network_in_the_middle_of_collectives(two_hosts: Hosts,
     outcomes = job.outcomes([0, 1, 2, 3])
     for rank, (call,) in outcomes.items():
         assert call.error == "CollectiveTimeoutError", call
-        assert call.seconds < TIMEOUT_S + SLACK_S, call
+        assert call.seconds < timeout_s() + stretched(1.0), call
         assert set(call.ranks) <= ({2, 3} if rank < 2 else {0, 1}), f"rank {rank}: {call}"

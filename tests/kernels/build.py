@@ -1,18 +1,29 @@
-"""g++ builds of kernels and of the program that runs them; kernels also with deliberate mistakes."""
+"""g++ builds of kernels and of the program that runs them; kernels also with deliberate mistakes.
+
+A build is made once by its content: the compiler, its options, and the texts of all files that it includes. The cache
+of the user keeps builds from run to run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import hashlib
+import os
 import platform
+import re
 import shutil
 import subprocess
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from mpicomm.kernels.variant import SHARED, include_dir
+from mpicomm import environment
+from mpicomm.kernels.variant import SHARED
 from tests.helpers.inputs.kernel_sources import HEADERS, SOURCES
 
 SIMULATION = Path(__file__).parent / "simulation"
@@ -21,12 +32,18 @@ SIMULATION = Path(__file__).parent / "simulation"
 # pointers to other types, so g++ may not assume that such pointers differ. A thread's stack has 128 KiB, and the next
 # stack lies below it. g++ is done sooner with -Og than with -O1, and most tests compile for longer than they run.
 _KERNEL = (
-    *("-std=c++17", f"-I{SIMULATION}", "-Og", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-std=c++17", "-Og", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
     "-Werror=frame-larger-than=65536",
 )
-_LAUNCHER = ("-std=c++20", f"-I{SIMULATION}", "-O2", "-Wall", "-Wextra")
+_LAUNCHER = ("-std=c++20", "-O2", "-Wall", "-Wextra")
 # ThreadSanitizer names the lines of a race.
 _SANITIZER = ("-fsanitize=thread", "-g1")
+
+_INCLUDE_DIRECTORY = SHARED / "include"
+_PUBLIC = {path.name: path for path in _INCLUDE_DIRECTORY.rglob("*.cuh")}
+_INCLUDE = re.compile(r'^#include ["<](?:[^">\n]*/)?([^">/\n]+\.cuh)[">]', re.MULTILINE)
+_LOCKS = 64
+_KEPT_S = 30 * 24 * 3600  # for builds that no run uses
 
 
 def missing() -> str | None:
@@ -36,6 +53,22 @@ def missing() -> str | None:
     if platform.machine() != "x86_64":
         return "fibers are written for x86-64"
     return None
+
+
+def cache() -> Path | None:
+    """Return this user's directory of builds; None if there is none that only this user writes and programs run in."""
+    base = environment.cache_directory()
+    if base is None:
+        return None
+    directory = base / "kernels-on-cpus"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = directory.stat()
+        noexec = os.statvfs(directory).f_flag & os.ST_NOEXEC
+    except OSError:
+        return None
+    private = facts.st_uid == os.geteuid() and facts.st_mode & 0o022 == 0
+    return directory if private and not noexec and os.access(directory, os.W_OK) else None
 
 
 @dataclass(frozen=True)
@@ -56,28 +89,31 @@ class Kernel:
 
 
 class Builds:
-    """The builds in ``directory``, which several processes share and make once; for ThreadSanitizer if ``sanitize``."""
+    """The builds in ``directory``, which processes share; for ThreadSanitizer if ``sanitize``."""
 
     def __init__(self, directory: Path, *, sanitize: bool = False) -> None:
         self.sanitize = sanitize
         self._directory = directory
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._sanitizer = _SANITIZER if sanitize else ()
-        directory.mkdir(exist_ok=True)
+        for number in range(_LOCKS):
+            (directory / f"lock-{number}").touch()
+        _drop_unused(directory)
 
     @cached_property
     def launcher(self) -> Path:
         """The program that runs kernels."""
 
-        def build(directory: Path) -> None:
+        def build(directory: Path) -> Path:
             objects = []
             for name in ("block", "launcher"):  # not instrumented: see block.cpp
                 objects.append(str(directory / f"{name}.o"))
-                source = str(SIMULATION / f"{name}.cpp")
-                _run("g++", *_LAUNCHER, "-c", source, "-o", objects[-1])
+                _run("g++", *_LAUNCHER, "-c", str(SIMULATION / f"{name}.cpp"), "-o", objects[-1])
             _run("g++", *self._sanitizer, "-rdynamic", *objects, "-ldl", "-pthread", "-o", str(directory / "launcher"))
+            return directory / "launcher"
 
-        return self._once("launcher", build) / "launcher"
+        texts = [(SIMULATION / name).read_text() for name in (*_LANGUAGE, "block.cpp", "launcher.cpp", "launch.hpp")]
+        return self._once("launcher", "", (_LAUNCHER, texts), build)
 
     def kernel(
         self, source: Path, entry: str, options: Sequence[str] = (), *, changes: Sequence[Change] = ()
@@ -85,63 +121,97 @@ class Builds:
         """Return the kernel ``entry`` of ``source``, compiled with ``options`` and after ``changes``."""
         key = (source, entry, *options, *changes)
         if key not in self._kernels:
-            self._kernels[key] = self._compiled(source, entry, options, changes)
+            self._kernels[key] = Kernel(self._compiled(source, entry, options, changes), f"enter_{entry}")
         return self._kernels[key]
 
-    def _compiled(self, source: Path, entry: str, options: Sequence[str], changes: Sequence[Change]) -> Kernel:
-        def build(directory: Path) -> None:
-            own = _changed(directory, source, changes) if changes else source
-            text = f'#include "{own}"\nCPU_ENTRY({entry})\n'
-            (directory / "entry.cpp").write_text(text)
-            directories = (own.parent, own.parent / "include") if changes else (own.parent, SHARED, include_dir())
-            paths = (*(f"-I{each}" for each in directories), "-include", str(self._language))
+    def _compiled(self, source: Path, entry: str, options: Sequence[str], changes: Sequence[Change]) -> Path:
+        files = _included(source, changes)
+
+        def build(directory: Path) -> Path:
+            for name, text in files.items():
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                (directory / name).write_text(text)
+            (directory / "entry.cpp").write_text(f'#include "{source.name}"\nCPU_ENTRY({entry})\n')
             # The launcher has all libraries, so the kernel saves the time to link them.
+            paths = (f"-I{directory}", f"-I{directory / 'include'}", "-include", str(self._language.with_suffix("")))
             _run(
                 *("g++", *_KERNEL, *self._sanitizer, *paths, *options, "-shared", "-nodefaultlibs"),
                 *(str(directory / "entry.cpp"), "-o", str(directory / "kernel.so")),
             )
+            return directory / "kernel.so"
 
-        name = hashlib.sha256(repr((source, entry, *options, *changes)).encode()).hexdigest()
-        return Kernel(self._once(f"{source.stem}-{name}", build) / "kernel.so", f"enter_{entry}")
+        return self._once(
+            source.stem, ".so", (entry, options, _KERNEL, sorted(files.items()), self._language.name), build
+        )
 
     @cached_property
     def _language(self) -> Path:
         """The header cuda.hpp of every kernel, compiled."""
 
-        def build(directory: Path) -> None:
+        def build(directory: Path) -> Path:
             header = ("-x", "c++-header", str(SIMULATION / "cuda.hpp"), "-o", str(directory / "cuda.hpp.gch"))
             _run("g++", *_KERNEL, *self._sanitizer, *header)
+            return directory / "cuda.hpp.gch"
 
-        return self._once("language", build) / "cuda.hpp"
+        texts = [(SIMULATION / name).read_text() for name in _LANGUAGE]
+        return self._once("cuda", ".hpp.gch", (_KERNEL, texts), build)
 
-    def _once(self, name: str, build: Callable[[Path], None]) -> Path:
-        """Return the directory of that name, in which the first who asks for it builds, while others wait."""
-        directory = self._directory / name
-        with (self._directory / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not directory.exists():
-                directory.mkdir()
-                try:
-                    build(directory)
-                except BaseException:
-                    shutil.rmtree(directory)
-                    raise
-        return directory
+    def _once(self, stem: str, suffix: str, content: object, build: Callable[[Path], Path]) -> Path:
+        """Return the file of that content, which the first process that asks for it builds, while others wait."""
+        key = hashlib.sha256(repr((_compiler(), self._sanitizer, content)).encode()).hexdigest()
+        made = self._directory / f"{stem}-{key[:32]}{suffix}"
+        with (self._directory / f"lock-{int(key, 16) % _LOCKS}").open() as lock:
+            if not made.exists():
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                # A process that is killed here leaves no half of a build under the name.
+                with tempfile.TemporaryDirectory(prefix="making-", dir=self._directory) as directory:
+                    build(Path(directory)).replace(made)
+        os.utime(made)
+        return made
 
 
-def _changed(directory: Path, source: Path, changes: Sequence[Change]) -> Path:
-    """Copy all kernels and their headers into one directory, change them, and return the copy of ``source``."""
-    copy = directory / "kernels"
-    shutil.copytree(include_dir(), copy / "include")
-    for original in (*HEADERS.values(), *SOURCES.values(), source):
-        shutil.copy(original, copy / original.name)
+_LANGUAGE = ("cuda.hpp", "block.hpp")
+
+
+@functools.cache
+def _compiler() -> str:
+    return subprocess.run(["g++", "-v"], capture_output=True, text=True, check=True).stderr
+
+
+def _included(source: Path, changes: Sequence[Change]) -> dict[str, str]:
+    """Return the texts after ``changes`` of ``source`` and of all files that it includes, by their names."""
+    paths = {**HEADERS, **SOURCES, **_PUBLIC, source.name: source}
+    texts: dict[str, str] = {}
+
+    def text_of(file: str) -> str:
+        if file not in texts:
+            texts[file] = paths[file].read_text()
+        return texts[file]
+
     for change in changes:
-        text = (copy / change.file).read_text()
+        file = Path(change.file).name
+        text = text_of(file)
         # A change that fits nowhere would make no mistake, and a change that fits twice would make another mistake.
         if text.count(change.old) != 1:  # no AssertionError, which tests of changed kernels expect
             raise ValueError(f"{change.file} has {text.count(change.old)} of: {change.old}")
-        (copy / change.file).write_text(text.replace(change.old, change.new))
-    return copy / source.name
+        texts[file] = text.replace(change.old, change.new)
+    found, ahead = {}, [source.name]
+    while ahead:
+        file = ahead.pop()
+        public = file in _PUBLIC
+        name = str(Path("include") / _PUBLIC[file].relative_to(_INCLUDE_DIRECTORY)) if public else file
+        if name not in found:
+            found[name] = text_of(file)
+            ahead += _INCLUDE.findall(found[name])
+    return found
+
+
+def _drop_unused(directory: Path) -> None:
+    for entry in os.scandir(directory):
+        with contextlib.suppress(OSError):  # another process drops it
+            if time.time() - entry.stat().st_mtime > _KEPT_S and not entry.name.startswith("lock-"):
+                shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
 
 
 def _run(*command: str) -> None:

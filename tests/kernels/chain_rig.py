@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.chain.plan import ChainTemplate, layout_of
+from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.chain.plan import ChainLauncher, layout_of
 from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, ChannelMemory
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.sentinels import ABSENT
@@ -19,7 +19,7 @@ from tests.kernels.build import Builds, Change
 from tests.kernels.memory_rig import MemoryRig
 
 
-class ChainRig(MemoryRig[Node]):
+class ChainRig(MemoryRig[Domain]):
     """A kernel has at most ``blocks`` blocks for one place; the slots hold messages of ``nbytes``."""
 
     def __init__(
@@ -32,20 +32,22 @@ class ChainRig(MemoryRig[Node]):
         changes: Sequence[Change] = (),
         timeout_s: float = 20,
     ) -> None:
-        def node(team: Team, layout: ChannelMemory) -> Node:
+        def node(team: Team, layout: ChannelMemory) -> Domain:
             memory = tuple(self.machine.addresses(self.memory, team.rank))
             region = ArenaRegion(memory, layout.nbytes - layout.slots)
             arena: Any = SimpleNamespace(has=lambda request: True, region=lambda request: region)
-            return Node(team, arena, blocks)
+            return Domain(team, arena, blocks)
 
         nowhere: Any = None
-        layout = layout_of(nbytes, 1, Node(Team(), nowhere, blocks))
+        layout = layout_of(nbytes, 1, Domain(Team(), nowhere, blocks))
         super().__init__(builds, size, layout, node, changes=changes, timeout_s=timeout_s)
         for place in self.memory:
             place.bytes[layout.slots : layout.nbytes].view(np.uint32)[:] = ABSENT
 
     def run(self, rank: int, pattern: Pattern, signature: Signature, *, nap_us: int = 0) -> None:
         """Enqueue a rank's part of a chain."""
-        call = pattern.call(signature)
-        launch = ChainTemplate(self.planners[rank], pattern.chain, call.reduction).launch(call.tag())
-        self.launch(rank, launch, nap_us=nap_us)
+        launcher = ChainLauncher(pattern.form, self.planners[rank])
+        lengths, begins = pattern.form.numbers(pattern.buffers)
+        filled = launcher.fill(lengths, begins, max(lengths), signature.hash32)
+        assert filled is not None
+        self.launch(rank, launcher.launch(filled), nap_us=nap_us)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.kernels.build import Builds, missing
+from tests.kernels.build import Builds, cache, missing
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,9 @@ def watched_builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
 def _builds(tmp_path_factory: pytest.TempPathFactory, *, sanitize: bool) -> Builds:
     if why := missing():
         pytest.skip(f"{why}: kernels cannot run on the processor")
-    directory = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # workers share their builds
-        directory = directory.parent
-    return Builds(directory / ("watched-builds" if sanitize else "builds"), sanitize=sanitize)
+    directory = cache()
+    if directory is None:
+        directory = tmp_path_factory.getbasetemp()
+        if "PYTEST_XDIST_WORKER" in os.environ:  # workers share their builds
+            directory = directory.parent
+    return Builds(directory, sanitize=sanitize)

@@ -11,10 +11,10 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay
+from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
+from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets, plain_side
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.filled_plan import CountedPlan
+from mpicomm.collectives.gpu.call_templates import CountedTemplate
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
@@ -99,9 +99,10 @@ class CountedRig(PacketRig):
         return check
 
     def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
-        node = self._nodes[rank]
-        way = PacketWay.of("sentinel", node.arena.sentinels, self._geometry)
-        return CountedPackets(node, buffers, call.tag, lambda _: way).launch(buffers)
+        domain = self._domains[rank]
+        way = PacketConfig.of("sentinel", domain.arena.sentinels, self._geometry)
+        packets = CountedPackets(domain, buffers, call.tag, lambda _: way)
+        return packets.launch(packets.fill(plain_side(buffers.send), plain_side(buffers.receive)))
 
     def _indices(self, rank: int, values: Array, *, wide: bool) -> DeviceIndices:
         place = self.machine.place(rank, np.asarray(values, np.int64 if wide else np.int32))
@@ -129,8 +130,8 @@ class FilledCountedRig(CountedRig):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._plans: dict[Hashable, CountedPlan] = {}
-        for node in self._nodes:
+        self._plans: dict[Hashable, CountedTemplate] = {}
+        for node in self._domains:
             arena: Any = node.arena
             arena.any_length = arena.sentinels
 
@@ -140,7 +141,7 @@ class FilledCountedRig(CountedRig):
         if key not in self._plans:
             loader: Any = SimpleNamespace(enqueuers=lambda steps: [lambda stream, step=step: step for step in steps])
             signature = Signature("Alltoallv", f"elements of {buffers.itemsize} bytes")
-            self._plans[key] = CountedPlan(signature, buffers, self._nodes[rank], loader)
+            self._plans[key] = CountedTemplate(signature, buffers, self._domains[rank], loader)
         plan = self._plans[key]
         assert plan.takes(*plain) and plan.fill(*plain)
         launch: Any = plan.launch

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
@@ -61,7 +62,20 @@ class DirectRig:
         """Enqueue a rank's part of an exchange, of at most ``nbytes`` between two ranks."""
         memory = Mapped(1, 0, tuple(self._addresses(self.outputs, rank)))
         (exchange,) = exchanges
-        launch = self._templates[rank].launch(exchange, memory, tag, nbytes=nbytes)
+        sends, targets, going, coming = ([0] * self.size for _ in range(4))
+        for peer, (send, receive) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
+            if send is not None and send.count:
+                target = receive.pointer if receive is not None else 0
+                if peer != rank:
+                    target = landing_place(exchange, peer, memory, memory.pointers[rank])
+                if target not in (0, send.pointer):
+                    sends[peer], targets[peer] = send.pointer, target
+                    going[peer] = send.count * exchange.dtype.itemsize
+            if receive is not None and peer != rank:
+                coming[peer] = receive.count * exchange.dtype.itemsize
+        template = self._templates[rank]
+        (launch,) = template.steps(template.write(sends, targets, going, coming, nbytes, tag))
+        assert isinstance(launch, Launch)
         self._enqueue(rank, launch, nap_us)
 
     def barrier(self, rank: int, *, tag: int = 1, nap_us: int = 0) -> None:

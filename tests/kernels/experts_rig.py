@@ -23,16 +23,6 @@ FEW_THREADS = (
 )
 """Three warps of a block that dispatches, and two of a block that combines: a CPU runs them sooner."""
 _THREADS = {"experts_dispatch.cu": 96, "experts_dispatch_few.cu": 96, "experts_combine.cu": 64}
-_OF_DISPATCH = (
-    *("experts.cuh", "experts_dispatch.cuh", "experts_layout.cuh", "experts_counts.cuh"),
-    *("experts_receiver.cuh", "experts_routes.cuh"),
-)
-_OF_PACKETS = ("experts_packets.cuh", "sentinels.cuh")
-_INCLUDED = {
-    "experts_dispatch.cu": (*_OF_DISPATCH, "experts_runs.cuh", "experts_dispatch.cu"),
-    "experts_dispatch_few.cu": (*_OF_DISPATCH, *_OF_PACKETS, "experts_heads.cuh", "experts_dispatch_few.cu"),
-    "experts_combine.cu": ("experts.cuh", "experts_runs.cuh", *_OF_PACKETS, "experts_combine.cu"),
-}
 FEW_TOKENS = 3
 """Up to so many tokens of a rank are few, so that random ranks have few or more."""
 OF_TOKENS = ("rows", "topk_ids", "topk_weights", "token_rows", "row_count")
@@ -177,8 +167,6 @@ class ExpertsRig:
 
     def _launch(self, rank: int, made: Launch, nap_us: int) -> None:
         source = made.variant.source.name
-        # Changes of files that a kernel does not include would only compile it again.
-        changes = [each for each in self._changes if each.file in _INCLUDED.get(source, ())]
-        kernel = kernel_of(self.machine.builds, made.variant, changes)
+        kernel = kernel_of(self.machine.builds, made.variant, self._changes)
         threads = made.threads if self._all_threads else _THREADS.get(source, made.threads)
         self.machine.launch(rank, kernel, [made.arguments], blocks=made.blocks, threads=threads, nap_us=nap_us)

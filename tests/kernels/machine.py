@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
+import selectors
+import signal
 import subprocess
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +32,11 @@ _ADDRESSES = 0x1_0000_0000
 _RANK_NBYTES = 1 << 27
 _GAP = 64  # around each allocation, to see whether a kernel writes beside it
 _GAP_BYTE = 0xA5
+_HEADER_LINES = 3  # of a job of one rank, before its own
 _ADDR_NO_RANDOMIZE = 0x0040000  # of personality(2)
+_TICK_NS = 200_000  # of the time of kernels: see Clock in launch.hpp
+_AWAY = 2**64 - 1  # kAway
+_MOST_CPU_S = 300  # of a launcher, because a kernel that loops without a memory access stops the time of kernels
 _CURRENT = 0xFFFFFFFF
 _LIBC = ctypes.CDLL(None)
 
@@ -156,14 +162,16 @@ class Machine:
 
     def run(self, *, seed: int = 0, jitter_us: int = 0, limit_s: float = 60) -> None:
         """Run all that was enqueued. Raises `RunFailedError` for a crash, a hang, a race, a fault record and stray
-        writes.
+        writes. ``limit_s`` and all timeouts of kernels are in the time of kernels, which waits for ranks without a
+        processor.
         """
-        jobs = [self._job(rank, seed, jitter_us) for rank in range(self.size)]
+        self._clock = clock = self._new_clock(limit_s)
+        jobs = [self._job(rank, clock, seed, jitter_us) for rank in range(self.size) if self._launches[rank]]
         if self.builds.sanitize:
-            header = jobs[0].splitlines()[:2]
-            jobs = ["\n".join([*header, *(line for job in jobs for line in job.splitlines()[2:])])]
+            header = [line for job in jobs[:1] for line in job.splitlines()[:_HEADER_LINES]]
+            jobs = ["\n".join([*header, *(line for job in jobs for line in job.splitlines()[_HEADER_LINES:])])]
         self._launches = [[] for _ in range(self.size)]
-        self._run_jobs(jobs, limit_s)
+        self._run_jobs(jobs)
         # The records of all ranks: a rank may have learned that another one gives up, before it found the cause itself.
         faults = []
         for rank, place in enumerate(self._records):
@@ -175,6 +183,11 @@ class Machine:
             raise RunFailedError("\n".join(faults))
         if self.wrote_beside():
             raise RunFailedError("a kernel wrote beside what it was to write")
+
+    @property
+    def elapsed_s(self) -> float:
+        """The time that the kernels of the last run took."""
+        return int(self._clock.view(np.uint64)[0]) * _TICK_NS / 1e9
 
     def wrote_beside(self) -> bool:
         """Return whether a kernel wrote beside what it was to write."""
@@ -188,9 +201,17 @@ class Machine:
     def _base(self, viewer: int) -> int:
         return _FIRST_ADDRESS + (0 if self.builds.sanitize else viewer * _ADDRESSES)
 
-    def _job(self, rank: int, seed: int, jitter_us: int) -> str:
+    def _new_clock(self, limit_s: float) -> Place:
+        """Return a Clock of launch.hpp that waits for the first block of each rank that runs."""
+        blocks = max((each.blocks for launches in self._launches for each in launches), default=1)
+        first = [0 if launches else _AWAY for launches in self._launches]
+        words = [1, int(limit_s * 1e9) // _TICK_NS, self.size, blocks, *first, *[_AWAY] * (self.size * (blocks - 1))]
+        return self.place(0, np.array(words, np.uint64))
+
+    def _job(self, rank: int, clock: Place, seed: int, jitter_us: int) -> str:
         lines = [
             f"memory {self._fd} {self.size * _RANK_NBYTES} {self._base(rank)}",
+            f"clock {self.address(0, clock, rank)}",
             f"jitter {seed} {jitter_us}",
             f"rank {rank}",
         ]
@@ -199,37 +220,50 @@ class Machine:
             lines.append(f"launch {' '.join(map(str, words))}")
         return "\n".join(lines)
 
-    def _run_jobs(self, jobs: Sequence[str], limit_s: float) -> None:
-        launcher = self.builds.launcher
-        environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
-        running = []
-        try:
+    def _run_jobs(self, jobs: Sequence[str]) -> None:
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+            running: list[subprocess.Popen[bytes]] = []
+
+            def end() -> None:
+                for process in running:
+                    process.kill()
+
+            stack.callback(lambda: [process.communicate() for process in running])
+            stack.callback(end)
             for job in jobs:
-                with _fixed_addresses():
-                    process = subprocess.Popen(
-                        [str(launcher)],
-                        stdin=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        pass_fds=[self._fd],
-                        env=environment,
-                        text=True,
-                    )
-                running.append(process)
-                assert running[-1].stdin
-                running[-1].stdin.write(job)
-                running[-1].stdin.close()
-                running[-1].stdin = None
-            end = time.monotonic() + limit_s
-            said = [process.communicate(timeout=max(0.1, end - time.monotonic()))[1] for process in running]
-        except subprocess.TimeoutExpired:
-            raise RunFailedError(f"hang: not over after {limit_s} s") from None
-        finally:
-            for process in running:
-                process.kill()
-                process.communicate()
-        codes = [process.returncode for process in running]
+                running.append(self._start(job))
+                selector.register(cast(IO[bytes], running[-1].stderr), selectors.EVENT_READ, running[-1])
+            said: dict[int, bytes] = {process.pid: b"" for process in running}
+            while selector.get_map():
+                for key, _ in selector.select():
+                    if text := os.read(key.fd, 1 << 16):
+                        said[key.data.pid] += text
+                        continue
+                    selector.unregister(key.fileobj)
+                    if key.data.wait():  # the others may wait for it for ever
+                        end()
+            codes = [process.wait() for process in running]
         if any(codes):
-            raise RunFailedError(f"exit codes {codes}:\n" + "\n".join(text[-6000:] for text in said if text))
+            texts = [text.decode(errors="replace")[-6000:] for text in said.values() if text]
+            if -signal.SIGXCPU in codes:
+                texts.append(f"hang: not over after {_MOST_CPU_S} s of a processor")
+            raise RunFailedError(f"exit codes {codes}:\n" + "\n".join(texts))
+
+    def _start(self, job: str) -> subprocess.Popen[bytes]:
+        with _fixed_addresses():
+            process = subprocess.Popen(
+                [str(self.builds.launcher)],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[self._fd],
+                env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"},
+            )
+        resource.prlimit(process.pid, resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S + 1))
+        stdin = cast(IO[bytes], process.stdin)
+        stdin.write(job.encode())
+        stdin.close()
+        process.stdin = None
+        return process
 
 
 @contextlib.contextmanager

@@ -10,20 +10,18 @@ from typing import Any, cast
 import numpy as np
 
 from mpicomm.collectives.exchange import TwoShot
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
-from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
-from mpicomm.collectives.gpu.algorithms.packets.plan import two_shot_of_rows
-from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.configs import Geometry, PacketConfig, coding_of, row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import PacketWay, coding_of
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.sentinels import ABSENT
 from tests.helpers.inputs.launch_numbers import begin_after, old_flags
 from tests.helpers.inputs.patterns import Pattern
+from tests.helpers.rigs.filled_calls import packet_launch
 from tests.kernels.build import Change
 from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine
@@ -62,7 +60,7 @@ class PacketRig:
         machine.keep()
         for arena in self.arenas:
             arena.bytes[layout.sentinels : layout.escapes].view(np.uint32)[:] = ABSENT
-        self._nodes = [self._node(rank, timeout_s) for rank in range(self.size)]
+        self._domains = [self._domain(rank, timeout_s) for rank in range(self.size)]
 
     def start_at(self, launch: int) -> None:
         """Let all ranks have begun and ended this launch."""
@@ -87,32 +85,35 @@ class PacketRig:
         wire: tuple[Wire, np.dtype[Any]] | None = None,
     ) -> None:
         """Enqueue a rank's part of a collective; the geometry of the rig divides the work among threads."""
-        call = replace(pattern.call(signature), epilogue=finish, wire=wire)
-        fans = pattern.algorithm == "two_shot"
-        shards, output = self.size if fans else 1, call.buffers.output
+        form, fans = replace(pattern.form, wire=wire), pattern.algorithm == "two_shot"
+        shards, output = self.size if fans else 1, pattern.buffers.output
         fused = None if finish is None or output is None else finish.fused(output.pointer, shards)
         rows, steps, row_nbytes = None, pattern.steps, finish.row_nbytes if finish else 0
         if row_nbytes:
-            longest = -(-call.nbytes // (row_nbytes * shards))
+            nbytes = pattern.operation.one_shot(pattern.buffers).longest_nbytes
+            longest = -(-nbytes // (row_nbytes * shards))
             rows = row_geometry(longest, row_nbytes, self._geometry.blocks, self.size, fan_out=fans)
-            steps = [two_shot_of_rows(call, row_nbytes)] if fans else steps
+            if fans:  # shards have whole rows
+                assert pattern.operation.two_shot is not None
+                whole = row_nbytes // pattern.buffers.dtype.itemsize
+                steps = [pattern.operation.two_shot(replace(pattern.buffers, whole=whole))]
         for step in steps:
             exchange, fan_out = (step.first, step.second) if isinstance(step, TwoShot) else (step, None)
             nbytes = _ANY_NBYTES if pattern.operation.counts == "private" else step.longest_nbytes
-            node, geometry = self._nodes[rank], self._geometry
+            domain, geometry = self._domains[rank], self._geometry
             if rows:
                 geometry, nbytes = rows.threads, rows.nbytes
-            inboxes = node.arena.flagged if self._protocol == "flagged" else node.arena.sentinels
-            coding = coding_of(call)
-            template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused, coding=coding)
+            inboxes = domain.arena.flagged if self._protocol == "flagged" else domain.arena.sentinels
+            coding = coding_of(form)
+            template = PacketTemplate(domain, exchange, form.reduction, fan_out=fan_out, finish=fused, coding=coding)
             if coding:
-                way = coding.way_in(inboxes, geometry, self.size)
+                way = coding.config_in(inboxes, geometry, self.size)
             else:
-                way = replace(PacketWay.of(self._protocol, inboxes, geometry), row_nbytes=rows.nbytes if rows else 0)
-            launch = template.launch(signature.hash32, way, nbytes)
+                way = replace(PacketConfig.of(self._protocol, inboxes, geometry), row_nbytes=rows.nbytes if rows else 0)
+            launch = packet_launch(template, signature.hash32, way, nbytes, exchange.dtype.itemsize)
             enqueue(self.machine, rank, launch, changes=self._changes, nap_us=nap_us)
 
-    def _node(self, rank: int, timeout_s: float) -> Node:
+    def _domain(self, rank: int, timeout_s: float) -> Domain:
         pointers = tuple(self.machine.address(owner, arena, rank) for owner, arena in enumerate(self.arenas))
         team, layout = self.machine.team(self.arenas, rank, timeout_s), self._layout
 
@@ -124,4 +125,4 @@ class PacketRig:
             flagged=inboxes(layout.flagged, layout.flagged_inbox_nbytes),
             sentinels=inboxes(layout.sentinels, layout.sentinel_inbox_nbytes),
         )
-        return Node(team, cast(Any, arena), self._geometry.blocks)
+        return Domain(team, cast(Any, arena), self._geometry.blocks)

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, carried_nbytes
-from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
+from mpicomm.collectives.gpu.algorithms.packets.configs import Geometry
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
 from tests.kernels.machine import Machine

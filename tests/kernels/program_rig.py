@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES
-from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes
-from mpicomm.collectives.gpu.algorithms.registry import ANY_LENGTH
+from mpicomm.collectives.gpu.algorithms.packets.configs import large_inboxes
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
-from mpicomm.collectives.gpu.choose import choose
+from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.kernels.team import Team
@@ -77,7 +76,7 @@ class ProgramRig:
         layout = Layout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
         # The largest slots of a chain; smaller ones of a message fit into them.
         nowhere: Any = None
-        chain = layout_of(1 << 30, 1, Node(Team(), nowhere, BLOCKS))
+        chain = layout_of(1 << 30, 1, Domain(Team(), nowhere, BLOCKS))
         requests = [
             Request("collectives: slots", layout.slots_nbytes),
             Request("collectives: copies", STAGING_NBYTES),
@@ -91,7 +90,7 @@ class ProgramRig:
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         self.renew(range(self.size))
-        self.nodes = []
+        self.domains = []
         for rank in range(self.size):
             regions = {
                 each.what: ArenaRegion(tuple(machine.addresses(places[each], rank)), each.slots_nbytes)
@@ -99,7 +98,7 @@ class ProgramRig:
             }
             arena_here = SimulatedArena(layout, machine.addresses(arenas, rank), regions)
             team = machine.team(arenas, rank, timeout_s)
-            self.nodes.append(Node(team, arena_here, BLOCKS, most_staged_nbytes=MOST_STAGED_NBYTES))
+            self.domains.append(Domain(team, arena_here, BLOCKS, most_staged_nbytes=MOST_STAGED_NBYTES))
 
     def renew(self, ranks: Sequence[int]) -> None:
         """Let the memory of these ranks be as at first, as a suspension between calls does."""
@@ -114,10 +113,12 @@ class ProgramRig:
     ) -> None:
         """Enqueue a rank's part of a collective on one stream; ``symmetric`` if its output lies in `outputs`."""
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
-        call, node = pattern.call(signature, memory), self.nodes[rank]
-        algorithm = ANY_LENGTH if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)[0]
-        self.requests += algorithm.memory(call, node)
-        for step in algorithm.plan(call, node):
+        nowhere: Any = None
+        decision = Decision(pattern.form, pattern.algorithm, BUILT_IN, self.domains[rank], nowhere)
+        longest = max(decision.form.numbers(pattern.buffers)[0], default=0)
+        chosen = decision.in_arena() if self._bare else decision.at(longest, symmetric=symmetric)
+        self.requests += chosen.launcher.memory(longest, symmetric=symmetric)
+        for step in decision.steps(chosen, pattern.buffers, signature.hash32, memory) or ():
             self.enqueue(rank, step, nap_us=nap_us)
             nap_us = 0
 

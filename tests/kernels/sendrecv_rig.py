@@ -8,6 +8,7 @@ import numpy as np
 
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.mpi.span import Span
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Array, Place
@@ -42,9 +43,11 @@ class SendrecvRig(MemoryRig[SendrecvPlanner]):
         nap_us: int = 0,
     ) -> None:
         """Enqueue a rank's part; blocks of ``threads`` instead of as many as the package wants."""
-        launch = self.planners[rank].launch(sent, received, self.machine.addresses(self.memory, rank))
-        if launch is not None:
-            self.launch(rank, launch, threads=threads, nap_us=nap_us)
+        template = self.planners[rank].template(sent, received, self.machine.addresses(self.memory, rank))
+        send, receive = (Span(0, 0) if message is None else message.span for message in (sent, received))
+        for step in template.steps(template.fill(send.pointer, send.count, receive.pointer, receive.count)):
+            assert isinstance(step, Launch)
+            self.launch(rank, step, threads=threads, nap_us=nap_us)
 
     def content(self, rng: np.random.Generator, nbytes: int) -> Array:
         """Return random bytes."""

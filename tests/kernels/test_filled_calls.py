@@ -1,4 +1,4 @@
-"""Calls that are filled into the plans of their forms and carried out by kernels have NumPy's results."""
+"""Calls that are filled into the templates and carried out by kernels have NumPy's results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
-from mpicomm.collectives.gpu.fillings import Fillings
-from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
+from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, template_of
+from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import Scratch
@@ -47,14 +47,14 @@ BYTES = np.dtype(np.uint8)
 
 
 class FilledRig(ProgramRig):
-    """A rig on which each rank fills its calls into the plans of their forms, also calls into `outputs`."""
+    """A rig on which each rank fills its calls into the templates, also calls into `outputs`."""
 
     def __init__(self, machine: Machine, nbytes: int = 16) -> None:
         super().__init__(machine, nbytes)
         self._mappings = [Mappings() for _ in range(self.size)]
         for rank, mappings in enumerate(self._mappings):
             mappings.add(machine.addresses(self.outputs, rank), rank, nbytes)
-        self._plans: dict[Hashable, FormPlan] = {}
+        self._plans: dict[Hashable, CollectiveTemplate] = {}
         backends: list[Any] = [SimpleNamespace(scratch=partial(self._allocate, rank)) for rank in range(self.size)]
         self._scratch = [GrowingScratch(backend) for backend in backends]
         self.launched: list[str] = []
@@ -86,13 +86,14 @@ class FilledRig(ProgramRig):
         self.launch(rank, call, pattern.algorithm, (operation, b.dtype, b.root, type(send), type(receive)))
 
     def launch(self, rank: int, call: Call, algorithm: str, kinds: Hashable, *arrays: Any) -> None:
-        """Fill a call of these kinds into the plan of its form, and launch it; ``arrays`` are of its epilogue."""
+        """Fill a call of these kinds into the template, and launch it; ``arrays`` are of its epilogue."""
         key = rank, algorithm, kinds
         if key not in self._plans:
             loader: Any = SimpleNamespace(enqueuers=partial(self._enqueuers, rank))
-            fillings = Fillings(Form(call, rank, self.size), algorithm, BUILT_IN, self.nodes[rank], loader)
-            self._plans[key] = form_plan(call.signature, fillings, self._mappings[rank], self._scratch[rank])
-        self._scratch[rank].of(call.scratch_nbytes)  # as a plan of the call does
+            form = Form.of_call(call, call.buffers(self._scratch[rank].of(call.scratch_nbytes)))
+            decision = Decision(form, algorithm, BUILT_IN, self.domains[rank], loader)
+            self._plans[key] = template_of(call, decision, self._mappings[rank], self._scratch[rank])
+        self._scratch[rank].of(call.scratch_nbytes)  # as `prepare_call` does
         plan, given, counts = self._plans[key], call.given, call.given.counts
         buffers: Any = plain_array(given.send), plain_array(given.receive)
         if counts:  # they cut the input, which may be in place
@@ -306,7 +307,7 @@ def test_a_stale_value_of_a_call_in_scratch_memory_is_noticed(
 ) -> None:
     """The negative control of `test_filled_calls_with_recvcounts`: of the kernel, and of the copy after it."""
     read_device_arrays(monkeypatch)
-    keep_first_values(monkeypatch, ("", *["counts"] * 3, *["input"] * 2, "result"), stale)  # see `PacketBlocks`
+    keep_first_values(monkeypatch, ("", *["counts"] * 3, *["input"] * 2, "result"), stale)  # see `PacketLauncher`
     enqueue, first = FilledRig.enqueue, dict[int, Copy]()
 
     def enqueue_stale(self: FilledRig, rank: int, step: Step, *, nap_us: int) -> None:
@@ -335,7 +336,7 @@ def test_a_stale_value_of_a_call_with_datatypes_is_noticed(
     """The negative control of Alltoallw in `test_filled_calls_of_any_size`."""
     read_device_arrays(monkeypatch)
     displacements = [*["displacements sent"] * 2, *["displacements received"] * 2]
-    keep_first_values(monkeypatch, ("", *["counts"] * 4, *displacements), stale)  # see `PacketBlocks`
+    keep_first_values(monkeypatch, ("", *["counts"] * 4, *displacements), stale)  # see `PacketLauncher`
     rig = FilledRig(Machine(builds, 2))
     calls = Calls(rig, np.random.default_rng(7))
 
@@ -354,7 +355,7 @@ def test_a_stale_value_of_a_call_in_packets_is_noticed(
 ) -> None:
     """The negative control of `test_filled_calls_of_any_size`."""
     read_device_arrays(monkeypatch)
-    keep_first_values(monkeypatch, ("", "length", "send", "receive"), stale)  # of one block: see `PacketCalls.fill`
+    keep_first_values(monkeypatch, ("", "length", "length", "send", "receive"), stale)  # see `PacketLauncher`
     rig = FilledRig(Machine(builds, 2))
     calls = Calls(rig, np.random.default_rng(7))
 

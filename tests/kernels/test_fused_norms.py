@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.packets.rows import fewest_rows, most_groups, row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.configs import fewest_rows, most_groups, row_geometry
 from mpicomm.epilogues import rms_norm
 from tests.helpers.references.reductions import Array, dtype_named
 from tests.kernels.build import Builds, Change

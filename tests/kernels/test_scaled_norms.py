@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
+from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
 from mpicomm.collectives.gpu.launches_around import finish_launches
 from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
 from mpicomm.mpi.span import Span

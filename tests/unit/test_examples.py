@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import ROOT, run_job
+from tests.helpers.jobs.pace import stretched
 
 UNEVEN, SQUARE = 3, 4
 """Numbers of ranks: one divides no power of two, and the other one is a grid of two by two."""
@@ -23,7 +24,7 @@ COMPARED = {
     "fft_transpose": r"{nprocs} ranks transformed 90 x 128 x 100 numbers forward and back in \S+ ms\n",
 }
 """The programs that compare with one rank, and their first words."""
-SLEEP = '__import__("time").sleep(0.03)'  # longer than the producer needs for a batch
+SLEEP = f'__import__("time").sleep({stretched(0.1) / 3})'  # longer than the producer needs for a batch
 CHANGED = {
     "import mpicomm  # <- added\n": "",
     "comm = mpicomm.Communicator(MPI.COMM_WORLD)  # <- was: comm = MPI.COMM_WORLD\n": "comm = MPI.COMM_WORLD\n",

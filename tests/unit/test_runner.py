@@ -288,10 +288,17 @@ def test_a_program_that_lets_mpi4py_start_mpi_cannot_start_it() -> None:
 
 ANSWERS: list[tuple[list[str], int, str]] = [
     (["--help"], 0, "usage: mpirun -np N python -m mpicomm [--stream-order] SCRIPT"),
+    (["--help"], 0, "python -m mpicomm.info, .doctor"),
     (["--version"], 0, f"mpicomm {mpicomm.__version__}"),
     ([], 2, "no program is named"),
     (["-m"], 2, "-m needs an argument"),
     (["--what"], 2, "unknown option --what"),
+    (
+        ["doctor"],
+        2,
+        "mpicomm: there is no file 'doctor': name the file of a program, or start the tool by python",
+    ),
+    (["-m", "no_such.module"], 2, "mpicomm: there is no module 'no_such.module' on the path of this Python: correct"),
 ]
 
 

@@ -100,12 +100,8 @@ def main() -> int:
         if peer is not None:
             peer.close()
     wrong = sum(row.wrong for row in rows)
-    if options.json is not None and comm.rank == 0:
-        document = {**setting(ranks, options), "experts": [asdict(row) for row in rows], "ok": wrong == 0}
-        arguments.write_json(options.json, document)
-    comm.Free()
-    command_line.show("# OK" if wrong == 0 else f"# FAILED: {wrong} wrong rows")
-    return 0 if wrong == 0 else 1
+    document = {**setting(ranks, options), "experts": [asdict(row) for row in rows]}
+    return command_line.finish(comm, options.json, document, wrong, "wrong rows")
 
 
 def _measure(

@@ -94,13 +94,9 @@ def main() -> int:
         command_line.show(_row(case, times, list(parties)))
     for peer in opened.values():
         peer.close()
-    if comm.rank == 0 and options.json is not None:
-        peers = {name: peer.version for name, peer in opened.items()}
-        document = {**setting(ranks, options), "datatype": dtype, "peers": peers, "results": results, "absent": absent}
-        arguments.write_json(options.json, document | {"wrong": wrong, "ok": wrong == 0})
-    comm.Free()
-    command_line.show("# OK" if wrong == 0 else f"# FAILED: {wrong} wrong")
-    return 0 if wrong == 0 else 1
+    peers = {name: peer.version for name, peer in opened.items()}
+    document = {**setting(ranks, options), "datatype": dtype, "peers": peers, "results": results, "absent": absent}
+    return command_line.finish(comm, options.json, document, wrong)
 
 
 def _row(case: ProductCase, times: dict[str, Timed], names: list[str]) -> str:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.choose import AlgorithmChoice
-    from mpicomm.collectives.gpu.filled_plan import CountedPlan, MessagePlan
-    from mpicomm.collectives.gpu.form_plan import FormPlan
+    from mpicomm.collectives.gpu.call_templates import CallTemplate, MessageTemplate
+    from mpicomm.collectives.gpu.decision import AlgorithmChoice
     from mpicomm.devices.cuda.events import Completions, LocalEvent
     from mpicomm.symmetric.registry import Mappings
 
@@ -39,8 +38,8 @@ class Engine(Protocol):
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
         """See `DeviceEngine.prepare_call`."""
 
-    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | CountedPlan | None:
-        """See `DeviceEngine.form_plan`."""
+    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
+        """See `DeviceEngine.template`."""
 
     def prepare_barrier(self) -> AnyPlan:
         """See `DeviceEngine.prepare_barrier`."""
@@ -51,10 +50,10 @@ class Engine(Protocol):
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan:
         """See `DeviceEngine.prepare_messages`."""
 
-    def message_plan(
+    def message_template(
         self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
-    ) -> MessagePlan:
-        """See `DeviceEngine.message_plan`."""
+    ) -> MessageTemplate:
+        """See `DeviceEngine.message_template`."""
 
     def enqueue(self, plan: Any, stream: int, event: LocalEvent | None = None, meets: bool = False) -> bool:
         """See `DeviceEngine.enqueue`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,27 +17,35 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning_file
-from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
-from mpicomm.collectives.gpu.algorithms.form import Form, has_form
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
-from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice, Preparation
+from mpicomm.collectives.gpu.call_memory import CallMemory
+from mpicomm.collectives.gpu.call_templates import (
+    BY_KERNELS,
+    CallTemplate,
+    CountedTemplate,
+    MessageTemplate,
+    has_template,
+    template_of,
+)
+from mpicomm.collectives.gpu.decision import NO_CHOICE, AlgorithmChoice, Decision, require_algorithm
 from mpicomm.collectives.gpu.device_facts import device_facts
-from mpicomm.collectives.gpu.filled_plan import BY_KERNELS, CountedPlan, MessagePlan
-from mpicomm.collectives.gpu.fillings import Fillings, launches_of
-from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.launches_around import pack_launches
-from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
+from mpicomm.collectives.gpu.longest_message import LongestMessage
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.gpu.step_loader import CopyStream, StepLoader
 from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.pack_tables import PackJob
+from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
@@ -46,12 +54,14 @@ from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
 from mpicomm.mpi.span import Span
 from mpicomm.sharing.segments import SharedSegments
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.symmetric.registry import Mapped, Mappings
 
+_MOST_FORMS = 256
 MAX_CHANNELS = 128
 """The most blocks of a kernel of exchange.cu: half of an H200's 132 multiprocessors keep the links nearly full."""
 _MESSAGE_CHANNELS = 128  # between two ranks each way: the blocks that send, and the blocks that receive
@@ -68,7 +78,7 @@ class OwnCall(NamedTuple):
     """The shared memory of each rank."""
     scratch_nbytes: int
     """The private memory of this rank."""
-    steps: Callable[[Node, Sequence[int], int], Iterable[Step]]
+    steps: Callable[[Domain, Sequence[int], int], Iterable[Step]]
     """It gets the address of each rank's shared memory, and the address of the private memory."""
 
 
@@ -135,7 +145,7 @@ class DeviceEngine:
             team.arenas[index] = self._arena.pointers[index]
             team.names[index] = rank
         host_slots = kind == "staged"
-        self._node = Node(
+        self._domain = Domain(
             team,
             self._arena,
             multiprocessors,
@@ -150,7 +160,9 @@ class DeviceEngine:
         )
         self._longest = LongestMessage(call_log, calls)
         self._calls = calls
-        self._preparation = Preparation(self.tuning, self._node, self._arena, call_log, calls)
+        self._memory = CallMemory(self._domain, self._arena, call_log, calls)
+        self._decisions: dict[Hashable, Decision] = {}
+        """The decisions of this rank's forms, by form and ``algorithm=``."""
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
         self._scratch = GrowingScratch(backend)
@@ -166,48 +178,91 @@ class DeviceEngine:
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
-        """Return the plan of this rank's part of a read call; ``mappings`` are the symmetric arrays. See `prepare`."""
-        scratch = self._scratch.of(call.scratch_nbytes)
-        packed = call.packed
-        if packed is None or scratch is None:
-            return self.prepare(GpuCall.of(call, mappings, scratch), asked)
-        before = pack_launches(self._backend, packed.before, scratch.pointer, unpacks=False)
-        after = pack_launches(self._backend, packed.after, scratch.pointer, unpacks=True)
-        return self.prepare(GpuCall.of(call, mappings, scratch), asked, before, after)
+        """Return the plan of this rank's part of a read call, for any number of launches; ``asked`` is ``algorithm=``.
 
-    def prepare(
-        self, call: GpuCall, asked: str = "auto", before: Sequence[Launch] = (), after: Sequence[Launch] = ()
-    ) -> Plan:
-        """Return the plan of this rank's part of a call, for any number of launches; ``asked`` is ``algorithm=``.
-
-        The launches ``before`` and ``after`` pack and unpack this rank's buffers.
-
-        Collective if the call needs more memory than all earlier calls, else local. This posts the call to the call
-        log, so the first `enqueue` of the plan does not. If the ranks cannot set up memory for an algorithm of "auto",
-        they take another algorithm and log a warning.
+        ``mappings`` are the symmetric arrays. Collective if the call needs more memory than all earlier calls, else
+        local. This posts the call to the call log, so the first `enqueue` of the plan does not. If the ranks cannot set
+        up memory for an algorithm of "auto", they take another algorithm and log a warning.
 
         Raises `InvalidUsageError` for an algorithm that cannot carry out the call and for a reduction that is not
         defined, and as ``share`` does. The first use of a reduction compiles its kernel, which takes about a second
         once per machine.
         """
         self._require_open(call.operation.name)
-        text, steps, choice = self._preparation.steps(call, asked)
+        if call.counted is not None:
+            return self._prepare_counted(call, asked)
+        scratch, output, memory = self._scratch.of(call.scratch_nbytes), call.common_output, None
+        if output is not None and output.total:
+            memory = mappings.find(output.pointer, output.nbytes)
+        buffers, signature = call.buffers(scratch), call.signature
+        decision = self._decision(Form.of_call(call, buffers), asked)
+        before: list[Launch] = []
+        after: list[Launch] = []
+        if call.packed is not None and scratch is not None:
+            before = pack_launches(self._backend, call.packed.before, scratch.pointer, unpacks=False)
+            after = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
+        call_facts = str(signature), signature.hash32
+        return self._prepare(decision, buffers, call_facts, memory, call.epilogue, before, after)
+
+    def prepare_step(self, operation: Operation, buffers: Buffers, call: tuple[str, int], asked: str) -> Plan:
+        """Return the plan of a collective of this domain that is a step of a larger call; else as `prepare_call`.
+
+        ``call`` are the text and the hash of the larger call.
+        """
+        self._require_open(operation.name)
+        return self._prepare(self._decision(Form.of_buffers(operation, buffers), asked), buffers, call)
+
+    def template(self, call: Call, mappings: Mappings, asked: str) -> CallTemplate | None:
+        """Return one plan for all calls of the kind of ``call``; None if such calls have to be read one by one."""
+        if call.counted is not None:
+            return CountedTemplate(call.signature, call.counted, self._domain, self._loader)
+        if not has_template(call):
+            return None
+        scratch = self._scratch.of(call.scratch_nbytes)
+        decision = self._decision(Form.of_call(call, call.buffers(scratch)), asked)
+        return template_of(call, decision, mappings, self._scratch)
+
+    def _decision(self, form: Form, asked: str) -> Decision:
+        key = form.key, asked
+        decision = self._decisions.get(key)
+        if decision is None:
+            if len(self._decisions) >= _MOST_FORMS:
+                self._decisions.clear()
+            decision = Decision(form, asked, self.tuning, self._domain, self._loader)
+            self._decisions[key] = decision
+        return decision
+
+    def _prepare(
+        self,
+        decision: Decision,
+        buffers: Buffers,
+        call: tuple[str, int],
+        memory: Mapped | None = None,
+        epilogue: BoundEpilogue | None = None,
+        before: Sequence[Step] = (),
+        after: Sequence[Step] = (),
+    ) -> Plan:
+        """Return the plan of a call with a text and a hash, whose memory is set up here."""
+        words, hash32 = call
+        longest = max(decision.form.numbers(buffers)[0], default=0)
+        chosen, choice, text = self._memory.provide_for_call(decision, longest, words, memory)
+        steps = decision.steps(chosen, buffers, hash32, memory, epilogue)
+        assert steps is not None, text
         plan = self._plan(text, [*before, *steps, *after], choice)
-        if call.lengths_are_private and self._node.size > 1:
-            self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
+        if chosen.launcher.private_nbytes is not None:
+            self._longest.keep(plan, chosen.launcher.private_nbytes)
         return plan
 
-    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> FormPlan | CountedPlan | None:
-        """Return one plan for all calls of a call's form; None if it has no form. ``mappings`` as in `prepare_call`."""
-        if self._node.size == 1:
-            return None
-        if call.counted is not None:
-            return CountedPlan(call.signature, call.counted, self._node, self._loader)
-        if not has_form(call):
-            return None
-        form = Form(call, self._node.rank, self._node.size)
-        fillings = Fillings(form, asked, self.tuning, self._node, self._loader)
-        return form_plan(call.signature, fillings, mappings, self._scratch)
+    def _prepare_counted(self, call: Call, asked: str) -> Plan:
+        if asked != "auto":
+            require_algorithm(call.operation, asked)
+        assert call.counted is not None
+        made = CountedTemplate(call.signature, call.counted, self._domain, self._loader)
+        self._call_log.post(made.words)
+        plan = self._plan(made.words, made.steps_of(call.counted), made.choice)
+        if self._domain.size > 1 and made.private_nbytes is not None:
+            self._longest.keep(plan, made.private_nbytes)
+        return plan
 
     def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
         """Return a plan in which this rank waits for no other rank; ``text`` names its call. Local."""
@@ -221,10 +276,10 @@ class DeviceEngine:
         to the call log, so the first `enqueue` of the plan does not. Raises `NoMemoryError` on all ranks.
         """
         self._require_open(call.text)
-        self._preparation.provide_for(call.text, call.request)
+        self._memory.provide_for(call.text, call.request)
         scratch = self._scratch.of(call.scratch_nbytes)
         pointers = self._arena.region(call.request).pointers
-        steps = [*call.steps(self._node, pointers, 0 if scratch is None else scratch.pointer)]
+        steps = [*call.steps(self._domain, pointers, 0 if scratch is None else scratch.pointer)]
         plan = self._plan(call.text, steps, call.choice)
         plan.launch = plan.enqueue  # in place of a graph, because work of another library may differ each time
         return plan
@@ -239,9 +294,9 @@ class DeviceEngine:
         self._calls.require_same()
 
     @property
-    def node(self) -> Node:
+    def domain(self) -> Domain:
         """The ranks of the engine and their memory."""
-        return self._node
+        return self._domain
 
     def give_up(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Make every later `check` of the backend raise an error, and all kernels leave. Local, any thread."""
@@ -253,7 +308,7 @@ class DeviceEngine:
         signature = Signature("Barrier", "uint8")
         self._require_open(signature.operation)
         self._call_log.post(str(signature))
-        barrier = DirectTemplate.of(self._node).barrier(signature.hash32, after_copies=False)
+        barrier = DirectTemplate.of(self._domain).barrier(signature.hash32, after_copies=False)
         return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
@@ -266,23 +321,24 @@ class DeviceEngine:
         request = self._sendrecv.request
         if not self._arena.has(request):
             self._call_log.post("the first message in the order of streams, for which all ranks set up memory")
-            self._preparation.provide(request)
+            self._memory.provide(request)
         scratch = self._scratch.of(_packed_nbytes(sent) + _packed_nbytes(received))
         before, sent = self._packed_message(sent, scratch, 0, unpacks=False)
         after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
-        launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
-        steps = [*before, *([] if launch is None else [launch]), *after]
-        return self._plan(text, steps, BY_KERNELS, collective=False)
+        template = self._sendrecv.template(sent, received, self._arena.region(request).pointers)
+        (send, receive) = (Span(0, 0) if message is None else message.span for message in (sent, received))
+        filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
+        return self._plan(text, [*before, *template.steps(filled), *after], BY_KERNELS, collective=False)
 
-    def message_plan(
+    def message_template(
         self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
-    ) -> MessagePlan:
+    ) -> MessageTemplate:
         """Return one plan for all messages between these ranks with these tags, after `prepare_messages`. Local.
 
         The messages differ in addresses and in numbers of elements.
         """
         template = self._sendrecv.template(sent, received, self._arena.region(self._sendrecv.request).pointers)
-        return MessagePlan(text, template, launches_of(template, self._loader), element_nbytes)
+        return MessageTemplate(text, template, self._loader, element_nbytes)
 
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
@@ -342,7 +398,7 @@ class DeviceEngine:
         if plan.private_nbytes is not None and self._longest.count(plan.private_nbytes):
             # Collective. It comes after the call, because all ranks must use the same inboxes in the call, with an old
             # plan or a new one.
-            changed = self._preparation.enlarge_inboxes(plan, self._longest.agree())
+            changed = self._memory.enlarge_inboxes(plan, self._longest.agree())
             if changed:
                 self._longest.make_plans_old()
         return pending

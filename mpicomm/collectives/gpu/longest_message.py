@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from mpicomm.collectives.call_log import CallLog
-from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 
 if TYPE_CHECKING:
@@ -82,9 +81,3 @@ class LongestMessage:
         for plan in self._plans:
             plan.is_old = True
         self._plans.clear()
-
-
-def longest_with_peers(exchange: Exchange, rank: int) -> int:
-    """Return the most bytes that go one way between ``rank``, the rank of this exchange, and another rank."""
-    peers = (peer for peer in range(len(exchange.sends)) if peer != rank)
-    return max((max(exchange.nbytes_with(peer)) for peer in peers), default=0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
-from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice
+from mpicomm.collectives.gpu.decision import NO_CHOICE, AlgorithmChoice
 from mpicomm.devices.cuda.stream_order import Enqueue
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
     from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
-    from mpicomm.collectives.gpu.filled_plan import CountedPlan, MessagePlan
-    from mpicomm.collectives.gpu.form_plan import FormPlan
+    from mpicomm.collectives.gpu.call_templates import CallTemplate
     from mpicomm.collectives.wire import Wire
     from mpicomm.devices.cuda.events import LocalEvent
     from mpicomm.epilogues.base import Epilogue
@@ -48,7 +47,7 @@ class _Form:
     """The calls of one form: an operation on plain arrays of two kinds. The calls differ in addresses and counts."""
 
     fill: Callable[..., bool]
-    """See `FilledPlan.fill`."""
+    """See `CallTemplate.fill`."""
     filled: KnownCall
     """The call that was filled in last."""
     calls: dict[Hashable, KnownCall | int]
@@ -240,7 +239,7 @@ class PlanCache:
         # The same memory passed twice means in place, and so do two empty arrays. Other calls with two arrays of these
         # kinds have another form.
         if kinds not in self._forms and read is not None and (send is MPI.IN_PLACE or not read.in_place):
-            filled = self.engine.form_plan(read, self._mappings, algorithm)
+            filled = self.engine.template(read, self._mappings, algorithm)
             if filled is not None and filled.takes(sent, received, *arrays):
                 self._add_form(kinds, filled, known)
         self._keep_plain(kinds, (sent, received, *arrays), known)
@@ -272,11 +271,11 @@ class PlanCache:
         # The lengths of blocks add up in another way, and an empty message does not tell the bytes of an element.
         if kinds not in self._forms and all(len(plain) == 3 and (end is None or end.span.count) for plain, end in ends):
             send_nbytes, receive_nbytes = (0 if end is None else end.span.count // plain[1] for plain, end in ends)
-            filled = self.engine.message_plan(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
+            filled = self.engine.message_template(operation, to_peer, from_peer, (send_nbytes, receive_nbytes))
             self._add_form(kinds, filled, known)
         self._keep_plain(kinds, (sent, received), known)
 
-    def _add_form(self, kinds: Hashable, plan: FormPlan | CountedPlan | MessagePlan, known: KnownCall) -> None:
+    def _add_form(self, kinds: Hashable, plan: CallTemplate, known: KnownCall) -> None:
         if len(self._forms) >= _MOST_FORMS:
             self._forms.clear()
         self._forms[kinds] = _Form(plan.fill, replace(known, plan=plan), {})

@@ -115,12 +115,23 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
     blocks: dict[str, int] = {"one": 1, "blocks": size} if reads_in_place and not only_arrays else {}
     sends, receives = blocks.get(row.send, 0), blocks.get(row.receive, 0)
     gathers = row.rooted == "receive"
+    # MPI may miss that a rank sends more to itself than it receives.
+    compares = not reduces and not row.of_neighbors
+    only_root = bool(row.rooted)
+    ragged = "vector" in (row.send, row.receive)
+    sent_blocks, received_blocks = (size if shape == "blocks" else 1 for shape in (row.send, row.receive))
 
     def is_plain(send: Any, receive: Any, op: Any = None, root: int = 0) -> bool:
         if type(send) is type(receive) is ndarray:
             # This condition begins with the first half of are_apart, because that nearly always answers.
             if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
                 return False
+            if compares and not (only_root and rank != root):
+                if ragged:
+                    if _own_nbytes(send, row.send, size, rank) != _own_nbytes(receive, row.receive, size, rank):
+                        return False
+                elif send.nbytes * received_blocks != receive.nbytes * sent_blocks:
+                    return False
             array = send  # the input decides, because only the root has a meaningful output
         elif type(receive) is ndarray and (send is None or send is _in_place):
             if only_arrays or not (receive.base is None or is_host_view(receive)):
@@ -160,12 +171,17 @@ def _check(row: Operation, size: int, rank: int, least: int) -> PlainCheck:
         a, nbytes, block = found
         if found is one:
             apart = a.base is None or is_host_view(a)
-        else:  # MPI may miss that a rank sends more to itself than it receives
+        else:
             b = one[0]
             apart = block == one[2] and ((a.base is b.base is None and a is not b) or are_apart(a, b))
         return apart and (not reduces or nbytes < least)
 
     return is_plain
+
+
+def _own_nbytes(array: Any, shape: Shape, size: int, rank: int) -> int:
+    """Return the bytes of this rank's block. The first ranks have one more of the elements that remain."""
+    return int(array.nbytes if shape == "one" else (array.size + size - 1 - rank) // size * array.itemsize)
 
 
 def _bare(buffer: Any, blocks: int) -> Any:

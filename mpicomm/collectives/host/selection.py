@@ -83,7 +83,7 @@ def becomes_mpi_request(call: Call, algorithm: str) -> bool:
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:
     """Return the algorithms that a collective has on mapped memory; none if MPI carries out all calls."""
-    if operation.of_neighbors:
+    if operation.of_neighbors or operation.send == "typed":
         return ()
     # With two shots every rank sends on data from its output, so all ranks must have an output.
     names = ["one_shot"] + ["two_shot"] * (operation.into_all and operation.two_shot is not None)

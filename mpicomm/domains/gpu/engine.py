@@ -12,12 +12,11 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import GpuCall
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
-from mpicomm.collectives.gpu.choose import AlgorithmChoice
+from mpicomm.collectives.gpu.call_templates import MessageTemplate
+from mpicomm.collectives.gpu.decision import AlgorithmChoice
 from mpicomm.collectives.gpu.engine import DeviceEngine
-from mpicomm.collectives.gpu.filled_plan import MessagePlan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.launches_around import finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
@@ -114,7 +113,7 @@ class DomainsEngine:
             after = self._engine.prepare_alone(str(signature), steps)
         return DomainsPlan(signature, planned, self._choice(asked), before, after)
 
-    def form_plan(self, call: Call, mappings: Mappings, asked: str) -> None:
+    def template(self, call: Call, mappings: Mappings, asked: str) -> None:
         """Return None: calls over several peer domains are planned one by one."""
 
     def prepare_barrier(self) -> DomainsPlan:
@@ -155,13 +154,12 @@ class DomainsEngine:
 
     def _planned(self, step: Step, facts: tuple[str, int], asked: str) -> Iterable[Item]:
         """Yield the plan of a step. ``facts`` are the text and the hash of the whole call."""
-        words, hash32 = facts
+        words, _ = facts
         if isinstance(step, NetworkStep):
             yield step.without_empty()  # even if nothing is left, because all ranks make equally many network steps
         elif isinstance(step, Local):
-            local = GpuCall(step.operation, words, hash32, step.buffers, _nbytes_of(step))
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
-            yield self._engine.prepare(local, named)
+            yield self._engine.prepare_step(step.operation, step.buffers, facts, named)
         elif isinstance(step, Combine):
             if step.count:
                 yield self._engine.prepare_alone(words, [_launch(step, self._backend.multiprocessors)])
@@ -179,10 +177,10 @@ class DomainsEngine:
         """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's domain."""
         return self._engine.prepare_messages(text, sent, received)
 
-    def message_plan(
+    def message_template(
         self, text: str, sent: Message | None, received: Message | None, element_nbytes: tuple[int, int]
-    ) -> MessagePlan:
-        return self._engine.message_plan(text, sent, received, element_nbytes)
+    ) -> MessageTemplate:
+        return self._engine.message_template(text, sent, received, element_nbytes)
 
     def enqueue(
         self,
@@ -254,15 +252,6 @@ class DomainsEngine:
     def close_own(self) -> None:
         with suppress(DriverShutDownError), self._backend.current():
             self._order.close()
-
-
-def _nbytes_of(step: Local) -> int:
-    """Return the bytes by which a table chooses, the same number on all ranks of the domain; 0 if they differ."""
-    b = step.buffers
-    if step.operation.counts == "private":
-        return 0
-    spans = b.send_blocks or b.blocks or [span for span in (b.send, b.output) if span is not None][:1]
-    return sum(span.count for span in spans) * b.dtype.itemsize
 
 
 def _launch(step: Combine, multiprocessors: int) -> Launch:

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from mpicomm.collectives.gpu.filled_plan import FilledPlan
+from mpicomm.collectives.gpu.call_templates import CallTemplate
+from mpicomm.collectives.gpu.decision import NO_CHOICE
 from mpicomm.collectives.gpu.plan_cache import PlanCache
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.symmetric.registry import Mappings
 
 
-class PlanOfForm(FilledPlan):
+class TemplateOfForm(CallTemplate):
     """The plan of all calls of a form. ``filled`` has the buffers of each call that was filled in."""
 
     text = "a form"
+    choice = NO_CHOICE
 
     def __init__(self) -> None:
         self.filled: list[Any] = []
@@ -39,8 +41,8 @@ class PlanningComm:
         """Whether all calls of a form are known after the first one, whatever their counts."""
         session: Any = SimpleNamespace(mappings=Mappings(), channel=None)
         self._session = session
-        self.form = PlanOfForm()
-        engine: Any = SimpleNamespace(form_plan=lambda *_: self.form)
+        self.form = TemplateOfForm()
+        engine: Any = SimpleNamespace(template=lambda *_: self.form)
         self.cache = PlanCache(session, engine)
 
     def __getattr__(self, name: str) -> Callable[..., None]:

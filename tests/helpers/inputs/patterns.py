@@ -11,12 +11,10 @@ import numpy as np
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
-from mpicomm.collectives.gpu.algorithms.base import GpuCall
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers, blocks, split
-from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
-from mpicomm.symmetric.registry import Mapped
 
 __all__ = ["Pattern", "blocks", "split"]
 
@@ -53,11 +51,10 @@ class Pattern(Sequence[Exchange]):
         assert self.operation.chain is not None
         return self.operation.chain(self.buffers)
 
-    def call(self, signature: Signature, memory: Mapped | None = None) -> GpuCall:
-        """Return it as a call of a communicator of GPUs; ``memory`` holds the output of all ranks."""
-        private = self.operation.counts == "private"
-        nbytes = 0 if private else self.operation.one_shot(self.buffers).longest_nbytes
-        return GpuCall(self.operation, str(signature), signature.hash32, self.buffers, nbytes, memory)
+    @property
+    def form(self) -> Form:
+        """The form of the call."""
+        return Form.of_buffers(self.operation, self.buffers)
 
     @cached_property
     def _exchanges(self) -> list[Exchange]:

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from tests.helpers.jobs.pace import HANG_S
+
 # Collection and the end of a session have no test, hence no time limit of pytest-timeout's.
-SESSION_LIMIT_S = 120.0
 # mpiexec ends every rank as soon as one has exited: the stacks have to be written before pytest-timeout exits.
 STACKS_BEFORE_TIMEOUT_S = 1.0
 _BEGINNING = 2000
@@ -68,7 +69,7 @@ class RankAgreement:
         self._collection_errors: list[str] = []
         # pytest's own plugin is off (run_ranks.py): it cancels the watchdog whenever a test fails.
         faulthandler.enable(self._last_words)
-        self._end_session_in(SESSION_LIMIT_S)
+        self._end_session_in(HANG_S)
         if self._comm.rank != 0:
             reporter: Any = config.pluginmanager.unregister(name="terminalreporter")
             config.pluginmanager.register(type(reporter)(config, io.StringIO()), "terminalreporter")
@@ -136,7 +137,7 @@ class RankAgreement:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._status_file.write_text(f"{int(exitstatus)}\n")
-        self._end_session_in(SESSION_LIMIT_S)
+        self._end_session_in(HANG_S)
 
     def pytest_unconfigure(self) -> None:
         # A rank that exits with a status other than 0 aborts the others: rank 0 has to have printed its report.

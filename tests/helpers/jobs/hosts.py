@@ -19,9 +19,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, environment, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.pace import HANG_S
 
-STEP_LIMIT_S = 10.0
 # Over UCX and TCP, MPICH 5.0.2 waits for ever in receives from MPI.ANY_SOURCE of messages of another host. It also
 # crashes if it sends to a rank that has died.
 _VARIABLES = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
@@ -71,7 +71,7 @@ def why_not() -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=STEP_LIMIT_S,
+        timeout=HANG_S,
     )
     return f"root may not make hosts here: {probe.stderr.strip()}" if probe.returncode else ""
 
@@ -125,7 +125,7 @@ class Hosts:
         output = self._directory / "output"
         job = self.start(placement, output, *arguments, **variables)
         try:
-            code = job.wait(JOB_LIMIT_S)
+            code = job.wait(HANG_S)
         except subprocess.TimeoutExpired:
             code = None
         text = output.read_text(errors="replace")
@@ -151,7 +151,7 @@ class Hosts:
     def _ip(self, number: int, arguments: str) -> None:
         """Run the program ip in the network of a host."""
         command = ["nsenter", "--target", str(number), "--net", "ip", *shlex.split(arguments)]
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=STEP_LIMIT_S)
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=HANG_S)
 
 
 @contextlib.contextmanager
@@ -176,6 +176,4 @@ def _unshare(script: str, name: str) -> list[str]:
 
 
 def _output(command: list[str]) -> str:
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=STEP_LIMIT_S
-    ).stdout
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG_S).stdout

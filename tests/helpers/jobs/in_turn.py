@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, run_job_within
+from tests.helpers.jobs.mpiexec import run_job
 
 ENDED = "---- exit code "
 
@@ -26,7 +26,7 @@ def run_in_turn(
     A program that raises, or exits with a text, ends the job, which fails.
     """
     given = json.dumps([list(map(str, program)) for program in programs])
-    job = run_job_within(len(programs) * JOB_LIMIT_S, nprocs, "-m", "tests.helpers.jobs.in_turn", given, **variables)
+    job = run_job(nprocs, "-m", "tests.helpers.jobs.in_turn", given, **variables)
     ended, said = [], ""
     for line in job.stdout.splitlines(keepends=True):
         if line.startswith(ENDED):

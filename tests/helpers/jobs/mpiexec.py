@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.jobs.pace import HANG_S
+
 ROOT = Path(__file__).parents[3]
-JOB_LIMIT_S = 60.0
 
 OPEN_MPI_ON_ANY_MACHINE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -64,11 +65,6 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run as `run_job_within` does, for up to a minute."""
-    return run_job_within(JOB_LIMIT_S, nprocs, *arguments, **variables)
-
-
-def run_job_within(limit_s: float, nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run this Python with ``arguments`` on ``nprocs`` ranks and return the result.
 
     The ``stderr`` has no notices of Open MPI's mpiexec, which says there which rank ended the job.
@@ -79,7 +75,7 @@ def run_job_within(limit_s: float, nprocs: int, *arguments: str, **variables: st
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=limit_s,
+        timeout=HANG_S,
     )
     job.stderr = re.sub(r"-{60,}\nprterun .*?-{60,}\n", "", job.stderr, flags=re.DOTALL)
     return job

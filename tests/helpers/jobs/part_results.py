@@ -1,16 +1,13 @@
-"""The results of the parts of `scripts/test`: a pytest plugin that writes them down, and a program that sums them up.
+"""A pytest plugin that writes down how far a part of `scripts/test` is: ``pytest -p ... --results FILE``.
 
-* ``pytest -p tests.helpers.jobs.part_results --results FILE`` writes the numbers of tests that passed, failed and were
-  skipped, and the reasons for skips.
-* ``python -m tests.helpers.jobs.part_results FILE`` prints a line for each part and one line of all. FILE has a line
-  for each part: exit code, seconds, file of results ("-" for a program that is not pytest) and name, separated by tabs.
-  The program exits with 1 if a part has failed.
+At the end FILE gets the numbers of tests that passed, failed and were skipped, and the reasons for skips. FILE.progress
+gets the numbers of tests and of those that are over, and which test has run since when.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +20,42 @@ NO_TESTS = 5  # pytest's exit code if whole files were skipped
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", metavar="FILE", help="write how many tests passed, failed and were skipped")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--results") and not hasattr(config, "workerinput"):  # the process that starts workers reports
+        config.pluginmanager.register(_Progress(config))
+
+
+class _Progress:
+    """Counts the tests, also those of pytest-xdist's workers."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._total = self._over = 0
+        self._running: dict[str, float] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self._total = len(items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._total = len(ids)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._total = len(session.items) or self._total
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running[nodeid] = time.time()
+        if file := self._config.getoption("--results"):  # ranks other than the first one write nothing
+            slow, since = min(self._running.items(), key=lambda one: one[1])
+            made = Path(f"{file}.new")
+            made.write_text(json.dumps({"total": self._total, "over": self._over, "runs": slow, "since": since}))
+            made.replace(f"{file}.progress")
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._over += 1
+        self._running.pop(nodeid, None)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -71,18 +104,20 @@ class Part:
         ]
 
 
-def read(line: str) -> Part:
-    """Return the part of a line of FILE. A part that passed but has no results has failed."""
-    code, seconds, file, name = line.split("\t")
-    if file == "-":
-        return Part(name, int(seconds), code != "0", None, {})
-    if not Path(file).exists():
-        return Part(name, int(seconds), True, 0, {})
-    counts = json.loads(Path(file).read_text())
+def part(name: str, code: int, seconds: int, results: Path | None) -> Part:
+    """Return the result of a part from its exit code; ``results`` is None for a program that is not pytest.
+
+    A part that passed but has no results has failed.
+    """
+    if results is None:
+        return Part(name, seconds, code != 0, None, {})
+    if not results.exists():
+        return Part(name, seconds, True, 0, {})
+    counts = json.loads(results.read_text())
     passed, skipped = counts["passed"], counts["skipped"]
-    as_told = code == "0" or (int(code) == NO_TESTS and passed == 0)
+    as_told = code == 0 or (code == NO_TESTS and passed == 0)
     failed = counts["failed"] > 0 or not as_told or not (passed or skipped)
-    return Part(name, int(seconds), failed, passed, skipped)
+    return Part(name, seconds, failed, passed, skipped)
 
 
 def conclusion(parts: list[Part]) -> str:
@@ -98,14 +133,3 @@ def conclusion(parts: list[Part]) -> str:
         if names:
             said.append(f"{word}: {', '.join(names)}")
     return "; ".join(said)
-
-
-def main(file: Path) -> int:
-    """Print the summary, and return the exit code."""
-    parts = [read(line) for line in file.read_text().splitlines()]
-    sys.stdout.write("\n".join([*(line for part in parts for line in part.lines()), conclusion(parts), ""]))
-    return int(any(part.failed for part in parts))
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

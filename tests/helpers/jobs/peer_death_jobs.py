@@ -8,7 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, environment, mpiexec_command
+from tests.helpers.jobs.mpiexec import environment, mpiexec_command
+from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.programs.peer_death import Outcome
 
 TRIAL_LIMIT_S = 3.0  # of one trial in a long row, without the waits of its ranks for each other
@@ -38,7 +39,7 @@ def run_jobs(
                 command, env=environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
         running.append((job, results))
-    deadline = time.monotonic() + JOB_LIMIT_S + (TRIAL_LIMIT_S + WAITS * timeout_s) * (trials + kills)
+    deadline = time.monotonic() + HANG_S + (TRIAL_LIMIT_S + WAITS * timeout_s) * (trials + kills)
     try:
         for job, _ in running:
             with contextlib.suppress(subprocess.TimeoutExpired):  # the error below shows its output

@@ -12,11 +12,12 @@ import tempfile
 from pathlib import Path
 
 from tests.helpers.jobs.mpiexec import OPEN_MPI_ON_ANY_MACHINE, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.pace import HANG_S
 
 # The last resort for a fault that no limit inside a rank can end: code that hangs while it holds the GIL.
-JOB_LIMIT_S = 900.0
+JOB_LIMIT_S = 6 * HANG_S
 
-PYTEST = ("-m", "mpi4py", "-m", "pytest", "--with-mpi", "--timeout", "120", "--timeout-method=thread")
+PYTEST = ("-m", "mpi4py", "-m", "pytest", "--with-mpi", "--timeout", f"{HANG_S:g}", "--timeout-method=thread")
 # One cache cannot have several writers; the ranks set up faulthandler themselves.
 WITHOUT = ("-p", "no:cacheprovider", "-p", "no:faulthandler")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, run_job_within
+from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "mpicomm/docs").glob("*.md")))
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -73,7 +73,7 @@ def require_programs_run(nprocs: int, chosen: Sequence[Program], **variables: st
     with tempfile.TemporaryDirectory() as directory:
         ended = Path(directory, "ended")
         arguments = ("-m", "mpi4py", "-m", "tests.helpers.programs.document_programs", str(ended), *names)
-        job = run_job_within(JOB_LIMIT_S + len(names), nprocs, *arguments, **variables)
+        job = run_job(nprocs, *arguments, **variables)
         assert job.returncode == 0, job.stdout + job.stderr
         assert ended.read_text().splitlines() == names
     return job.stderr

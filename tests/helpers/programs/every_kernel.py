@@ -22,6 +22,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from tests.helpers.inputs.checked_on_device import idle_kernel
+from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import dtype_named, reduced, require_same, samples
 
@@ -30,7 +31,6 @@ TYPES = ("float32", "bfloat16", "int32", "complex128")
 CALLS = 4000
 REPLAYS = 200
 OWN_MEMORY = "--own-memory"
-LIMIT_S = 100  # a tenth of these is enough
 
 
 def reductions(comm: mpicomm.Communicator, name: str, count: int, seed: int) -> list[tuple[Any, Any]]:
@@ -359,7 +359,7 @@ def stress(comm: mpicomm.Communicator) -> None:
 
 def main() -> None:
     """Run; an exception on any rank ends all ranks and prints the stacks of the others."""
-    faulthandler.dump_traceback_later(LIMIT_S)
+    faulthandler.dump_traceback_later(HANG_S)
     with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:
         if "--late" in sys.argv:
             start = time.perf_counter()

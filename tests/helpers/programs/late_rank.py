@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.helpers.jobs.pace import HANG_S
+
 CALLS = (
     "Communicator",
     "one_shot",
@@ -30,7 +32,6 @@ CALLS = (
     "MPI_Finalize",
 )
 LATE = 2
-LIMIT_S = 50.0
 TAG = 5
 
 
@@ -49,7 +50,7 @@ def main(folder: Path) -> None:
     parts: list[MPI.Intracomm] = []
 
     def make() -> None:
-        made.append(mpicomm.Communicator(device="cpu", timeout_s=LIMIT_S))
+        made.append(mpicomm.Communicator(device="cpu", timeout_s=HANG_S))
         made[0].Allreduce(mine, ours, algorithm="one_shot")  # the first one sets up memory
         windows.append(mpicomm.Win.Allocate(8, 8, comm=made[0], place="device"))
 
@@ -108,7 +109,7 @@ def main(folder: Path) -> None:
 
 def wait(file: Path) -> None:
     """Wait in Python until a file is there."""
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + HANG_S
     while not file.exists():
         assert time.monotonic() < until
         time.sleep(0.02)

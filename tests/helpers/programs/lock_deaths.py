@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.jobs.in_child import KILLED, begin_in_child
+from tests.helpers.jobs.pace import HANG_S
 
 WAYS = ("exclusive", "shared", "waiting")
-PATIENCE_S = 20.0
 
 
 @dataclass
@@ -110,7 +110,7 @@ def meet(results: Path, rank: int, ranks: int) -> None:
 
 def require_file(path: Path) -> None:
     """Wait for a file."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_S
     while not path.exists():
         assert time.monotonic() < deadline, f"there is no {path}"
         time.sleep(0.01)

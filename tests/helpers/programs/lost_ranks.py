@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.programs.lost_ranks RESULTS HOW VICTIM CALL...`: which errors do ranks get that miss others?
+"""`python -m tests.helpers.programs.lost_ranks RESULTS HOW VICTIM TIMEOUT CALL...`: which errors do survivors get?
 
 All ranks set up what the calls need. If HOW is `kill` or `stop`, the rank VICTIM is then killed or stopped. If HOW is
 `cut`, the test that started the job cuts a host off. All other ranks make the calls when RESULTS has the file `lost`.
@@ -17,9 +17,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from tests.helpers.jobs.in_child import begin_in_child
+from tests.helpers.jobs.pace import HANG_S
 
-TIMEOUT_S = 0.3
-PATIENCE_S = 10.0
 CALLS = ("zeros", "Free", "Communicator", "Split", "Allreduce")
 """The calls that mpicomm itself carries out: a call, the end of a communicator, the set-up of a communicator and of its
 child, and a collective.
@@ -39,7 +38,7 @@ class Call:
     seconds: float
 
 
-def main(results: Path, how: str, victim: int, names: list[str]) -> None:
+def main(results: Path, how: str, victim: int, timeout_s: float, names: list[str]) -> None:
     """Lose a rank or a host, and make the calls."""
     import numpy as np
     from mpi4py import MPI  # imported here, because `begin_in_child` has to fork before MPI starts
@@ -48,7 +47,7 @@ def main(results: Path, how: str, victim: int, names: list[str]) -> None:
 
     world = MPI.COMM_WORLD
     parent = world.Dup()
-    zeros, free, split, sums = (mpicomm.Communicator(world, device="cpu", timeout_s=TIMEOUT_S) for _ in range(4))
+    zeros, free, split, sums = (mpicomm.Communicator(world, device="cpu", timeout_s=timeout_s) for _ in range(4))
     array = np.ones(1 << 18, np.float16)  # MPI has no such sums
     result = np.empty_like(array)
     sums.Allreduce(array, result)
@@ -59,7 +58,7 @@ def main(results: Path, how: str, victim: int, names: list[str]) -> None:
     calls: dict[str, Callable[[], object]] = {
         "zeros": lambda: zeros.zeros(4),
         "Free": free.Free,
-        "Communicator": lambda: mpicomm.Communicator(parent, device="cpu", timeout_s=TIMEOUT_S),
+        "Communicator": lambda: mpicomm.Communicator(parent, device="cpu", timeout_s=timeout_s),
         "Split": lambda: child.zeros(4),
         "Allreduce": lambda: sums.Allreduce(array, result),
         ROW: lambda: sums.Allreduce(array, result),
@@ -68,7 +67,7 @@ def main(results: Path, how: str, victim: int, names: list[str]) -> None:
     (results / f"ready-{world.rank}").touch()
     if world.rank == victim and how != "cut":
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_S
     while not (results / "lost").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     with (results / f"rank-{world.rank}").open("w", buffering=1) as file:
@@ -91,5 +90,5 @@ def main(results: Path, how: str, victim: int, names: list[str]) -> None:
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
     begin_in_child(directory)  # so that the launcher does not end the job with the victim
-    main(directory, sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+    main(directory, sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
     os._exit(0)  # MPI_Finalize would wait for the victim

@@ -29,12 +29,12 @@ from tests.helpers.faults.interrupts import interrupts_raise
 from tests.helpers.faults.leaks import collect_only_new_objects, nothing_leaks
 from tests.helpers.faults.trap import Trap
 from tests.helpers.jobs.in_child import begin_in_child
+from tests.helpers.jobs.pace import HANG_S, stretched
 
 if TYPE_CHECKING:
     import mpicomm
 
 SLACK_S = 1.0  # a survivor may exceed the deadline by so much
-PATIENCE_S = 20.0  # for a victim that lives on
 RESUMED = ("stop", "raise", "interrupt")
 FOR_GOOD = ("kill", "exit")
 
@@ -186,7 +186,7 @@ class Trials:
             step = steps[int(self._rng.integers(len(steps)))]
             at = 1 + int(self._rng.random() * self._lines[victim][step])
             outcome = Outcome(trial, how, victim, step)
-            faulthandler.dump_traceback_later(PATIENCE_S / 2, file=self._stacks)
+            faulthandler.dump_traceback_later(HANG_S / 2, file=self._stacks)
             if self._rank == victim:
                 self._suffer(outcome, at)
             else:
@@ -288,7 +288,7 @@ class Trials:
                 self._judge(outcome, error)
             seconds = time.monotonic() - start
             outcome.seconds = max(outcome.seconds, seconds)
-            if seconds > self._options.timeout + SLACK_S:
+            if seconds > self._options.timeout + stretched(SLACK_S):
                 outcome.wrong.append(f"{name} took {seconds:.2f} s")
             if outcome.error:
                 break
@@ -327,7 +327,7 @@ class Trials:
                 said = ""
             seconds = time.monotonic() - start
             # On several hosts a rank may come to `Free` while a rank of its host is in a call that it has not made.
-            limit_s = self._options.timeout * (1 + (self._options.hosts > 1)) + SLACK_S
+            limit_s = self._options.timeout * (1 + (self._options.hosts > 1)) + stretched(SLACK_S)
             # The deadline restarts when the first rank comes. Only a first rank that goes on may come late.
             if outcome.how in RESUMED and outcome.victim == self._alive[0]:
                 limit_s += self._options.timeout + GRACE_S
@@ -340,7 +340,7 @@ class Trials:
     def _meet(self, outcome: Outcome, wake: int | None = None) -> None:
         """Wait for all ranks. The rank with ``wake`` continues the victim again and again, because it may stop late."""
         request = self._together.Ibarrier()
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + HANG_S
         while not request.Test():
             if wake is not None:
                 os.kill(wake, signal.SIGCONT)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.jobs.in_child import begin_in_child
-
-PATIENCE_S = 20.0
+from tests.helpers.jobs.pace import HANG_S
 
 
 def shape_of(device: str, kind: str) -> tuple[int, int, int]:
@@ -79,7 +78,7 @@ def main(results: Path, device: str, kind: str, how: str, timeout_s: float) -> N
             file.write(json.dumps(astuple(_last(call, products))) + "\n")
     (results / f"end-{world.rank}").touch()
     if world.rank == 0:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + HANG_S
         while not all((results / f"end-{rank}").exists() for rank in range(victim)):
             assert time.monotonic() < deadline, "a survivor does not come to its end"
             time.sleep(0.01)

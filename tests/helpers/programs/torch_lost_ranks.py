@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.programs.torch_lost_ranks RESULTS`: which errors do calls raise after a rank has died?
+"""`python -m tests.helpers.programs.torch_lost_ranks RESULTS TIMEOUT`: the errors of calls after a rank has died.
 
 All ranks make groups and a model. Then they reduce, one call after the other, and the last rank kills itself between
 two calls. The other ranks go on, and make one call of each kind, each in another group. Each writes a line of JSON per
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from tests.helpers.jobs.in_child import begin_in_child
 
-TIMEOUT_S = 1.0
 CALLS_BEFORE = 20
 NAMES = ("all_reduce", "wait", "barrier", "all_gather_object", "recv", "training", "destroy")
 
@@ -34,7 +33,7 @@ class Call:
     seconds: float
 
 
-def main(results: Path) -> None:
+def main(results: Path, timeout_s: float) -> None:
     """Lose a rank, and make the calls."""
     import torch  # imported here, because `begin_in_child` has to fork before threads and MPI start
     import torch.distributed as dist
@@ -42,7 +41,7 @@ def main(results: Path) -> None:
 
     import mpicomm.torch  # noqa: F401 - it registers the backend
 
-    limit = timedelta(seconds=TIMEOUT_S)
+    limit = timedelta(seconds=timeout_s)
     dist.init_process_group("mpicomm")
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = {name: dist.new_group(timeout=limit) for name in NAMES}
@@ -83,5 +82,5 @@ def main(results: Path) -> None:
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
     begin_in_child(directory)  # so that the launcher does not end the job with the rank
-    main(directory)
+    main(directory, float(sys.argv[2]))
     os._exit(0)  # MPI_Finalize would wait for the dead

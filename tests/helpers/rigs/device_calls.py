@@ -42,7 +42,7 @@ class Engine:
         self._post(text)
         return SimpleNamespace(part=Part(call), text=text, is_new=True, is_old=False)
 
-    def form_plan(self, call: Call, mappings: object, asked: str) -> None:
+    def template(self, call: Call, mappings: object, asked: str) -> None:
         return None
 
     def enqueue(self, plan: Any, stream: int, event: object = None, meets: bool = False) -> bool:

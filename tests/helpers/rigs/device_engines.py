@@ -64,7 +64,8 @@ class Rig:
         self.engine.enqueue(self.prepare(pattern, signature), (stream or self.stream).ptr)
 
     def prepare(self, pattern: Pattern, signature: Signature = SUM) -> Any:
-        return self.engine.prepare(pattern.call(signature), pattern.algorithm)
+        call = str(signature), signature.hash32
+        return self.engine.prepare_step(pattern.operation, pattern.buffers, call, pattern.algorithm)
 
     def finish(self) -> None:
         self.backend.synchronize()

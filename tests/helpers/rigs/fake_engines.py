@@ -83,7 +83,8 @@ class Rig:
         """Return the plan of a call in which each rank sends so much to each."""
         spans = [Span(1 << 50, nbytes), Span(1 << 51, nbytes)]
         pattern = patterns.alltoall(0, 2, BYTE, spans, [Span(1 << 52, nbytes), Span(1 << 53, nbytes)])
-        return self.engine.prepare(pattern.call(Signature("Alltoallv", "uint8")))
+        signature = Signature("Alltoallv", "uint8")
+        return self.engine.prepare_step(pattern.operation, pattern.buffers, (str(signature), signature.hash32), "auto")
 
     def enqueue(self, plan: Any) -> None:
         self.engine.enqueue(plan, STREAM)

@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.sharing import fd_exchange
 from mpicomm.sharing.fd_exchange import Address, FdExchange
-
-NEVER_S = 60.0  # a deadline that should not pass
+from tests.helpers.jobs.pace import HANG_S
 
 SOON_S = 0.2  # a deadline that should pass
 
@@ -37,7 +36,7 @@ def memory(text: str) -> Iterator[Descriptor]:
         fd.close()
 
 
-def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_s: float = NEVER_S) -> dict[int, str]:
+def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_s: float = HANG_S) -> dict[int, str]:
     """Swap memory that holds this rank's name; return the names in the peers' memory."""
     with memory(f"rank {rank}") as own:
         received = swap_one(exchange, addresses, own, timeout_s)
@@ -49,7 +48,7 @@ def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_
 
 
 def swap_one(
-    exchange: FdExchange, addresses: Sequence[Address], own: int, timeout_s: float = NEVER_S
+    exchange: FdExchange, addresses: Sequence[Address], own: int, timeout_s: float = HANG_S
 ) -> dict[int, Descriptor]:
     """Swap one descriptor of each rank."""
     received = exchange.swap(addresses, [own], [1] * len(addresses), timeout_s)
@@ -84,7 +83,7 @@ def send(address: Address, content: bytes, fds: int = 0) -> None:
     """Send a message after fewer descriptors of this user are in flight than the limit."""
     with connected(address) as peer, memory("a stranger's") as fd:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * fds))] if fds else []
-        deadline = time.monotonic() + NEVER_S
+        deadline = time.monotonic() + HANG_S
         while True:
             try:
                 peer.sendmsg([content], rights)

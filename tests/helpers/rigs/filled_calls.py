@@ -1,4 +1,4 @@
-"""Calls that are filled into the plans of their forms, on a device that notes their launches."""
+"""Calls that are filled into templates, and calls that are read, on a device that notes their launches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Domain, with_place
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.packets.configs import PacketConfig
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
-from mpicomm.collectives.gpu.filled_plan import FilledPlan
-from mpicomm.collectives.gpu.fillings import Fillings
-from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
+from mpicomm.collectives.gpu.call_templates import CallTemplate, CollectiveTemplate, template_of
+from mpicomm.collectives.gpu.decision import Chosen, Decision
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.wire import Wire
@@ -58,13 +59,13 @@ class Device:
         team = Team(size=size, rank=rank, timeout_ns=7)
         for index in range(size):
             team.arenas[index], team.names[index] = (index + 1) << 40, index + 3
-        self.node = Node(team, Arena(size, regions=regions), blocks, link_speed, most_staged_nbytes=1 << 30)
+        self.domain = Domain(team, Arena(size, regions=regions), blocks, link_speed, most_staged_nbytes=1 << 30)
         self.launched: list[Any] = []
         backend: Any = SimpleNamespace(scratch=lambda nbytes: Scratch((1 << 53) + nbytes, nbytes, None))
         self.scratch = GrowingScratch(backend)
 
-    def launch(self, plan: FilledPlan) -> None:
-        """Launch the call that was filled into a plan."""
+    def launch(self, plan: CallTemplate) -> None:
+        """Launch the call that was filled into a template."""
         self.launched = []
         assert plan.launch is not None
         plan.launch(7)
@@ -99,15 +100,44 @@ def call_of(
     return Call(operation, Arguments(send, receive, op, root, wire=wire), rank, size)
 
 
-def plan_of(call: Call, device: Device, asked: str, mappings: Mappings | None = None) -> FormPlan:
-    node = device.node
-    fillings = Fillings(Form(call, node.rank, node.size), asked, BUILT_IN, node, cast(Any, device))
-    return form_plan(call.signature, fillings, mappings or Mappings(), device.scratch)
+def decision_of(call: Call, device: Device, asked: str) -> Decision:
+    form = Form.of_call(call, call.buffers(device.scratch.of(call.scratch_nbytes)))
+    return Decision(form, asked, BUILT_IN, device.domain, cast(Any, device))
 
 
-def fill(plan: FormPlan, call: Call) -> bool:
+def plan_of(call: Call, device: Device, asked: str, mappings: Mappings | None = None) -> CollectiveTemplate:
+    """Return the template of all calls like this one."""
+    return template_of(call, decision_of(call, device, asked), mappings or Mappings(), device.scratch)
+
+
+def as_read(
+    call: Call, device: Device, asked: str = "auto", mappings: Mappings | None = None
+) -> tuple[Chosen, list[Any] | None, str]:
+    """Return the choice for a read call, its launches, and its text; no launches if there is no memory for it."""
+    decision, output, memory = decision_of(call, device, asked), call.common_output, None
+    if output is not None and output.total and mappings is not None:
+        memory = mappings.find(output.pointer, output.nbytes)
+    buffers, text = call.buffers(device.scratch.of(call.scratch_nbytes)), str(call.signature)
+    longest = max(decision.form.numbers(buffers)[0], default=0)
+    chosen = decision.at(longest, symmetric=memory is not None)
+    steps = decision.steps(chosen, buffers, call.signature.hash32, memory, call.epilogue)
+    if chosen.into_memory and memory is not None:
+        text = with_place(text, memory)
+    return chosen, None if steps is None else [*map(as_enqueued, steps)], text
+
+
+def fill(plan: CollectiveTemplate, call: Call) -> bool:
     (send, sent), (receive, received) = (
         (0, 0) if operand is None else (operand.pointer, operand.total) for operand in (call.send, call.receive)
     )
     first = (0, 0, None) if call.in_place else (send, sent, None)
     return plan.fill(first, (receive, received, None))
+
+
+def packet_launch(template: PacketTemplate, tag: int, way: PacketConfig, nbytes: int, itemsize: int) -> Launch:
+    """Return the launch of the exchange itself of which a template was made, whose elements have ``itemsize`` bytes."""
+    lengths = [0 if span is None else span.count * itemsize for span in template.places]
+    addresses = [span.pointer if span is not None and span.count else 0 for span in template.places]
+    number = len(lengths)
+    template.bind(range(number), range(number, 2 * number), 2 * number)
+    return template.launch(template.write([*addresses, *lengths], max(lengths), nbytes, tag, way))

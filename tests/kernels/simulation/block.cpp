@@ -64,7 +64,6 @@ constexpr size_t kGuardNbytes = 4096;
 constexpr unsigned kSavedRegisters = 6;
 constexpr unsigned kWithoutOrder = 1;  // a flag of __tsan_switch_to_fiber
 constexpr unsigned kPatience = 1000;   // polls of each thread after which the block sleeps between further ones
-constexpr unsigned kNapUs = 200;
 
 thread_local Block* current = nullptr;
 
@@ -103,11 +102,13 @@ struct Warp {
   char sync;
 };
 
-Block::Block(unsigned rank, unsigned index, unsigned most_threads, char* launches, const Jitter& jitter)
+Block::Block(unsigned rank, unsigned index, unsigned most_threads, char* launches, const Jitter& jitter, Clock& clock)
     : rank(rank),
       index(index),
       launches_(launches),
       jitter_(jitter),
+      clock_(clock),
+      next_turn_(clock.next_turn(rank, index)),
       random_((jitter.seed * 1000003ull + rank) * 1000003ull + index + 1),
       fibers_(most_threads),
       warps_((most_threads + kWarp - 1) / kWarp) {
@@ -212,12 +213,37 @@ void Block::yield() {
     if (idle_ < kPatience * live_) {
       sched_yield();
     } else {
-      sleep_us(kNapUs);
+      sleep_us(kTickUs);
     }
   }
   if (one_in(4096)) sleep_us(draw() % (jitter_.us + 1));
+  if (++yields_ >= live_) {
+    yields_ = 0;
+    have_turn();
+  }
   ready_.push_back(running_);
   leave();
+}
+
+void Block::have_turn() {
+  const unsigned long long tick = clock_.ticks;
+  if (next_turn_ > tick) return;
+  next_turn_ = tick + 1;
+  end_tick(tick);
+}
+
+void Block::stay_away() {
+  const unsigned long long tick = clock_.ticks;
+  next_turn_ = kAway;
+  end_tick(tick);
+}
+
+// Ends the tick if no block has a turn left in it.
+void Block::end_tick(unsigned long long tick) {
+  for (unsigned long long each = 0; each < clock_.ranks * clock_.blocks; ++each) {
+    if (clock_.next_turns[each] <= tick) return;
+  }
+  if (clock_.ticks.compare_exchange_strong(tick, tick + 1) && tick >= clock_.most_ticks) die(*this, "hang: not over in time");
 }
 
 Tally Block::meet_block(bool agrees) {
@@ -331,6 +357,7 @@ bool Block::one_in(unsigned chances) { return jitter_.us > 0 && draw() % chances
 
 const Place& place() { return current->running_->place; }
 void yield() { current->yield(); }
+unsigned long long clock_ns() { return current->clock_.ticks * kTickUs * 1000; }
 Tally meet_block(bool agrees) { return current->meet_block(agrees); }
 bool meet_some(unsigned number, unsigned threads, bool agrees) { return current->meet_some(number, threads, agrees); }
 void meet_warp(unsigned mask) { current->meet_warp(mask); }

@@ -29,6 +29,9 @@ __attribute__((const)) const Place& place();
 // Lets other threads of the block run. All code that may wait for memory to change has to call it.
 void yield();
 
+// Returns the time of the kernels: see Clock in launch.hpp.
+unsigned long long clock_ns();
+
 // Waits until all threads of the block that have not returned have called it.
 Tally meet_block(bool agrees);
 

@@ -7,7 +7,8 @@
 #include <string.h>
 
 // The result of compiling this file is loaded by every kernel: few headers keep that short.
-#include <atomic>  // memory_order.cuh needs it
+// memory_order.cuh needs these two.
+#include <atomic>
 #include <chrono>
 #include <type_traits>
 #include <utility>
@@ -34,6 +35,7 @@
 constexpr int warpSize = 32;
 
 #define MPICOMM_YIELD() ::cpu::yield()
+#define MPICOMM_CLOCK_NS() ::cpu::clock_ns()
 #define MPICOMM_MEET(number, threads, ok) ::cpu::meet_some(number, threads, ok)
 
 using dim3 = cpu::Index;
@@ -146,7 +148,6 @@ void __stcs(T* p, T value) { *p = value; }
 template <class T>
 void __stcg(T* p, T value) { *p = value; }
 inline void __nanosleep(unsigned) { cpu::yield(); }
-inline long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 // All of them are a fence between processes, which also orders within a block or a device. ThreadSanitizer knows no
 // fences.

@@ -1,6 +1,7 @@
 // Kernels to launch, and the blocks that run them: the interface between launcher.cpp and block.cpp.
 #pragma once
 
+#include <atomic>
 #include <vector>
 
 #include "block.hpp"
@@ -22,6 +23,19 @@ struct Jitter {
 
 void sleep_us(unsigned us);
 
+// The time of the kernels of all ranks, in memory that they share (machine.py has this layout). A tick is over when each
+// block at work has had a turn, in which each of its threads has come to a memory access. A block that waits for another
+// one polls once a turn. Hence a rank that gets no processor stops the time of all ranks, as one that sleeps does, and a
+// limit in this time does not depend on the load of the machine.
+struct Clock {
+  std::atomic<unsigned long long> ticks, most_ticks, ranks, blocks;  // `blocks` of each rank, or fewer
+  std::atomic<unsigned long long> next_turns[];  // the tick of the next turn of each block, or kAway
+
+  std::atomic<unsigned long long>& next_turn(unsigned rank, unsigned block) { return next_turns[block * ranks + rank]; }
+};
+constexpr unsigned long long kAway = ~0ull;  // the block has no kernel to run, and the time does not wait for it
+constexpr unsigned kTickUs = 200;  // as long as a block that has waited for long sleeps in a turn
+
 struct Fiber;
 struct Warp;
 
@@ -37,12 +51,15 @@ class Block {
  public:
   // No kernel has more than `most_threads`. `launches` are two bytes that all blocks of the rank share. Their addresses
   // tell ThreadSanitizer of the order of kernels.
-  Block(unsigned rank, unsigned index, unsigned most_threads, char* launches, const Jitter& jitter);
+  Block(unsigned rank, unsigned index, unsigned most_threads, char* launches, const Jitter& jitter, Clock& clock);
   ~Block();
   Block(const Block&) = delete;
 
   // Returns when all threads of the block have returned, or at once if the kernel has fewer blocks.
   void run(const Launch& launch);
+
+  // Lets the time go on without the block, which has no kernel.
+  void stay_away();
 
   const unsigned rank, index;
 
@@ -52,6 +69,8 @@ class Block {
   void end();
   void leave();
   void yield();
+  void have_turn();
+  void end_tick(unsigned long long tick);
   Tally meet_block(bool agrees);
   bool meet_some(unsigned number, unsigned threads, bool agrees);
   void meet_warp(unsigned mask);
@@ -65,6 +84,7 @@ class Block {
 
   friend const Place& place();
   friend void yield();
+  friend unsigned long long clock_ns();
   friend Tally meet_block(bool);
   friend bool meet_some(unsigned, unsigned, bool);
   friend void meet_warp(unsigned);
@@ -73,6 +93,8 @@ class Block {
 
   char* const launches_;
   const Jitter jitter_;
+  Clock& clock_;
+  std::atomic<unsigned long long>& next_turn_;
   unsigned long long random_;
   unsigned launched_ = 0;
   const Launch* launch_ = nullptr;
@@ -83,6 +105,7 @@ class Block {
   Fiber* running_ = nullptr;
   Fiber* main_ = nullptr;  // the caller of `run`
   unsigned live_ = 0;
+  unsigned yields_ = 0;  // of this turn
   unsigned idle_ = 0;  // yields since the last barrier or the last return of a thread
   unsigned round_ = 0;  // of the block's barrier
   Tally tallies_[2]{};  // used in turns: the next round may begin before all threads have left this one

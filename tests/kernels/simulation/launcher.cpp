@@ -1,8 +1,10 @@
 // Runs kernels on threads of the CPU. The job comes on the standard input, in lines of these kinds:
 //
-// memory FD NBYTES ADDRESS map this descriptor at this address jitter SEED US see Jitter rank NUMBER the next launches
-// are of this rank, one after the other; ranks run at once launch NAP_US LIBRARY ENTRY BLOCKS THREADS ADDRESSES...
-// ADDRESSES are those of the kernel's parameters
+// memory FD NBYTES ADDRESS   map this descriptor at this address
+// clock ADDRESS              the Clock lies there
+// jitter SEED US             see Jitter
+// rank NUMBER                the next launches are of this rank, one after the other; ranks run at once
+// launch NAP_US LIBRARY ENTRY BLOCKS THREADS ADDRESSES...   ADDRESSES are those of the kernel's parameters
 //
 // Exits with 0 when all kernels are over.
 
@@ -54,8 +56,17 @@ cpu::Launch launch_of(std::istream& words) {
   return launch;
 }
 
-void run_blocks(std::list<Rank>& ranks, const cpu::Jitter& jitter) {
-  std::list<std::barrier<>> barriers;
+// The last block of a rank that ends a kernel calls it, so that the time does not go on before all blocks begin the next.
+struct ComeBack {
+  cpu::Clock* clock;
+  unsigned rank, blocks;
+  void operator()() noexcept {
+    for (unsigned index = 0; index < blocks; ++index) clock->next_turn(rank, index) = clock->ticks.load();
+  }
+};
+
+void run_blocks(std::list<Rank>& ranks, const cpu::Jitter& jitter, cpu::Clock& clock) {
+  std::list<std::barrier<ComeBack>> barriers;
   std::vector<std::thread> threads;
   for (Rank& rank : ranks) {
     unsigned blocks = 0, most_threads = 0;
@@ -63,15 +74,18 @@ void run_blocks(std::list<Rank>& ranks, const cpu::Jitter& jitter) {
       blocks = std::max(blocks, launch.blocks);
       most_threads = std::max(most_threads, launch.threads);
     }
-    std::barrier<>& all_over = barriers.emplace_back(blocks);
+    ComeBack come_back{&clock, rank.number, blocks};
+    come_back();
+    std::barrier<ComeBack>& all_over = barriers.emplace_back(blocks, come_back);
     for (unsigned index = 0; index < blocks; ++index) {
-      threads.emplace_back([&rank, &all_over, &jitter, index, most_threads] {
+      threads.emplace_back([&rank, &all_over, &jitter, &clock, index, most_threads] {
         prctl(PR_SET_TIMERSLACK, 1);
-        cpu::Block block(rank.number, index, most_threads, rank.sync, jitter);
+        cpu::Block block(rank.number, index, most_threads, rank.sync, jitter, clock);
         for (const cpu::Launch& launch : rank.launches) {
           if (launch.nap_us > 0) cpu::sleep_us(launch.nap_us);
           block.run(launch);
-          all_over.arrive_and_wait();
+          block.stay_away();
+          if (&launch != &rank.launches.back()) all_over.arrive_and_wait();
         }
       });
     }
@@ -84,6 +98,7 @@ void run_blocks(std::list<Rank>& ranks, const cpu::Jitter& jitter) {
 int main() {
   std::list<Rank> ranks;
   cpu::Jitter jitter{};
+  cpu::Clock* clock = nullptr;
   for (std::string line; std::getline(std::cin, line);) {
     std::istringstream words(line);
     std::string what;
@@ -93,6 +108,10 @@ int main() {
       size_t nbytes, address;
       words >> fd >> nbytes >> address;
       map(fd, nbytes, address);
+    } else if (what == "clock") {
+      size_t address;
+      words >> address;
+      clock = reinterpret_cast<cpu::Clock*>(address);
     } else if (what == "jitter") {
       words >> jitter.seed >> jitter.us;
     } else if (what == "rank") {
@@ -103,6 +122,7 @@ int main() {
       fail("a line makes no sense: " + line);
     }
   }
-  run_blocks(ranks, jitter);
+  if (!clock) fail("there is no clock");
+  run_blocks(ranks, jitter, *clock);
   return 0;
 }

@@ -11,9 +11,8 @@ from mpi4py import MPI
 
 import mpicomm
 from tests.helpers.faults.raising import raises_everywhere
-from tests.helpers.rigs.communicators import communicator
+from tests.helpers.rigs.communicators import communicator, patience_s
 
-LIMIT_S = 0.5
 MAKERS: dict[str, Callable[[mpicomm.Communicator], MPI.Comm]] = {
     "Dup": lambda comm: comm.Dup(),
     "Dup_with_info": lambda comm: comm.Dup_with_info(MPI.INFO_NULL),
@@ -34,10 +33,10 @@ MAKERS: dict[str, Callable[[mpicomm.Communicator], MPI.Comm]] = {
 def test_a_missing_rank_is_named_and_the_communicator_stays_usable(name: str) -> None:
     world = MPI.COMM_WORLD
     culprit = world.size - 1
-    whole = communicator("cpu", timeout_s=LIMIT_S)
+    whole = communicator("cpu", timeout_s=patience_s("cpu"))
     comm = cast(mpicomm.Communicator, whole.Create_cart([whole.size])) if name == "Sub" else whole
     others = world.Split(MPI.UNDEFINED if world.rank == culprit else 0)
-    text = f"^{name}: rank {culprit} did not arrive within {LIMIT_S:g} s"
+    text = f"^{name}: rank {culprit} did not arrive within {patience_s('cpu'):g} s"
     if others != MPI.COMM_NULL:
         with raises_everywhere(others, mpicomm.CollectiveTimeoutError, match=text) as raised:
             MAKERS[name](comm)
@@ -59,7 +58,7 @@ def test_a_missing_rank_is_named_and_the_communicator_stays_usable(name: str) ->
 def test_a_rank_may_miss_any_of_many_calls(culprit: int) -> None:
     world = MPI.COMM_WORLD
     culprit %= world.size
-    comm = communicator("cpu", timeout_s=LIMIT_S)
+    comm = communicator("cpu", timeout_s=patience_s("cpu"))
     for _ in range(2):
         for _ in range(3):
             made = comm.Dup()
@@ -81,7 +80,7 @@ def test_a_rank_may_miss_any_of_many_calls(culprit: int) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_missing_rank_of_a_group_is_named() -> None:
     world = MPI.COMM_WORLD
-    comm = communicator("cpu", timeout_s=LIMIT_S)
+    comm = communicator("cpu", timeout_s=patience_s("cpu"))
     everyone, first = comm.Get_group(), comm.Get_group().Incl([0])
     pairs = [everyone.Incl([0, rank]) for rank in range(1, world.size)]
     for _ in range(3):  # groups that share a rank do not mix

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import array_module, communicator, to_host
 from tests.helpers.rigs.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
 
@@ -134,7 +135,7 @@ def test_among_other_collectives_on_a_stream(comm: mpicomm.Communicator, xp: Any
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("expected", [1, 3, 1_000_000])
 def test_two_neighbours_that_disagree_on_counts_are_told(device: str, expected: int) -> None:
-    with communicator(device, timeout_s=10) as comm, array_module(comm) as xp:
+    with communicator(device, timeout_s=stretched(10.0)) as comm, array_module(comm) as xp:
         if xp is np:
             pytest.skip("MPI looks at the lengths of host arrays")
         graph: Any = comm.Create_dist_graph_adjacent([(comm.rank - 1) % comm.size], [(comm.rank + 1) % comm.size])
@@ -151,7 +152,7 @@ def test_two_neighbours_that_disagree_on_counts_are_told(device: str, expected: 
 
 @pytest.mark.mpi(min_size=2)
 def test_nothing_is_unpacked_if_neighbours_disagree(device: str) -> None:
-    with communicator(device, timeout_s=10) as comm, array_module(comm) as xp:
+    with communicator(device, timeout_s=stretched(10.0)) as comm, array_module(comm) as xp:
         if xp is np:
             pytest.skip("MPI looks at the lengths of host arrays")
         graph: Any = comm.Create_dist_graph_adjacent([(comm.rank - 1) % comm.size], [(comm.rank + 1) % comm.size])
@@ -172,7 +173,7 @@ def test_nothing_is_unpacked_if_neighbours_disagree(device: str) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_does_not_come_is_named(device: str) -> None:
-    with communicator(device, timeout_s=1.0) as comm, array_module(comm) as xp:
+    with communicator(device, timeout_s=stretched(1.0)) as comm, array_module(comm) as xp:
         if xp is np:
             pytest.skip("waits inside MPI have no limit")
         ring: Any = comm.Create_cart([comm.size], [True])

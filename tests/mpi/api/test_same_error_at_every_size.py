@@ -117,6 +117,60 @@ def test_a_missing_buffer_is_a_type_error_in_every_call(host_comm: mpicomm.Commu
                 getattr(host_comm, form)(*given, **keywords)
 
 
+FITTING = {"Allgather": 1, "Allgatherv": 1, "Gather": 1, "Gatherv": 1, "Scatter": 0, "Scatterv": 0}
+"""Collectives that only move data, with the buffer that has a block for each rank."""
+
+
+@pytest.mark.parametrize("name", ["Alltoall", "Alltoallv", *FITTING])
+def test_buffers_of_different_lengths_are_refused_at_every_size(host_comm: mpicomm.Communicator, name: str) -> None:
+    size, operation = host_comm.size, OPERATIONS[name]
+    keywords: dict[str, Any] = {"root": host_comm.rank} if operation.rooted else {}
+    for count, form, more in itertools.product((4, LARGE), operation.methods, (-1, 1)):
+        lengths = [count * size] * 2
+        if name in FITTING:
+            lengths[1 - FITTING[name]] = count
+        lengths[1] += more * (lengths[1] // count)
+        send, receive = (np.zeros(length, np.float32) for length in lengths)
+        types = (None, MPI.FLOAT) if operation.receive != "vector" and operation.send != "vector" else (None,)
+        for datatype in types:
+            given = [send, receive] if datatype is None else [[send, datatype], [receive, datatype]]
+            with pytest.raises(InvalidUsageError, match=f"{name}: sendbuf holds .* but recvbuf has room for"):
+                getattr(host_comm, form)(*given, **keywords)
+
+
+def test_one_type_by_two_names_is_one_type_in_every_reduction(host_comm: mpicomm.Communicator) -> None:
+    size = host_comm.size
+    names = [("l", MPI.INT64_T, None), ("l", MPI.LONG, MPI.INT64_T), ("d", None, MPI.REAL8), ("q", None, MPI.LONG)]
+    for count, (code, one, other) in itertools.product((8, LARGE), names):
+        for operation in ("Allreduce", "Reduce", "Scan", "Reduce_scatter_block"):
+            blocks = size if operation == "Reduce_scatter_block" else 1
+            send, receive = np.ones(count * blocks, code), np.zeros(count, code)
+            given = [array if name is None else [array, name] for array, name in ((send, one), (receive, other))]
+            for form in OPERATIONS[operation].methods:
+                receive[:] = 0
+                request = getattr(host_comm, form)(*given)
+                if form.endswith("_init"):
+                    request.Start()
+                if request is not None:
+                    request.Wait()
+                expected = host_comm.rank + 1 if operation == "Scan" else size
+                assert (receive == expected).all() or (operation == "Reduce" and host_comm.rank)
+                if form.endswith("_init"):
+                    request.Free()
+
+
+def test_alltoallw_on_the_host_is_only_for_mpi(host_comm: mpicomm.Communicator) -> None:
+    given: list[Any] = [
+        np.zeros(host_comm.size),
+        [1] * host_comm.size,
+        [0] * host_comm.size,
+        [MPI.DOUBLE] * host_comm.size,
+    ]
+    for form in OPERATIONS["Alltoallw"].methods:
+        with pytest.raises(InvalidUsageError, match=r"of Alltoallw is for device arrays, .*: leave algorithm= out"):
+            getattr(host_comm, form)(given, [given[0].copy(), *given[1:]], algorithm="one_shot")
+
+
 @pytest.mark.parametrize("end", ["Free", "free", "Disconnect"])
 def test_every_call_of_a_freed_communicator_is_the_same_error(end: str) -> None:
     comm = mpicomm.Communicator(device="cpu")

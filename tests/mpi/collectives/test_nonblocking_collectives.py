@@ -16,6 +16,7 @@ from mpicomm.mpi.requests import Completer
 from mpicomm.waiting import wait_until
 from tests.helpers.inputs.buffers import Placed, values
 from tests.helpers.inputs.communicator_calls import OF_ONE_TYPE, Case, Prepared
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.references.reductions import dtype_or_skip
 from tests.helpers.rigs.communicators import array_module, communicator
 
@@ -301,7 +302,7 @@ def test_bad_arguments_are_refused_when_prepared(comm: mpicomm.Communicator, xp:
 
 def test_a_started_collective_goes_on_while_its_ranks_are_in_one_on_mapped_memory(device: str) -> None:
     """Half of the ranks wait for the first call before they come to the second, which the others have begun."""
-    with communicator(device, timeout_s=3) as comm, comm.Dup() as other, array_module(comm) as xp:
+    with communicator(device, timeout_s=stretched(3.0)) as comm, comm.Dup() as other, array_module(comm) as xp:
         for number in range(5):
             first, second = (
                 Prepared(

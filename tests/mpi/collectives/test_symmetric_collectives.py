@@ -14,6 +14,7 @@ import mpicomm
 from mpicomm import InvalidUsageError, PeerError
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs.buffers import values
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.references.reductions import reduced, require_same
 from tests.helpers.rigs.communicators import communicator, to_host
 
@@ -229,7 +230,7 @@ def test_of_data_with_gaps_on_one_rank(comm: mpicomm.Communicator, xp: Any) -> N
 def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
     if device == "cpu" or MPI.COMM_WORLD.size == 1:
         pytest.skip("needs several GPUs")
-    comm = communicator(device, timeout_s=10)
+    comm = communicator(device, timeout_s=stretched(10.0))
     import cupy
 
     with cupy.cuda.Device(comm.device):

@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.inputs.communicator_calls import MOVEMENTS, OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.references.reductions import dtype_or_skip, reduced
 from tests.helpers.rigs.call_forms import complete
 from tests.helpers.rigs.communicators import array_module
@@ -176,7 +177,7 @@ def test_results_are_the_same_bits_on_all_ranks_and_in_every_run(comm: mpicomm.C
 def test_ranks_in_different_calls_get_an_error(placement: str, device: str) -> None:
     if device != "cpu":
         pytest.skip("the kernels of a peer domain find other calls, and only a blocking engine those of other domains")
-    with on_hosts(placement, device, timeout_s=3) as comm:
+    with on_hosts(placement, device, timeout_s=stretched(3.0)) as comm:
         array = np.ones(5, np.float16)
         op = MPI.SUM if comm.rank == 0 else MPI.PROD
         with pytest.raises(mpicomm.MpicommError, match=r"different things|did not arrive|made no progress"):
@@ -186,7 +187,7 @@ def test_ranks_in_different_calls_get_an_error(placement: str, device: str) -> N
 def test_messages_of_a_failed_call_reach_no_later_communicator(placement: str) -> None:
     """MPI numbers communicators, and gives the number of one that was freed to the next one."""
     for turn in range(3):
-        with on_hosts(placement, "cpu", timeout_s=3) as comm:
+        with on_hosts(placement, "cpu", timeout_s=stretched(3.0)) as comm:
             array, total = np.full(1000, comm.rank + turn, np.float16), np.zeros(1000, np.float16)
             comm.Allreduce(array, total)
             assert (total == sum(rank + turn for rank in range(comm.size))).all()

@@ -12,6 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import array_module
 from tests.helpers.rigs.hosts_by_name import PLACEMENTS, on_hosts
 
@@ -108,7 +109,7 @@ def test_neighbours(comm: mpicomm.Communicator, xp: Any) -> None:
 def test_counts_that_differ_between_groups_are_an_error(device: str) -> None:
     if device == "cpu":
         pytest.skip("MPI carries out this call on host arrays")
-    with on_hosts("in turns", device, timeout_s=3) as comm, array_module(comm) as xp:
+    with on_hosts("in turns", device, timeout_s=stretched(3.0)) as comm, array_module(comm) as xp:
         if comm.describe().internode == "nccl":
             pytest.skip("NCCL does not compare lengths")
         counts = [4 if comm.rank == 0 else 6] * comm.size

@@ -18,6 +18,7 @@ from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.buffers import read
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.jobs.pace import HANG_S, stretched
 from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, on_threads, same, take_for_gpu
 
 Array = npt.NDArray[Any]
@@ -251,11 +252,11 @@ def test_a_session_takes_over_the_device_and_gives_back_the_memory_of_messages(p
 def test_a_sender_whose_device_stops_is_named(parent: mpicomm.Communicator) -> None:
     for way in ("Recv", "Irecv", "host"):
         comm = parent.Dup()
-        device = take_for_gpu(comm, timeout_s=0.3 if comm.rank == 1 else 20)
+        device = take_for_gpu(comm, timeout_s=stretched(0.3) if comm.rank == 1 else HANG_S)
         rig = Rig(comm, device)
         if comm.rank == 0:
             held = rig.empty(1)
-            device.enqueue(0, lambda: time.sleep(1.0))  # as if it had died: the data does not come
+            device.enqueue(0, lambda: time.sleep(stretched(1.0)))  # as if it had died: the data does not come
             comm.Send(rig.empty(LARGE), 1)
             assert held.get().size == 1
         elif comm.rank == 1:

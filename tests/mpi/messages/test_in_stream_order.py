@@ -14,6 +14,7 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.collectives.exchange import Message
 from mpicomm.ways.dispatch import Dispatcher, MessageCall
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import Rig
 
@@ -194,7 +195,7 @@ def test_ranks_that_disagree_on_gpus(device: str, what: str) -> None:
         pytest.skip("kernels run on GPUs")
     if MPI.COMM_WORLD.size == 1:
         pytest.skip("a rank does not disagree with itself")
-    with communicator(device, timeout_s=2) as comm, array_module(comm) as xp:
+    with communicator(device, timeout_s=stretched(2.0)) as comm, array_module(comm) as xp:
         array = xp.zeros(100, np.uint8)
         comm.Sendrecv(None, MPI.PROC_NULL, recvbuf=None, source=MPI.PROC_NULL, algorithm="stream")
         if comm.rank == 0 and what != "missing":

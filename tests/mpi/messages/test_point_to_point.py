@@ -14,6 +14,7 @@ from mpicomm import InvalidUsageError
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, KERNEL_NBYTES
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.inputs.buffers import Placed, values
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.references.reductions import Array
 from tests.helpers.rigs.buffered_sends import room_for_buffered_sends
 from tests.helpers.rigs.communicators import array_module, communicator
@@ -189,7 +190,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
     """Or of a rank to itself. No call waits for the ranks that do not take part."""
     if MPI.COMM_WORLD.size == 1:
         pytest.skip("needs two ranks")
-    with communicator(device, timeout_s=3) as comm, array_module(comm) as xp, comm.Dup() as child:
+    with communicator(device, timeout_s=stretched(3.0)) as comm, array_module(comm) as xp, comm.Dup() as child:
         double = take_for_gpu(child) if device == "cpu" else None
         for count in (5, KERNEL_NBYTES):
 

@@ -13,14 +13,14 @@ from mpi4py import MPI
 
 from mpicomm.api import point_to_point
 from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.rigs.message_rigs import LARGE, Rig, content, same
 
 COUNT = 50
-LONG_S = 20
 
 
 def settle(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + LONG_S
+    until = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < until
         time.sleep(1e-3)
@@ -46,7 +46,7 @@ class Held:
     def __call__(self, *arguments: Any) -> None:
         self._send(*arguments)
         self.told.set()
-        assert self.may_return.wait(LONG_S)
+        assert self.may_return.wait(HANG_S)
 
 
 @pytest.mark.parametrize("first", ["the sender", "the receiver"])
@@ -59,16 +59,16 @@ def test_a_wait_does_not_come_between_a_message_and_its_copy(
     received = rig.empty(COUNT)
     with ThreadPoolExecutor(1) as other:
         if first == "the sender":
-            other.submit(warm_up, rig).result(LONG_S)
+            other.submit(warm_up, rig).result(HANG_S)
         else:
             warm_up(rig)
         monkeypatch.setattr(point_to_point, f"_{method.lower()}", held)
         sending = other.submit(getattr(rig.comm, method), rig.of(rig.rank, COUNT, 5), rig.right, 3)
-        assert held.told.wait(LONG_S)
+        assert held.told.wait(HANG_S)
         rig.comm.Recv(received, rig.left, 3)
         same(received, content(rig.left, COUNT, 5))
         held.may_return.set()
-        sending.result(LONG_S)
+        sending.result(HANG_S)
     rig.device.synchronize()
     rig.device.check()
 
@@ -79,24 +79,24 @@ def test_a_collective_does_not_come_between_a_message_and_its_copy(rig: Rig, mon
         pytest.skip("one rank has no others to wait for")
     plain = MPI.Intracomm(rig.comm).Dup()
     with ThreadPoolExecutor(1) as other:
-        other.submit(warm_up, rig).result(LONG_S)
+        other.submit(warm_up, rig).result(HANG_S)
         if rig.rank == 0:
             held, all_are_in = Held(point_to_point._send), threading.Event()
             monkeypatch.setattr(point_to_point, "_send", held)
             sending = other.submit(rig.comm.Send, rig.of(0, COUNT, 5), 1, 3)
-            assert held.told.wait(LONG_S)
+            assert held.told.wait(HANG_S)
             rig.device.enqueue(rig.device.stream(None), all_are_in.wait)  # the collective
             plain.Barrier()
             all_are_in.set()
             held.may_return.set()
-            sending.result(LONG_S)
+            sending.result(HANG_S)
         else:
             received = rig.empty(COUNT)
             if rig.rank == 1:
-                other.submit(rig.comm.Recv, received, 0, 3).result(LONG_S)
+                other.submit(rig.comm.Recv, received, 0, 3).result(HANG_S)
             is_in = threading.Event()
-            other.submit(lambda: rig.device.enqueue(rig.device.stream(None), is_in.set)).result(LONG_S)
-            assert is_in.wait(LONG_S)
+            other.submit(lambda: rig.device.enqueue(rig.device.stream(None), is_in.set)).result(HANG_S)
+            assert is_in.wait(HANG_S)
             plain.Barrier()
             if rig.rank == 1:
                 same(received, content(0, COUNT, 5))
@@ -106,21 +106,21 @@ def test_a_collective_does_not_come_between_a_message_and_its_copy(rig: Rig, mon
 def test_a_refused_send_is_taken_back_whoever_has_enqueued_its_copy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         told.set()
-        assert may_raise.wait(LONG_S)
+        assert may_raise.wait(HANG_S)
         raise MPI.Exception(MPI.ERR_TAG)
 
     with ThreadPoolExecutor(1) as other, monkeypatch.context() as patch:
-        other.submit(warm_up, rig).result(LONG_S)
+        other.submit(warm_up, rig).result(HANG_S)
         patch.setattr(point_to_point, "_send", refuse)
         for comes in (False, True):
             told, may_raise = threading.Event(), threading.Event()
             sending = other.submit(rig.comm.Send, rig.of(rig.rank, COUNT, 6), rig.right)
-            assert told.wait(LONG_S)
+            assert told.wait(HANG_S)
             if comes:
                 rig.device.stream(None)  # of this thread
             may_raise.set()
             with pytest.raises(MPI.Exception):
-                sending.result(LONG_S)
+                sending.result(HANG_S)
     for number in range(100):  # the places are free again
         received = rig.empty(COUNT)
         rig.comm.Sendrecv(rig.of(rig.rank, COUNT, number), rig.right, 0, received, rig.left, 0)
@@ -157,8 +157,8 @@ def test_a_receive_of_a_listener_does_not_hold_up_a_collective(rig: Rig, call: s
             heard = listener.submit(receive, rig, call, received)
             settle(lambda: rig.device.waits > waits)
             rig.device.enqueue(rig.device.stream(None), is_in.set)  # the collective
-            assert is_in.wait(LONG_S)
+            assert is_in.wait(HANG_S)
             plain.Barrier()
-            heard.result(LONG_S)
+            heard.result(HANG_S)
             same(received, content(0, count, rig.rank))
     plain.Free()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import mpicomm
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator
 
 Array = npt.NDArray[Any]
@@ -226,7 +227,8 @@ def test_products_in_a_graph(comm: mpicomm.Communicator, xp: Any) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named(device: str) -> None:
-    comm = communicator(device, timeout_s=1.0)
+    limit_s = stretched(1.0)
+    comm = communicator(device, timeout_s=limit_s)
     if comm.size == 1:
         comm.Free()
         pytest.skip("one rank waits for no other")
@@ -235,9 +237,11 @@ def test_a_rank_that_does_not_come_is_named(device: str) -> None:
     comm.matmul_allreduce(a, b)
     missing = comm.size - 1
     if comm.rank == missing:
-        time.sleep(3)
+        time.sleep(3 * limit_s)
     else:
-        with pytest.raises(mpicomm.CollectiveTimeoutError, match=rf"rank {missing} did not .* within 1 s") as caught:
+        with pytest.raises(
+            mpicomm.CollectiveTimeoutError, match=rf"rank {missing} did not .* within {limit_s:g} s"
+        ) as caught:
             comm.allgather_matmul(a, b)
             comm.check()
         assert tuple(caught.value.ranks) == (missing,)

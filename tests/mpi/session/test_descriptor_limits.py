@@ -11,6 +11,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import HandleError
 from tests.helpers.faults.setup_failures import FIRST_AND_LAST, WORLD
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator, require_memory_works
 from tests.helpers.rigs.fd_exchanges import few_free_descriptors
 
@@ -30,7 +31,7 @@ def test_any_number_of_arrays_and_communicators_does_with_few_descriptors() -> N
 @pytest.mark.parametrize("culprit", FIRST_AND_LAST)
 def test_too_few_descriptors_on_one_rank_name_the_limit_on_all(culprit: int) -> None:
     # A rank without a descriptor for a socket sends nothing, for which its peers wait.
-    with communicator("cpu", timeout_s=2) as comm:
+    with communicator("cpu", timeout_s=stretched(2.0)) as comm:
         require_memory_works(comm)
         failures = 0
         while said := _failure_with(failures, comm, culprit):

@@ -8,29 +8,28 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.errors import name_ranks
 from tests.helpers.faults.setup_failures import FIRST_AND_LAST, WORLD
-from tests.helpers.rigs.communicators import array_module, communicator
+from tests.helpers.jobs.pace import stretched
+from tests.helpers.rigs.communicators import array_module, communicator, patience_s
 
-TIMEOUT_S = 0.5
 COUNT = 100_000
 
 
 @pytest.mark.mpi(min_size=2)
-def test_free_waits_for_ranks_that_wait_in_a_call_which_this_rank_has_not_made(comm_world: MPI.Intracomm) -> None:
+def test_free_waits_for_ranks_that_wait_in_a_call_which_this_rank_has_not_made() -> None:
     for culprit in FIRST_AND_LAST:
-        comm = mpicomm.Communicator(comm_world, device="cpu", timeout_s=TIMEOUT_S)
+        comm = communicator("cpu", timeout_s=patience_s("cpu"))
         send, receive = np.ones(COUNT), np.zeros(COUNT)
         comm.Allreduce(send, receive, algorithm="one_shot")
         if comm.rank == culprit:
             with pytest.raises(InvalidUsageError, match="they must be equal"):
                 comm.Allreduce(send, receive[:5], algorithm="one_shot")
         else:
-            time.sleep(TIMEOUT_S / 2)  # so the time of the culprit's Free is over first
+            time.sleep(patience_s("cpu") / 2)  # so the time of the culprit's Free is over first
             with pytest.raises(CollectiveTimeoutError, match=f"Allreduce.*rank {culprit} did not arrive"):
                 comm.Allreduce(send, receive, algorithm="one_shot")
         comm.Free()
@@ -53,7 +52,7 @@ CALLS: dict[str, Callable[[mpicomm.Communicator, mpicomm.SymmetricArray, mpicomm
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", CALLS)
 def test_free_waits_for_no_rank_after_a_timeout(device: str, name: str) -> None:
-    comm = communicator(device, timeout_s=TIMEOUT_S)
+    comm = communicator(device, timeout_s=patience_s("cpu"))
     array, win = comm.zeros(1), mpicomm.Win.Allocate(80, 8, comm=comm, place="device")
     reduce(comm, array, win)
     comm.check()
@@ -73,43 +72,46 @@ def test_free_waits_for_no_rank_after_a_timeout(device: str, name: str) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_error_in_a_with_block_is_the_only_error_of_its_rank(comm_world: MPI.Intracomm) -> None:
+def test_an_error_in_a_with_block_is_the_only_error_of_its_rank() -> None:
     for culprit in FIRST_AND_LAST:
         error, text = (ZeroDivisionError, "zero") if WORLD.rank == culprit else (CollectiveTimeoutError, "^wait_signal")
-        with pytest.raises(error, match=text), mpicomm.Communicator(comm_world, device="cpu", timeout_s=0.5) as comm:
+        with (
+            pytest.raises(error, match=text),
+            communicator("cpu", timeout_s=patience_s("cpu")) as comm,
+        ):
             array = comm.zeros(1)
             if comm.rank == culprit:
                 _ = 1 // 0
-            time.sleep(0.2)  # so the time of the culprit's Free is over first
+            time.sleep(patience_s("cpu") * 0.4)  # so the time of the culprit's Free is over first
             array.wait_signal(culprit)
         WORLD.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)
 def test_free_tells_a_late_rank_why_the_others_have_left(
-    comm_world: MPI.Intracomm, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    limit_s, error = 0.2, CollectiveTimeoutError if WORLD.rank else ZeroDivisionError
+    limit_s, error = stretched(0.2), CollectiveTimeoutError if WORLD.rank else ZeroDivisionError
     with (
         caplog.at_level("WARNING", "mpicomm"),
         pytest.raises(error) as excinfo,
-        mpicomm.Communicator(comm_world, device="cpu", timeout_s=limit_s) as comm,
+        communicator("cpu", timeout_s=limit_s) as comm,
     ):
         comm.zeros(1)
         if comm.rank == 0:
             _ = 1 // 0
         time.sleep(5 * limit_s)
     late = list(range(1, WORLD.size))
-    said = f"{name_ranks(late)} did not arrive within 0.2 s: rank 0 left its with block by ZeroDivisionError: "
+    said = f"{name_ranks(late)} did not arrive within {limit_s:g} s: rank 0 left its with block by ZeroDivisionError: "
     assert said in (str(excinfo.value) if WORLD.rank else caplog.text)
     assert (f"; this is rank {WORLD.rank}, which came later" in str(excinfo.value)) == (WORLD.rank > 0)
     WORLD.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_free_says_which_error_a_rank_had_that_does_not_call_it(comm_world: MPI.Intracomm) -> None:
+def test_free_says_which_error_a_rank_had_that_does_not_call_it() -> None:
     for culprit in FIRST_AND_LAST:
-        comm = mpicomm.Communicator(comm_world, device="cpu", timeout_s=TIMEOUT_S)
+        comm = communicator("cpu", timeout_s=patience_s("cpu"))
         send, receive = np.ones(COUNT), np.zeros(COUNT)
         comm.Allreduce(send, receive, algorithm="one_shot")
         if comm.rank == culprit:
@@ -117,7 +119,7 @@ def test_free_says_which_error_a_rank_had_that_does_not_call_it(comm_world: MPI.
                 comm.Free()
             assert str(excinfo.value).startswith("Free: rank")
             assert f"the ranks have given up an earlier call (Allreduce(float64, count={COUNT}" in str(excinfo.value)
-            assert f"rank {culprit} did not arrive within {TIMEOUT_S} s" in str(excinfo.value)
+            assert f"rank {culprit} did not arrive within {patience_s('cpu'):g} s" in str(excinfo.value)
             assert "call Free on every rank after an error" in str(excinfo.value)
             assert culprit not in excinfo.value.ranks
         else:
@@ -129,9 +131,9 @@ def test_free_says_which_error_a_rank_had_that_does_not_call_it(comm_world: MPI.
 
 
 @pytest.mark.mpi(min_size=2)
-def test_set_up_says_that_a_rank_is_in_another_call(comm_world: MPI.Intracomm) -> None:
+def test_set_up_says_that_a_rank_is_in_another_call() -> None:
     for culprit in FIRST_AND_LAST:
-        comm = mpicomm.Communicator(comm_world, device="cpu", timeout_s=TIMEOUT_S)
+        comm = communicator("cpu", timeout_s=patience_s("cpu"))
         send, receive = np.ones(COUNT), np.zeros(COUNT)
         comm.Allreduce(send, receive, algorithm="one_shot")
         if comm.rank == culprit:

@@ -34,6 +34,7 @@ from tests.helpers.faults.setup_failures import (
     raising,
     stages,
 )
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator, require_memory_works
 
 
@@ -211,7 +212,7 @@ def test_close_that_fails_on_one_rank_fails_on_all(device: str) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_exchange_that_fails_on_one_rank_fails_on_all(comm_world: MPI.Intracomm) -> None:
     swap = attribute(FdExchange, "swap")
-    with communicator("cpu", timeout_s=1) as comm:
+    with communicator("cpu", timeout_s=stretched(1.0)) as comm:
         kept = comm.zeros(1)
         with nothing_leaks():
             for culprit in EVERY_RANK:
@@ -223,7 +224,7 @@ def test_exchange_that_fails_on_one_rank_fails_on_all(comm_world: MPI.Intracomm)
     for culprit in FIRST_AND_LAST:
         fails = raises_everywhere(WORLD, MpicommError, match=f"rank {culprit}: OSError: .*injected")
         with nothing_leaks(), broken(culprit, "cpu", swap), fails:
-            communicator("cpu", timeout_s=1)
+            communicator("cpu", timeout_s=stretched(1.0))
 
 
 @pytest.fixture

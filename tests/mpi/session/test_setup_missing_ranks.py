@@ -17,6 +17,7 @@ from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.faults.setup_failures import ALLOCATE, EVERY_RANK, FIRST_AND_LAST, WORLD, attribute, broken, raising
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator, patience_s, require_memory_works
 
 CALLS: dict[str, Callable[[mpicomm.Communicator, mpicomm.SymmetricArray], object]] = {
@@ -56,7 +57,7 @@ def impatient_without(
 @pytest.mark.mpi(min_size=3)
 def test_two_ranks_that_never_come_cost_one_deadline() -> None:
     """The last rank has found one rank missing in an inner exchange, and the first rank does not come either."""
-    comm, timeout_s, last = WORLD.Dup(), 0.3, WORLD.size - 1
+    comm, timeout_s, last = WORLD.Dup(), stretched(0.3), WORLD.size - 1
 
     def find_a_rank_missing() -> None:
         time.sleep(timeout_s)
@@ -66,7 +67,7 @@ def test_two_ranks_that_never_come_cost_one_deadline() -> None:
         start = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match="rank 0 did not arrive"):
             bootstrap.Group(comm, range(comm.size), timeout_s).agree("outer", find_a_rank_missing)
-        assert time.monotonic() - start < timeout_s + 1
+        assert time.monotonic() - start < timeout_s + stretched(1.0)
     elif comm.rank == 0:
         comm.recv(source=last)  # what the last rank has told the first
     comm.Barrier()
@@ -110,10 +111,10 @@ def test_rank_that_never_comes_is_named(own_comm: mpicomm.Communicator, device: 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ["zeros", "empty"])
 def test_the_first_array_of_a_communicator_names_its_call(name: str) -> None:
-    culprit = WORLD.size - 1
-    with impatient_without(culprit, "cpu", timeout_s=0.3) as (impatient, others):
+    culprit, limit_s = WORLD.size - 1, patience_s("cpu")
+    with impatient_without(culprit, "cpu") as (impatient, others):
         if others:
-            text = f"^{name}: .*rank {culprit} did not arrive within 0.3 s: let every rank make this call$"
+            text = f"^{name}: .*rank {culprit} did not arrive within {limit_s:g} s: let every rank make this call$"
             with raises_everywhere(others, CollectiveTimeoutError, match=text):
                 getattr(impatient, name)(3)
 
@@ -133,11 +134,12 @@ def test_free_without_one_rank_frees_on_the_others(own_comm: mpicomm.Communicato
 
 @pytest.mark.mpi(min_size=3)
 def test_first_rank_that_comes_late_is_not_taken_for_the_one_that_never_comes(device: str) -> None:
-    with impatient_without(WORLD.size - 1, device, timeout_s=1) as (impatient, others):
+    limit_s = stretched(1.0)
+    with impatient_without(WORLD.size - 1, device, timeout_s=limit_s) as (impatient, others):
         if others:
             if WORLD.rank == 0:
-                time.sleep(0.5)
-            text = f"rank {WORLD.size - 1} did not arrive within 1 s"
+                time.sleep(limit_s / 2)
+            text = f"rank {WORLD.size - 1} did not arrive within {limit_s:g} s"
             with raises_everywhere(others, CollectiveTimeoutError, match=text):
                 impatient.zeros(3)
 
@@ -215,7 +217,7 @@ def test_rank_that_is_interrupted_in_free_reaches_no_later_communicator(device: 
 
 @pytest.mark.mpi(min_size=2)
 def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_world: MPI.Intracomm) -> None:
-    timeout_s = 0.5
+    timeout_s = patience_s("cpu")
     for culprit in FIRST_AND_LAST:
         with impatient_without(culprit, "cpu", timeout_s=timeout_s) as (impatient, others):
             impatient.zeros(3)
@@ -223,7 +225,7 @@ def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_w
                 start = time.monotonic()
                 with pytest.raises(CollectiveTimeoutError if others else KeyboardInterrupt):
                     impatient.zeros(4)
-                assert time.monotonic() - start < timeout_s + 1
+                assert time.monotonic() - start < timeout_s + stretched(1.0)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -232,9 +234,9 @@ def test_rank_that_never_comes_to_create_a_communicator_is_named(comm_world: MPI
         parent = comm_world.Dup()
         with without(culprit) as others:
             if others:
-                text = f"Communicator: rank {culprit} did not arrive within 0.5 s"
+                text = f"Communicator: rank {culprit} did not arrive within {patience_s('cpu'):g} s"
                 with raises_everywhere(others, CollectiveTimeoutError, match=text) as excinfo:
-                    mpicomm.Communicator(parent, device="cpu", timeout_s=0.5)
+                    mpicomm.Communicator(parent, device="cpu", timeout_s=patience_s("cpu"))
                 assert excinfo.value.ranks == (culprit,)
 
 
@@ -243,7 +245,7 @@ def test_all_ranks_that_never_come_are_named_by_the_first_rank(comm_world: MPI.I
     parent = comm_world.Dup()
     if comm_world.rank == 0:
         with pytest.raises(CollectiveTimeoutError) as excinfo:
-            mpicomm.Communicator(parent, device="cpu", timeout_s=0.5)
+            mpicomm.Communicator(parent, device="cpu", timeout_s=patience_s("cpu"))
         assert excinfo.value.ranks == tuple(range(1, comm_world.size))
     comm_world.Barrier()
 
@@ -260,10 +262,10 @@ def test_rank_that_comes_late_to_create_a_communicator_raises_too_and_the_parent
         with without(culprit) as others:
             if others:
                 with pytest.raises(CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
-                    mpicomm.Communicator(parent, device="cpu", timeout_s=0.3)
+                    mpicomm.Communicator(parent, device="cpu", timeout_s=patience_s("cpu"))
         if comm_world.rank == culprit:
             with pytest.raises(CollectiveTimeoutError, match=f"Communicator: rank {culprit} did not arrive"):
-                mpicomm.Communicator(parent, device="cpu", timeout_s=0.3)
+                mpicomm.Communicator(parent, device="cpu", timeout_s=patience_s("cpu"))
         with mpicomm.Communicator(parent, device="cpu") as comm:
             require_memory_works(comm)
         parent.Send(np.ones(1), (parent.rank + 1) % parent.size)
@@ -274,11 +276,11 @@ def test_rank_that_comes_late_to_create_a_communicator_raises_too_and_the_parent
 
 def test_rank_that_never_comes_to_the_set_up_of_a_split_communicator_is_named(comm_world: MPI.Intracomm) -> None:
     for culprit in FIRST_AND_LAST:
-        with mpicomm.Communicator(comm_world, device="cpu", timeout_s=0.3) as impatient:
+        with mpicomm.Communicator(comm_world, device="cpu", timeout_s=patience_s("cpu")) as impatient:
             part = impatient.Split()
             assert isinstance(part, mpicomm.Communicator)
             with without(culprit) as others:
                 if others:
-                    text = f"^zeros: rank {culprit} did not arrive within 0.3 s"
+                    text = f"^zeros: rank {culprit} did not arrive within {patience_s('cpu'):g} s"
                     with raises_everywhere(others, CollectiveTimeoutError, match=text):
                         part.zeros(3)

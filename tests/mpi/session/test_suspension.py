@@ -22,6 +22,7 @@ from tests.helpers.fakes.virtual_device import VirtualDevice
 from tests.helpers.fakes.virtual_memory import VirtualCuda
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.communicators import communicator
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -221,7 +222,7 @@ def named(name: str, function: Any) -> Any:
 
 @pytest.mark.parametrize("call", ["suspend", "resume"])
 def test_a_rank_that_does_not_come_is_named(call: str) -> None:
-    with rig_of(timeout_s=1) as rig:
+    with rig_of(timeout_s=stretched(1.0)) as rig:
         rig.comm.zeros(3, "i8")
         if call == "resume":
             rig.comm.suspend()

@@ -104,6 +104,11 @@ NDARRAY_USES: dict[str, Callable[[Any], object]] = {
     "len": len,
     "iteration": list,
     "arithmetic": lambda array: array + 1,
+    "a remainder": lambda array: array % 2,
+    "equality": lambda array: array == 1,
+    "inequality": lambda array: array != np.ones(3),
+    "an order": lambda array: array < 1,
+    "a sign": lambda array: -array,
     "arithmetic from the right": lambda array: 2 * array,
 }
 
@@ -114,6 +119,7 @@ def test_use_as_an_ndarray_is_refused(comm: mpicomm.Communicator, use: Callable[
         with pytest.raises(InvalidUsageError, match=r"a SymmetricArray is no ndarray: use a\.local"):
             use(array)
         assert array
+        assert {array: 1}[array] == [array].index(array) + 1
 
 
 def test_pickling_is_refused(host_comm: mpicomm.Communicator) -> None:

@@ -99,7 +99,7 @@ def test_signals_of_a_closed_array_never_reach_the_next(device: str) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_signal_that_did_not_come_is_told_with_its_array() -> None:
-    with communicator("cpu", timeout_s=0.3) as comm:
+    with communicator("cpu", timeout_s=patience_s("cpu")) as comm:
         array, peer = comm.zeros((2, 3), np.float32), (comm.rank + 1) % comm.size
         text = f"create another; rank {peer} must call signal on the same array, .* shape=.2, 3. dtype=float32"
         with pytest.raises(CollectiveTimeoutError, match=text) as excinfo:

@@ -18,6 +18,7 @@ from mpicomm import CollectiveTimeoutError, InvalidUsageError, KernelCompileErro
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
 from mpicomm.devices.host_memory import HostSegment
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.rigs.window_rigs import COUNT, placed, window_rig
 
 
@@ -337,7 +338,7 @@ def test_memory_of_two_kinds_is_refused_on_all_ranks() -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_rank_that_does_not_come_fails_the_device() -> None:
-    with window_rig(timeout_s=0.3) as rig:
+    with window_rig(timeout_s=stretched(0.3)) as rig:
         if rig.rank == 1:
             rig.win.Fence()
             rig.device.synchronize()

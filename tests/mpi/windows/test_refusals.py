@@ -185,3 +185,81 @@ def test_access_under_the_lock_of_another_rank_is_refused(
         with pytest.raises(MPI.Exception, match="is in no epoch"):
             win.Put(xp.ones(1, np.int64), (comm.rank + 1) % comm.size)
     win.Unlock(comm.rank)
+
+
+THREE = np.arange(3.0)
+COLUMN = MPI.DOUBLE.Create_vector(3, 1, 4)
+OUTSIDE: dict[str, Callable[[mpicomm.Win, int], object]] = {
+    "Put": lambda win, rank: win.Put(THREE, rank, 8),
+    "Put far away": lambda win, rank: win.Put(THREE, rank, 100),
+    "Put without a displacement": lambda win, rank: win.Put(np.zeros(11), rank),
+    "Put with a type": lambda win, rank: win.Put([THREE, MPI.DOUBLE], rank, (8, 3, MPI.DOUBLE)),
+    "Put with a count": lambda win, rank: win.Put(THREE, rank, [8, 3]),
+    "Put of a column": lambda win, rank: win.Put(THREE, rank, (2, 1, COLUMN)),
+    "Get": lambda win, rank: win.Get(np.zeros(3), rank, 8),
+    "Rput": lambda win, rank: win.Rput(THREE, rank, 8),
+    "Rget": lambda win, rank: win.Rget(np.zeros(3), rank, 8),
+    "Accumulate": lambda win, rank: win.Accumulate(THREE, rank, 8),
+    "Raccumulate": lambda win, rank: win.Raccumulate(THREE, rank, 8),
+    "Get_accumulate": lambda win, rank: win.Get_accumulate(THREE, np.zeros(3), rank, 8),
+    "Rget_accumulate": lambda win, rank: win.Rget_accumulate(THREE, np.zeros(3), rank, 8),
+    "Fetch_and_op": lambda win, rank: win.Fetch_and_op(np.ones(1), np.zeros(1), rank, 10),
+    "Compare_and_swap": lambda win, rank: win.Compare_and_swap(
+        np.ones(1, int), np.ones(1, int), np.ones(1, int), rank, 10
+    ),
+}
+
+
+@pytest.mark.parametrize("make", ["Allocate", "Create", "Allocate_shared"])
+def test_elements_outside_of_a_window_of_mpi_are_refused(host_comm: mpicomm.Communicator, make: str) -> None:
+    rank = (host_comm.rank + 1) % host_comm.size
+    memory: Any = np.zeros(10) if make == "Create" else 80
+    win = getattr(mpicomm.Win, make)(memory, 8, comm=host_comm)
+    COLUMN.Commit()
+    win.Fence()
+    for name, call in OUTSIDE.items():
+        text = (
+            rf"Win\.{name.split()[0]}: target: displacement \d+ reaches from byte \d+ to byte \d+ of the window on rank"
+        )
+        with pytest.raises(MPI.Exception, match=text) as caught:
+            call(win, rank)
+        assert caught.value.Get_error_class() == MPI.ERR_RMA_RANGE
+        assert isinstance(caught.value, InvalidUsageError)
+    with pytest.raises(MPI.Exception, match="displacement -1 is negative"):
+        win.Put(THREE, rank, -1)
+    win.Put(THREE, rank, 7)
+    win.Put([THREE, 2, MPI.DOUBLE], rank, [1, 2])
+    win.Put(THREE, rank, (1, 1, COLUMN))
+    win.Put(THREE, MPI.PROC_NULL, 100)
+    win.Fence()
+    assert win.tomemory().view("d").tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 1, 2]
+    win.Free()
+
+
+WRONG: dict[str, tuple[str, Callable[[mpicomm.Win], object]]] = {
+    "Fence": (r"Win\.Fence: assertion 'x' is no integer", lambda win: win.Fence("x")),  # type: ignore[arg-type]
+    "Lock": (r"Win\.Lock: rank 'x' is no integer", lambda win: win.Lock("x")),  # type: ignore[arg-type]
+    "Put": (r"Win\.Put: target_rank 'x' is no integer", lambda win: win.Put(THREE, "x")),  # type: ignore[arg-type]
+    "Flush": (r"Win\.Flush: rank None is no integer", lambda win: win.Flush(None)),  # type: ignore[arg-type]
+    "Shared_query": (r"Win\.Shared_query: rank 'x' is no", lambda win: win.Shared_query("x")),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("place", ["mpi", "device"])
+@pytest.mark.parametrize("call", WRONG)
+def test_arguments_of_wrong_classes_are_named(host_comm: mpicomm.Communicator, place: str, call: str) -> None:
+    text, act = WRONG[call]
+    win = mpicomm.Win.Allocate(80, 8, comm=host_comm, place=place)
+    with pytest.raises(TypeError, match=text):
+        act(win)
+    win.Free()
+
+
+@pytest.mark.parametrize("place", ["auto", "mpi", "device"])
+def test_a_communicator_of_a_wrong_class_is_named(place: str) -> None:
+    nobody: Any = None
+    for make, arguments in (("Allocate", (8,)), ("Allocate_shared", (8,)), ("Create", (None,)), ("Create_dynamic", ())):
+        with pytest.raises(TypeError, match=rf"Win\.{make}: comm=None is no MPI\.Intracomm: pass a Communicator"):
+            getattr(mpicomm.Win, make)(*arguments, comm=nobody, place=place)
+        with pytest.raises(TypeError, match=rf"Win\.{make}: info=None is no MPI\.Info"):
+            getattr(mpicomm.Win, make)(*arguments, info=nobody, place=place)

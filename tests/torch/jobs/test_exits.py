@@ -8,7 +8,7 @@ PROGRAM = """
 import atexit, threading, time
 import torch, torch.distributed as dist
 import mpicomm.torch
-from mpicomm.torch.message_works import MessageWork
+from mpicomm.torch.works import MessageWork
 
 over, main, has_ended = MessageWork.is_completed, threading.current_thread(), threading.Event()
 

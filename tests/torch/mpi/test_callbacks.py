@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from tests.helpers.inputs.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
-
-PATIENCE_S = 10.0
+from tests.helpers.jobs.pace import HANG_S
 
 
 def begin(tensor: torch.Tensor) -> dist.Work:
@@ -176,7 +175,7 @@ def test_a_callback_may_wait_for_a_later_call(world: dist.ProcessGroup) -> None:
     works: list[dist.Work] = []
 
     def wait_for_later(_: object) -> list[torch.Tensor]:
-        works[1].wait(timedelta(seconds=PATIENCE_S))
+        works[1].wait(timedelta(seconds=HANG_S))
         return [second.clone(), *works[2].get_future().wait()]
 
     with while_the_last_rank_is_late() as on_time:

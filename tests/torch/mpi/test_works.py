@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.torch.call_queue import CallQueue
-from mpicomm.torch.works import HostWork
+from mpicomm.torch.call_queue import CallQueue, HostWork
 from tests.helpers.inputs.torch_cases import Case, Op, finish, reduced, require_same, while_the_last_rank_is_late
-
-PATIENCE_S = 10.0
+from tests.helpers.jobs.pace import HANG_S
 
 
 def begin(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
@@ -110,7 +108,7 @@ def test_a_thread_coalesces_only_its_own_calls(world: dist.ProcessGroup) -> None
     begin(mine)
     other = threading.Thread(target=lambda: begin(others).wait())
     other.start()
-    other.join(PATIENCE_S)
+    other.join(HANG_S)
     joined = world._end_coalescing(mine.device)
     joined.wait()
     require_same(joined.result(), [reduced(case.all(4), Op.SUM)])
@@ -222,7 +220,7 @@ def test_groups_in_several_threads(world: dist.ProcessGroup) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(HANG_S)
     require_same([sums[index] for index in range(3)], [reduced(case.all(1000, salt=i), Op.MAX) for i in range(3)])
     for group in groups:
         dist.destroy_process_group(group)

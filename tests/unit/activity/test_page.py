@@ -25,6 +25,7 @@ from mpicomm.activity.reading import (
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.kernels.window import WINDOW_RANKS
 from tests.helpers.jobs.mpiexec import environment
+from tests.helpers.jobs.pace import HANG_S
 
 ALONE = [Member("host", 1, 0)]
 
@@ -138,7 +139,7 @@ def test_a_communicator_has_the_same_key_in_all_processes() -> None:
         "print(read_activity(os.getpid()).communicators[0].key)"
     )
     other = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=HANG_S, check=True
     )
     row = opened([Member("a", 1, 45), Member("b", 1, 46)])
     assert of("ranks 45-46").key == int(other.stdout)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mpicomm import info
 from mpicomm.cli import arguments, machine
+from mpicomm.errors import InvalidUsageError
 from mpicomm.sizes import format_size
 
 
@@ -86,7 +87,7 @@ def test_write_json_that_fails_leaves_things_as_they_were(tmp_path: Path) -> Non
         arguments.write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     (tmp_path / "folder").mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(InvalidUsageError, match=r"folder cannot be written: Is a directory: name a file on another"):
         arguments.write_json(tmp_path / "folder", {})
     assert sorted(tmp_path.iterdir()) == [tmp_path / "folder", path]
 

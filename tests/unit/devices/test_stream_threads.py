@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
+from tests.helpers.jobs.pace import HANG_S
 
 OTHER = 7
 
@@ -38,7 +39,7 @@ class Lasting:
     def __call__(self, act: Callable[[], Any]) -> None:
         self._calls.append(act)
         self._come.release()
-        assert self._done.acquire(timeout=20)
+        assert self._done.acquire(timeout=HANG_S)
 
     def _run(self) -> None:
         while self._come.acquire() and not self._ends:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mpicomm.cli.launch import JobLaunch, launch_of
+from mpicomm.doctor.checks import CHECKS, examine, lines
 from mpicomm.doctor.facts import MemoryFacts, RankFacts, VisibleGpu, family_of
-from mpicomm.doctor.report import CHECKS, examine, lines
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ofi --with-pm=hydra"

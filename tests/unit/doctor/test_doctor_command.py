@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from mpicomm.doctor.report import CHECKS
-from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, run_job
+from mpicomm.doctor.checks import CHECKS
+from tests.helpers.jobs.mpiexec import ROOT, environment, mpiexec_command, run_job
+from tests.helpers.jobs.pace import HANG_S
 
 DOCTOR = ("-m", "mpicomm.doctor", "--device", "cpu")
 IS_MPICH = MPI.get_vendor()[0] == "MPICH"
@@ -33,7 +35,7 @@ def require_namespaces(*namespaces: str) -> None:
     probe = ["unshare", *namespaces, "--fork", "true"]
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare: install util-linux")
-    if subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=10).returncode != 0:
+    if subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=HANG_S).returncode != 0:
         pytest.skip(f"this machine forbids unshare {' '.join(namespaces)}")
 
 
@@ -44,7 +46,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=JOB_LIMIT_S,
+        timeout=HANG_S,
     )
 
 
@@ -57,7 +59,9 @@ def faults(file: Path) -> dict[str, list[str]]:
 def test_nothing_is_wrong() -> None:
     job = run_job(2, *DOCTOR)
     assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.splitlines() == [f"ok    {check.name}: {check.title}" for check in CHECKS]
+    *checked, last = (f"ok    {check.name}: {check.title}" for check in CHECKS)
+    skipped = "skip  pytorch: no rank has PyTorch, or a setting for it"
+    assert job.stdout.splitlines() == [*checked, last if importlib.util.find_spec("torch") else skipped]
     assert "ok    shm: /dev/shm is large enough for the ranks\n" in job.stdout
 
 
@@ -134,6 +138,17 @@ def test_a_small_dev_shm_is_said_before_mpi_ends_the_process() -> None:
 
 
 @pytest.mark.needs_root
+def test_a_report_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    require_namespaces("--mount")
+    full = f'mount -t tmpfs -o size=4k tmpfs {tmp_path} && head -c 4096 /dev/zero > {tmp_path}/rest && exec "$@"'
+    command = mpiexec_command(2, *DOCTOR, "--json", f"{tmp_path}/report.json")
+    job = run("unshare", "--mount", "sh", "-c", full, "-", *command)
+    assert (job.returncode, job.stdout) == (2, "")
+    said = f"error: {tmp_path}/report.json cannot be written: No space left on device: name a file on another disk\n"
+    assert job.stderr.count(said) == 1 and "Traceback" not in job.stderr
+
+
+@pytest.mark.needs_root
 def test_a_low_limit_of_locked_memory_beside_infiniband(report: Path) -> None:
     require_namespaces("--mount")
     # A folder in the place of the kernel's class folder shows a card. Root may lock all memory unless it gives this up.
@@ -151,6 +166,14 @@ def test_an_mpi_that_is_not_there() -> None:
     assert job.returncode == 1
     assert "FAULT library: mpi4py finds no library of an MPI that it is built for: libmpi.so." in job.stderr
     assert "Traceback" not in job.stderr
+
+
+@pytest.mark.parametrize("command", [("-c", "import mpicomm"), ("-m", "mpicomm", "-c", ""), ("-m", "mpicomm.info")])
+def test_an_import_without_an_mpi_says_the_way_out(command: tuple[str, ...]) -> None:
+    job = run(sys.executable, *command, MPI4PY_MPIABI="openmpi" if IS_MPICH else "mpich")
+    assert job.returncode == 1
+    assert "mpicomm needs mpi4py and an MPI library that mpi4py can load (libmpi.so." in job.stderr
+    assert ("Traceback" in job.stderr) == (command[0] == "-c")
 
 
 @pytest.mark.skipif(not OTHER.exists(), reason="another MPI: scripts/test --mpi openmpi installs it")

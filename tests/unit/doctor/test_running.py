@@ -26,10 +26,10 @@ from mpicomm.doctor.running_report import report, watch
 from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
 from mpicomm.waiting import wait_until
-from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.mpiexec import ROOT, environment, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.programs.late_rank import CALLS, LATE, TAG
 
-START_LIMIT_S = 20.0
 LOOK_S = 0.3
 DOCTOR = (sys.executable, "-m", "mpicomm.doctor")
 NOBODY = 65534
@@ -42,12 +42,12 @@ def doctor(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.Complete
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=JOB_LIMIT_S,
+        timeout=HANG_S,
     )
 
 
 def sleeper() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", str(JOB_LIMIT_S)], stdin=subprocess.DEVNULL)
+    return subprocess.Popen(["sleep", str(HANG_S)], stdin=subprocess.DEVNULL)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Job:
         """Wait until all ranks have come to a call."""
         for rank in range(LATE + 1):
             file = self.folder / f"{call}-{rank}"
-            assert wait_until(file.exists, START_LIMIT_S), f"{file}: {self.output}"
+            assert wait_until(file.exists, HANG_S), f"{file}: {self.output}"
 
     def go_on(self, call: str) -> None:
         """Let the late rank make the call."""
@@ -122,7 +122,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
     for call in CALLS:
         job.come_to(call)
         # A rank is in a call only a moment after it has come to it.
-        assert wait_until(functools.partial(is_seen, call), START_LIMIT_S), f"{call}: {found}"
+        assert wait_until(functools.partial(is_seen, call), HANG_S), f"{call}: {found}"
         if call in SAID:
             assert found[0].pids == (job.late,)
         if call == "Allreduce":
@@ -143,7 +143,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
             (mine,) = [each for each in jobs if job.late in [line["pid"] for line in each["ranks"]]]
             assert mine["waits"] == []
         job.go_on(call)
-    assert job.mpiexec.wait(START_LIMIT_S) == 0, job.output
+    assert job.mpiexec.wait(HANG_S) == 0, job.output
 
 
 def test_no_rank_waits_in_a_single_process() -> None:
@@ -169,7 +169,7 @@ def test_a_process_that_is_no_program_of_mpicomm() -> None:
         said = doctor("--pid", str(process.pid))
         process.kill()
     assert said.returncode == 2
-    assert f"--pid {process.pid}: sleep {JOB_LIMIT_S} is no program of mpicomm, or has not begun" in said.stderr
+    assert f"--pid {process.pid}: sleep {HANG_S} is no program of mpicomm, or has not begun" in said.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and util-linux")
@@ -241,7 +241,7 @@ def shown(pid: int, memory: int, page: bytes) -> str:
 
 def test_the_page_of_another_user_may_hold_anything() -> None:
     memory = os.memfd_create(layout.MEMORY_NAME)
-    with subprocess.Popen(["sleep", str(JOB_LIMIT_S)], stdin=subprocess.DEVNULL, pass_fds=[memory]) as process:
+    with subprocess.Popen(["sleep", str(HANG_S)], stdin=subprocess.DEVNULL, pass_fds=[memory]) as process:
 
         @settings(max_examples=50, deadline=None)
         @given(page=hostile_pages(process.pid))

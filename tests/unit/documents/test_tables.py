@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mpicomm import environment
-from mpicomm.doctor.report import CHECKS
+from mpicomm.doctor.checks import CHECKS
 from tests.helpers.jobs.mpiexec import ROOT
 
 DOCUMENTS = ROOT / "mpicomm/docs"

@@ -12,6 +12,8 @@ import pytest
 
 from tests.helpers.faults.leaks import nothing_leaks
 from tests.helpers.jobs.agreement import Outcome, agreed_error
+from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.sweeps import QUICK_RUNS_EVERY
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,7 +39,7 @@ def run_ranks(tmp_path: Path) -> RunRanks:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
 
     return run
@@ -184,3 +186,9 @@ def test_leaks_are_named(tmp_path: Path) -> None:
         file.close()
     with nothing_leaks():
         pass
+
+
+def test_all_tests_that_the_quick_run_cuts_exist() -> None:
+    for test in QUICK_RUNS_EVERY:
+        file, name = test.split("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), test

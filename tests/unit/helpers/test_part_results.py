@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+import pytest
+
+from mpicomm.waiting import wait_until
+from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.part_results import Part, conclusion, part
+from tests.helpers.jobs.run_parts import Run, Step
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,9 +39,9 @@ def test_two(): assert False
 }
 
 
-def summary(directory: Path, *names: str, program: str = "0\t7\t-\ta program\n") -> tuple[int, list[str]]:
-    """Run the parts of these names and a program; return the exit code and the lines of the summary."""
-    lines = ""
+def summary(directory: Path, *names: str, program: int = 0) -> tuple[bool, list[str]]:
+    """Run the parts of these names and a program with an exit code; return whether any failed, and the summary."""
+    parts = []
     for number, name in enumerate(names):
         test, results = directory / f"test_{number}.py", directory / f"{number}.json"
         test.write_text(PARTS[name])
@@ -42,17 +50,14 @@ def summary(directory: Path, *names: str, program: str = "0\t7\t-\ta program\n")
         environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         command = [sys.executable, "-m", "pytest", *options, str(test)]
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE).returncode
-        lines += f"{code}\t3\t{results}\t{name}\n"
-    file = directory / "parts"
-    file.write_text(lines + program)
-    command = [sys.executable, "-m", "tests.helpers.jobs.part_results", str(file)]
-    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    return result.returncode, result.stdout.splitlines()
+        parts.append(part(name, code, 3, results))
+    parts.append(part("a program", program, 7, None))
+    return any(each.failed for each in parts), [*(line for each in parts for line in each.lines()), conclusion(parts)]
 
 
 def test_the_summary_counts_tests_that_passed_and_tests_that_did_not_run(tmp_path: Path) -> None:
     assert summary(tmp_path, "good", "partly skipped", "skipped", "skipped file") == (
-        0,
+        False,
         [
             "good: passed in 3 s, 2 tests passed",
             "partly skipped: passed in 3 s, 1 tests passed",
@@ -68,11 +73,50 @@ def test_the_summary_counts_tests_that_passed_and_tests_that_did_not_run(tmp_pat
 
 def test_what_failed(tmp_path: Path) -> None:
     names = ("bad", "not collected", "empty", "skipped and bad", "ends in the middle")
-    code, lines = summary(tmp_path, *names, "good", program="1\t7\t-\ta program\n")
-    assert code == 1
+    failed, lines = summary(tmp_path, *names, "good", program=1)
+    assert failed
     assert [line for line in lines if "FAILED in 3 s" in line] == [
         f"{name}: FAILED in 3 s, {passed} tests passed" for name, passed in zip(names, (1, 0, 0, 0, 0), strict=True)
     ]
     assert lines[-1] == (
         f"FAILED: {', '.join(names)}, a program; passed: good; ran without some tests: skipped and bad"
     )
+
+
+def test_a_run_shows_how_far_it_is_and_which_test_is_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fast, slow = tmp_path / "test_fast.py", tmp_path / "test_slow.py"
+    go_on = tmp_path / "go on"
+    fast.write_text("def test_one(): pass")
+    slow.write_text(f"""
+import time
+from pathlib import Path
+def test_one(): pass
+def test_two(): pass
+def test_three():
+    while not Path({str(go_on)!r}).exists():
+        time.sleep(0.01)
+""")
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path)]
+    first, second = Step("first", [*pytest_, str(slow)]), Step("second", [*pytest_, str(fast)], after=None)
+    second.after = first
+    run = Run([[first], [second]], tmp_path)
+    results: list[Part] = []
+    thread = threading.Thread(target=lambda: results.extend(run.run()), daemon=True)
+    thread.start()
+    assert wait_until(lambda: "first 2 of 3" in run.line(slow_s=0), HANG_S)
+    assert "| 1 part to come | slow: test_slow.py::test_three, 0 s" in run.line(slow_s=0)
+    go_on.touch()
+    thread.join()
+    assert [(result.name, result.passed, result.failed) for result in results] == [
+        ("first", 3, False),
+        ("second", 1, False),
+    ]
+    said = capsys.readouterr().out
+    assert "==== first: passed in " in said and "==== second: passed in " in said
+
+
+def test_a_run_prints_the_output_of_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (result,) = Run([[Step("bad", [sys.executable, "-c", "print('the cause'); 1 / 0"], counts=False)]], tmp_path).run()
+    assert result.failed
+    said = capsys.readouterr().out
+    assert "the cause" in said and "ZeroDivisionError" in said and "==== bad: FAILED" in said

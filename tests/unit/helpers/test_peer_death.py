@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.jobs.peer_death_jobs import run_jobs
 from tests.helpers.programs.peer_death import FOR_GOOD
 
-JOBS, RANKS, TRIALS, KILLS = 4, 3, 48, 2
+RANKS, TRIALS, KILLS = 3, 48, 2
 
 
-def test_survivors_of_any_death_learn_it_in_time_and_go_on(tmp_path: Path) -> None:
-    # Long enough for healthy ranks on a busy machine, whose cores twelve ranks share.
-    seen = run_jobs(tmp_path, JOBS, RANKS, TRIALS, KILLS, timeout_s=0.5)
+@pytest.mark.parametrize(("first_seed", "jobs"), [(0, 3), (3, 1)])
+def test_survivors_of_any_death_learn_it_in_time_and_go_on(tmp_path: Path, first_seed: int, jobs: int) -> None:
+    seen = run_jobs(tmp_path, jobs, RANKS, TRIALS, KILLS, timeout_s=stretched(0.5), first_seed=first_seed)
     wrong = [(rank, outcome) for job in seen for rank, each in enumerate(job) for outcome in each if outcome.wrong]
     assert not wrong, "\n".join(f"rank {rank}: {outcome}" for rank, outcome in wrong)
     for job in seen:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.jobs.mpiexec import run_job
+from tests.helpers.jobs.pace import stretched
 
 PRELUDE = """
 import atexit, os, sys, time
@@ -25,7 +26,7 @@ if MPI.COMM_WORLD.rank == 0:
 import mpicomm
 from tests.helpers.fakes.message_devices import DeviceArray
 from tests.helpers.rigs.message_rigs import take_for_gpu
-child = mpicomm.Communicator(MPI.COMM_WORLD, device="cpu", timeout_s=1.5).Dup()
+child = mpicomm.Communicator(MPI.COMM_WORLD, device="cpu", timeout_s=TIMEOUT_S).Dup()
 device = take_for_gpu(child)
 sent = DeviceArray(device, np.arange(100_000))
 """
@@ -50,10 +51,10 @@ if FINALIZE:
 
 
 def settings(tmp_path: Path, *, finalize: bool) -> str:
-    return f"FINALIZE, RECEIVING = {finalize}, {str(tmp_path / 'receiving')!r}"
+    return f"FINALIZE, RECEIVING, TIMEOUT_S = {finalize}, {str(tmp_path / 'receiving')!r}, {stretched(1.5)}"
 
 
 def test_what_no_rank_receives_does_not_keep_a_program(tmp_path: Path) -> None:
     code = "child.Isend(sent, child.rank) if child.rank == 0 else None; time.sleep(0.1)"
     result = run_job(2, "-c", settings(tmp_path, finalize=False) + PRELUDE + code)
-    assert "messages of GPU arrays were not received within 1.5 s" in result.stderr
+    assert f"messages of GPU arrays were not received within {stretched(1.5):g} s" in result.stderr

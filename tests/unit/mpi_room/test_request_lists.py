@@ -13,8 +13,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from tests.helpers.jobs.pace import HANG_S
 
-LONG_S = 20
 TAG = 5
 NULL, UNDEFINED = MPI.REQUEST_NULL, MPI.UNDEFINED
 Switch = Callable[[], object]
@@ -85,7 +85,7 @@ def mixture() -> Iterator[Mixture]:
 
 
 def until(call: Callable[[], Any], stops: Callable[[Any], bool]) -> Any:
-    end = time.monotonic() + LONG_S
+    end = time.monotonic() + HANG_S
     while not stops(found := call()):
         assert time.monotonic() < end
     return found

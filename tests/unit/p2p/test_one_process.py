@@ -28,6 +28,7 @@ from tests.helpers.fakes.fake_gpus import (
     installed,
 )
 from tests.helpers.jobs.mpiexec import environment
+from tests.helpers.jobs.pace import HANG_S
 
 NBYTES = 40 << 20
 Command = Callable[..., tuple[int, str, dict[str, Any]]]
@@ -129,7 +130,7 @@ def alone(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.jobs.pace import stretched
 from tests.helpers.jobs.product_death_jobs import DEATHS, survivors
 
 
 @pytest.mark.parametrize(("kind", "how"), DEATHS)
 def test_survivors_name_the_rank_that_died(tmp_path: Path, kind: str, how: str) -> None:
-    survivors(tmp_path, 3, "cpu", kind, how, 1.0)
+    survivors(tmp_path, 3, "cpu", kind, how, stretched(1.0))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.jobs.pace import HANG_S
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import os
@@ -26,7 +28,7 @@ print("output")
 def test_the_trace_ends_and_the_table_is_printed(tmp_path: Path, end: str) -> None:
     variables = {**os.environ, "MPICOMM_TRACE": f"{tmp_path}/%r.json", "MPICOMM_STATS": "1"}
     command = [sys.executable, "-c", PROGRAM.format(end=end)]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == "output\n"
     assert "mpicomm: calls of this rank" in done.stderr and "Allreduce" in done.stderr
     events = json.loads((tmp_path / "0.json").read_text())
@@ -67,6 +69,6 @@ def test_a_trace_or_log_that_cannot_be_written_ends_with_a_warning(reason: str, 
 
 def test_traces_are_merged_without_mpi(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "mpicomm.trace", "merge", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert "traces of the ranks" in done.stdout
     assert "mpicomm.trace.files" in done.stderr and "mpi4py" not in done.stderr

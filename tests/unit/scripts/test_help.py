@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.jobs.in_turn import run_in_turn
 from tests.helpers.jobs.mpiexec import ROOT, environment
+from tests.helpers.jobs.pace import HANG_S
 
 SCRIPTS = ROOT / "scripts"
 COMMANDS = [path for path in SCRIPTS.iterdir() if path.is_file() and os.access(path, os.X_OK)]
@@ -31,7 +32,7 @@ def test_each_command_answers_help_and_writes_nothing(tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=HANG_S,
         )
         assert (job.returncode, job.stderr) == (0, ""), command
         require_names_itself(command, job.stdout)

@@ -15,6 +15,7 @@ import pytest
 
 import mpicomm
 from tests.helpers.jobs.mpiexec import ROOT, environment
+from tests.helpers.jobs.pace import HANG_S
 
 ELSEWHERE = re.compile(r"(https?|mailto|data):")
 
@@ -23,7 +24,7 @@ ELSEWHERE = re.compile(r"(https?|mailto|data):")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, str(ROOT / "scripts/documents/build_site.py"), "--no-runs", str(folder)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=HANG_S)
     assert result.returncode == 0, result.stderr
     return folder
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.jobs.mpiexec import ROOT, environment
+from tests.helpers.jobs.pace import HANG_S
 
 
 def run(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(root / "scripts/write_methods.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=HANG_S)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from mpicomm.sharing import fd_exchange
 from mpicomm.sharing.fd_exchange import Address, FdExchange
 from tests.helpers.faults.interrupts import interrupt_everywhere
 from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.jobs.pace import HANG_S
 from tests.helpers.rigs.fd_exchanges import (
-    NEVER_S,
     SOON_S,
     connected,
     few_free_descriptors,
@@ -53,7 +53,7 @@ def test_ranks_swap_any_numbers_of_descriptors_in_order(
     def swap_some(exchange: FdExchange, rank: int) -> dict[int, list[str]]:
         with contextlib.ExitStack() as stack:
             own = [stack.enter_context(memory(f"{rank}.{number}")) for number in range(counts[rank])]
-            received = exchange.swap(addresses, own, counts, NEVER_S)
+            received = exchange.swap(addresses, own, counts, HANG_S)
             for fd in (fd for fds in received.values() for fd in fds):
                 stack.callback(fd.close)
             return {peer: [os.pread(fd, 100, 0).decode() for fd in fds] for peer, fds in received.items()}

@@ -1,12 +1,14 @@
-"""Form: a collective call without its addresses and lengths. All calls of one kind share a form.
+"""Form: a kind of collective calls, which differ only in the addresses and lengths of their blocks.
 
 The patterns of `patterns.py` know addresses and counts. A form gets from them the exchange of one unit. In this
-exchange an address encodes the buffer and the number of a unit in the buffer. So a `Piece` says where any call of the
-form has its data.
+exchange an address encodes the number of a block and of a unit in the block. So a span of the exchange says where any
+call of the form has its data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,105 +16,107 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
-from mpicomm.collectives.operations import Operation, Shape
+from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.wire import Wire
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
-from mpicomm.mpi.arguments import Operand
-from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.span import Span
 
 # A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines never cut a unit.
 _UNIT = np.dtype("V128")
 _BYTE = np.dtype(np.uint8)
-_BUFFER = 1 << 40
-"""The distance between the two buffers of a form, in bytes."""
+_BLOCK_BITS = 40
+"""Block k of a form begins at address (k + 1) << 40."""
 
 
 class Piece(NamedTuple):
     """A piece of memory in a form."""
 
-    buffer: int
-    """1 for the send buffer, 2 for the receive buffer, 0 for no buffer: no data, or data that the rank does not
-    store."""
-    part: int
-    """The number of the block or of the shard; -1 for no data."""
+    block: int
+    """The number of the block; -1 for no data, or for data that the rank does not store."""
+    shard: int
+    """The number of the shard of the block; -1 for no data."""
 
 
-NO_PIECE = Piece(0, -1)
+_NO_PIECE = Piece(-1, -1)
 
 
-def has_form(call: Call) -> bool:
-    """Return whether calls like this call differ only in addresses, counts and displacements."""
-    shapes, neighborhood = {call.operation.send, call.operation.receive}, call.neighborhood
-    typed = shapes == {"typed"} and neighborhood is None and call.scratch_nbytes == 0  # each block is a run of bytes
-    readable = typed or shapes <= {"one", "blocks", "vector", "counted"}
-    if neighborhood is not None and readable:
-        # A datatype gives the size of elements at an address. If a rank is a neighbour twice, its message has two
-        # blocks.
-        readable = neighborhood.names_ranks_once and not any(operand.by_address for operand in call.operands)
-    return readable and (typed or call.packed is None) and call.counted is None
-
-
+@dataclass(frozen=True, eq=False)
 class Form:
-    """The form of a call between several ranks of a node."""
+    """A kind of calls between the ranks of a peer domain. Blocks count from the first one of the send buffer on."""
 
-    def __init__(self, call: Call, rank: int, size: int) -> None:
-        assert call.dtype is not None and has_form(call)
-        operation: Operation = call.operation
-        self.operation = operation
-        self.size = size
-        self.itemsize = call.dtype.itemsize if operation.reduces else 1
-        """The bytes of the elements that `Call.buffers` counts. Calls that only move data count bytes."""
-        self.epilogue = None if call.epilogue is None else call.epilogue.without_owners()
-        """The epilogue that the algorithm's kernel applies, else None. Each call gives it memory by `place`."""
-        self.element_nbytes = tuple(_element_nbytes(operand) for operand in (call.send, call.receive))
-        """The bytes of an element of the send buffer and of the receive buffer."""
-        self.neighborhood = call.neighborhood
-        """The neighbours, to which the blocks of the buffers belong; None if the blocks belong to all ranks."""
-        self.dtype = call.dtype
-        self.op = call.op or ""
-        self.wire = (call.wire, call.dtype) if call.wire is not None else None
-        """See `GpuCall.wire`."""
-        self.reduction: Reduction | None = reduction_of(call.dtype, self.op) if operation.reduces else None
-        self.rank = rank
-        self.root = call.arguments.root
-        self.has_common_output = call.common_output is not None
-        """Whether all ranks have output of the same form: see `Call.common_output`."""
-        self.moves = call.in_place and operation.send == "counted"
-        """Whether the result goes to scratch memory, and then to its place: if recvcounts cut an input in place."""
-        self._in_place = call.in_place and not self.moves
-        # In place, the receive buffer holds the input of a reduction and has the shape of the input.
-        self.sends: Shape | None = operation.send if call.send is not None and not self._in_place else None
-        self.receives: Shape | None = None
-        if call.receive is not None:
-            self.receives = operation.send if self._in_place else operation.receive
-        if operation.of_neighbors:  # a call has a block for each rank, with no data for most of them
-            self.sends = self.receives = "vector"
-            given = call.given.send, call.given.receive
-            self.element_nbytes = tuple(int(array_of(spec).itemsize) for spec in given)
+    operation: Operation
+    rank: int
+    size: int
+    dtype: np.dtype[Any]
+    """The type of the elements if the collective reduces them, else bytes."""
+    op: str
+    root: int
+    sends: int
+    """The number of blocks that this rank sends from; 0 if it has no send buffer, or if its data is in place."""
+    receives: int
+    """The number of blocks into which it receives; 0 also if ``in_place``."""
+    in_place: bool = False
+    """Whether this rank's result of a reduction goes to the start of its input."""
+    stays: bool = False
+    """Whether the block that this rank sends to itself already lies where it belongs."""
+    epilogue: BoundEpilogue | None = None
+    wire: tuple[Wire, np.dtype[Any]] | None = None
+    """How elements travel, and their type; None if they travel as they are."""
+    cuts: tuple[tuple[int, int], ...] = ()
+    """See `Exchange.cuts`."""
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all blocks have one length, the same on all ranks."""
-        return self.operation.is_even
+    @classmethod
+    def of_call(cls, call: Call, buffers: Buffers) -> Form:
+        """Return the form of a read call; ``buffers`` is its memory."""
+        assert call.dtype is not None
+        wire = None if call.wire is None else (call.wire, call.dtype)
+        in_place = call.in_place and call.operation.reduces and buffers.scratch is None
+        epilogue = None if call.epilogue is None else call.epilogue.without_owners()
+        return cls._of(call.operation, buffers, in_place=in_place, epilogue=epilogue, wire=wire)
 
-    @property
-    def blocks_sent(self) -> int:
-        """The number of equal blocks in the send buffer; 0 if this rank has no send buffer, or is in place."""
-        return self._blocks_in(self.sends)
+    @classmethod
+    def of_buffers(cls, operation: Operation, buffers: Buffers) -> Form:
+        """Return the form of a call with this memory, which is in place if its memory says so."""
+        sent = buffers.send_blocks[0] if buffers.send_blocks else buffers.send
+        output = buffers.output
+        in_place = False
+        if operation.reduces and operation.is_even and sent and output and output.count and buffers.scratch is None:
+            in_place = sent.pointer == output.pointer
+        return cls._of(operation, buffers, in_place=in_place)
 
-    @property
-    def blocks_received(self) -> int:
-        """The number of equal blocks in the receive buffer; 0 if this rank has no receive buffer."""
-        return self._blocks_in(self.receives)
-
-    @property
-    def parts(self) -> tuple[int, int]:
-        """The number of blocks in the send buffer and in the receive buffer, if blocks have any lengths."""
-        send, receive = (
-            0 if shape is None else 1 if shape == "one" else self.size for shape in (self.sends, self.receives)
+    @classmethod
+    def _of(cls, operation: Operation, b: Buffers, **others: Any) -> Form:
+        sends = int(b.send is not None) if b.send_blocks is None else len(b.send_blocks)
+        receives = int(b.output is not None) if b.blocks is None else len(b.blocks)
+        stays = False
+        if others["in_place"]:
+            receives = 0
+        elif not operation.reduces and sends and receives:
+            own = b.send if b.send_blocks is None else b.send_blocks[b.rank]
+            stays = own == (b.output if b.blocks is None else b.blocks[b.rank])
+        dtype = b.dtype if operation.reduces else _BYTE
+        return cls(
+            operation, b.rank, b.size, dtype, b.op, b.root, sends, receives, stays=stays, cuts=tuple(b.cuts), **others
         )
-        return send, receive
+
+    @property
+    def key(self) -> Hashable:
+        """All of the form that launchers depend on. Each call brings its own epilogue of the same kind."""
+        finish = self.epilogue and (type(self.epilogue), self.epilogue.row_nbytes)
+        facts = self.operation, self.rank, self.size, self.dtype, self.op, self.root, self.wire, finish, self.cuts
+        return *facts, self.sends, self.receives, self.in_place, self.stays
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element of ``dtype``."""
+        return self.dtype.itemsize
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only the two ranks of a message know its length."""
+        return self.operation.counts == "private"
 
     @property
     def shards(self) -> int:
@@ -121,8 +125,13 @@ class Form:
 
     @property
     def blocks_counted(self) -> int:
-        """The number of blocks that `Call.nbytes` counts. A table chooses by these bytes."""
+        """The number of blocks that a table counts. It chooses by the bytes of all of them."""
         return self.size if "blocks" in (self.operation.send, self.operation.receive) else 1
+
+    @cached_property
+    def reduction(self) -> Reduction | None:
+        """The reduction's name among the kernels; raises `InvalidUsageError` if there is none."""
+        return reduction_of(self.dtype, self.op) if self.operation.reduces else None
 
     @cached_property
     def one_shot(self) -> Exchange:
@@ -142,49 +151,59 @@ class Form:
         return self.operation.chain(self._units(1))
 
     def piece(self, span: Span | None, alike: Span | None = None) -> Piece:
-        """Return the piece for which a span of `one_shot` or `two_shot` stands.
+        """Return the piece for which a span of `one_shot`, `two_shot` or `chain` stands.
 
-        A span without an address has only a length. For such a span, ``alike`` is a span of the same part with an
+        A span without an address has only a length. For such a span, ``alike`` is a span of the same shard with an
         address.
         """
         if span is None or span.count == 0:
-            return NO_PIECE
+            return _NO_PIECE
         if span.pointer == 0:
-            return Piece(0, self.piece(alike).part)
-        buffer, offset = divmod(span.pointer, _BUFFER)
-        return Piece(buffer, offset // (_UNIT.itemsize * span.count))
+            return Piece(-1, self.piece(alike).shard)
+        block, offset = divmod(span.pointer, 1 << _BLOCK_BITS)
+        return Piece(block - 1, offset // (_UNIT.itemsize * span.count))
 
-    def buffers(self, send: int, receive: int, nbytes: int) -> Buffers:
-        """Return this rank's memory in a call: the addresses of both buffers, and the bytes of each block."""
-        dtype = self.dtype if self.operation.reduces else _BYTE
-        return self._buffers(dtype, send, receive, nbytes // self.itemsize)
+    def numbers(self, b: Buffers) -> tuple[list[int], list[int]]:
+        """Return the bytes and the addresses of the blocks of a call. A block without bytes has address 0."""
+        output = b.output
+        if b.scratch is not None and output is not None:
+            output = Span(b.scratch.pointer, output.count)
+        received = ([output] if b.blocks is None else b.blocks) if self.receives else []
+        spans = [*([b.send] if b.send_blocks is None else b.send_blocks), *received]
+        itemsize = b.dtype.itemsize
+        lengths = [span.count * itemsize for span in spans if span is not None]
+        return lengths, [span.pointer if span.count else 0 for span in spans if span is not None]
+
+    def buffers(self, lengths: list[int], begins: list[int]) -> Buffers:
+        """Return the memory of a call: the inverse of `numbers`."""
+        itemsize = self.itemsize
+        return self._placed(
+            self.dtype, [Span(at, nbytes // itemsize) for nbytes, at in zip(lengths, begins, strict=True)]
+        )
 
     def _units(self, count: int) -> Buffers:
         """Return this rank's memory with ``count`` units in each block."""
-        return self._buffers(_UNIT, _BUFFER, 2 * _BUFFER, count)
+        blocks = [Span(block + 1 << _BLOCK_BITS, count) for block in range(self.sends + self.receives)]
+        if self.stays:
+            own = self.sends + (self.rank if self.receives > 1 else 0)
+            blocks[self.rank if self.sends > 1 else 0] = blocks[own]
+        return self._placed(_UNIT, blocks)
 
-    def _buffers(self, dtype: np.dtype[Any], send_pointer: int, receive_pointer: int, count: int) -> Buffers:
-        operation, nbytes = self.operation, count * dtype.itemsize
-        given = receive_pointer if self._in_place else send_pointer
-        send = send_blocks = output = blocks = None
-        if self.sends is not None or self._in_place:
-            if (self.sends or operation.send) == "one":
-                send = Span(given, count)
+    def _placed(self, dtype: np.dtype[Any], blocks: list[Span]) -> Buffers:
+        operation, sent, received = self.operation, blocks[: self.sends], blocks[self.sends :]
+        send = send_blocks = output = output_blocks = None
+        if sent:
+            if operation.send == "one" and not operation.of_neighbors:
+                (send,) = sent
             else:
-                send_blocks = self._blocks(given, count, nbytes)
-        if self.receives is not None:
+                send_blocks = sent
+        if self.in_place:
+            output = Span(sent[0].pointer, sent[self.rank if len(sent) > 1 else 0].count)
+        elif received:
             if operation.receive == "one":
-                output = Span(receive_pointer, count)
+                (output,) = received
             else:
-                blocks = self._blocks(receive_pointer, count, nbytes)
-        return Buffers(self.rank, self.size, dtype, send, send_blocks, output, blocks, self.op, self.root)
-
-    def _blocks_in(self, shape: Shape | None) -> int:
-        return 0 if shape is None else self.size if shape == "blocks" else 1
-
-    def _blocks(self, pointer: int, count: int, nbytes: int) -> list[Span]:
-        return [Span(pointer + rank * nbytes, count) for rank in range(self.size)]
-
-
-def _element_nbytes(operand: Operand | None) -> int:
-    return 0 if operand is None or operand.dtype is None else operand.dtype.itemsize
+                output_blocks = received
+        return Buffers(
+            self.rank, self.size, dtype, send, send_blocks, output, output_blocks, self.op, self.root, self.cuts
+        )

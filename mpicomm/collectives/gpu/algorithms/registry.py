@@ -10,15 +10,11 @@ from mpicomm.collectives.gpu.algorithms.chunks import plan as chunks
 from mpicomm.collectives.gpu.algorithms.copies.plan import CopyEngines
 from mpicomm.collectives.gpu.algorithms.direct.plan import IntoMemory
 from mpicomm.collectives.gpu.algorithms.packets import plan as packets
-from mpicomm.collectives.gpu.algorithms.packets.any_length import AnyLengthPackets
 from mpicomm.collectives.operations import OPERATIONS, Operation
-
-ANY_LENGTH = AnyLengthPackets()
-"""The algorithm between several ranks for calls that get no memory beyond the arena."""
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     IntoMemory(),
-    ANY_LENGTH,
+    packets.AnyLengthPackets(),
     packets.PacketOneShot(),
     chunks.ChunkedOneShot(),
     packets.PacketTwoShot(),
@@ -26,7 +22,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     CopyEngines(),
     chunks.Ring(),
 )
-"""If algorithms share a name, the first that accepts a call carries it out."""
+"""If algorithms share a name, the first that serves a call carries it out."""
 
 NAMES = tuple(dict.fromkeys(algorithm.name for algorithm in ALGORITHMS))
 """The values of ``algorithm=`` that name an algorithm."""

@@ -24,6 +24,8 @@ from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.sharing.segments import share
 from tests.helpers.faults.raising import raises_everywhere
 from tests.helpers.inputs import patterns
+from tests.helpers.jobs.pace import HANG_S, stretched
+from tests.helpers.rigs.communicators import patience_s
 from tests.helpers.rigs.host_engines import CALL, FLOAT32, engine_of, meet, span, spans
 
 
@@ -49,12 +51,10 @@ def different_calls(comm: MPI.Intracomm, engine: HostEngine) -> Callable[[], Non
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_call_different_things_all_say_who_called_what(comm_world: MPI.Intracomm) -> None:
     size = comm_world.size
-    with engine_of(comm_world) as (engine, _, _):
+    with engine_of(comm_world, timeout_s=HANG_S) as (engine, _, _):  # which nobody waits
         meet(comm_world, engine)
-        start = time.monotonic()
         with raises_everywhere(comm_world, PeerError, match="ranks called different things") as raised:
             different_calls(comm_world, engine)()
-        assert time.monotonic() - start < 10
         text = str(raised.value)
         assert f"rank {size - 1}: Allreduce(float32, count=100, op=max)" in text
         assert f"rank {max(size - 2, 0)}: " in text
@@ -122,29 +122,31 @@ def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None
 def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: str) -> None:
     rank, size = comm_world.rank, comm_world.size
     absent = 0 if missing == "first" else size - 1
-    with engine_of(comm_world, timeout_s=0.5) as (engine, _, _):
+    limit_s = patience_s("cpu")
+    with engine_of(comm_world, timeout_s=limit_s) as (engine, _, _):
         meet(comm_world, engine)
         comm_world.Barrier()
         start = time.monotonic()
         if rank == absent:
-            time.sleep(1.25)
+            time.sleep(2.5 * limit_s)
         a, b = np.ones(3000, np.float32), np.zeros(3000, np.float32)
         with raises_everywhere(
             comm_world, CollectiveTimeoutError, match=rf"^Test\(any\): rank {absent} did not"
         ) as info:
             engine.run(patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum"), CALL)
         assert info.value.ranks == (absent,)
-        assert time.monotonic() - start < 8
+        assert time.monotonic() - start < 16 * limit_s
         begun = time.monotonic()
         with raises_everywhere(comm_world, CollectiveTimeoutError, match="unusable since an earlier error"):
             meet(comm_world, engine)
-        assert time.monotonic() - begun < 0.5
+        assert time.monotonic() - begun < limit_s
 
 
 @pytest.mark.mpi(min_size=3)
 def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intracomm) -> None:
     rank, size = comm_world.rank, comm_world.size
-    with engine_of(comm_world, timeout_s=0.5) as (engine, _, _):
+    limit_s = patience_s("cpu")
+    with engine_of(comm_world, timeout_s=limit_s) as (engine, _, _):
         buffer = np.zeros(10, np.float32)
         chain = []
         for source in reversed(range(1, size)):  # each rank to the rank before it, the last one first
@@ -153,9 +155,9 @@ def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intr
             chain.append(Exchange(FLOAT32, sends, receives))
         comm_world.Barrier()
         # Rank 0 begins to wait first, and so it gives up first.
-        time.sleep(1.25 if rank == size - 1 else 0.1 * rank)
+        time.sleep(2.5 * limit_s if rank == size - 1 else 0.2 * limit_s * rank)
         with raises_everywhere(
-            comm_world, CollectiveTimeoutError, match=f": rank {size - 1} did not arrive within 0.5 s"
+            comm_world, CollectiveTimeoutError, match=f": rank {size - 1} did not arrive within {limit_s:g} s"
         ):
             engine.run(chain, CALL)
 
@@ -207,11 +209,12 @@ def test_a_agreed_error_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> No
 
 def test_ranks_wait_as_long_as_something_comes(comm_world: MPI.Intracomm) -> None:
     rank, size = comm_world.rank, comm_world.size
-    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
+    limit_s = stretched(1.0)
+    with engine_of(comm_world, timeout_s=limit_s) as (engine, _, _):
         buffer = np.zeros(10, np.float32)
         for _ in range(3):  # which takes longer than the deadline
             if rank == 0:
-                time.sleep(0.5)
+                time.sleep(limit_s / 2)
             engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), CALL)
 
 
@@ -220,10 +223,9 @@ def test_a_rank_that_is_interrupted_takes_the_others_with_it(
     comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, size = comm_world.rank, comm_world.size
-    with engine_of(comm_world) as (engine, _, _):
+    with engine_of(comm_world, timeout_s=HANG_S) as (engine, _, _):  # which nobody waits
         a, b = np.ones(30_000, np.float32), np.zeros(30_000, np.float32)
         steps = patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum")
-        start = time.monotonic()
         if rank == 1:
 
             def interrupt(*arguments: object) -> None:
@@ -235,4 +237,3 @@ def test_a_rank_that_is_interrupted_takes_the_others_with_it(
         else:
             with pytest.raises(PeerError, match="rank 1 left in the middle: KeyboardInterrupt"):
                 engine.run(steps, CALL)
-        assert time.monotonic() - start < 10  # of the 20 that they would wait

@@ -60,7 +60,9 @@ def test_calls_with_private_lengths_are_planned_again_when_inboxes_have_changed(
 
 def test_plans_of_other_calls_stay_and_do_not_count(rig: Rig) -> None:
     span = Span(1 << 50, 1000)
-    plan = rig.engine.prepare(patterns.allreduce(0, 2, BYTE, span, span, "sum").call(Signature("Allreduce", "uint8")))
+    signature = Signature("Allreduce", "uint8")
+    pattern = patterns.allreduce(0, 2, BYTE, span, span, "sum")
+    plan = rig.engine.prepare_step(pattern.operation, pattern.buffers, (str(signature), signature.hash32), "auto")
     for _ in range(3):
         rig.enqueue(plan)
     assert not rig.longest

@@ -1,4 +1,4 @@
-"""A call that is filled into the plan of its form has the same launch as a planned call."""
+"""A call that is filled into a template has the same launch as a call that is read."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.gpu.algorithms.base import GpuCall
-from mpicomm.collectives.gpu.algorithms.form import has_form
 from mpicomm.collectives.gpu.algorithms.registry import names_for
-from mpicomm.collectives.gpu.built_in import BUILT_IN
-from mpicomm.collectives.gpu.choose import choose
-from mpicomm.collectives.gpu.form_plan import FormPlan
+from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, has_template
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
-from tests.helpers.rigs.filled_calls import Device, as_enqueued, call_of, fill, plan_of
+from tests.helpers.rigs.filled_calls import Device, as_read, call_of, fill, plan_of
 
 OPERATIONS_OF_FORMS = [row for row in OPERATIONS.values() if row.counts == "same" and row.send != "counted"]
 
@@ -34,7 +30,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(data=st.data())
-def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+def test_a_filled_call_is_launched_as_if_it_had_been_read(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     rank, root = data.draw(st.integers(0, size - 1), "rank"), data.draw(st.integers(0, size - 1), "root")
     asked = data.draw(st.sampled_from(["auto", "one_shot", "two_shot", "chain", "ring", "copy_engine"]), "asked")
@@ -54,28 +50,25 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
     )
     kind: dict[str, Any] = {"in_place": in_place, "wire": wire}
     first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, at=0, **kind)
-    assume(has_form(first))
+    assume(has_template(first))
     symmetric, mappings = data.draw(st.booleans(), "symmetric"), Mappings()
-    plan = plan_of(first, device, asked, mappings)
+    try:
+        plan = plan_of(first, device, asked, mappings)
+    except InvalidUsageError:
+        return
     if symmetric:
         mappings.add([(1 << 51) + (abs(each - rank) << 48) for each in range(size)], rank, 1 << 45)
     for number in range(1, 4):  # later calls follow earlier ones in the same memory
         count = data.draw(counts, "count")
         call = call_of(operation, rank, size, count, dtype, root, at=number, **kind)
-        planned = GpuCall.of(call, mappings, None)
+        chosen, launched, text = as_read(call, device, asked, mappings)
         filled = fill(plan, call)
-        try:
-            algorithm, _ = choose(planned, asked, BUILT_IN, device.node)
-        except InvalidUsageError:
-            assert not filled
-            return
-        requests = algorithm.memory(planned, device.node)
-        assert filled == all(map(device.node.arena.has, requests))
+        assert filled == (launched is not None)
         if filled:
             device.launch(plan)
-            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
-            assert plan.text == planned.text(into_memory=algorithm.into_memory)
-            assert plan.choice.algorithm == algorithm.name
+            assert device.launched == launched
+            assert plan.text == text
+            assert plan.choice == chosen.choice
 
 
 @pytest.mark.parametrize("operation", OPERATIONS_OF_FORMS, ids=str)
@@ -93,12 +86,11 @@ def test_a_call_of_any_length_is_filled_in(operation: Operation, rank: int, symm
     plan = plan_of(calls[0], device, "auto", mappings)
     ways = []
     for call in calls:
-        planned = GpuCall.of(call, mappings, None)
-        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        chosen, launched, _ = as_read(call, device, "auto", mappings)
         assert fill(plan, call)
-        ways.append(algorithm)
+        ways.append(type(chosen.launcher))
         device.launch(plan)
-        assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
+        assert device.launched == launched
     assert len({*ways}) > 1
 
 
@@ -131,11 +123,11 @@ def test_the_launch_of_another_call_is_another_one(name: str, asked: str, symmet
     assert len(launched) == 4
 
 
-def test_a_call_that_does_not_fit_its_form_is_left_to_planning() -> None:
+def test_a_call_that_does_not_fit_its_form_is_left_to_the_reader() -> None:
     device = Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0)
     dtype = np.dtype("f4")
 
-    def plan(name: str, *, in_place: bool = False) -> FormPlan:
+    def plan(name: str, *, in_place: bool = False) -> CollectiveTemplate:
         return plan_of(call_of(OPERATIONS[name], 0, 2, 8, dtype, 0, in_place=in_place, at=0), device, "auto")
 
     here, there = 1 << 50, 1 << 51

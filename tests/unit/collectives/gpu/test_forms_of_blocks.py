@@ -1,4 +1,4 @@
-"""A call with blocks of any lengths has the same launch filled into the plan of its form as planned alone."""
+"""A call with blocks of any lengths that is filled into a template has the same launch as a call that is read."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.gpu.algorithms.base import GpuCall
-from mpicomm.collectives.gpu.algorithms.form import Form, has_form
-from mpicomm.collectives.gpu.built_in import BUILT_IN
-from mpicomm.collectives.gpu.choose import choose
-from mpicomm.collectives.gpu.longest_message import longest_with_peers
+from mpicomm.collectives.gpu.call_templates import has_template
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.plain_arrays import plain_array
-from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
-from tests.helpers.rigs.filled_calls import Device, as_enqueued, plan_of
+from tests.helpers.rigs.filled_calls import Device, as_read, plan_of
 
 OPERATIONS_OF_BLOCKS = [
     row for row in OPERATIONS.values() if "vector" in (row.send, row.receive) and not row.of_neighbors
@@ -45,7 +40,7 @@ def blocks_of(counts: list[int], gaps: list[int]) -> tuple[list[int], list[int]]
 
 
 @given(data=st.data())
-def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_read(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     rank, root = data.draw(st.integers(0, size - 1), "rank"), data.draw(st.integers(0, size - 1), "root")
     operation = data.draw(st.sampled_from(OPERATIONS_OF_BLOCKS), "operation")
@@ -80,25 +75,22 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
     for number in range(4):
         arguments = draw(number)
         read = call(arguments)
-        planned = GpuCall.of(read, Mappings(), None)
-        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
-        requests = algorithm.memory(planned, device.node)
+        chosen, launched, text = as_read(read, device)
         plan = plan or plan_of(read, device, "auto")
         sent, received = map(plain_array, arguments)
         assert sent is not None and received is not None and plan.takes(sent, received)
-        packets = algorithm.template(Form(read, rank, size), device.node) is not None
         filled = plan.fill(sent, received)
-        assert filled == (packets and all(map(device.node.arena.has, requests)))
+        assert filled == bool(launched)
         if filled:
             device.launch(plan)
-            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
-            assert plan.text == planned.text(into_memory=False)
-            longest = longest_with_peers(planned.one_shot, rank) if operation.counts == "private" else None
-            assert plan.private_nbytes == longest
+            assert device.launched == launched
+            assert plan.text == text
+            assert plan.private_nbytes == chosen.launcher.private_nbytes
+            assert (plan.private_nbytes is not None) == (operation.counts == "private")
 
 
 @given(data=st.data())
-def test_a_filled_call_with_datatypes_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+def test_a_filled_call_with_datatypes_is_launched_as_if_it_had_been_read(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Alltoallw"]
     device = Device(regions=data.draw(st.booleans()), size=size, rank=rank, blocks=132, link_speed=1.0)
@@ -127,22 +119,19 @@ def test_a_filled_call_with_datatypes_is_launched_as_if_it_had_been_planned(data
             datatypes, counts, _ = zip(*blocks, strict=True)
             arguments[index] = [array, counts, displs, [*datatypes]]
         read = Call(operation, Arguments(*arguments), rank, size)
-        planned = GpuCall.of(read, Mappings(), None)
-        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        chosen, launched, text = as_read(read, device)
         plan = plan or plan_of(read, device, "auto")
         sent, received = map(plain_array, arguments)
         assert sent is not None and received is not None and plan.takes(sent, received)
-        filled = plan.fill(sent, received)
-        assert filled == all(map(device.node.arena.has, algorithm.memory(planned, device.node)))
-        if filled:
-            device.launch(plan)
-            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
-            assert plan.text == planned.text(into_memory=False)
-            assert plan.private_nbytes == longest_with_peers(planned.one_shot, rank)
+        assert plan.fill(sent, received)
+        device.launch(plan)
+        assert device.launched == launched
+        assert plan.text == text
+        assert plan.private_nbytes == chosen.launcher.private_nbytes
     pair.Free()
 
 
-def test_datatypes_with_gaps_are_left_to_planning() -> None:
+def test_datatypes_with_gaps_are_left_to_the_reader() -> None:
     here, there = (DeviceArray(at, 10, np.dtype("f4")) for at in (1 << 50, 1 << 51))
     pair, once = MPI.FLOAT.Create_contiguous(2).Commit(), MPI.FLOAT.Create_contiguous(2)
     wide, shifted = pair.Create_resized(0, 12).Commit(), MPI.FLOAT.Create_hindexed([1], [4]).Commit()
@@ -155,8 +144,8 @@ def test_datatypes_with_gaps_are_left_to_planning() -> None:
         return Call(OPERATIONS["Alltoallw"], Arguments(*arguments), 0, 2)
 
     assert plain_array(blocks(MPI.FLOAT, pair)) is None  # until MPI has said that it is committed
-    assert has_form(call(MPI.FLOAT, pair)) and has_form(call(pair, MPI.DOUBLE))
-    assert not has_form(call(MPI.FLOAT, wide))
+    assert has_template(call(MPI.FLOAT, pair)) and has_template(call(pair, MPI.DOUBLE))
+    assert not has_template(call(MPI.FLOAT, wide))
     read = plain_array(blocks(MPI.FLOAT, pair))
     assert read is not None and (read[:2], read[3:]) == ((1 << 50, 40), ((4, 16), (0, 8)))
     assert call(shifted, shifted).scratch_nbytes == 0
@@ -191,7 +180,7 @@ def test_datatypes_with_gaps_are_left_to_planning() -> None:
 
 
 @given(data=st.data())
-def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_read(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     rank, operation = data.draw(st.integers(0, size - 1), "rank"), OPERATIONS["Reduce_scatter"]
     dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "c16"])))
@@ -204,26 +193,23 @@ def test_a_filled_call_with_recvcounts_is_launched_as_if_it_had_been_planned(dat
         receive = DeviceArray((1 << 51) + 128 * number, counts[rank], dtype)
         given: tuple[Any, Any] = (MPI.IN_PLACE, send) if in_place else (send, receive)
         read = Call(operation, Arguments(*given, MPI.SUM, 0, counts), rank, size)
-        planned = GpuCall.of(read, Mappings(), device.scratch.of(read.scratch_nbytes))
-        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+        _, launched, text = as_read(read, device)
         plan = plan or plan_of(read, device, "auto")
         sent: Any = (*plain_array(send), tuple(counts), None)  # type: ignore[misc]
         received = plain_array(MPI.IN_PLACE if in_place else receive)
         assert received is not None and plan.takes(sent, received)
-        packets = algorithm.template(Form(read, rank, size), device.node) is not None
-        there = all(map(device.node.arena.has, algorithm.memory(planned, device.node)))
-        assert plan.fill(sent, received) == (packets and there)
-        if packets and there:
+        assert plan.fill(sent, received) == bool(launched)
+        if launched:
             device.launch(plan)
-            assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
-            assert plan.text == planned.text(into_memory=False)
+            assert device.launched == launched
+            assert plan.text == text
         assert not plan.fill((sent[0], sent[1] + 1, *sent[2:]), received)  # recvcounts do not cut all of it
 
 
-def test_a_result_longer_than_the_scratch_memory_is_left_to_planning() -> None:
-    """Only a plan of a call on a usable communicator may take more memory."""
+def test_a_result_longer_than_the_scratch_memory_is_left_to_the_reader() -> None:
+    """Only a call that is read may take more memory."""
     device, dtype = Device(regions=True, size=2, rank=1, blocks=132, link_speed=1.0), np.dtype("f4")
-    arguments = Arguments(MPI.IN_PLACE, DeviceArray(1 << 50, 9, dtype), MPI.SUM, 0, [1, 8])
+    arguments = Arguments(MPI.IN_PLACE, DeviceArray(1 << 50, 9, dtype), MPI.SUM, 0, [9, 0])
     plan = plan_of(Call(OPERATIONS["Reduce_scatter"], arguments, 1, 2), device, "auto")
 
     def fits(*counts: int) -> bool:
@@ -236,11 +222,11 @@ def test_a_result_longer_than_the_scratch_memory_is_left_to_planning() -> None:
     assert not fits(0, 9)
     for wrong in ((1, 1 << 60), (2, 8), (1, 7), (10, -1), (9,)):
         assert not fits(*wrong)
-    assert device.scratch.nbytes == 32
+    assert device.scratch.largest.nbytes == 32
 
 
 @given(data=st.data())
-def test_a_filled_call_of_neighbours_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+def test_a_filled_call_of_neighbours_is_launched_as_if_it_had_been_read(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     rank = data.draw(st.integers(0, size - 1), "rank")
     operation = data.draw(st.sampled_from(OPERATIONS_OF_NEIGHBORS), "operation")
@@ -267,22 +253,21 @@ def test_a_filled_call_of_neighbours_is_launched_as_if_it_had_been_planned(data:
             else:
                 arguments.append(DeviceArray(at, count * (len(ranks) if shape == "blocks" else 1), dtype))
         read = Call(operation, Arguments(*arguments), rank, size, "auto", neighborhood)
-        planned = GpuCall.of(read, Mappings(), None)
-        algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
-        assert has_form(read)
+        chosen, launched, text = as_read(read, device)
+        assert has_template(read)
         plan = plan or plan_of(read, device, "auto")
         sent, received = map(plain_array, arguments)
         assert plan.takes(sent, received)
         assert plan.fill(sent, received)
         device.launch(plan)
-        assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
-        assert plan.text == planned.text(into_memory=False)
-        assert plan.private_nbytes == longest_with_peers(planned.one_shot, rank)
+        assert device.launched == launched
+        assert plan.text == text
+        assert plan.private_nbytes == chosen.launcher.private_nbytes
 
 
-def test_a_rank_that_is_a_neighbour_twice_has_no_form() -> None:
+def test_a_rank_that_is_a_neighbour_twice_has_no_template() -> None:
     here, there = (DeviceArray(at, 8, np.dtype("f4")) for at in (1 << 50, 1 << 51))
     for ranks, form in (((0, 1), True), ((1, 1), False)):
         neighborhood = Neighborhood(ranks, ranks)
         call = Call(OPERATIONS["Neighbor_alltoall"], Arguments(here, there), 0, 2, "auto", neighborhood)
-        assert has_form(call) == form
+        assert has_template(call) == form

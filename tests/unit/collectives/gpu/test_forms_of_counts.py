@@ -1,4 +1,4 @@
-"""A call with counts on the device has the same launch filled into the plan of its form as planned alone."""
+"""A call with counts on the device that is filled into a template has the same launch as a call that is read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.gpu.algorithms.base import GpuCall
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes
-from mpicomm.collectives.gpu.built_in import BUILT_IN
-from mpicomm.collectives.gpu.choose import choose
-from mpicomm.collectives.gpu.filled_plan import CountedPlan
-from mpicomm.collectives.gpu.longest_message import longest_with_peers
+from mpicomm.collectives.gpu.call_templates import CountedTemplate
 from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import plain_arrays
 from mpicomm.mpi.plain_arrays import plain_array, plain_or_counted
-from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.rigs.filled_calls import Device, as_enqueued
 
@@ -41,24 +36,24 @@ def device_of(size: int, rank: int = 0) -> Device:
     return Device(regions=False, size=size, rank=rank, blocks=132, link_speed=1.0)
 
 
-def plan_of(call: Call, device: Device) -> CountedPlan:
+def plan_of(call: Call, device: Device) -> CountedTemplate:
     assert call.counted is not None
-    return CountedPlan(call.signature, call.counted, device.node, cast(Any, device))
+    return CountedTemplate(call.signature, call.counted, device.domain, cast(Any, device))
 
 
-def require_planned_alike(plan: CountedPlan, call: Call, device: Device) -> None:
-    """Require that the call in ``plan`` is the call that the engine plans."""
-    planned = GpuCall.of(call, Mappings(), None)
-    algorithm, _ = choose(planned, "auto", BUILT_IN, device.node)
+def require_read_alike(plan: CountedTemplate, call: Call, device: Device) -> None:
+    """Require that the call in ``plan`` is the call as the engine reads it."""
+    assert call.counted is not None
+    read = plan_of(call, device)
+    steps = read.steps_of(call.counted)
     device.launch(plan)
-    assert device.launched == [*map(as_enqueued, algorithm.plan(planned, device.node))]
-    assert plan.text == plan.words == planned.text(into_memory=False)
-    assert plan.private_nbytes == longest_with_peers(planned.one_shot, device.node.rank)
-    assert plan.choice.algorithm == algorithm.name
+    assert device.launched == [*map(as_enqueued, steps)]
+    assert plan.text == plan.words == read.text
+    assert plan.private_nbytes == read.private_nbytes == call.counted.send.operand.nbytes
 
 
 @given(data=st.data())
-def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+def test_a_filled_call_is_launched_as_if_it_had_been_read(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     device = device_of(size, data.draw(st.integers(0, size - 1), "rank"))
     dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "u1", "c16"])))
@@ -69,7 +64,7 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
     for number in range(4):
         if number == 2 and data.draw(st.booleans(), "larger inboxes"):
             pointers = tuple(rank << 44 for rank in range(1, size + 1))
-            arena: Any = device.node.arena
+            arena: Any = device.domain.arena
             arena.any_length = Inboxes(pointers, 4 * arena.any_length.nbytes)
         slots = data.draw(st.permutations(range(1, 7)), "order")
         specs: list[Any] = []
@@ -89,16 +84,16 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
             forms: list[Any] = [[buffer, (counts, displs)], (buffer, counts, displs, None)]
             forms += [[buffer, counts]] * (displs is None)
             specs.append(data.draw(st.sampled_from(forms)))
-        call = Call(ALLTOALLV, Arguments(*specs), device.node.rank, size)
+        call = Call(ALLTOALLV, Arguments(*specs), device.domain.rank, size)
         sent, received = map(plain_or_counted, specs)
         plan = plan or plan_of(call, device)
         assert sent is not None and received is not None and plan.takes(sent, received)
         assert plan.fill(sent, received)
-        require_planned_alike(plan, call, device)
+        require_read_alike(plan, call, device)
 
 
 @given(data=st.data())
-def test_calls_that_the_reader_refuses_are_left_to_planning(data: st.DataObject) -> None:
+def test_calls_that_the_reader_refuses_are_left_to_the_reader(data: st.DataObject) -> None:
     """All arrays lie near each other, so that many calls write into memory that they read."""
     device, kind = device_of(2), data.draw(st.sampled_from(["i4", "i8"]))
     places = [data.draw(st.booleans(), "displacements") for _ in range(2)]
@@ -124,14 +119,14 @@ def test_calls_that_the_reader_refuses_are_left_to_planning(data: st.DataObject)
         else:
             assert fills or 0 in rooms
             if fills:
-                require_planned_alike(plan, call, device)
+                require_read_alike(plan, call, device)
 
 
 X, Y = array(1 << 50, 20, "f4"), array(2 << 50, 30, "f4")
 COUNTS, CAME, DISPLS = array(3 << 50, 2), array(4 << 50, 2), array(5 << 50, 2)
 
 
-def test_more_elements_than_received_counts_can_say_are_left_to_planning() -> None:
+def test_more_elements_than_received_counts_can_say_are_left_to_the_reader() -> None:
     for kind, fits in (("i4", False), ("i8", True)):
         came = array(4 << 50, 2, kind)
         plan = plan_of(Call(ALLTOALLV, Arguments([X, COUNTS], [Y, came]), 0, 2), device_of(2))

@@ -1,4 +1,4 @@
-"""A call with an epilogue that is filled into the plan of its form has the same launches as a planned call."""
+"""A call with an epilogue that is filled into a template has the same launches as a call that is read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.gpu.algorithms.base import GpuCall
-from mpicomm.collectives.gpu.algorithms.form import has_form
-from mpicomm.collectives.gpu.built_in import BUILT_IN
-from mpicomm.collectives.gpu.choose import choose
-from mpicomm.collectives.gpu.form_plan import FormPlan
-from mpicomm.collectives.gpu.launches_around import finish_launches
+from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, has_template
 from mpicomm.collectives.operations import ALLREDUCE
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, layer_norm, rms_norm
 from mpicomm.errors import InvalidUsageError
@@ -27,7 +22,7 @@ from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.references.reductions import dtype_named
-from tests.helpers.rigs.filled_calls import Device, as_enqueued, plan_of
+from tests.helpers.rigs.filled_calls import Device, as_read, plan_of
 
 pytest.importorskip("ml_dtypes")
 
@@ -126,7 +121,7 @@ class CallAt:
     def key(self) -> Any:
         return self.epilogue.key(lambda array: None)
 
-    def fill(self, plan: FormPlan) -> bool:
+    def fill(self, plan: CollectiveTemplate) -> bool:
         """Fill the call into a plan as `PlanCache` does."""
         _, arrays = self.key()
         buffers = [plain_array(each) for each in self.given]
@@ -134,25 +129,8 @@ class CallAt:
         return plan.fill(*buffers, *arrays)
 
 
-def gpu_call(call: Call, device: Device, mappings: Mappings) -> GpuCall:
-    return GpuCall.of(call, mappings, device.scratch.of(call.scratch_nbytes))
-
-
-def planned(call: Call, device: Device, asked: str, mappings: Mappings) -> tuple[Any, list[Any], bool]:
-    """Return the algorithm of a planned call, its launches, and whether there is memory for it."""
-    of_gpu, node = gpu_call(call, device, mappings), device.node
-    algorithm, _ = choose(of_gpu, asked, BUILT_IN, node)
-    if not all(map(node.arena.has, algorithm.memory(of_gpu, node))):
-        return algorithm, [], False
-    steps = [*algorithm.plan(of_gpu, node)]
-    if not algorithm.finishes(of_gpu, node):
-        assert of_gpu.epilogue is not None and of_gpu.buffers.output is not None
-        steps += finish_launches(of_gpu.epilogue, of_gpu.buffers.output, node.team.faults, node.multiprocessors)
-    return algorithm, [*map(as_enqueued, steps)], True
-
-
 @given(data=st.data())
-def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+def test_a_filled_call_is_launched_as_if_it_had_been_read(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     rank = data.draw(st.integers(0, size - 1), "rank")
     asked = data.draw(st.sampled_from(["auto", "auto", "one_shot", "two_shot", "ring", "copy_engine"]), "asked")
@@ -180,16 +158,16 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
         moved = dict.fromkeys(names, 4)  # so they are not aligned
         call = CallAt(of, rows, hidden, number << 12, in_place=in_place, moved=moved, size=size, rank=rank)
         read = call.read()
-        assert has_form(read)
+        assert has_template(read)
         plan, key = plan or plan_of(read, device, asked, mappings), key or call.key()[0]
         assert call.key()[0] == key  # `PlanCache` finds the form of the first call
-        algorithm, launched, there = planned(read, device, asked, mappings)
-        assert call.fill(plan) == there
-        if there:
+        chosen, launched, text = as_read(read, device, asked, mappings)
+        assert call.fill(plan) == (launched is not None)
+        if launched is not None:
             device.launch(plan)
             assert device.launched == launched
-            assert plan.choice.algorithm == algorithm.name
-            assert plan.text == gpu_call(read, device, mappings).text(into_memory=algorithm.into_memory)
+            assert plan.choice == chosen.choice
+            assert plan.text == text
 
 
 @pytest.mark.parametrize(
@@ -210,11 +188,11 @@ def test_calls_of_any_number_of_rows_share_a_form(size: int, hidden: int, expect
     for number, rows in enumerate((1, 3, 20, 127, 128, 131, 132, 133, *bounds, 3000, 9000, 40_000)):
         call = CallAt(rms, rows, hidden, number << 12, size=size)
         plan = plan or plan_of(call.read(), device, "auto", mappings)
-        algorithm, launched, _ = planned(call.read(), device, "auto", mappings)
+        chosen, launched, _ = as_read(call.read(), device, "auto", mappings)
         assert call.fill(plan)
         device.launch(plan)
-        assert device.launched == launched
-        ways.add(algorithm.name + " + norm" * (launched[-1][0].entry == "mpicomm_norm"))
+        assert launched and device.launched == launched
+        ways.add(chosen.choice.algorithm + " + norm" * (launched[-1][0].entry == "mpicomm_norm"))
     assert ", ".join(sorted(ways)) == expected
 
 
@@ -236,7 +214,7 @@ def test_the_launches_of_another_call_are_others(asked: str, rows: int) -> None:
     assert len({*map(str, launched)}) == len(launched) == 2 + len(NAMES)
 
 
-def test_a_wrong_call_is_left_to_planning_which_refuses_it() -> None:
+def test_a_wrong_call_is_left_to_the_reader_which_refuses_it() -> None:
     device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
     plans = {of: plan_of(CallAt(of, 7, 128, 0).read(), device, "auto") for of in RESULTS}
     device.scratch.of(1 << 20)
@@ -270,7 +248,7 @@ def test_a_wrong_call_is_left_to_planning_which_refuses_it() -> None:
         assert CallAt(of, 9, 128, 0).fill(plans[of])
 
 
-def test_a_converting_call_that_exceeds_the_scratch_memory_is_left_to_planning() -> None:
+def test_a_converting_call_that_exceeds_the_scratch_memory_is_left_to_the_reader() -> None:
     device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
     plan = plan_of(CallAt(converting, 7, 64, 0).read(), device, "auto")
     device.scratch.of(8 * 64 * 2)
@@ -279,7 +257,7 @@ def test_a_converting_call_that_exceeds_the_scratch_memory_is_left_to_planning()
     assert device.scratch.nbytes == 8 * 64 * 2
 
 
-def test_an_index_beyond_an_array_is_left_to_planning() -> None:
+def test_an_index_beyond_an_array_is_left_to_the_reader() -> None:
     device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
 
     def arrays(count: int) -> list[DeviceArray]:

@@ -86,7 +86,7 @@ def test_a_blocking_call_waits_where_calls_complete_on_return_and_on_an_address(
     backend: Any = known._calls._session.backend
     backend.completes, backend.complete = completes, waited.append
     backend.meets = lambda stream, array: False
-    known._calls.engine.form_plan = lambda call, mappings, asked: None  # type: ignore[method-assign]
+    known._calls.engine.template = lambda call, mappings, asked: None  # type: ignore[method-assign]
     read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
     plan: Any = SimpleNamespace(text="Allreduce", is_old=False)
     call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None, None, None)

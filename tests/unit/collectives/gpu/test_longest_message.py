@@ -1,6 +1,6 @@
 """Inboxes for messages of private lengths grow with the messages, and all ranks always use the same ones.
 
-Each rank is a thread with the package's `Preparation` and `LongestMessage`. Memory and kernels are simulated.
+Each rank is a thread with the package's `CallMemory` and `LongestMessage`. Memory and kernels are simulated.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 
-from mpicomm.collectives.gpu import choose
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu import call_memory
+from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES
-from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within
-from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.algorithms.packets.configs import geometry_within
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
-from mpicomm.collectives.gpu.choose import Preparation
-from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
+from mpicomm.collectives.gpu.call_memory import CallMemory
+from mpicomm.collectives.gpu.decision import Chosen, Decision
+from mpicomm.collectives.gpu.longest_message import LongestMessage
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
@@ -34,11 +35,11 @@ from mpicomm.waiting import wait_until
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.inputs.tuning import table
+from tests.helpers.jobs.pace import HANG_S
 
 KIB, MIB = 1 << 10, 1 << 20
 BYTE = np.dtype(np.uint8)
 MULTIPROCESSORS = 132
-TIMEOUT_S = 20.0
 
 
 class World:
@@ -55,11 +56,11 @@ class World:
         self._told: list[Any] = [None] * size
 
     def exchange(self, rank: int, told: Any) -> list[Any]:
-        self._barrier.wait(TIMEOUT_S)
+        self._barrier.wait(HANG_S)
         self._told[rank] = told
-        self._barrier.wait(TIMEOUT_S)
+        self._barrier.wait(HANG_S)
         everything = [*self._told]
-        if self._barrier.wait(TIMEOUT_S) == 0:
+        if self._barrier.wait(HANG_S) == 0:
             self.exchanges += 1
         return everything
 
@@ -112,7 +113,7 @@ class CallLog:
 
     def wait_for(self, missing: Any) -> None:
         self.waits += 1
-        assert wait_until(lambda: not missing(), TIMEOUT_S)
+        assert wait_until(lambda: not missing(), HANG_S)
 
 
 class Rank:
@@ -123,27 +124,41 @@ class Rank:
         self.arena = Arena(world, rank)
         words: Any = CallLog(world, rank)
         self._longest = LongestMessage(words, words)
-        node = Node(Team(size=world.size, rank=rank), self.arena, MULTIPROCESSORS)
+        self._domain = Domain(Team(size=world.size, rank=rank), self.arena, MULTIPROCESSORS)
         call_log, calls = SimpleNamespace(post=self._post), SimpleNamespace(require_same=self._require_same)
-        self._preparation = Preparation(table(), node, self.arena, call_log, calls)  # type: ignore[arg-type]
+        self._memory = CallMemory(self._domain, self.arena, call_log, calls)  # type: ignore[arg-type]
         self._plans: dict[object, Any] = {}
         self.posted = 0
+
+    def longest(self, pattern: Pattern) -> int | None:
+        """Return this rank's longest message with its peers."""
+        return self._prepared(pattern)[0].launcher.private_nbytes
+
+    def _prepared(self, pattern: Pattern) -> tuple[Chosen, list[Step]]:
+        signature, nowhere = Signature("Alltoallv", "uint8"), cast(Any, None)
+        decision = Decision(pattern.form, "auto", table(), self._domain, nowhere)
+        longest = max(decision.form.numbers(pattern.buffers)[0])
+        chosen, _, _ = self._memory.provide_for_call(decision, longest, str(signature), None)
+        steps = decision.steps(chosen, pattern.buffers, signature.hash32)
+        assert steps is not None
+        return chosen, steps
 
     def call(self, pattern: Pattern) -> tuple[Any, ...]:
         """Make a call; return the values that must be equal in the ranks' launches."""
         key = [span.count if span else None for span in pattern[0].sends + pattern[0].receives]
         plan = self._plans.get(str(key))
         if plan is None or plan.is_old:
-            call = pattern.call(Signature("Alltoallv", "uint8"))
-            plan = cast(Any, _Plan(self._preparation.steps(call, "auto")[1]))
-            self._longest.keep(plan, longest_with_peers(call.one_shot, self.rank))
+            chosen, steps = self._prepared(pattern)
+            assert chosen.launcher.private_nbytes is not None
+            plan = cast(Any, _Plan(steps))
+            self._longest.keep(plan, chosen.launcher.private_nbytes)
             if self._remembers:
                 self._plans[str(key)] = plan
         else:
             self._post("again")
         assert plan.private_nbytes is not None
         counted = self._longest.count(plan.private_nbytes)
-        if counted and self._preparation.enlarge_inboxes("Alltoallv", self._longest.agree()):
+        if counted and self._memory.enlarge_inboxes("Alltoallv", self._longest.agree()):
             self._longest.make_plans_old()
         (launch,) = (step for step in plan.steps if isinstance(step, Launch))
         x = launch.arguments
@@ -193,7 +208,7 @@ def run(world: World, calls: Sequence[Sequence[Sequence[int]]], *, forgets: Sequ
 
 @pytest.fixture(autouse=True)
 def _unwarned() -> None:
-    choose._warn_of_memory.cache_clear()
+    call_memory._warn_of_memory.cache_clear()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -306,4 +321,4 @@ def test_inboxes_can_always_be_used_again(size: int, multiprocessors: int) -> No
 
 def test_the_message_to_oneself_needs_no_inbox() -> None:
     counts = [[50, 3, 1], [0, 0, 2], [7, 0, 0]]
-    assert [longest_with_peers(alltoall(rank, counts)[0], rank) for rank in range(3)] == [7, 3, 7]
+    assert [Rank(World(3), rank, remembers=False).longest(alltoall(rank, counts)) for rank in range(3)] == [7, 3, 7]

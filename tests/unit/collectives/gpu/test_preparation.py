@@ -1,4 +1,4 @@
-"""From a call to its steps: the chosen algorithm, and another one if there is no memory for the first."""
+"""The algorithm of a call, and another one if there is no memory for the first."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 
-from mpicomm.collectives.gpu import choose
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu import call_memory
+from mpicomm.collectives.gpu.algorithms.base import Domain
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import CODES_OF_PACKET, FEWEST_LAPS, OVERSEERS
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
-from mpicomm.collectives.gpu.choose import Preparation
+from mpicomm.collectives.gpu.call_memory import CallMemory
+from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues import Elementwise, rms_norm
@@ -27,6 +30,7 @@ from mpicomm.kernels.team import Team
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.span import Span
 from tests.helpers.inputs import patterns
+from tests.helpers.inputs.patterns import Pattern
 from tests.helpers.inputs.tuning import row, table
 
 TABLE = table(row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")))
@@ -68,9 +72,9 @@ class Rig:
     def __init__(self, **failures: MpicommError) -> None:
         self.arena = Arena({what.replace("_", ": "): error for what, error in failures.items()})
         self.posted: list[str] = []
-        node = Node(Team(size=3, rank=0), self.arena, 8, most_staged_nbytes=1 << 30)
+        self._domain = Domain(Team(size=3, rank=0), self.arena, 8, most_staged_nbytes=1 << 30)
         call_log, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
-        self._preparation = Preparation(TABLE, node, self.arena, call_log, calls)  # type: ignore[arg-type]
+        self._memory = CallMemory(self._domain, self.arena, call_log, calls)  # type: ignore[arg-type]
 
     def steps(
         self, count: int, asked: str = "auto", result: str = "", hidden: int = 0, wire: Wire | None = None
@@ -78,21 +82,30 @@ class Rig:
         """Return the steps of an all-reduce, with an epilogue to ``result`` or of rows of ``hidden`` elements."""
         send, output = Span(1 << 40, count), Span(2 << 40, count)
         pattern = patterns.allreduce(0, 3, FLOAT32, send, output, "sum")
-        call = pattern.call(Signature("Allreduce", "float32", count, "sum"))
+        form = pattern.form
         if wire is not None:
-            call = replace(call, wire=(wire, FLOAT32))
+            form = replace(form, wire=(wire, FLOAT32))
         if result:
             receive = parse(np.empty(count, result), writable=True, name="recvbuf")
             epilogue = Elementwise("v * i").bind("Allreduce", FLOAT32, receive)
             epilogue.output = output.pointer if result == "float32" else 3 << 40
-            call = replace(call, epilogue=epilogue)
+            form = replace(form, epilogue=epilogue)
         if hidden:
             receive = parse(np.empty(count, np.float32), writable=True, name="recvbuf")
             residual, weight = np.empty(count, np.float32), np.empty(hidden, np.float32)
             norm = rms_norm(residual, weight).bind("Allreduce", FLOAT32, receive)
             norm.output = output.pointer
-            call = replace(call, epilogue=norm)
-        return self._preparation.steps(call, asked)[1]
+            form = replace(form, epilogue=norm)
+        return self.steps_of(pattern, form, Signature("Allreduce", "float32", count, "sum"), asked)
+
+    def steps_of(self, pattern: Pattern, form: Form, signature: Signature, asked: str) -> list[Step]:
+        nowhere: Any = None
+        decision = Decision(form, asked, TABLE, self._domain, nowhere)
+        longest = max(form.numbers(pattern.buffers)[0])
+        chosen, _, _ = self._memory.provide_for_call(decision, longest, str(signature), None)
+        steps = decision.steps(chosen, pattern.buffers, signature.hash32, None, form.epilogue)
+        assert steps is not None
+        return steps
 
 
 def is_copied(steps: Iterable[Step]) -> bool:
@@ -101,7 +114,7 @@ def is_copied(steps: Iterable[Step]) -> bool:
 
 @pytest.fixture(autouse=True)
 def _unwarned() -> None:
-    choose._warn_of_memory.cache_clear()
+    call_memory._warn_of_memory.cache_clear()
 
 
 def test_the_table_decides_and_an_algorithm_may_be_asked_for() -> None:
@@ -226,5 +239,5 @@ def test_an_undefined_reduction_is_refused_before_the_ranks_are_told() -> None:
     rig = Rig()
     pattern = patterns.allreduce(0, 3, np.dtype(np.int32), Span(0, 1), Span(8, 1), "avg")
     with pytest.raises(MpicommError, match="op='avg' is not defined for int32"):
-        rig._preparation.steps(pattern.call(Signature("Allreduce", "int32", 1, "avg")), "auto")
+        rig.steps_of(pattern, pattern.form, Signature("Allreduce", "int32", 1, "avg"), "auto")
     assert not rig.posted

@@ -32,6 +32,13 @@ def plain(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2
     return plain_calls(size, RANK, nodes)[method](send, receive, op)
 
 
+def buffers(operation: Operation, nbytes: int, size: int = 2) -> tuple[Any, Any]:
+    """Return a buffer to send and a buffer that fits it. The input of a reduction has ``nbytes`` bytes."""
+    apart = not operation.reduces and not operation.of_neighbors
+    factors = [size if apart and shape != "one" else 1 for shape in (operation.send, operation.receive)]
+    return np.empty(nbytes // 8 * factors[0]), np.empty(nbytes // 8 * factors[1])
+
+
 @EVERY
 @pytest.mark.parametrize("op", [MPI.SUM, MPI.MAX], ids=["sum", "max"])
 @pytest.mark.parametrize("size", SIZES)
@@ -41,7 +48,7 @@ def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, size: in
         return
     for nbytes in (8, 1 << 10, 1 << 17, MIB - 8, MIB, 1 << 22, 1 << 25):
         mapped = nbytes >= mapped_from(operation, size, 1)
-        send, receive = np.empty(nbytes // 8), np.empty(nbytes // 8)
+        send, receive = buffers(operation, nbytes, size)
         assert plain(operation.name, send, receive, op, size) == (not mapped)
         assert plain(operation.nonblocking, send, receive, op, size)
         assert plain(operation.name, send, receive, op, size, 2)
@@ -84,6 +91,18 @@ def test_buffers_that_may_overlap_need_a_closer_look() -> None:
     for other in (OnDevice(), both, both[:], both[1:3], [both, MPI.DOUBLE], [both, 2, MPI.DOUBLE]):
         assert not plain("Allreduce", other, both[:2])
         assert not plain("Allreduce", both[:2], other)
+
+
+@EVERY
+def test_movements_between_buffers_that_do_not_fit_need_a_closer_look(operation: Operation) -> None:
+    if operation.reduces or operation.of_neighbors or operation.send == "typed" or operation.rooted == "bcast":
+        return
+    check = plain_calls(2, RANK, 1)[operation.name]
+    send, receive = buffers(operation, 64)
+    assert check(send, receive, None, RANK)
+    for other in (receive[: len(receive) // 2], np.append(receive, receive)):
+        assert not check(send, other, None, RANK)
+        assert check(send, other, None, 1 - RANK) == bool(operation.rooted)  # only the root has both
 
 
 def test_lists_are_plain_if_the_array_holds_their_elements() -> None:
@@ -148,4 +167,4 @@ def test_mpi_has_no_average_and_no_expression(op: Any) -> None:
 def test_ranks_without_data_are_told_where_a_call_is(operation: Operation) -> None:
     check = at_once(2, RANK, 1, on_gpus=True)[operation.name]
     all_have_data = operation.counts == "same" and not operation.of_neighbors
-    assert check(np.zeros(2), np.zeros(2), MPI.SUM) == all_have_data
+    assert check(*buffers(operation, 16), MPI.SUM) == all_have_data

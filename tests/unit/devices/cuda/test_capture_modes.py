@@ -13,8 +13,7 @@ from mpi4py import MPI
 
 from mpicomm.mpi.requests import Completer, DeferredRequest
 from tests.helpers.fakes.fake_cuda import FakeCuda
-
-LONG_S = 20
+from tests.helpers.jobs.pace import HANG_S
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def test_requests_are_completed_whatever_other_threads_capture(cuda: FakeCuda, b
     backend.make_current()  # as the creation of a communicator does
     work = DeferredRequest.of(look, lambda: seen.append(cuda.mode))
     request = MPI.Request.fromhandle(Completer().add(work, backend.prepare_thread).handle)
-    until = time.monotonic() + LONG_S
+    until = time.monotonic() + HANG_S
     while not request.Test():
         assert time.monotonic() < until
         time.sleep(1e-3)

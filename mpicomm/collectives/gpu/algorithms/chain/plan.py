@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-
-from mpicomm.collectives.exchange import Chain
-from mpicomm.collectives.gpu.algorithms.base import ALL_LENGTHS, Algorithm, Filled, GpuCall, Lengths, Node
+from mpicomm.collectives.gpu.algorithms.base import NO_CODES, Algorithm, Domain, Filled, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.chain.arguments import (
     BATCH_NBYTES,
     CHAIN_SLOTS,
@@ -20,9 +16,8 @@ from mpicomm.collectives.gpu.algorithms.chain.arguments import (
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.operations import Operation
-from mpicomm.kernels.reductions import Reduction
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.team import LANES
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.types import is_narrow
@@ -48,41 +43,22 @@ class AlongRanks(Algorithm):
     def serves(self, operation: Operation) -> bool:
         return operation.chain is not None
 
-    def accepts(self, call: GpuCall, node: Node) -> str | None:
+    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
         """See `Algorithm`.
 
         A chain that reduces in rank order ends on the last rank. For a root in the middle all data would travel twice.
         Partial results travel in the type of the elements. So each rank would round narrow types.
         """
-        b = call.buffers
-        if _serves(call.operation, b.root, b.size, b.op, b.dtype):
-            return None
-        return (
-            "it needs the first or the last rank as root, and an operation and an element type that need no wider type "
-            "to reduce (not avg, float16, bfloat16 or float8)"
-        )
-
-    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
-        return ALL_LENGTHS if _serves(form.operation, form.root, form.size, form.op, form.dtype) else None
-
-    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        chain = _chain(call)
-        return (_request(layout_of(chain.nbytes, chain.links, node)),)
-
-    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        yield ChainTemplate(node, _chain(call), call.reduction).launch(call.tag())
-
-    def template(self, form: Form, node: Node) -> ChainCalls:
-        return ChainCalls(form, node)
-
-
-def _serves(operation: Operation, root: int, size: int, op: str, dtype: np.dtype[Any]) -> bool:
-    return not operation.reduces or (root in (0, size - 1) and op != "avg" and not is_narrow(dtype))
-
-
-def _chain(call: GpuCall) -> Chain:
-    assert call.operation.chain is not None
-    return call.operation.chain(call.buffers)
+        if form.wire is not None:
+            return NO_CODES
+        if form.operation.reduces and (
+            form.root not in (0, form.size - 1) or form.op == "avg" or is_narrow(form.dtype)
+        ):
+            return (
+                "it needs the first or the last rank as root, and an operation and an element type that need no wider "
+                "type to reduce (not avg, float16, bfloat16 or float8)"
+            )
+        return [ChainLauncher(form, domain)]
 
 
 def _request(layout: ChannelMemory) -> Request:
@@ -90,100 +66,82 @@ def _request(layout: ChannelMemory) -> Request:
     return Request("collectives: chain", slots_nbytes, words_nbytes=layout.slots, sentinel=True)
 
 
-def layout_of(nbytes: int, links: int, node: Node) -> ChannelMemory:
+def layout_of(nbytes: int, links: int, domain: Domain) -> ChannelMemory:
     """Return the layout of each rank's memory for a chain of messages of ``nbytes`` over ``links`` links.
 
     A slot holds all data that one channel carries of a message, up to a limit. All channels lead to one neighbour each
     way. Escapes follow the slots.
     """
-    blocks, batch_nbytes = cut(nbytes, links, node)
+    blocks, batch_nbytes = cut(nbytes, links, domain)
     batches = -(-nbytes // (blocks * _WARPS * batch_nbytes))
     slot_nbytes = BATCH_NBYTES
     while slot_nbytes < min(batches * BATCH_NBYTES, _MOST_SLOT_NBYTES):
         slot_nbytes *= 4  # in large steps, because memory of each size stays until the communicator is freed
-    return ChannelMemory(1, _most_blocks_of(node) * _WARPS, CHAIN_SLOTS * slot_nbytes)
+    return ChannelMemory(1, _most_blocks_of(domain) * _WARPS, CHAIN_SLOTS * slot_nbytes)
 
 
-def cut(nbytes: int, links: int, node: Node) -> tuple[int, int]:
+def cut(nbytes: int, links: int, domain: Domain) -> tuple[int, int]:
     """Return the blocks for one hop and the size of a batch.
 
     They are the same on all ranks, because both ranks of a channel must cut messages alike. If a chain has as many
     links as ranks, it comes back to the first rank, which then has two hops.
     """
     half = _MOST_BLOCKS // 2
-    wanted = half if links == node.size else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))
-    blocks = min(wanted, _most_blocks_of(node))
+    wanted = half if links == domain.size else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))
+    blocks = min(wanted, _most_blocks_of(domain))
     batch_nbytes = min(BATCH_NBYTES, -(-nbytes // (blocks * _WARPS * _UNIT_NBYTES)) * _UNIT_NBYTES)
     return min(blocks, -(-nbytes // batch_nbytes)), batch_nbytes
 
 
-def _most_blocks_of(node: Node) -> int:
+def _most_blocks_of(domain: Domain) -> int:
     # A multiprocessor holds two blocks, so the blocks of both hops of a rank run at once.
-    return min(_MOST_BLOCKS, node.multiprocessors)
+    return min(_MOST_BLOCKS, domain.multiprocessors)
 
 
-class ChainTemplate:
-    """A `Template` of chain.cu for chains of one form between the ranks of a node.
+class ChainLauncher(KernelTemplate, FormLauncher):
+    """Carries out the calls of a form as chains, each by one launch of chain.cu."""
 
-    `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
-    between.
-    """
-
-    def __init__(self, node: Node, chain: Chain, reduction: Reduction | None) -> None:
-        rank, size = node.rank, node.size
-        self._node = node
-        self._chain = chain
-        self._reduction = reduction
-        self.early = node.early
-        self.arguments = ChainArguments(team=node.team, previous=(rank - 1) % size, next=(rank + 1) % size)
-        for place, hop in zip(self.arguments.places, chain.hops, strict=False):
+    def __init__(self, form: Form, domain: Domain) -> None:
+        rank, size, hops = domain.rank, domain.size, form.chain.hops
+        self._domain = domain
+        self._links = form.chain.links
+        self._reduction = form.reduction
+        self.early = domain.early
+        self.arguments = ChainArguments(team=domain.team, previous=(rank - 1) % size, next=(rank + 1) % size)
+        for place, hop in zip(self.arguments.places, hops, strict=False):
             place.receives, place.sends = hop.receives, hop.sends
+        self._blocks = [(form.piece(hop.own).block, form.piece(hop.output).block) for hop in hops]
 
-    def write(self, places: Sequence[tuple[int, int]], nbytes: int, tag: int) -> Filled | None:
-        """Write a call of at least one byte into `arguments`; return None if the arena has no memory for it.
+    def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
+        return (_request(layout_of(longest, self._links, self._domain)),)
 
-        ``places`` are the addresses of the own data and of the output of each hop. All ranks must pass the same
-        ``tag``.
-        """
-        node, links, arguments = self._node, self._chain.links, self.arguments
-        layout = layout_of(nbytes, links, node)
+    def fill(
+        self,
+        lengths: list[int],
+        begins: list[int],
+        longest: int,
+        hash32: int,
+        memory: Mapped | None = None,
+        finish: BoundEpilogue | None = None,
+    ) -> Filled | None:
+        domain, links, arguments = self._domain, self._links, self.arguments
+        layout = layout_of(longest, links, domain)
         request = _request(layout)
-        if not node.arena.has(request):
+        if not domain.arena.has(request):
             return None
-        region = node.arena.region(request)
+        region = domain.arena.region(request)
         layout = replace(layout, channel_nbytes=region.slots_nbytes // layout.channels)
-        blocks, batch_nbytes = cut(nbytes, links, node)
+        blocks, batch_nbytes = cut(longest, links, domain)
         slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
-        for place, (own, output) in zip(arguments.places, places, strict=False):
-            place.own, place.output = own, output
-        arguments.nbytes, arguments.batch_nbytes = nbytes, batch_nbytes
-        arguments.memory[: node.size] = region.pointers
+        at = [*begins, 0]  # block -1 is no block
+        for place, (own, output) in zip(arguments.places, self._blocks, strict=False):
+            place.own, place.output = at[own], at[output]
+        arguments.nbytes, arguments.batch_nbytes = longest, batch_nbytes
+        arguments.memory[: domain.size] = region.pointers
         arguments.credits, arguments.flags, arguments.slots = layout.credits, layout.flags, layout.slots
         arguments.slot_nbytes, arguments.batches = slot_nbytes, slot_nbytes // BATCH_NBYTES
-        arguments.channels, arguments.blocks, arguments.tag = layout.channels, blocks, tag
-        return None, blocks * len(places), CHAIN_THREADS
-
-    def launch(self, tag: int) -> Launch:
-        """Return the launch of the chain, with the addresses and the length of its spans. The arena has memory."""
-        pairs = [(hop.own, hop.output) for hop in self._chain.hops]
-        places = [(own.pointer if own else 0, output.pointer if output else 0) for own, output in pairs]
-        filled = self.write(places, self._chain.nbytes, tag)
-        assert filled is not None
-        kernel, blocks, threads = filled
-        return Launch(self.variant(kernel), self.arguments, blocks, threads, self.early)
+        arguments.channels, arguments.blocks, arguments.tag = layout.channels, blocks, hash32
+        return None, blocks * len(self._blocks), CHAIN_THREADS
 
     def variant(self, kernel: None) -> Variant:
-        return chain_kernel(self._reduction, host_slots=self._node.host_slots)
-
-
-class ChainCalls(ChainTemplate):
-    """An `EvenTemplate`: the calls of a form, as chains."""
-
-    def __init__(self, form: Form, node: Node) -> None:
-        super().__init__(node, form.chain, form.reduction)
-        pairs = [(hop.own, hop.output) for hop in form.chain.hops]
-        self._buffers = [(form.piece(own).buffer, form.piece(output).buffer) for own, output in pairs]
-
-    def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
-        buffers = 0, send, receive
-        return self.write([(buffers[own], buffers[output]) for own, output in self._buffers], nbytes, hash32)
+        return chain_kernel(self._reduction, host_slots=self._domain.host_slots)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
+from math import inf
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, Filled, GpuCall, Node, Template, moved
+from mpicomm.collectives.gpu.algorithms.base import NO_CODES, Algorithm, Domain, FormLauncher, StepLauncher
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import (
     PACKET_NBYTES,
     THREADS,
@@ -20,10 +22,9 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.patterns import ring_refusal
-from mpicomm.kernels.reductions import Reduction, reduction_of
+from mpicomm.collectives.patterns import Buffers, ring_refusal
+from mpicomm.kernels.reductions import reduction_of
 from mpicomm.kernels.team import MAX_RANKS, Team
-from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped
 
@@ -41,13 +42,11 @@ Place = tuple[int, int]
 
 
 class ChunkTemplate:
-    """A `Template` of exchange.cu. Every kernel of this rank gets ``team``.
+    """Launches of exchange.cu. Every kernel of this rank gets ``team``.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between. `launch` returns a launch with separate arguments.
     """
-
-    early = False
 
     def __init__(self, team: Team, layout: ArenaLayout) -> None:
         self._layout = layout
@@ -90,9 +89,6 @@ class ChunkTemplate:
         self._fields.pack_into(self.arguments, _AT_SENDS, *fields, own, output)
         return blocks, threads_for(min(longest, self._layout.slot_nbytes), THREADS)
 
-    def variant(self, kernel: Reduction | None) -> Variant:
-        return exchange_kernel(kernel)
-
     def launch(self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int]) -> Launch | None:
         """Return the launch for an exchange; None if this rank has nothing to send, receive or reduce.
 
@@ -112,42 +108,7 @@ class ChunkTemplate:
             kernel = reduction_of(exchange.dtype, reduction.op)
         self.prepare(slots, reduction.sources if reduction else ())
         blocks, threads = self.write(sends, receives, own, output, call)
-        return Launch(self.variant(kernel), ExchangeArguments.from_buffer_copy(self.arguments), blocks, threads)
-
-
-class ChunkCalls(ChunkTemplate):
-    """An `EvenTemplate`: the calls of a form with equal blocks, in one exchange."""
-
-    def __init__(self, form: Form, node: Node) -> None:
-        super().__init__(node.team, node.arena.layout)
-        self._arena = node.arena
-        self._has_slots = False
-        exchange = _as_launched(form.one_shot, node.rank)
-        reduction = exchange.reduction
-        self._sources = () if reduction is None else reduction.sources
-        self._kernel = None if reduction is None else form.reduction
-
-        def place(span: Span | None) -> tuple[int, int, bool]:
-            """Return the buffer of a span, the number of the block there, and whether the span has bytes."""
-            buffer, part = form.piece(span)
-            return (buffer, part, True) if buffer else (0, 0, span is not None)
-
-        self._sends, self._receives = [*map(place, exchange.sends)], [*map(place, exchange.receives)]
-        self._ends = [place(reduction.own if reduction else None), place(reduction.output if reduction else None)]
-
-    def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
-        if not self._has_slots:
-            request = slots_of(self._layout)
-            if not self._arena.has(request):
-                return None  # the ranks set up memory when they plan a call
-            self.prepare(self._arena.region(request).pointers, self._sources)
-            self._has_slots = True
-        buffers = 0, send, receive
-        sends, receives, ((own, _), (output, _)) = (
-            [(buffers[buffer] + part * nbytes, nbytes if some else 0) for buffer, part, some in places]
-            for places in (self._sends, self._receives, self._ends)
-        )
-        return self._kernel, *self.write(sends, receives, own, output, (hash32, 0))
+        return Launch(exchange_kernel(kernel), ExchangeArguments.from_buffer_copy(self.arguments), blocks, threads)
 
 
 def _as_launched(exchange: Exchange, rank: int) -> Exchange:
@@ -190,24 +151,48 @@ def threads_for(nbytes: int, most: int) -> int:
     return min(most, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length()))
 
 
+class ChunkLauncher(StepLauncher):
+    """Carries out the calls of a form in chunks, as one exchange after the other."""
+
+    def __init__(
+        self, form: Form, domain: Domain, exchanges: Callable[[Buffers], Sequence[Exchange]], most: float = inf
+    ) -> None:
+        super().__init__(form, domain)
+        self.most = most
+        self._exchanges = exchanges
+
+    @cached_property
+    def _template(self) -> ChunkTemplate:
+        return ChunkTemplate(self._domain.team, self._domain.arena.layout)
+
+    def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
+        # A rank alone has nothing to send in some collectives.
+        return (slots_of(self._domain.arena.layout),) if longest and self._form.one_shot.longest_nbytes else ()
+
+    def made(self, buffers: Buffers, hash32: int, memory: Mapped | None) -> list[Step]:
+        if not self.memory(buffers.longest, symmetric=memory is not None):
+            return []
+        arena = self._domain.arena
+        slots = arena.region(slots_of(arena.layout)).pointers
+        launches = [
+            self._template.launch(exchange, (hash32, step), slots)
+            for step, exchange in enumerate(self._exchanges(buffers))
+        ]
+        return [launch for launch in launches if launch is not None]
+
+
 class ChunkedOneShot(Algorithm):
-    """Ranks exchange data of any size and kind in chunks. This algorithm accepts every call."""
+    """Ranks exchange data of any size and kind in chunks. This algorithm carries out every call, except with codes."""
 
     name = "one_shot"
 
     def serves(self, operation: Operation) -> bool:
         return True
 
-    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        return (slots_of(node.arena.layout),) if call.one_shot.longest_nbytes else ()
-
-    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        if call.one_shot.longest_nbytes:
-            yield from _launched(call, node, [call.one_shot])
-            yield from moved(call.one_shot)
-
-    def template(self, form: Form, node: Node) -> Template | None:
-        return ChunkCalls(form, node) if form.is_even else None
+    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
+        # Calls without elements have no launch, also with codes.
+        most = inf if form.wire is None else 0
+        return [ChunkLauncher(form, domain, lambda buffers: [form.operation.one_shot(buffers)], most)]
 
 
 class Ring(Algorithm):
@@ -219,20 +204,8 @@ class Ring(Algorithm):
     def serves(self, operation: Operation) -> bool:
         return operation.ring is not None
 
-    def accepts(self, call: GpuCall, node: Node) -> str | None:
-        return ring_refusal(call.buffers.op)
-
-    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        return (slots_of(node.arena.layout),)
-
-    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        assert call.operation.ring is not None
-        return _launched(call, node, call.operation.ring(call.buffers))
-
-
-def _launched(call: GpuCall, node: Node, exchanges: Sequence[Exchange]) -> Iterator[Launch]:
-    template, slots = ChunkTemplate(node.team, node.arena.layout), node.arena.region(slots_of(node.arena.layout))
-    for step, exchange in enumerate(exchanges):
-        launch = template.launch(exchange, (call.hash32, step), slots.pointers)
-        if launch is not None:
-            yield launch
+    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
+        if form.wire is not None:
+            return NO_CODES
+        assert form.operation.ring is not None
+        return ring_refusal(form.op) or [ChunkLauncher(form, domain, form.operation.ring)]

@@ -17,12 +17,19 @@ that for an IPC handle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import isqrt
 from typing import Literal, NamedTuple
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.base import (
+    NO_CODES,
+    Algorithm,
+    Domain,
+    FormLauncher,
+    StepLauncher,
+    launch_tag,
+)
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.arguments import (
     REDUCTION_THREADS,
@@ -40,10 +47,13 @@ from mpicomm.collectives.gpu.algorithms.copies.landing import (
 )
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, Reduce, allreduce, movement
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction
+from mpicomm.symmetric.registry import Mapped
 
 _RELAYED_NBYTES = 4 << 20
 """The bytes that a link carries in the time of one more part, which is the time of a barrier between copies."""
@@ -74,30 +84,78 @@ class CopyPlan(NamedTuple):
     """``contributions_nbytes``, followed by the memory for results that cannot go straight to their place."""
 
 
+class CopyLauncher(StepLauncher):
+    """Carries out the calls of a form on copy engines."""
+
+    into_memory = True
+
+    def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
+        blocks = self._form.sends + self._form.receives
+        buffers = self._form.buffers([longest] * blocks, [0] * blocks)
+        nbytes = self._plan(buffers, staged=not symmetric).staging_nbytes
+        return (_request(nbytes),) if nbytes else ()
+
+    def made(self, buffers: Buffers, hash32: int, memory: Mapped | None) -> list[Step]:
+        template, reduction = DirectTemplate.of(self._domain), self._form.reduction
+        steps: list[Step] = []
+        barriers = 0  # counted, because ranks without a part have fewer steps
+        for action in self._actions(buffers, memory):
+            if isinstance(action, Barrier):
+                steps.append(template.barrier(launch_tag(hash32, barriers, memory), after_copies=True))
+                barriers += 1
+            elif isinstance(action, Reduce):
+                assert reduction is not None
+                steps.append(local_reduction(action, reduction))
+            else:
+                steps.append(action)
+        return steps
+
+    def _actions(self, buffers: Buffers, memory: Mapped | None) -> list[Action]:
+        domain, plan = self._domain, self._plan(buffers, staged=memory is None)
+        rank, exchange, following, parts = domain.rank, plan.exchange, plan.following, plan.parts
+        pointers: Sequence[int] = ()
+        if plan.staging_nbytes:
+            pointers = domain.arena.region(_request(plan.staging_nbytes)).pointers
+        landing: Landing
+        if memory is not None:
+            landing = InOutput(rank, memory)
+        else:
+            landing = InStaging(rank, [pointer + plan.contributions_nbytes for pointer in pointers], parts)
+        if following is None or plan.then == "relay":
+            return movement(rank, exchange, parts, landing, following)
+        return allreduce(rank, exchange, following, parts, InStaging(rank, pointers, parts), landing)
+
+    def _plan(self, buffers: Buffers, *, staged: bool) -> CopyPlan:
+        operation, domain = self._form.operation, self._domain
+        reduces, following = operation.reduces, None
+        if operation.copies == "two_shot":
+            assert operation.two_shot is not None
+            two_shot = operation.two_shot(buffers)
+            exchange, longest_nbytes = two_shot.first, two_shot.longest_nbytes
+            # Between two ranks there is no third rank to which a broadcast could be sent on.
+            following = two_shot.second if reduces or domain.size > 2 else None
+        else:
+            exchange = operation.one_shot(buffers)
+            longest_nbytes = exchange.longest_nbytes
+        then: Then = "nothing" if following is None else "gather" if reduces else "relay"
+        most = domain.most_staged_nbytes
+        parts = parts_of(longest_nbytes, domain.size, most, reduces=reduces, then=then, staged=staged)
+        all_rooms = (domain.size - 1) * parts.room_nbytes
+        contributions_nbytes = (then == "gather") * all_rooms
+        staging_nbytes = contributions_nbytes + staged * all_rooms
+        return CopyPlan(exchange, following, then, parts, contributions_nbytes, staging_nbytes)
+
+
 class CopyEngines(Algorithm):
     """Copy engines move the data between barriers of the ranks, and leave most multiprocessors to other kernels."""
 
     name = "copy_engine"
-    into_memory = True
 
     def serves(self, operation: Operation) -> bool:
         return bool(operation.copies)
 
-    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        nbytes = _copying(call, node).staging_nbytes
-        return (_request(nbytes),) if nbytes else ()
-
-    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        template, barriers = DirectTemplate.of(node), 0  # counted, because ranks without a part have fewer steps
-        for action in _actions(call, node):
-            if isinstance(action, Barrier):
-                yield template.barrier(call.tag(barriers, into_memory=True), after_copies=True)
-                barriers += 1
-            elif isinstance(action, Reduce):
-                assert call.reduction is not None
-                yield local_reduction(action, call.reduction)
-            else:
-                yield action
+    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
+        return NO_CODES if form.wire is not None else [CopyLauncher(form, domain)]
 
 
 def parts_of(
@@ -135,40 +193,6 @@ def local_reduction(action: Reduce, reduction: Reduction) -> Launch:
     return Launch(local_reduction_kernel(reduction), arguments, blocks=blocks, threads=REDUCTION_THREADS)
 
 
-def _copying(call: GpuCall, node: Node) -> CopyPlan:
-    reduces, staged = call.operation.reduces, call.memory is None
-    following: Exchange | None = None
-    if call.operation.copies == "two_shot":
-        exchange, second = call.two_shot.first, call.two_shot.second
-        longest_nbytes = call.two_shot.longest_nbytes
-        # Between two ranks there is no third rank to which a broadcast could be sent on.
-        following = second if reduces or node.size > 2 else None
-    else:
-        exchange = call.one_shot
-        longest_nbytes = exchange.longest_nbytes
-    then: Then = "nothing" if following is None else "gather" if reduces else "relay"
-    parts = parts_of(longest_nbytes, node.size, node.most_staged_nbytes, reduces=reduces, then=then, staged=staged)
-    all_rooms = (node.size - 1) * parts.room_nbytes
-    contributions_nbytes = (then == "gather") * all_rooms
-    return CopyPlan(exchange, following, then, parts, contributions_nbytes, contributions_nbytes + staged * all_rooms)
-
-
 def _request(nbytes: int) -> Request:
     # Powers of two, because memory of each size stays until the communicator is freed.
     return Request("collectives: copies", 1 << (nbytes - 1).bit_length())
-
-
-def _actions(call: GpuCall, node: Node) -> list[Action]:
-    rank, copying = node.rank, _copying(call, node)
-    exchange, following, parts = copying.exchange, copying.following, copying.parts
-    pointers: Sequence[int] = ()
-    if copying.staging_nbytes:
-        pointers = node.arena.region(_request(copying.staging_nbytes)).pointers
-    landing: Landing
-    if call.memory is not None:
-        landing = InOutput(rank, call.memory)
-    else:
-        landing = InStaging(rank, [pointer + copying.contributions_nbytes for pointer in pointers], parts)
-    if following is None or copying.then == "relay":
-        return movement(rank, exchange, parts, landing, following)
-    return allreduce(rank, exchange, following, parts, InStaging(rank, pointers, parts), landing)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from math import inf
 
-from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Algorithm, Filled, GpuCall, Lengths, Node, Template, launch_tag
+from mpicomm.collectives.gpu.algorithms.base import (
+    NO_CODES,
+    Algorithm,
+    Domain,
+    Filled,
+    FormLauncher,
+    KernelTemplate,
+    launch_tag,
+)
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
 from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_KERNEL, DIRECT_THREADS, DirectArguments, part_of
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
-from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.operations import Operation
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.symmetric.registry import Mapped
@@ -27,11 +33,11 @@ _MOST_THREADS_FOR_ALL_BLOCKS = 256
 _AT_TAGS: int = DirectArguments.team.offset + Team.tags.offset
 
 
-class DirectTemplate:
-    """A `Template` of direct.cu. Every kernel of this rank gets ``team``.
+class DirectTemplate(KernelTemplate):
+    """Launches of direct.cu. Every kernel of this rank gets ``team``.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
-    between. `launch` and `barrier` return launches with separate arguments.
+    between. `barrier` returns a launch with separate arguments.
     """
 
     def __init__(self, team: Team, layout: ArenaLayout, most_blocks: int, *, early: bool = True) -> None:
@@ -46,9 +52,9 @@ class DirectTemplate:
         self._fields = struct.Struct(f"={MAX_RANKS}I{words}{words}{cuts}{cuts}")
 
     @classmethod
-    def of(cls, node: Node) -> DirectTemplate:
-        """Return a template for this rank of a node."""
-        return DirectTemplate(node.team, node.arena.layout, most_blocks_of(node), early=node.early)
+    def of(cls, domain: Domain) -> DirectTemplate:
+        """Return a template for this rank of a domain."""
+        return DirectTemplate(domain.team, domain.arena.layout, most_blocks_of(domain), early=domain.early)
 
     def write(
         self,
@@ -75,23 +81,6 @@ class DirectTemplate:
     def variant(self, kernel: None) -> Variant:
         return DIRECT_KERNEL
 
-    def launch(self, exchange: Exchange, memory: Mapped, tag: int, *, nbytes: int) -> Launch:
-        """Return the launch for an exchange into symmetric ``memory``; a message has at most ``nbytes``."""
-        rank, size, itemsize = self._rank, self._size, exchange.dtype.itemsize
-        sends, targets, going, coming = ([0] * size for _ in range(4))
-        for peer, (send, receive) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
-            if send is not None and send.count:
-                target = receive.pointer if receive is not None else 0
-                if peer != rank:
-                    target = landing_place(exchange, peer, memory, memory.pointers[rank])
-                if target not in (0, send.pointer):
-                    sends[peer], targets[peer], going[peer] = send.pointer, target, send.count * itemsize
-            if receive is not None and peer != rank:
-                coming[peer] = receive.count * itemsize
-        kernel, blocks, threads = self.write(sends, targets, going, coming, nbytes, tag)
-        arguments = DirectArguments.from_buffer_copy(self.arguments)
-        return Launch(self.variant(kernel), arguments, blocks, threads, self.early)
-
     def barrier(self, tag: int, *, after_copies: bool) -> Launch:
         """Return a launch that ends when all earlier work of all ranks has ended.
 
@@ -111,74 +100,74 @@ class DirectTemplate:
         return max(1, min(self._most_blocks, -(-packets // threads))), threads
 
 
-class DirectCalls(DirectTemplate):
-    """An `EvenTemplate`: the calls of a form with equal blocks, into symmetric output."""
+class DirectLauncher(DirectTemplate, FormLauncher):
+    """Carries out the calls of a form into symmetric output."""
 
-    def __init__(self, form: Form, node: Node) -> None:
-        super().__init__(node.team, node.arena.layout, most_blocks_of(node), early=node.early)
-        exchange, rank = form.one_shot, node.rank
+    into_memory = needs_symmetric_output = True
+
+    def __init__(self, form: Form, domain: Domain, fewest: int) -> None:
+        super().__init__(domain.team, domain.arena.layout, most_blocks_of(domain), early=domain.early)
+        self.fewest = fewest
+        exchange, rank = form.one_shot, domain.rank
         assert exchange.lands is not None
-        self._sources, self._targets = [(0, 0)] * node.size, [(-1, 0)] * node.size
-        self._going, self._coming = [False] * node.size, [False] * node.size
+        self._sources, self._targets = [-1] * domain.size, [-1] * domain.size
+        self._coming = [False] * domain.size
         for peer, (send, receive) in enumerate(zip(exchange.sends, exchange.receives, strict=True)):
             target = receive if peer == rank else exchange.lands[peer]
             if send is not None and target is not None and (peer != rank or target != send):
-                self._sources[peer], self._targets[peer] = form.piece(send), (peer, form.piece(target).part)
-                self._going[peer] = True
+                self._sources[peer], self._targets[peer] = form.piece(send).block, form.piece(target).block
             self._coming[peer] = receive is not None and peer != rank
 
-    def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled:
+    def fill(
+        self,
+        lengths: list[int],
+        begins: list[int],
+        longest: int,
+        hash32: int,
+        memory: Mapped | None = None,
+        finish: BoundEpilogue | None = None,
+    ) -> Filled:
         assert memory is not None
-        buffers, outputs = (0, send, receive), (*memory.pointers, 0)
+        own = memory.pointers[self._rank]
         return self.write(
-            [buffers[buffer] + part * nbytes for buffer, part in self._sources],
-            [outputs[peer] + part * nbytes for peer, part in self._targets],
-            [nbytes if goes else 0 for goes in self._going],
-            [nbytes if comes else 0 for comes in self._coming],
-            nbytes,
+            [begins[block] if block >= 0 else 0 for block in self._sources],
+            [
+                pointer + begins[block] - own if block >= 0 else 0
+                for pointer, block in zip(memory.pointers, self._targets, strict=True)
+            ],
+            [longest if block >= 0 else 0 for block in self._sources],
+            [longest if comes else 0 for comes in self._coming],
+            longest,
             launch_tag(hash32, memory=memory),
         )
 
 
-def most_blocks_of(node: Node) -> int:
+def most_blocks_of(domain: Domain) -> int:
     """Return the most blocks of a launch; the same on all ranks."""
-    return min(_MOST_BLOCKS, node.multiprocessors)
+    return min(_MOST_BLOCKS, domain.multiprocessors)
 
 
 class IntoMemory(Algorithm):
     """Every rank stores its data straight into the symmetric output of its peers, between two barriers."""
 
     name = "one_shot"
-    into_memory = True
 
     def serves(self, operation: Operation) -> bool:
         return operation.into_all and not operation.reduces
 
-    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
-        return (int(most_copied_nbytes(form.operation, node)) + 1, inf) if symmetric else None
-
-    def accepts(self, call: GpuCall, node: Node) -> str | None:
-        if call.memory is None:
-            return "the output is not symmetric memory on all ranks"
-        if node.size == 1:
+    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
+        if form.wire is not None:
+            return NO_CODES
+        if domain.size == 1:
             return "there is one rank"
-        most_copied = most_copied_nbytes(call.operation, node)
-        return None if call.one_shot.longest_nbytes > most_copied else "packets are faster for so few bytes"
-
-    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        assert call.memory is not None
-        exchange, tag = call.one_shot, call.tag(into_memory=True)
-        yield DirectTemplate.of(node).launch(exchange, call.memory, tag, nbytes=exchange.longest_nbytes)
-
-    def template(self, form: Form, node: Node) -> Template | None:
-        return DirectCalls(form, node)
+        return [DirectLauncher(form, domain, int(most_copied_nbytes(form.operation, domain)) + 1)]
 
 
-def most_copied_nbytes(operation: Operation, node: Node) -> float:
+def most_copied_nbytes(operation: Operation, domain: Domain) -> float:
     """Return the most bytes of one message that packets carry, also into symmetric output."""
-    most_copied = _most_copied_nbytes(node.size) * node.link_speed
+    most_copied = _most_copied_nbytes(domain.size) * domain.link_speed
     if operation.traffic == "one-way":  # packets refuse longer messages of such calls
-        return min(most_copied, node.arena.layout.most_inbox_nbytes)
+        return min(most_copied, domain.arena.layout.most_inbox_nbytes)
     return most_copied
 
 

@@ -1,109 +1,66 @@
 """Packets: every rank stores packets into inboxes of its peers, and a packet itself shows whether it has arrived.
 
 `PacketOneShot` sends all data straight to the ranks that need it. `PacketTwoShot` sends a shard to each rank. In the
-same kernel that rank reduces or takes the shard and sends the result on.
+same kernel that rank reduces or takes the shard and sends the result on. `AnyLengthPackets` is for messages of any
+length in existing inboxes.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from math import inf
 from typing import ClassVar
 
-from mpicomm.collectives.exchange import Exchange, TwoShot
-from mpicomm.collectives.gpu.algorithms.base import ALL_LENGTHS, Algorithm, GpuCall, Lengths, Node, Template, moved
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, Domain, FormLauncher
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
-from mpicomm.collectives.gpu.algorithms.packets.rows import fewest_rows
-from mpicomm.collectives.gpu.algorithms.packets.template import PacketBlocks, PacketCalls, PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import (
+from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import UNIT_NBYTES
+from mpicomm.collectives.gpu.algorithms.packets.configs import (
+    Configs,
     ProtocolLimits,
-    WayOf,
+    any_length_config,
+    any_length_configs,
     coding_of,
+    fewest_rows,
+    geometry_within,
+    inboxes_of,
     large_inboxes,
+    most_blocks_of,
     one_shot_limits,
-    packet_protocol,
-    row_ways,
-    rows_of,
-    sized_ways,
+    row_configs,
+    sized_configs,
     two_shot_limits,
 )
-from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketLauncher
 from mpicomm.collectives.operations import Operation
-from mpicomm.epilogues.base import BoundEpilogue
 
 
 class _Packets(Algorithm):
-    """One launch of packets.cu carries the whole call."""
+    """One launch of packets.cu carries the whole call. It also carries elements as codes of 8 bits."""
 
-    codes = True
     fan_out: ClassVar[bool]
     """Whether ranks send on the data that they have reduced or received."""
 
-    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        coding, finish = coding_of(call), self._finish(call, node)
-        _, _, nbytes = self._exchanges(call, finish)
+    def _launchers(self, form: Form, domain: Domain, limits: ProtocolLimits) -> list[FormLauncher]:
+        """Return the launcher for calls of a form, and one that also applies its epilogue."""
+        coding, most = coding_of(form), inf if form.wire else max(limits)
         if coding is not None:
-            return coding.memory(nbytes, node)
-        protocol = packet_protocol(nbytes, self._limits(call, node))
-        if finish is not None and finish.row_nbytes:
-            protocol, nbytes = "sentinel", rows_of(finish.row_nbytes, nbytes, node, fan_out=self.fan_out).nbytes
-        if nbytes <= node.arena.sentinels.nbytes or protocol != "sentinel":
-            return ()
-        return (large_inboxes(node.arena.layout, nbytes),)
-
-    def finishes_from(self, epilogue: BoundEpilogue, node: Node) -> float:
-        row_nbytes = epilogue.row_nbytes
-        return row_nbytes and row_nbytes * fewest_rows(row_nbytes, most_blocks_of(node), self._shards(node))
-
-    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
-        finish, output = self._finish(call, node), call.buffers.output
-        exchange, following, nbytes = self._exchanges(call, finish)
-        template = PacketTemplate(
-            node,
-            exchange,
-            call.reduction,
-            fan_out=following,
-            finish=None if finish is None or output is None else finish.fused(output.pointer, self._shards(node)),
-            even=call.operation.is_even,
-            coding=coding_of(call),
-        )
-        way = self._ways(call, finish, node)(nbytes)
-        assert way is not None
-        yield template.launch(call.tag(), way, way.row_nbytes or nbytes)
-        yield from moved(exchange)
-
-    def template(self, form: Form, node: Node) -> Template:
-        ways = self._ways(form, form.epilogue, node)
-        if form.is_even:
-            return PacketCalls(form, node, ways, two_shot=self.fan_out)
-        return PacketBlocks(form, node, ways)
-
-    def _ways(self, call: GpuCall | Form, finish: BoundEpilogue | None, node: Node) -> WayOf:
-        coding = coding_of(call)
-        if coding is not None:
-            return coding.ways(node, fan_out=self.fan_out)
-        if finish is not None and finish.row_nbytes:
-            return row_ways(finish.row_nbytes, node, fan_out=self.fan_out)
-        return sized_ways(self._limits(call, node), node, fan_out=self.fan_out)
-
-    def _shards(self, node: Node) -> int:
-        return node.size if self.fan_out else 1
-
-    def _finish(self, call: GpuCall, node: Node) -> BoundEpilogue | None:
-        """Return the epilogue that the kernel applies."""
-        return call.epilogue if self.finishes(call, node) else None
-
-    @abstractmethod
-    def _exchanges(self, call: GpuCall, finish: BoundEpilogue | None) -> tuple[Exchange, Exchange | None, int]:
-        """Return the exchange, the exchange in which ranks send on its data, and the most bytes to one rank."""
-
-    @abstractmethod
-    def _limits(self, call: GpuCall | Form, node: Node) -> ProtocolLimits:
-        """Return the limits of protocols for a call or a form."""
+            configs = coding.configs(domain, fan_out=self.fan_out)
+        else:
+            configs = sized_configs(limits, domain, fan_out=self.fan_out)
+        if form.epilogue is None:
+            return [PacketLauncher(form, domain, configs, (1, most), two_shot=self.fan_out)]
+        row_nbytes, shards = form.epilogue.row_nbytes, domain.size if self.fan_out else 1
+        fewest = row_nbytes and row_nbytes * fewest_rows(row_nbytes, most_blocks_of(domain), shards)
+        made: list[FormLauncher] = []
+        if fewest > 1:
+            made.append(PacketLauncher(form, domain, configs, (1, fewest - 1), two_shot=self.fan_out))
+        if fewest < inf:
+            if row_nbytes:
+                configs = row_configs(row_nbytes, domain, fan_out=self.fan_out)
+            bounds = max(1, fewest), most
+            made.append(PacketLauncher(form, domain, configs, bounds, two_shot=self.fan_out, finishes=True))
+        return made
 
 
 class PacketOneShot(_Packets):
@@ -115,22 +72,12 @@ class PacketOneShot(_Packets):
     def serves(self, operation: Operation) -> bool:
         return True
 
-    def accepts(self, call: GpuCall, node: Node) -> str | None:
-        if node.size == 1:
+    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
+        if domain.size == 1:
             return "there is one rank"
-        if call.wire is not None:
-            return None
-        protocol = packet_protocol(call.one_shot.longest_nbytes, self._limits(call, node))
-        return None if protocol else "the inboxes are smaller than the data that goes one way"
-
-    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
-        return 1, inf if form.wire is not None else max(self._limits(form, node))
-
-    def _exchanges(self, call: GpuCall, finish: BoundEpilogue | None) -> tuple[Exchange, Exchange | None, int]:
-        return call.one_shot, None, call.one_shot.longest_nbytes
-
-    def _limits(self, call: GpuCall | Form, node: Node) -> ProtocolLimits:
-        return one_shot_limits(call.operation, call.reduction, node)
+        if form.is_private:
+            return "only two ranks know the length of a message"
+        return self._launchers(form, domain, one_shot_limits(form.operation, form.reduction, domain))
 
 
 class PacketTwoShot(_Packets):
@@ -142,24 +89,61 @@ class PacketTwoShot(_Packets):
     def serves(self, operation: Operation) -> bool:
         return operation.two_shot is not None
 
-    def accepts(self, call: GpuCall, node: Node) -> str | None:
-        if call.wire is not None and not call.wire[0].again:
+    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
+        if form.wire is not None and not form.wire[0].again:
             return "its results travel as codes"
-        return None
-
-    def lengths(self, form: Form, node: Node, *, symmetric: bool) -> Lengths | None:
-        return None if form.wire is not None and not form.wire[0].again else ALL_LENGTHS
-
-    def _exchanges(self, call: GpuCall, finish: BoundEpilogue | None) -> tuple[Exchange, Exchange | None, int]:
-        schedule = two_shot_of_rows(call, finish.row_nbytes) if finish and finish.row_nbytes else call.two_shot
-        return schedule.first, schedule.second, schedule.longest_nbytes
-
-    def _limits(self, call: GpuCall | Form, node: Node) -> ProtocolLimits:
-        return two_shot_limits(call.reduction, node)
+        return [] if domain.size == 1 else self._launchers(form, domain, two_shot_limits(form.reduction, domain))
 
 
-def two_shot_of_rows(call: GpuCall, row_nbytes: int) -> TwoShot:
-    """Return a call as two exchanges whose shards have whole rows."""
-    assert call.operation.two_shot is not None
-    buffers = replace(call.buffers, whole=row_nbytes // call.buffers.dtype.itemsize)
-    return call.operation.two_shot(buffers)
+class AnyLengthPackets(Algorithm):
+    """All data goes straight to the ranks that need it, in messages of any length; it needs no memory.
+
+    The kernel is the same for short and long messages. So it can carry calls in which only the two ranks of a message
+    know its length. With two kernels, ranks in one kernel would wait for ranks in the other kernel.
+    """
+
+    name = "one_shot"
+
+    def serves(self, operation: Operation) -> bool:
+        return True
+
+    def serve(self, form: Form, domain: Domain) -> Sequence[FormLauncher] | str:
+        if domain.size == 1:
+            return "there is one rank"
+        if not form.is_private:
+            return "all ranks know the lengths of all messages"
+        return [PacketLauncher(form, domain, Configs(any_length_configs(domain)), (0, inf))]
+
+
+def in_arena(form: Form, domain: Domain) -> FormLauncher:
+    """Return a launcher for calls with lengths that all ranks know, if there is no memory but the arena.
+
+    It uses the inboxes `Arena.sentinels`, because `Arena.any_length` changes only for calls with private lengths.
+    """
+    inboxes, coding = domain.arena.sentinels, coding_of(form)
+    config = any_length_config(domain, inboxes) if coding is None else coding.config_within(inboxes, domain)
+    return PacketLauncher(form, domain, Configs(lambda nbytes: config), (0, inf), any_length=True)
+
+
+def larger_inboxes(domain: Domain, nbytes: int) -> list[Request]:
+    """Return the inboxes in which messages of ``nbytes`` take fewer steps than in `Arena.any_length`, the best first.
+
+    Fewer steps need more threads, and more threads need larger inboxes.
+    """
+
+    def steps_in(inbox_nbytes: int) -> int:
+        shape = geometry_within(inbox_nbytes, most_blocks_of(domain), domain.size)
+        return shape.steps(-(-nbytes // UNIT_NBYTES["sentinel"]))
+
+    layout = domain.arena.layout
+    fewest, found = steps_in(domain.arena.any_length.nbytes), []
+    for inbox_nbytes in layout.large_inboxes_nbytes:
+        if steps_in(inbox_nbytes) < fewest:
+            fewest = steps_in(inbox_nbytes)
+            found.append(large_inboxes(layout, inbox_nbytes))
+    return found[::-1]
+
+
+def inboxes_for(domain: Domain, request: Request) -> Inboxes:
+    """Return the existing inboxes for a request of `larger_inboxes`."""
+    return inboxes_of(domain.arena.layout, domain.arena.region(request))

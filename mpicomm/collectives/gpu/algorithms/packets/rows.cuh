@@ -34,7 +34,7 @@ constexpr u32 kShards = kFanOut ? MPICOMM_RANKS : 1;
 static_assert(kUnitNbytes == kPacketNbytes, "the order of squares is an order of packets");
 constexpr bool kRows = true;
 
-// The groups of a block for which there are registers. The host's copy is in rows.py; a test
+// The groups of a block for which there are registers. The host's copy is in configs.py; a test
 // compares them.
 constexpr u32 kGroups = MPICOMM_RANKS > 2 || kFanOut ? 1 : 2;
 

@@ -1,9 +1,10 @@
-"""PacketTemplate: launches of packets.cu for exchanges of one form. A call fills in addresses, lengths and tags."""
+"""PacketTemplate: launches of packets.cu for exchanges of one form. PacketLauncher: for the calls of a form."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -11,9 +12,9 @@ from zlib import crc32
 
 from mpicomm.collectives.eight_bits import BLOCK
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import Filled, Node
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.memory import Inboxes
+from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     OVERSEERS,
@@ -23,10 +24,16 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     packet_kernel,
     wire_options,
 )
-from mpicomm.collectives.gpu.algorithms.packets.ways import ANY_NBYTES, Coding, PacketWay, Stepped, WayOf, coding_of
-from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.algorithms.packets.configs import (
+    ANY_NBYTES,
+    Coding,
+    Configs,
+    PacketConfig,
+    Stepped,
+    coding_of,
+)
 from mpicomm.collectives.patterns import shard_count
-from mpicomm.epilogues.base import Fused
+from mpicomm.epilogues.base import BoundEpilogue, Fused
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES, MAX_RANKS, Team
@@ -46,14 +53,13 @@ Kernel = tuple[Any, ...]
 """A kernel of one template: its `Protocol`, its `Steps`, and the options of its epilogue."""
 
 
-class PacketTemplate:
+class PacketTemplate(KernelTemplate):
     """Launches for exchanges of one form between the same ranks.
 
     The form is ``exchange`` and, with ``fan_out``, the next exchange, in which ranks send on the data that they have
-    reduced or received. `places` are the pieces of memory in both exchanges, each once. With ``alike`` all places have
-    the same length in each call. With ``even`` the tag of a call implies all lengths. ``reduction`` is (dtype, op) if
-    any rank reduces. The kernel applies ``finish`` to the result. `apply` replaces it by another epilogue of the same
-    kind. With ``coding`` packets carry codes.
+    reduced or received. `places` are the pieces of memory in both exchanges, each once. With ``even`` the tag of a call
+    implies all lengths. ``reduction`` is (dtype, op) if any rank reduces. The kernel applies ``finish`` to the result.
+    `apply` replaces it by another epilogue of the same kind. With ``coding`` packets carry codes.
 
     `write` writes one call into `arguments`. The next `write` overwrites it, so a caller launches the kernel in
     between.
@@ -61,26 +67,24 @@ class PacketTemplate:
 
     def __init__(
         self,
-        node: Node,
+        domain: Domain,
         exchange: Exchange,
         reduction: Reduction | None,
         *,
         fan_out: Exchange | None = None,
         finish: Fused | None = None,
-        alike: bool = False,
         even: bool = False,
         coding: Coding | None = None,
     ) -> None:
-        self._itemsize = exchange.dtype.itemsize
         self._reduction = reduction
         self._coding = coding
         mine, sent = exchange.reduction, {span for span in exchange.sends if span is not None}
         self._alike = fan_out is None and len(sent) == 1 and (mine is None or mine.own in sent)
-        self._host_slots = node.host_slots
+        self._host_slots = domain.host_slots
         self._fans = fan_out is not None
         self._options: tuple[str, ...] = ()
-        self._size, self._rank = size, rank = node.size, node.rank
-        team, layout = node.team, node.arena.layout
+        self._size, self._rank = size, rank = domain.size, domain.rank
+        team, layout = domain.team, domain.arena.layout
         own = team.arenas[rank]
         given = {"team": team, "flagged": layout.flagged_inboxes(own), "fences": own + layout.fences}
         if finish is None:
@@ -88,12 +92,12 @@ class PacketTemplate:
         else:
             self.arguments = finished_packet_arguments(type(finish.arguments))(**given)
             self.apply(finish)
-        self.early = node.early
+        self.early = domain.early
         words, absent = f"{size}Q", f"{8 * (MAX_RANKS - size)}x"
         self._messages = struct.Struct(f"={size}I{4 * (MAX_RANKS - size)}x{4 * (words + absent)}3Q5I")
         self._inboxes = struct.Struct(f"={words}{absent}Q")
         self._filled_inboxes: Inboxes | None = None
-        self._cut: tuple[int, PacketWay | None, int, int] = 0, None, 0, 0
+        self._cut: tuple[int, PacketConfig | None, int, int] = 0, None, 0, 0
         """The last arguments of `_steps`, and its result."""
 
         numbers: dict[Span | None, int] = {None: 0}
@@ -105,11 +109,10 @@ class PacketTemplate:
         # A call makes one tag for each different pair. `_tags` has the number of the tag for each peer. This rank does
         # not compare its tag for itself.
         pairs = [*pairs[:rank], pairs[rank - 1], *pairs[rank + 1 :]]
-        of_pair = [(bool(pair[0]), pair[1], bool(pair[2]), pair[3]) if alike else pair for pair in pairs]
-        different = list(dict.fromkeys(of_pair))
+        different = list(dict.fromkeys(pairs))
         self._has_one_tag = self._fans or even
-        self._tagged = [] if self._has_one_tag else [pairs[of_pair.index(each)] for each in different]
-        self._tags = [0] * size if self._has_one_tag else [different.index(each) for each in of_pair]
+        self._tagged = [] if self._has_one_tag else different
+        self._tags = [0] * size if self._has_one_tag else [different.index(each) for each in pairs]
         self._ends = _Ends.of(exchange, fan_out, rank, number, reduces=reduction is not None, copies=coding is not None)
         self._reduces = exchange.reduction is not None
         self.places: tuple[Span | None, ...] = tuple(numbers)
@@ -137,17 +140,17 @@ class PacketTemplate:
         indices = [*chain.from_iterable(others)]
         self._of_others: Callable[[list[int]], tuple[int, ...]] = itemgetter(*indices)
 
-    def write(self, values: list[int], longest: int, nbytes: int, tag: int, way: PacketWay) -> Filled:
+    def write(self, values: list[int], longest: int, nbytes: int, tag: int, config: PacketConfig) -> Filled:
         """Write a call into `arguments`. This changes ``values``.
 
         `bind` defines the order of ``values``. Lengths are in bytes, and a place without bytes has address 0.
         ``longest`` is the largest length. ``nbytes`` are the most bytes from one rank to another, as all ranks know
         them. ``tag`` is made of the facts in which all ranks must agree. These three last are the same on all ranks.
         """
-        if nbytes <= way.step_nbytes:
-            filled, steps, laps, paced = way.in_one_step
+        if nbytes <= config.step_nbytes:
+            filled, steps, laps, paced = config.in_one_step
         else:
-            filled, steps, laps, paced = self._in_steps(values, longest, nbytes, way)
+            filled, steps, laps, paced = self._in_steps(values, longest, nbytes, config)
         if self._has_one_tag:
             values.append(tag)
         else:
@@ -160,24 +163,14 @@ class PacketTemplate:
         if self._reduces and not values[self._output]:
             pick, sources, targets = self._pick_idle, 0, 0
         self._messages.pack_into(self.arguments, _AT_TAGS, *pick(values), steps, laps, sources, targets, paced)
-        if way.inboxes is not self._filled_inboxes:
-            inboxes = way.inboxes
+        if config.inboxes is not self._filled_inboxes:
+            inboxes = config.inboxes
             self._inboxes.pack_into(self.arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
         if self._options:
             kernel, blocks, threads = filled
             return (*kernel, *self._options), blocks, threads
         return filled
-
-    def launch(self, tag: int, way: PacketWay, nbytes: int) -> Launch:
-        """Return the launch of the exchange, with the addresses and the lengths of its spans; else as `write`."""
-        itemsize = self._itemsize
-        lengths = [0 if span is None else span.count * itemsize for span in self.places]
-        addresses = [span.pointer if span is not None and span.count else 0 for span in self.places]
-        number = len(lengths)
-        self.bind(range(number), range(number, 2 * number), 2 * number)
-        kernel, blocks, threads = self.write([*addresses, *lengths], max(lengths), nbytes, tag, way)
-        return Launch(self.variant(kernel), self.arguments, blocks, threads, self.early)
 
     def variant(self, kernel: Kernel) -> Variant:
         """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
@@ -199,31 +192,33 @@ class PacketTemplate:
             wire=wire,
         )
 
-    def _in_steps(self, values: list[int], longest: int, nbytes: int, way: PacketWay) -> Stepped:
+    def _in_steps(self, values: list[int], longest: int, nbytes: int, config: PacketConfig) -> Stepped:
         """Return the launch of a call that takes several steps on some rank."""
         of, cut_by, steps, laps = self._cut
-        if nbytes != of or way is not cut_by:  # calls of any length always have the same cut
-            steps, laps = self._steps(nbytes, way)
-            self._cut = nbytes, way, steps, laps
-        threads, paced = way.blocks * way.workers, 0
-        if not (self._fans or way.row_nbytes):
+        if nbytes != of or config is not cut_by:  # calls of any length always have the same cut
+            steps, laps = self._steps(nbytes, config)
+            self._cut = nbytes, config, steps, laps
+        threads, paced = config.blocks * config.workers, 0
+        if not (self._fans or config.row_nbytes):
             # The steps that the data between this rank and its peers takes, whatever the other ranks send.
-            steps = -(-longest // (way.unit_nbytes * threads)) or 1
+            steps = -(-longest // (config.unit_nbytes * threads)) or 1
             if steps > laps:
-                paced = self._paced(values, way.unit_nbytes * threads * laps)
+                paced = self._paced(values, config.unit_nbytes * threads * laps)
         # A kernel for more steps has more work in each step.
-        of_steps: Steps = "one" if steps == way.parts == 1 else "few" if steps <= laps else "paced" if paced else "laps"
-        return ((way.protocol, of_steps), way.blocks, way.workers + OVERSEERS), steps, laps, paced
+        of_steps: Steps = "paced" if paced else "laps"
+        if steps <= laps:
+            of_steps = "one" if steps == config.parts == 1 else "few"
+        return ((config.protocol, of_steps), config.blocks, config.workers + OVERSEERS), steps, laps, paced
 
-    def _steps(self, nbytes: int, way: PacketWay) -> tuple[int, int]:
+    def _steps(self, nbytes: int, config: PacketConfig) -> tuple[int, int]:
         """Return the steps of messages of so many bytes, and after how many steps a launch uses slots again."""
-        units = -(-nbytes // way.unit_nbytes)
+        units = -(-nbytes // config.unit_nbytes)
         if self._coding is not None:
             units = -(-units // LANES) * LANES
-        steps = -(-units // (way.blocks * way.workers)) or 1
-        laps = steps if units <= way.slots else way.laps
-        if steps > laps and (laps < FEWEST_LAPS + (way.row_nbytes > 0) or way.protocol == "flagged"):
-            raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {way.inboxes.nbytes} bytes")
+        steps = -(-units // (config.blocks * config.workers)) or 1
+        laps = steps if units <= config.slots else config.laps
+        if steps > laps and (laps < FEWEST_LAPS + (config.row_nbytes > 0) or config.protocol == "flagged"):
+            raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {config.inboxes.nbytes} bytes")
         return steps, laps
 
     def _paced(self, values: list[int], inbox_nbytes: int) -> int:
@@ -291,84 +286,98 @@ class _Ends(NamedTuple):
         return cls(places, [*sent, *sent], 0, 0, 0, 0)
 
 
-class PacketCalls(PacketTemplate):
-    """An `EvenTemplate`: calls of a ``form`` in one exchange, or with ``two_shot`` in two exchanges."""
+class PacketLauncher(PacketTemplate, FormLauncher):
+    """Carries out the calls of a ``form`` in one exchange, or with ``two_shot`` in two exchanges.
 
-    def __init__(self, form: Form, node: Node, way_of: WayOf, *, two_shot: bool) -> None:
-        first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
-        super().__init__(
-            node,
-            first,
-            form.reduction,
-            fan_out=second,
-            finish=None if form.epilogue is None else form.epilogue.fused(0),
-            alike=not two_shot,
-            even=True,
-            coding=coding_of(form),
-        )
-        self._epilogue = form.epilogue
-        row_nbytes = form.epilogue.row_nbytes if form.epilogue else 0
+    With ``any_length`` the launch is the same for all lengths, except for a coding.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        domain: Domain,
+        configs: Configs,
+        bounds: tuple[float, float],
+        *,
+        two_shot: bool = False,
+        finishes: bool = False,
+        any_length: bool = False,
+    ) -> None:
+        self.fewest, self.most = bounds
+        self.finishes = finishes
+        row_nbytes = form.epilogue.row_nbytes if finishes and form.epilogue else 0
         self._whole = BLOCK if form.wire else row_nbytes // form.itemsize
-        own = first.reduction.own if first.reduction is not None else None
-        pieces = [form.piece(span, own) for span in self.places]
-        self._parts = parts = form.shards if two_shot else 1 + max(piece.part for piece in pieces)
-        # The values of a call: 0, the lengths of all parts, their addresses in the send buffer, and in the receive
-        # buffer.
-        addresses = [1 + buffer * parts + part if buffer else 0 for buffer, part in pieces]
-        self.bind(addresses, [1 + piece.part for piece in pieces], 1 + 3 * parts)
-        self._way_of = way_of
-        self._itemsize = form.itemsize
+        self._itemsize, self._shards = form.itemsize, form.shards if two_shot else 0
+        self._config_of, self._memory_for = configs
+        self._is_private = form.is_private
+        self._any_nbytes = ANY_NBYTES if any_length and form.wire is None else 0
+        even = form.operation.is_even and not any_length
+        self._unmade: Callable[[], None] | None = partial(self._make, form, domain, even=even)
+        """Makes the template, before the first call: most forms use one or two of their launchers."""
 
-    def fill(self, send: int, receive: int, nbytes: int, hash32: int, memory: Mapped | None) -> Filled | None:
-        parts = self._parts
-        if self._epilogue is not None:
-            self.apply(self._epilogue.fused(receive, parts))
-        if not self._fans:
-            way = self._way_of(nbytes)
-            if way is None:
-                return None
-            if parts == 1:  # inlined, because ranges take ten times as long
-                return self.write([0, nbytes, send, receive], nbytes, way.row_nbytes or nbytes, hash32, way)
-            end = nbytes * parts
-            begins, others = range(send, send + end, nbytes), range(receive, receive + end, nbytes)
-            return self.write([0, *[nbytes] * parts, *begins, *others], nbytes, nbytes, hash32, way)
-        count = shard_count(nbytes // self._itemsize, parts, self._itemsize, self._whole)
-        longest = min(nbytes, count * self._itemsize)
-        way = self._way_of(longest)
-        if way is None:
-            return None
-        begins, others = range(send, send + nbytes, longest), range(receive, receive + nbytes, longest)
-        number = len(begins)
-        empty = [0] * (parts - number)  # shards after the last element
-        values = [0, *[longest] * number, *empty, *begins, *empty, *others, *empty]
-        values[number] = nbytes - (number - 1) * longest
-        return self.write(values, longest, way.row_nbytes or longest, hash32, way)
+    def _make(self, form: Form, domain: Domain, *, even: bool) -> None:
+        shards = self._shards
+        first, second = (form.two_shot.first, form.two_shot.second) if shards else (form.one_shot, None)
+        finish = form.epilogue.fused(0) if self.finishes and form.epilogue else None
+        super().__init__(
+            domain, first, form.reduction, fan_out=second, finish=finish, even=even, coding=coding_of(form)
+        )
+        pieces = [form.piece(span, first.reduction.own if first.reduction else None) for span in self.places]
+        # The values of a call: 0; the lengths of all blocks, or of the shards; the addresses of all blocks, or of the
+        # shards of each block.
+        blocks = form.sends + form.receives
+        if shards:
+            addresses = [1 + (1 + block) * shards + shard if block >= 0 else 0 for block, shard in pieces]
+            self.bind(addresses, [1 + shard for _, shard in pieces], 1 + (1 + blocks) * shards)
+        else:
+            addresses = [1 + blocks + block if block >= 0 else 0 for block, _ in pieces]
+            self.bind(addresses, [1 + block for block, _ in pieces], 1 + 2 * blocks)
+        self._unmade = None
 
+    def memory(self, longest: int, *, symmetric: bool) -> Sequence[Request]:
+        return self._memory_for(self._longest_shard(longest) if self._shards else longest)
 
-class PacketBlocks(PacketTemplate):
-    """A `BlocksTemplate`: calls of a ``form`` with blocks of any lengths and places, in one exchange."""
-
-    private_nbytes: int | None = None
-    """See `BlocksTemplate`."""
-
-    def __init__(self, form: Form, node: Node, way_of: WayOf) -> None:
-        super().__init__(node, form.one_shot, form.reduction)
-        parts = form.parts
-        pieces = [form.piece(span) for span in self.places]
-        # The values of a call: 0, the lengths of all blocks, and their addresses.
-        lengths = [1 + (buffer == 2) * parts[0] + part if part >= 0 else 0 for buffer, part in pieces]
-        self.bind([index and sum(parts) + index for index in lengths], lengths, 1 + 2 * sum(parts))
-        self._way_of = way_of
-        self._is_private = form.operation.counts == "private"
-
-    def fill_blocks(self, lengths: list[int], begins: list[int], longest: int, hash32: int) -> Filled | None:
-        way = self._way_of(longest)
-        if way is None:
+    def fill(
+        self,
+        lengths: list[int],
+        begins: list[int],
+        longest: int,
+        hash32: int,
+        memory: Mapped | None = None,
+        finish: BoundEpilogue | None = None,
+    ) -> Filled | None:
+        if self._unmade is not None:
+            self._unmade()
+        if self.finishes and finish is not None:
+            self.apply(finish.fused(begins[-1], self._shards or 1))
+        if self._shards:
+            return self._fill_shards(lengths[0], begins, hash32)
+        config = self._config_of(longest)
+        if config is None:
             return None
         values = [0, *lengths, *begins]
         if self._is_private:
             self.private_nbytes = max(self._of_others(values))
-            # Whatever other ranks send, short messages have the launch of the way.
-            nbytes = longest if longest <= way.step_nbytes else ANY_NBYTES
-            return self.write(values, longest, nbytes, hash32, way)
-        return self.write(values, longest, longest, hash32, way)
+            # Whatever other ranks send, short messages have the launch of the config.
+            nbytes = longest if longest <= config.step_nbytes else ANY_NBYTES
+        else:
+            nbytes = self._any_nbytes or config.row_nbytes or longest
+        return self.write(values, longest, nbytes, hash32, config)
+
+    def _fill_shards(self, nbytes: int, begins: list[int], hash32: int) -> Filled | None:
+        longest, shards = self._longest_shard(nbytes), self._shards
+        config = self._config_of(longest)
+        if config is None:
+            return None
+        number = -(-nbytes // longest)
+        empty = [0] * (shards - number)  # shards after the last element
+        values = [0, *[longest] * number, *empty]
+        values[number] = nbytes - (number - 1) * longest
+        for begin in begins:
+            values += range(begin, begin + nbytes, longest)
+            values += empty
+        return self.write(values, longest, config.row_nbytes or longest, hash32, config)
+
+    def _longest_shard(self, nbytes: int) -> int:
+        count = shard_count(nbytes // self._itemsize, self._shards, self._itemsize, self._whole)
+        return min(nbytes, count * self._itemsize)

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import Filled
+from mpicomm.collectives.gpu.algorithms.base import Filled, KernelTemplate
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES, stride_of, threads_for
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
@@ -17,10 +17,8 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
     SENDRECV_THREADS,
     SendrecvArguments,
 )
-from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.kernels.team import Team
 from mpicomm.kernels.variant import Variant
-from mpicomm.mpi.span import Span
 
 _AT_SIDES: int = SendrecvArguments.sent.offset
 _SIDES = struct.Struct("=3Q4I3Q4I")  # two of `SendrecvSide`, which lie one after the other
@@ -29,8 +27,8 @@ _Side = tuple[int, int, int, int, int, int, int]
 _NOTHING: _Side = 0, 0, 0, 0, 0, 0, 0
 
 
-class SendrecvTemplate:
-    """A `Template` for a message to the peer of ``sent`` and a message from the peer of ``received``, with their tags.
+class SendrecvTemplate(KernelTemplate):
+    """Launches for a message to the peer of ``sent`` and a message from the peer of ``received``, with their tags.
 
     Either is None if there is no such message. `fill` writes one call into ``arguments``. The next `fill` overwrites
     it, so a caller launches the kernel in between.
@@ -43,19 +41,17 @@ class SendrecvTemplate:
         self._channels = channels
         self._ends = _end(sent), _end(received)
 
-    early = False
-
     def variant(self, kernel: None) -> Variant:
         return SENDRECV_KERNEL
 
-    def fill(self, send: int, send_nbytes: int, receive: int, receive_nbytes: int) -> Filled | None:
-        """Write a call into `arguments`; local. Return None if both messages are empty."""
+    def fill(self, send: int, send_nbytes: int, receive: int, receive_nbytes: int) -> Filled:
+        """Write a call into `arguments`; local. There are no blocks if both messages are empty."""
         to, of = self._ends
         sent, received = self._side(send, send_nbytes, *to), self._side(receive, receive_nbytes, *of)
         _SIDES.pack_into(self.arguments, _AT_SIDES, *sent, *received)
         longest = min(max(sent[2], received[2]), SENDRECV_SLOT_NBYTES)
         blocks = sent[4] + received[4]
-        return (None, blocks, threads_for(longest, SENDRECV_THREADS)) if blocks else None
+        return None, blocks, threads_for(longest, SENDRECV_THREADS)
 
     def _side(self, pointer: int, nbytes: int, peer: int, tag: int, mask: int) -> _Side:
         """Return the fields of `SendrecvSide`."""
@@ -109,10 +105,3 @@ class SendrecvPlanner:
         arguments = SendrecvArguments.from_buffer_copy(self._empty)
         arguments.memory[: len(memory)] = memory
         return SendrecvTemplate(arguments, self.layout.channels, sent, received)
-
-    def launch(self, sent: Message | None, received: Message | None, memory: Sequence[int]) -> Launch | None:
-        """Return the launch for two messages, as `template` takes them; None if both are empty."""
-        template = self.template(sent, received, memory)
-        send, receive = (Span(0, 0) if message is None else message.span for message in (sent, received))
-        filled = template.fill(send.pointer, send.count, receive.pointer, receive.count)
-        return None if filled is None else Launch(template.variant(None), template.arguments, *filled[1:])

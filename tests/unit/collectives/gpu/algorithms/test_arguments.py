@@ -19,7 +19,7 @@ from mpicomm.collectives.gpu.algorithms.direct import arguments as direct
 from mpicomm.collectives.gpu.algorithms.direct.arguments import Cut, DirectArguments
 from mpicomm.collectives.gpu.algorithms.packets import arguments as packets
 from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
-from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
+from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, SendrecvSide
 from mpicomm.devices.cuda.compile import compile_kernel

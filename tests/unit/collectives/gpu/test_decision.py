@@ -16,9 +16,11 @@ pytest.importorskip("ml_dtypes")
 
 from mpicomm.collectives import operations
 from mpicomm.collectives.gpu.algorithms import registry
-from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
-from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainTemplate, cut, layout_of
+from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainLauncher, cut, layout_of
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
@@ -26,14 +28,22 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     flags_can_carry,
     most_workers,
 )
-from mpicomm.collectives.gpu.algorithms.packets.geometry import MAX_BLOCKS, Geometry
+from mpicomm.collectives.gpu.algorithms.packets.configs import (
+    MAX_BLOCKS,
+    Geometry,
+    ProtocolLimits,
+    one_shot_limits,
+    packet_protocol,
+    sized_configs,
+)
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import ProtocolLimits, one_shot_limits, packet_protocol, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
-from mpicomm.collectives.gpu.choose import choose
+from mpicomm.collectives.gpu.decision import Chosen, Decision
+from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.wire import Wire
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
@@ -42,6 +52,7 @@ from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs import patterns
 from tests.helpers.inputs.tuning import row, table
 from tests.helpers.references.reductions import dtype_named
+from tests.helpers.rigs.filled_calls import packet_launch
 
 SIZES = st.integers(2, 8)
 KIB, MIB = 1 << 10, 1 << 20
@@ -71,7 +82,7 @@ def test_a_protocol_carries_the_type_and_as_much_as_it_may(
 def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
     """The threads for messages of so many packets."""
     node = replace(node_of(0, size), multiprocessors=most_blocks)
-    way = sized_ways(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out)(16 * units)
+    way = sized_configs(ProtocolLimits(0, 1 << 62), node, fan_out=fan_out).of(16 * units)
     assert way is not None
     return Geometry(way.blocks, way.workers)
 
@@ -130,16 +141,18 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
     arena: Any = SimpleNamespace(
         layout=layout, flagged=inboxes, sentinels=inboxes, has=lambda request: True, region=lambda request: region
     )
-    node = Node(Team(size=2), arena, 8, host_slots=host_slots)
+    node = Domain(Team(size=2), arena, 8, host_slots=host_slots)
     for nbytes, again in ((KIB, False), (64 * MIB, True)):
         span = Span(4096, nbytes)
         (exchange,) = patterns.alltoall(0, 2, np.dtype(np.uint8), [span] * 2, [span] * 2)
-        way = sized_ways(ProtocolLimits(0, 1 << 62), node)(nbytes)
+        way = sized_configs(ProtocolLimits(0, 1 << 62), node).of(nbytes)
         assert way is not None
-        options = PacketTemplate(node, exchange, None).launch(tag, way, nbytes).variant.options
+        options = packet_launch(PacketTemplate(node, exchange, None), tag, way, nbytes, 1).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)
-    chain = patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").chain
-    options = ChainTemplate(node, chain, None).launch(tag).variant.options
+    launcher = ChainLauncher(patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").form, node)
+    filled = launcher.fill([MIB], [4096], MIB, tag)
+    assert filled is not None
+    options = launcher.launch(filled).variant.options
     assert (HOST_SLOTS[0] in options) == host_slots
 
 
@@ -166,51 +179,69 @@ class Arena:
         return ArenaRegion(self._bases, request.slots_nbytes)
 
 
-def node_of(rank: int, size: int, *, link_speed: float = 1.0) -> Node:
-    return Node(Team(size=size, rank=rank), Arena(size), 132, link_speed, most_staged_nbytes=1 << 30)
+def node_of(rank: int, size: int, *, link_speed: float = 1.0) -> Domain:
+    return Domain(Team(size=size, rank=rank), Arena(size), 132, link_speed, most_staged_nbytes=1 << 30)
 
 
-def call_of(
-    operation: Operation,
-    rank: int,
-    counts: Sequence[int],
-    *,
-    op: str = "sum",
-    root: int = 1,
-    dtype: str = "int32",
-    symmetric: bool = False,
-) -> GpuCall:
+class CallOf:
     """One rank's part of a call between ``len(counts)`` ranks; rank r has a block of ``counts[r]``."""
-    size, element = len(counts), dtype_named(dtype)
-    starts = [sum(counts[:peer]) for peer in range(size)]
-    sent, received = 1 << 50, 1 << 51
 
-    def parts(pointer: int, shape: str) -> tuple[Span | None, list[Span] | None]:
-        if shape == "one":
-            return Span(pointer, counts[rank]), None
-        return None, patterns.blocks(pointer, counts, starts, element.itemsize)
+    def __init__(
+        self,
+        operation: Operation,
+        rank: int,
+        counts: Sequence[int],
+        *,
+        op: str = "sum",
+        root: int = 1,
+        dtype: str = "int32",
+        symmetric: bool = False,
+    ) -> None:
+        size, element = len(counts), dtype_named(dtype)
+        starts = [sum(counts[:peer]) for peer in range(size)]
+        sent, received = 1 << 50, 1 << 51
 
-    (send, send_blocks), (output, blocks) = parts(sent, operation.send), parts(received, operation.receive)
-    if operation.rooted == "bcast":
-        send = None
-    if operation.rooted == "receive" and rank != root:
-        output = blocks = None
-    if operation.rooted == "send" and rank != root:
-        send_blocks = None
-    buffers = Buffers(rank, size, element, send, send_blocks, output, blocks, op * operation.reduces, root)
-    nbytes = 0 if operation.counts == "private" else max(counts) * element.itemsize
-    memory = Mapped(1, 0, tuple(received for _ in counts)) if symmetric and operation.into_all else None
-    return GpuCall(operation, operation.name, 0, buffers, nbytes, memory)
+        def parts(pointer: int, shape: str) -> tuple[Span | None, list[Span] | None]:
+            if shape == "one" and not operation.of_neighbors:
+                return Span(pointer, counts[rank]), None
+            return None, patterns.blocks(pointer, counts, starts, element.itemsize)
+
+        (send, send_blocks), (output, blocks) = parts(sent, operation.send), parts(received, operation.receive)
+        if operation.rooted == "bcast":
+            send = None
+        if operation.rooted == "receive" and rank != root:
+            output = blocks = None
+        if operation.rooted == "send" and rank != root:
+            send_blocks = None
+        self.buffers = Buffers(rank, size, element, send, send_blocks, output, blocks, op * operation.reduces, root)
+        self.form = Form.of_buffers(operation, self.buffers)
+        self.longest = max(counts) * element.itemsize
+        """The bytes of the longest message, as all ranks know them."""
+        self.memory = Mapped(1, 0, tuple(received for _ in counts)) if symmetric and operation.into_all else None
+
+    def chosen(self, asked: str, node: Domain, tuning: Tuning = BUILT_IN) -> Chosen:
+        return self._decision(asked, node, tuning).at(self.longest, symmetric=self.memory is not None)
+
+    def launches(self, asked: str, node: Domain) -> list[Launch]:
+        decision = self._decision(asked, node, BUILT_IN)
+        steps = decision.steps(self.chosen(asked, node), self.buffers, 0, self.memory)
+        assert steps is not None
+        return [step for step in steps if isinstance(step, Launch)]
+
+    def _decision(self, asked: str, node: Domain, tuning: Tuning) -> Decision:
+        nowhere: Any = None
+        return Decision(self.form, asked, tuning, node, nowhere)
 
 
-def choice(call: GpuCall, asked: str, node: Node) -> tuple[Any, ...]:
-    """The algorithm, its memory, and its launches if every rank has the same."""
-    algorithm, _ = choose(call, asked, BUILT_IN, node)
-    launches = [step for step in algorithm.plan(call, node) if isinstance(step, Launch)]
+def choice(call: CallOf, asked: str, node: Domain) -> tuple[Any, ...]:
+    """The launcher of a call, its memory, and its launches if every rank has the same."""
+    chosen, operation = call.chosen(asked, node), call.form.operation
     # By copy engines, in a ring and in chunks a rank without a part launches less.
-    alike = algorithm.name in ("one_shot", "two_shot") and call.operation.traffic == "even"
-    same = [(step.variant.source.name, step.blocks, step.threads) for step in launches] if alike else []
-    return type(algorithm), algorithm.memory(call, node), same
+    alike = chosen.choice.algorithm in ("one_shot", "two_shot") and operation.traffic == "even"
+    launches = call.launches(asked, node) if alike else []
+    same = [(step.variant.source.name, step.blocks, step.threads) for step in launches]
+    memory = chosen.launcher.memory(call.longest, symmetric=call.memory is not None)
+    return type(chosen.launcher), chosen.choice, memory, same
 
 
 NAMED = [(operation, name) for operation in OPERATIONS.values() for name in ("auto", *registry.names_for(operation))]
@@ -224,24 +255,33 @@ def test_all_ranks_choose_alike(operation: Operation, asked: str, symmetric: boo
     counts = [count, 0, 5, count] if uneven else [count] * 4
     root = 3 if asked == "chain" and operation.reduces else 1
     chosen = [
-        choice(call_of(operation, rank, counts, root=root, symmetric=symmetric), asked, node_of(rank, 4))
+        choice(CallOf(operation, rank, counts, root=root, symmetric=symmetric), asked, node_of(rank, 4))
         for rank in range(4)
     ]
     assert chosen == [chosen[0]] * 4
     if operation is operations.ALLGATHER and asked == "one_shot":
-        assert (chosen[0][0].__name__ == "IntoMemory") == (symmetric and 4 * count > 4 * MIB)
+        assert (chosen[0][0] is DirectLauncher) == (symmetric and 4 * count > 4 * MIB)
+
+
+@pytest.mark.parametrize("wire", [None, Wire("int8"), Wire("int8", again=False)], ids=str)
+@pytest.mark.parametrize("operation", [row for row in OPERATIONS.values() if row.counts != "private"], ids=str)
+def test_a_call_without_elements_needs_neither_launches_nor_memory(operation: Operation, wire: Wire | None) -> None:
+    for size in (1, 3):
+        call, node = CallOf(operation, 0, [0] * size, root=0, dtype="float32"), node_of(0, size)
+        call.form = replace(call.form, wire=(wire, dtype_named("float32")) if wire and size > 1 else None)
+        assert call.launches("auto", node) == []
+        assert call.chosen("auto", node).launcher.memory(0, symmetric=False) == ()
 
 
 @pytest.mark.parametrize("operation", [row for row in OPERATIONS.values() if row.counts == "private"], ids=str)
 @pytest.mark.parametrize("counts", [[0, 0, 0], [5, 2 * MIB, 6 * MIB], [MIB, 60 * MIB, 300 * MIB]])
 def test_messages_whose_length_only_two_ranks_know_go_in_packets(counts: list[int], operation: Operation) -> None:
     """In one kernel, whose launch does not depend on the lengths of the messages."""
-    call, node = call_of(operation, 0, counts), node_of(0, 3)
-    algorithm, _ = choose(call, "auto", BUILT_IN, node)
-    (launch,) = algorithm.plan(call, node)
-    assert isinstance(launch, Launch) and launch.variant.source.name == "packets.cu"
+    call, node = CallOf(operation, 0, counts), node_of(0, 3)
+    (launch,) = call.launches("auto", node)
+    assert launch.variant.source.name == "packets.cu"
     assert "-DMPICOMM_SENTINEL" in launch.variant.options
-    assert algorithm.memory(call, node) == ()
+    assert call.chosen("auto", node).launcher.memory(call.longest, symmetric=False) == ()
 
 
 @pytest.mark.parametrize("largest", [10**6, 100 * MIB])
@@ -249,18 +289,15 @@ def test_messages_whose_length_only_two_ranks_know_go_in_packets(counts: list[in
 @pytest.mark.parametrize("operation", [operations.REDUCE_SCATTER, operations.ALLGATHERV], ids=str)
 def test_parts_of_any_lengths_go_in_packets(operation: Operation, least: int, largest: int) -> None:
     for rank in range(3):
-        call, node = call_of(operation, rank, [largest, least, least]), node_of(rank, 3)
-        (launch,) = choose(call, "auto", BUILT_IN, node)[0].plan(call, node)
-        assert isinstance(launch, Launch) and "-DMPICOMM_SENTINEL" in launch.variant.options
+        (launch,) = CallOf(operation, rank, [largest, least, least]).launches("auto", node_of(rank, 3))
+        assert "-DMPICOMM_SENTINEL" in launch.variant.options
 
 
 @pytest.mark.parametrize("link_speed", [0.1, 1, 1.5])
 def test_sizes_are_scaled_by_the_speed_of_the_links(link_speed: float) -> None:
     def way(nbytes: float) -> tuple[str, bool]:
-        call = call_of(operations.ALLGATHER, 0, [int(nbytes)] * 4, dtype="uint8", symmetric=True)
-        node = node_of(0, 4, link_speed=link_speed)
-        (launch,) = choose(call, "one_shot", BUILT_IN, node)[0].plan(call, node)
-        assert isinstance(launch, Launch)
+        call = CallOf(operations.ALLGATHER, 0, [int(nbytes)] * 4, dtype="uint8", symmetric=True)
+        (launch,) = call.launches("one_shot", node_of(0, 4, link_speed=link_speed))
         return launch.variant.source.stem, "-DMPICOMM_SENTINEL" in launch.variant.options
 
     assert way(32 * KIB * link_speed) == ("packets", False)
@@ -270,8 +307,8 @@ def test_sizes_are_scaled_by_the_speed_of_the_links(link_speed: float) -> None:
 
 
 def can_chain(operation: Operation, dtype: str, op: str = "sum", root: int = 0) -> bool:
-    call = call_of(operation, 0, [8] * 4, op=op, root=root, dtype=dtype)
-    return AlongRanks().accepts(call, node_of(0, 4)) is None
+    call = CallOf(operation, 0, [8] * 4, op=op, root=root, dtype=dtype)
+    return not isinstance(AlongRanks().serve(call.form, node_of(0, 4)), str)
 
 
 def test_what_goes_along_a_chain() -> None:
@@ -288,8 +325,8 @@ def test_a_chain_is_chosen_if_it_is_possible() -> None:
     tuning = table(row("Reduce", 4, (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")))
 
     def chosen(asked: str, nbytes: int, *, root: int) -> str:
-        call = call_of(operations.REDUCE, 0, [nbytes] * 4, dtype="uint8", op="max", root=root)
-        return choose(call, asked, tuning, node_of(0, 4))[0].name
+        call = CallOf(operations.REDUCE, 0, [nbytes] * 4, dtype="uint8", op="max", root=root)
+        return call.chosen(asked, node_of(0, 4), tuning).choice.algorithm
 
     for nbytes, expected in ((99, "one_shot"), (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")):
         assert chosen("auto", nbytes, root=0) == expected
@@ -301,19 +338,19 @@ def test_a_chain_is_chosen_if_it_is_possible() -> None:
 
 
 def test_the_ring_does_not_average_and_a_table_never_takes_it() -> None:
-    call = call_of(operations.ALLREDUCE, 0, [100] * 3, op="avg", dtype="float32")
+    call = CallOf(operations.ALLREDUCE, 0, [100] * 3, op="avg", dtype="float32")
     with pytest.raises(
         InvalidUsageError, match=r'algorithm="ring" of Allreduce: the ring cannot average .*: use "auto"'
     ):
-        choose(call, "ring", BUILT_IN, node_of(0, 3))
+        call.chosen("ring", node_of(0, 3))
     assert "ring" in registry.names_for(operations.ALLREDUCE)
     assert "ring" not in registry.names_for(operations.ALLREDUCE, in_rank_order=True)
 
 
-def test_every_algorithm_has_a_reason_if_it_does_not_accept() -> None:
+def test_every_algorithm_serves_a_call_or_has_a_reason() -> None:
     for operation, algorithm in ((op, each) for op in OPERATIONS.values() for each in registry.ALGORITHMS):
         for size in (1, 2, 4):
             if algorithm.serves(operation):
-                call = call_of(operation, 0, [1000] * size, root=0)
-                reason = algorithm.accepts(call, node_of(0, size))
-                assert reason is None or len(reason) > 10
+                form = CallOf(operation, 0, [1000] * size, root=0).form
+                served = algorithm.serve(form, node_of(0, size))
+                assert not isinstance(served, str) or len(served) > 10

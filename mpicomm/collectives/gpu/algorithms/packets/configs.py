@@ -1,0 +1,393 @@
+"""Packet configurations: protocol, inboxes and launch geometry by message size, also for packets of 8-bit codes.
+
+All of it is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
+from typing import NamedTuple
+
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled
+from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ArenaRegion, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import (
+    CODES_OF_PACKET,
+    FEWEST_LAPS,
+    OVERSEERS,
+    SLOT_NBYTES,
+    STAGES,
+    UNIT_NBYTES,
+    Protocol,
+    carried_nbytes,
+    flags_can_carry,
+    most_workers,
+    parts_of,
+)
+from mpicomm.collectives.operations import Operation
+from mpicomm.kernels.epilogue import NORM_THREADS
+from mpicomm.kernels.reductions import Reduction
+from mpicomm.kernels.team import LANES
+
+MAX_BLOCKS = 128
+"""All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
+_WORKERS = (128, 256, 512)
+
+
+class Geometry(NamedTuple):
+    """``workers`` threads of each block move data."""
+
+    blocks: int
+    workers: int
+
+    @property
+    def threads(self) -> int:
+        """All threads that move data."""
+        return self.blocks * self.workers
+
+    def steps(self, units: int) -> int:
+        """Return the steps for messages of ``units`` packets; at least one, because each rank must meet its peers."""
+        return -(-units // (self.blocks * self.workers)) or 1
+
+
+@cache
+def geometries_of(
+    most_blocks: int, size: int, *, fan_out: bool, coded: bool = False
+) -> tuple[list[int], list[Geometry]]:
+    """Return the most packets that geometries between ``size`` ranks move in one step, and these geometries.
+
+    The last geometry, which has no such number, is for all longer messages. The choice is measured on H200s: one step
+    if possible, with as many blocks as there are, each as small as one step allows. ``coded`` is as in `most_workers`.
+    """
+    most, units, geometries = most_workers(size, fan_out=fan_out, one_step=True), [0], list[Geometry]()
+    for workers in (*(each for each in _WORKERS if each < most), most):
+        of_one_block = [Geometry(1, few) for few in range(LANES, workers, LANES)]
+        for geometry in (*of_one_block, *[Geometry(1 + more, workers) for more in range(most_blocks)]):
+            if geometry.threads > units[-1]:
+                units.append(geometry.threads)
+                geometries.append(geometry)
+    workers = most_workers(size, fan_out=fan_out, one_step=False, coded=coded)
+    return units[1:], [*geometries, Geometry(most_blocks, workers)]
+
+
+@cache
+def geometry_within(inbox_nbytes: int, most_blocks: int, size: int, *, coded: bool = False) -> Geometry:
+    """Return the geometry for messages of any length in inboxes of that size; the same on all ranks.
+
+    It has the most threads for which an inbox still holds `FEWEST_LAPS` steps, because a launch reuses slots. ``coded``
+    is as in `most_workers`.
+    """
+    slots = inbox_nbytes // SLOT_NBYTES // (parts_of(size, one_step=False) if coded else 1)
+    room = slots // (FEWEST_LAPS * most_blocks) // LANES * LANES
+    return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False, coded=coded)))
+
+
+def most_blocks_of(domain: Domain) -> int:
+    """Return the most blocks of a launch between the ranks of a domain."""
+    return min(MAX_BLOCKS, domain.multiprocessors)
+
+
+_STEP_NBYTES = NORM_THREADS * SLOT_NBYTES  # of a row
+_MOST_STEPS = 8  # of a row
+
+
+class RowGeometry(NamedTuple):
+    """The threads that share rows, and the steps that they take: see rows.cuh."""
+
+    threads: Geometry
+    steps: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all slots. Some slots get no packet, because a row may end within its last step."""
+        return self.steps * self.threads.threads * SLOT_NBYTES
+
+
+def most_groups(size: int, *, fan_out: bool) -> int:
+    """Return the most groups of a block between ``size`` ranks: ``kGroups`` in rows.cuh."""
+    return 1 if size > 2 or fan_out else 2
+
+
+def fewest_rows(row_nbytes: int, most_blocks: int, shards: int) -> float:
+    """Return the fewest rows of a call that the reducing kernel normalises; a later kernel normalises fewer.
+
+    ``shards`` ranks each reduce a shard. Rows begin and end with whole packets. Only one group of threads takes a row,
+    and in a plain reduction the threads of all multiprocessors share it. So a row has at most 8 steps, unless there is
+    a row for each block.
+    """
+    if row_nbytes % SLOT_NBYTES != 0:
+        return inf
+    if shards > 1:
+        # With fewer rows, some blocks would end a row of each shard, after the last packet, and others none. A later
+        # kernel has blocks for all rows at once.
+        return shards * (most_blocks - 1) + 1
+    return 1 if row_nbytes <= _MOST_STEPS * _STEP_NBYTES else most_blocks
+
+
+def row_geometry(count: int, row_nbytes: int, most_blocks: int, size: int, *, fan_out: bool) -> RowGeometry:
+    """Return how the reducing kernel normalises ``count`` rows of the longest shard. The same on all ranks."""
+    blocks = min(count, most_blocks)
+    groups = min(most_groups(size, fan_out=fan_out), -(-count // blocks))
+    steps = -(-count // (blocks * groups)) * -(-row_nbytes // _STEP_NBYTES)
+    return RowGeometry(Geometry(blocks, groups * NORM_THREADS), steps)
+
+
+class ProtocolLimits(NamedTuple):
+    """The most bytes from one rank to another for which LL packets and sentinel packets are the fastest."""
+
+    flagged: float
+    sentinel: float
+
+
+def packet_protocol(nbytes: int, limits: ProtocolLimits) -> Protocol | None:
+    """Return the protocol for messages of at most ``nbytes``, or None if no protocol fits."""
+    most_flagged, most_sentinel = limits
+    if nbytes <= most_flagged:
+        return "flagged" if nbytes else None
+    return "sentinel" if nbytes <= most_sentinel else None
+
+
+def one_shot_limits(operation: Operation, reduction: Reduction | None, domain: Domain) -> ProtocolLimits:
+    """Return the limits of calls in one exchange."""
+    to_all = operation.traffic != "one-way"
+    # If a launch would reuse slots of inboxes, chunks are faster for data that only goes one way.
+    return _limits(reduction, domain, to_all=to_all, sentinel=inf if to_all else domain.arena.layout.most_inbox_nbytes)
+
+
+def two_shot_limits(reduction: Reduction | None, domain: Domain) -> ProtocolLimits:
+    """Return the limits of calls in two exchanges."""
+    return _limits(reduction, domain, to_all=True, sentinel=inf)
+
+
+def _limits(reduction: Reduction | None, domain: Domain, *, to_all: bool, sentinel: float) -> ProtocolLimits:
+    if reduction is not None and not flags_can_carry(reduction[0]):
+        return ProtocolLimits(0, sentinel)
+    fastest = _most_flagged_nbytes(domain.size, to_all, reduces=reduction is not None) * domain.link_speed
+    return ProtocolLimits(min(carried_nbytes(domain.arena.flagged.nbytes, "flagged"), fastest), sentinel)
+
+
+def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
+    """Return the most bytes for which LL packets are faster than sentinel packets, which halve the traffic."""
+    if reduces:
+        return 16 << 10
+    # With to_all each rank sends to all and receives from all; else a rank mostly does one of these.
+    return (96 << 10 if to_all else 192 << 10) // (size - 1)
+
+
+Stepped = tuple[Filled, int, int, int]
+"""A launch, its steps, the steps that an inbox holds, and the peers with which the ranks pace each other, as bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class PacketConfig:
+    """How a launch carries messages of some lengths; the same on all ranks."""
+
+    protocol: Protocol
+    inboxes: Inboxes
+    blocks: int
+    workers: int
+    parts: int
+    """The packets of a unit, if messages take several steps. A unit is the work of a thread in a step."""
+    unit_nbytes: int
+    """The bytes of memory that a unit carries."""
+    slots: int
+    """The units that an inbox holds."""
+    laps: int
+    """The steps that an inbox holds."""
+    step_nbytes: int
+    """The longest message that goes in one step."""
+    in_one_step: Stepped
+    """The launch for messages of at most `step_nbytes`."""
+    row_nbytes: int = 0
+    """The bytes as which all messages count if the kernel normalises rows: the bytes of all slots; else 0."""
+
+    @classmethod
+    def of(
+        cls, protocol: Protocol, inboxes: Inboxes, geometry: Geometry, coded_nbytes: int = 0, parts: int = 1
+    ) -> PacketConfig:
+        """Return a config. A packet of codes stands for ``coded_nbytes`` of memory. ``parts`` is as in the class."""
+        blocks, workers = geometry
+        packet_nbytes, packets = coded_nbytes or UNIT_NBYTES[protocol], inboxes.nbytes // SLOT_NBYTES
+        slots = packets
+        if coded_nbytes:  # the slots of a warp lie side by side
+            packets, slots = packets // LANES * LANES, packets // (parts * LANES) * LANES
+        threads = blocks * workers
+        step_nbytes, launch = packet_nbytes * min(threads, packets), ((protocol, "one"), blocks, workers + OVERSEERS)
+        unit_nbytes, laps = parts * packet_nbytes, slots // threads
+        one_step = launch, 1, 1, 0
+        return cls(protocol, inboxes, blocks, workers, parts, unit_nbytes, slots, laps, step_nbytes, one_step)
+
+
+class Configs(NamedTuple):
+    """The configs of messages, by the most bytes of a message; the same on all ranks."""
+
+    of: Callable[[int], PacketConfig | None]
+    """Returns the config; None if the arena lacks the memory."""
+    memory: Callable[[int], Sequence[Request]] = lambda nbytes: ()
+    """Returns the memory beyond the arena."""
+
+
+ANY_NBYTES = 1 << 62
+"""The length that all ranks assume for a message if only two ranks know its length."""
+
+
+class _ConfigsByGeometry(dict[int, PacketConfig]):
+    """The configs of one protocol in the same inboxes, by the number of their geometry. They are made at first need."""
+
+    def __init__(self, protocol: Protocol, inboxes: Inboxes, geometries: Sequence[Geometry]) -> None:
+        self._given = protocol, inboxes, geometries
+
+    def __missing__(self, number: int) -> PacketConfig:
+        protocol, inboxes, geometries = self._given
+        self[number] = config = PacketConfig.of(protocol, inboxes, geometries[number])
+        return config
+
+
+def sized_configs(limits: ProtocolLimits, domain: Domain, *, fan_out: bool = False) -> Configs:
+    """Return the configs of calls in which all ranks know the longest message."""
+    most_units, geometries = geometries_of(most_blocks_of(domain), domain.size, fan_out=fan_out)
+    arena, sentinels = domain.arena, domain.arena.sentinels
+    flagged = _ConfigsByGeometry("flagged", arena.flagged, geometries)
+    by_sentinels = _ConfigsByGeometry("sentinel", sentinels, geometries)
+    large: dict[tuple[int, int], PacketConfig] = {}
+    most_flagged, most_sentinel = limits
+    flag_nbytes, nbytes_of_sentinel, room = UNIT_NBYTES["flagged"], UNIT_NBYTES["sentinel"], sentinels.nbytes
+
+    def config_of(nbytes: int) -> PacketConfig | None:
+        # The choice of `packet_protocol`, inlined, because every new call comes here.
+        if nbytes <= most_flagged:
+            return flagged[bisect_left(most_units, -(-nbytes // flag_nbytes))] if nbytes else None
+        if nbytes > most_sentinel:
+            return None
+        number = bisect_left(most_units, -(-nbytes // nbytes_of_sentinel))
+        if nbytes <= room:
+            return by_sentinels[number]
+        key = arena.layout.large_inbox_nbytes(nbytes), number
+        config = large.get(key)
+        if config is None:
+            request = large_inboxes(arena.layout, nbytes)
+            if not arena.has(request):
+                return None
+            inboxes = inboxes_of(arena.layout, arena.region(request))
+            # A request keeps its region, because the ranks set up another region only if no region is large enough.
+            config = large[key] = PacketConfig.of("sentinel", inboxes, geometries[number])
+        return config
+
+    def memory(nbytes: int) -> Sequence[Request]:
+        is_large = packet_protocol(nbytes, limits) == "sentinel" and nbytes > room
+        return (large_inboxes(arena.layout, nbytes),) if is_large else ()
+
+    return Configs(config_of, memory)
+
+
+def row_configs(row_nbytes: int, domain: Domain, *, fan_out: bool) -> Configs:
+    """Return the configs of calls in which the kernel also normalises rows of so many bytes."""
+    # The sum of squares has the order of packets of 16 bytes, so all lengths use sentinels. A thread may have no unit
+    # in a step, so each message counts as the bytes of all slots.
+    configs = sized_configs(ProtocolLimits(0, inf), domain, fan_out=fan_out)
+
+    def config_of(nbytes: int) -> PacketConfig | None:
+        rows = rows_of(nbytes)
+        config = configs.of(rows.nbytes)
+        return config and replace(
+            PacketConfig.of(config.protocol, config.inboxes, rows.threads), row_nbytes=rows.nbytes
+        )
+
+    def rows_of(nbytes: int) -> RowGeometry:
+        return row_geometry(nbytes // row_nbytes, row_nbytes, most_blocks_of(domain), domain.size, fan_out=fan_out)
+
+    return Configs(config_of, lambda nbytes: configs.memory(rows_of(nbytes).nbytes))
+
+
+def any_length_configs(domain: Domain) -> Callable[[int], PacketConfig]:
+    """Return the config of calls in which only two ranks know the length of a message; one config for all lengths."""
+    arena, config = domain.arena, any_length_config(domain, domain.arena.any_length)
+
+    def config_of(nbytes: int) -> PacketConfig:
+        nonlocal config
+        if config.inboxes is not arena.any_length:  # the ranks have set up larger inboxes
+            config = any_length_config(domain, arena.any_length)
+        return config
+
+    return config_of
+
+
+def any_length_config(domain: Domain, inboxes: Inboxes) -> PacketConfig:
+    """Return the config of messages of any length in these inboxes."""
+    config = PacketConfig.of("sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(domain), domain.size))
+    launch, steps, _, paced = config.in_one_step
+    return replace(config, in_one_step=(launch, steps, config.laps, paced))  # other ranks may have longer messages
+
+
+def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
+    """Return the request for inboxes of the sentinel protocol for ``nbytes`` from each rank, or for a part of them."""
+    slots_nbytes = _number_of_inboxes(layout) * layout.large_inbox_nbytes(nbytes)
+    return Request("collectives: large messages", slots_nbytes, sentinel=True)
+
+
+def inboxes_of(layout: ArenaLayout, region: ArenaRegion) -> Inboxes:
+    """Return the inboxes in a region for a request of `large_inboxes`."""
+    return Inboxes(region.pointers, region.slots_nbytes // _number_of_inboxes(layout))
+
+
+def _number_of_inboxes(layout: ArenaLayout) -> int:
+    return PARITIES * STAGES * layout.size
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How packets carry elements as codes."""
+
+    element: str
+    """The element type, by its name."""
+    itemsize: int
+    codes: str
+    codes_result: bool
+    """Whether the result of a reduction becomes codes again."""
+
+    @property
+    def packet_nbytes(self) -> int:
+        """The bytes of memory that one packet carries."""
+        return CODES_OF_PACKET * self.itemsize
+
+    def config_within(self, inboxes: Inboxes, domain: Domain) -> PacketConfig:
+        """Return the config of messages of any length in these inboxes, which may be smaller."""
+        geometry = geometry_within(inboxes.nbytes, most_blocks_of(domain), domain.size, coded=True)
+        return self.config_in(inboxes, geometry, domain.size)
+
+    def config_in(self, inboxes: Inboxes, geometry: Geometry, size: int) -> PacketConfig:
+        """Return the config of messages between ``size`` ranks in these inboxes with this geometry."""
+        return PacketConfig.of("sentinel", inboxes, geometry, self.packet_nbytes, parts_of(size, one_step=False))
+
+    def configs(self, domain: Domain, *, fan_out: bool = False) -> Configs:
+        """Return the configs of messages of any length."""
+        most_packets, geometries = geometries_of(most_blocks_of(domain), domain.size, fan_out=fan_out, coded=True)
+        arena = domain.arena
+
+        def config_of(nbytes: int) -> PacketConfig | None:
+            inboxes = arena.sentinels
+            for request in memory(nbytes):
+                if not arena.has(request):
+                    return None
+                inboxes = inboxes_of(arena.layout, arena.region(request))
+            geometry = geometries[bisect_left(most_packets, -(-nbytes // self.packet_nbytes))]
+            return self.config_in(inboxes, geometry, domain.size)
+
+        def memory(nbytes: int) -> Sequence[Request]:
+            slots = parts_of(domain.size, one_step=False) * LANES  # of the unit of a warp
+            packed = -(-nbytes // (self.packet_nbytes * slots)) * slots * SLOT_NBYTES
+            return () if packed <= arena.sentinels.nbytes else (large_inboxes(arena.layout, packed),)
+
+        return Configs(config_of, memory)
+
+
+def coding_of(form: Form) -> Coding | None:
+    """Return how packets carry the elements of a form; None if they carry them as they are."""
+    if form.wire is None:
+        return None
+    wire, dtype = form.wire
+    return Coding(dtype.name, dtype.itemsize, wire.codes, wire.again and form.operation.two_shot is not None)

@@ -1,0 +1,238 @@
+"""Decision: which algorithm carries out a call of a form, by the length of its longest message; the same on all ranks.
+
+It obeys the rule of algorithms/base.py. The call log compares the calls of the ranks before they set up memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from itertools import pairwise
+from math import floor, inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpicomm.collectives.gpu.algorithms.base import Domain, Filled, FormLauncher, KernelTemplate
+from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.packets.plan import in_arena
+from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
+from mpicomm.collectives.gpu.launches_around import finish_launches
+from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.epilogues.base import BoundEpilogue
+from mpicomm.errors import InvalidUsageError
+from mpicomm.symmetric.registry import Mapped
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.step_loader import StepLoader
+    from mpicomm.devices.cuda.stream_order import Enqueue
+
+NO_END = 1 << 62  # more bytes than any call has
+
+
+class AlgorithmChoice(NamedTuple):
+    """The algorithm of a call, as text for records of calls."""
+
+    algorithm: str = ""
+    why: str = ""
+    slow: str = ""
+    """Why the call takes a slow way; "" if it does not."""
+
+
+NO_CHOICE = AlgorithmChoice()
+"""The choice of plans that are parts of calls."""
+
+
+class _Enqueuers(dict[Filled, "Enqueue"]):
+    """The launches of a template, whose kernels are loaded at first need."""
+
+    def __init__(self, template: KernelTemplate, loader: StepLoader) -> None:
+        self._template = template
+        self._loader = loader
+
+    def __missing__(self, filled: Filled) -> Enqueue:
+        (self[filled],) = self._loader.enqueuers([self._template.launch(filled)])
+        return self[filled]
+
+
+def enqueuers_of(template: KernelTemplate, loader: StepLoader) -> Callable[[Filled], Enqueue]:
+    """Return a function that returns the function which enqueues a written call."""
+    return _Enqueuers(template, loader).__getitem__
+
+
+def in_turn(steps: Sequence[Enqueue]) -> Enqueue:
+    """Return a function that enqueues steps one after the other."""
+
+    def enqueue(stream: int) -> None:
+        for step in steps:
+            step(stream)
+
+    return enqueue
+
+
+class Chosen:
+    """A launcher of a form, the name of its algorithm, and the reason for the choice."""
+
+    def __init__(self, launcher: FormLauncher, name: str, why: str, loader: StepLoader) -> None:
+        self.launcher = launcher
+        self.choice = AlgorithmChoice(name, why)
+        self.into_memory, self.finishes = launcher.into_memory, launcher.finishes
+        self.fill = launcher.fill
+        self.enqueue_of: Callable[[Filled], Enqueue] = lambda filled: in_turn(loader.enqueuers(filled[0]))
+        """Returns the function that enqueues a filled-in call."""
+        if isinstance(launcher, KernelTemplate):
+            self.enqueue_of = enqueuers_of(launcher, loader)
+
+
+ByLength = tuple[list[int], list[Chosen]]
+"""Numbers of bytes in ascending order, from 0 on, and for each of them the choice from there on."""
+
+
+class Decision:
+    """The launchers for the calls of a form in a domain. ``asked`` is ``algorithm=``.
+
+    Raises `InvalidUsageError` with the algorithm's reason if ``asked`` cannot carry out calls of this form, and for a
+    reduction that is not defined.
+    """
+
+    def __init__(self, form: Form, asked: str, tuning: Tuning, domain: Domain, loader: StepLoader) -> None:
+        self.form = form
+        self.asked = asked
+        self.domain = domain
+        self._loader = loader
+        self._tuning = tuning
+        _ = form.reduction  # it raises here
+        self._offers: list[tuple[str, FormLauncher]] = []
+        refusals: dict[str, str] = {}
+        for algorithm in ALGORITHMS:
+            # "one_shot" carries out the calls with nothing to choose.
+            may_be_taken = algorithm.in_rank_order if asked == "auto" else algorithm.name in (asked, "one_shot")
+            if may_be_taken and algorithm.serves(form.operation):
+                offered = algorithm.serve(form, domain)
+                if isinstance(offered, str):
+                    refusals[algorithm.name] = offered
+                else:
+                    self._offers += [(algorithm.name, launcher) for launcher in offered]
+        offering = {name for name, _ in self._offers}
+        self._refusals = {name: reason for name, reason in refusals.items() if name not in offering}
+        if asked != "auto":
+            require_algorithm(form.operation, asked, self._refusals.get(asked))
+        self.by_length = cache(self._by_length)
+        self._chosen = cache(partial(Chosen, loader=loader))
+
+    def at(self, longest: int, *, symmetric: bool, without: frozenset[str] = frozenset()) -> Chosen:
+        """Return the choice for a call whose longest message has so many bytes.
+
+        ``symmetric`` is whether the output of all ranks is symmetric memory. ``without`` names algorithms whose memory
+        the ranks could not set up.
+        """
+        return choice_at(longest, self.by_length(symmetric=symmetric, without=without))
+
+    def in_arena(self) -> Chosen:
+        """Return the choice for calls that get no memory beyond the arena."""
+        return Chosen(in_arena(self.form, self.domain), "one_shot", "", self._loader)
+
+    def steps(
+        self,
+        chosen: Chosen,
+        buffers: Buffers,
+        hash32: int,
+        memory: Mapped | None = None,
+        epilogue: BoundEpilogue | None = None,
+    ) -> list[Step] | None:
+        """Return the steps of a call with these buffers; None if the arena lacks the launcher's memory.
+
+        The other arguments are as in `FormLauncher.fill`.
+        """
+        launcher, domain = chosen.launcher, self.domain
+        lengths, begins = self.form.numbers(buffers)
+        filled = launcher.fill(lengths, begins, max(lengths, default=0), hash32, memory, epilogue)
+        if filled is None:
+            return None
+        steps = launcher.steps(filled)
+        output = buffers.output
+        if buffers.scratch is not None and output is not None and output.count:
+            steps.append(Copy(output.pointer, begins[-1], lengths[-1], local=True))
+        if epilogue is not None and not chosen.finishes and output is not None:
+            steps += finish_launches(epilogue, output, domain.team.faults, domain.multiprocessors)
+        return steps
+
+    def followed(self, enqueue: Enqueue, steps: Sequence[Step]) -> Enqueue:
+        """Return a function that enqueues a call, and then steps."""
+        return in_turn([enqueue, *self._loader.enqueuers(steps)])
+
+    def _by_length(self, *, symmetric: bool, without: frozenset[str] = frozenset()) -> ByLength:
+        """Return all choices of `at`; ``symmetric`` and ``without`` are as there."""
+        form, is_single = self.form, self.domain.size == 1
+        whole_table = by_table = [(0, self.asked)]
+        if self.asked == "auto":
+            whole_table, by_table = (self._table(names, symmetric) for names in ((), (*without, *self._refusals)))
+        offers = [each for each in self._offers if symmetric or not each[1].needs_symmetric_output]
+        begins: list[int] = []
+        found: list[Chosen] = []
+        for (begin, name), (end, _) in pairwise([*by_table, (NO_END, "")]):
+            bounds: set[float] = {1, *(at for at, _ in whole_table)}
+            for _, launcher in offers:
+                bounds |= {launcher.fewest, inf if launcher.most == inf else floor(launcher.most) + 1}
+            for bound in sorted({begin, *(int(at) for at in bounds if begin < at < end)}):
+                nothing_to_choose = is_single or form.is_private or bound == 0
+                taken = "one_shot" if nothing_to_choose else name
+                launcher = next(each for its, each in offers if its == taken and each.fewest <= bound <= each.most)
+                listed = [each for at, each in whole_table if at <= bound][-1]
+                begins.append(bound)
+                found.append(self._chosen(launcher, taken, self._why(listed, nothing_to_choose=nothing_to_choose)))
+        if form.epilogue is not None and self.asked == "auto":
+            return self._finishing((begins, found), symmetric=symmetric, without=without)
+        return begins, found
+
+    def _table(self, without: Iterable[str], symmetric: bool) -> list[tuple[int, str]]:
+        """Return the table's choices without some algorithms, by the bytes of the longest message."""
+        form, tuning = self.form, self._tuning
+        for name in without:
+            tuning = tuning.without(name)
+        coded = form.wire[1].itemsize if form.wire is not None else 0
+        choices = tuning.choices(form.operation.name, form.size, registered=symmetric, coded=coded)
+        return [(-(-nbytes // form.blocks_counted), name) for nbytes, name in choices]
+
+    def _why(self, listed: str, *, nothing_to_choose: bool) -> str:
+        """Return the reason for a choice if the table lists an algorithm."""
+        if self.asked != "auto":
+            return f'algorithm="{self.asked}"'
+        if nothing_to_choose:
+            return "there is nothing to choose"
+        return "by the table" + (f", without {listed}: {self._refusals[listed]}" if listed in self._refusals else "")
+
+    def _finishing(self, chosen: ByLength, *, symmetric: bool, without: frozenset[str]) -> ByLength:
+        """Return the choices, with others for those that do not apply the epilogue if the others do.
+
+        One more kernel takes longer than any of the other algorithms.
+        """
+        names = {each.choice.algorithm for each in chosen[1]} - {"one_shot"}
+        others = {name: self.by_length(symmetric=symmetric, without=without | {name}) for name in names}
+        begins = sorted({*chosen[0], *(begin for other in others.values() for begin in other[0])})
+        found = []
+        for begin in begins:
+            usual = choice_at(begin, chosen)
+            name = usual.choice.algorithm
+            other = choice_at(begin, others.get(name, chosen))
+            if other.finishes and not usual.finishes:
+                why = f"by the table, without {name}: one more kernel would apply the epilogue"
+                usual = self._chosen(other.launcher, other.choice.algorithm, why)
+            found.append(usual)
+        return begins, found
+
+
+def choice_at(longest: int, by_length: ByLength) -> Chosen:
+    """Return the choice for messages of at most so many bytes."""
+    begins, found = by_length
+    return found[bisect_right(begins, longest) - 1]
+
+
+def require_algorithm(operation: Operation, asked: str, refusal: str | None = None) -> None:
+    """Raise `InvalidUsageError` if a collective has no algorithm of that name, or for the reason against it."""
+    if asked not in names_for(operation):
+        refusal = "the collective has no algorithm of that name"
+    if refusal is not None:
+        raise InvalidUsageError(f'algorithm="{asked}" of {operation}: {refusal}: use "auto"')
