@@ -288,8 +288,8 @@ class CommunicatorRow:
 
     def log(self, index: int) -> Log:
         """Return a log of the row; ``index`` is less than `layout.LOGS`."""
-        assert self._number is not None
         if index not in self._logs:
+            assert self._number is not None
             self._logs[index] = Log(self._page, self.words, layout.log_at(self._number, index), index + 1)
         return self._logs[index]
 
