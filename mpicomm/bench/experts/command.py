@@ -57,14 +57,14 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--tokens",
         type=arguments.counts_from(1),
-        default=[128, 4096],
         metavar="N,...",
-        help="of a rank; also the max_tokens of the Experts object",
+        help="of a rank; also the max_tokens of the Experts object; default: 128,4096, on the cpu 16,128",
     )
-    result.add_argument("--hidden", type=count(1), default=7168, metavar="N", help="elements of a token; default: 7168")
+    hidden = "elements of a token; default: 7168, on the cpu 1024"
+    result.add_argument("--hidden", type=count(1), metavar="N", help=hidden)
     result.add_argument("--experts", dest="num_experts", type=count(1), default=64, metavar="N", help="default: 64")
     result.add_argument("--top-k", type=count(1), default=8, metavar="N", help="experts of a token; default: 8")
-    result.add_argument("-d", "--datatype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    result.add_argument("-d", "--datatype", choices=DTYPES, help="default: bfloat16, on the cpu float32")
     layouts = arguments.names_from(LAYOUTS, "layout")
     result.add_argument("--layouts", type=layouts, default=LAYOUTS, metavar="NAME,...", help="experts, tokens")
     result.add_argument("--blocks", type=count(2), metavar="N", help="the most blocks of a launch")
@@ -80,6 +80,9 @@ def main() -> int:
     options = command_line.parse_args(parser())
     comm = command_line.open_communicator(options.device, options.handle)
     machine: Machine = HostMachine() if comm.device == "cpu" else GpuMachine()
+    tokens, hidden, dtype = ([16, 128], 1024, "float32") if comm.device == "cpu" else ([128, 4096], 7168, "bfloat16")
+    options.tokens, options.hidden = options.tokens or tokens, options.hidden or hidden
+    options.datatype = options.datatype or dtype
     ranks = comm.allgather(comm.describe())
     about = [
         *header("bench experts", ranks, options.handle),
@@ -93,9 +96,9 @@ def main() -> int:
         if options.compare is not None and machine.stream is not None:
             peer = TorchNccl(comm, machine.stream.ptr)
             command_line.show(f"# {peer.version}")
-        for tokens in options.tokens:
+        for count in options.tokens:
             for layout in options.layouts:
-                rows.append(_measure(options, comm, machine, tokens, layout, peer))
+                rows.append(_measure(options, comm, machine, count, layout, peer))
                 command_line.show(_line(rows[-1]))
         if peer is not None:
             peer.close()

@@ -34,11 +34,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("matmul", choices=(NAME,), help=argparse.SUPPRESS)
     result.add_argument(
-        "--rows", type=_sizes, default=[1024, 4096, 16384], metavar="N,...", help="of the product; default: 1K,4K,16K"
+        "--rows", type=_sizes, metavar="N,...", help="of the product; default: 1K,4K,16K, on the cpu 256,512"
     )
-    result.add_argument(
-        "--shape", type=_shape, default=(8192, 7168), metavar="K,N", help="of the weights; default: 8K,7K"
-    )
+    result.add_argument("--shape", type=_shape, metavar="K,N", help="of the weights; default: 8K,7K, on the cpu 1K,512")
     count = arguments.count_from
     result.add_argument("-d", "--datatype", choices=_DTYPES, default=None, help="default: bfloat16, on the cpu float32")
     result.add_argument("-n", "--iters", type=count(1), default=5, metavar="N", help="calls of a round; default: 5")
@@ -55,8 +53,11 @@ def main() -> int:
     """Run the command line on this rank. Collective."""
     options = command_line.parse_args(parser())
     comm = command_line.open_communicator(options.device, options.handle)
+    on_host = comm.device == "cpu"
+    options.rows = options.rows or ([256, 512] if on_host else [1024, 4096, 16384])
+    options.shape = options.shape or ((1024, 512) if on_host else (8192, 7168))
     _require_possible(options, comm)
-    dtype = options.datatype or ("float32" if comm.device == "cpu" else "bfloat16")
+    dtype = options.datatype or ("float32" if on_host else "bfloat16")
     inner, columns = options.shape
     cases = cases_of(options.rows, inner, columns, comm.size)
     clock = ProductClock(comm, options.iters, graphs=not options.eager)

@@ -29,6 +29,12 @@ def test_every_row_is_checked(tmp_path: Path) -> None:
     assert all(row["crossing_nbytes"] > 0 and row["dispatch_us"] > 0 for row in report["experts"])
 
 
+def test_the_defaults_fit_the_host() -> None:
+    job = run_job(2, "-m", "mpicomm.bench", "experts", "-D", "cpu", "-n", "1")
+    assert (job.returncode, job.stderr) == (0, "") and "hidden 1024 of float32" in job.stdout
+    assert [line.split()[0] for line in job.stdout.splitlines() if line[0] != "#"] == ["16", "16", "128", "128"]
+
+
 FAULTS = {
     "received.x[2, 3] += 1": ("dispatch", "experts"),
     "received.sources[[0, 1]] = received.sources[[1, 0]]": ("dispatch", "experts"),

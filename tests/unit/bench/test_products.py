@@ -33,6 +33,12 @@ def test_all_is_well(tmp_path: Path) -> None:
         assert float(row[-2]) == pytest.approx(result["ratio"], abs=0.001)
 
 
+def test_the_defaults_fit_the_host() -> None:
+    job = run_job(2, "-m", "mpicomm.bench", "matmul", "-D", "cpu", "-n", "1", "-G", "1")
+    assert (job.returncode, job.stderr) == (0, "")
+    assert [line.split()[1] for line in job.stdout.splitlines() if line[0] != "#"] == ["256", "512"] * len(KINDS)
+
+
 def test_wrong_results_are_counted(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
