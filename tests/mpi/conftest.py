@@ -10,8 +10,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.devices.cuda.driver import visible_devices
 from tests.helpers.inputs.communicator_calls import require_works
-from tests.helpers.jobs.agreement import AGREEMENT, agree
-from tests.helpers.jobs.pace import measured, set_pace
+from tests.helpers.jobs.agreement import AGREEMENT, agree, pace  # noqa: F401 - a fixture
 from tests.helpers.rigs.communicators import array_module, communicator
 from tests.helpers.rigs.message_rigs import Rig, rig_on
 
@@ -43,14 +42,6 @@ def _has_gpu() -> bool:
         return bool(visible_devices())
     except mpicomm.BackendUnavailableError:
         return False
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pace(request: pytest.FixtureRequest) -> None:
-    """Deadlines are the same on all ranks."""
-    mine = measured()
-    agreement = request.config.stash.get(AGREEMENT, None)
-    set_pace(max(agreement.allgather(mine)) if agreement else mine)
 
 
 @pytest.fixture

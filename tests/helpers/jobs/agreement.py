@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from tests.helpers.jobs.pace import HANG_S
+from tests.helpers.jobs.pace import HANG_S, measured, set_pace
 
 # Collection and the end of a session have no test, hence no time limit of pytest-timeout's.
 # mpiexec ends every rank as soon as one has exited: the stacks have to be written before pytest-timeout exits.
@@ -174,3 +174,11 @@ def _wait(request: MPI.Request) -> None:
     while not request.Test():
         time.sleep(pause)
         pause = min(pause + 1e-4, 5e-3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pace(request: pytest.FixtureRequest) -> None:
+    """Deadlines are the same on all ranks."""
+    mine = measured()
+    agreement = request.config.stash.get(AGREEMENT, None)
+    set_pace(max(agreement.allgather(mine)) if agreement else mine)

@@ -215,6 +215,7 @@ def test_elements_outside_of_a_window_of_mpi_are_refused(host_comm: mpicomm.Comm
     rank = (host_comm.rank + 1) % host_comm.size
     memory: Any = np.zeros(10) if make == "Create" else 80
     win = getattr(mpicomm.Win, make)(memory, 8, comm=host_comm)
+    win.tomemory()[:] = 0  # MPI's memory has any content
     COLUMN.Commit()
     win.Fence()
     for name, call in OUTSIDE.items():

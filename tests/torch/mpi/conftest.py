@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import mpicomm.torch  # noqa: F401 - it registers the backend
-from tests.helpers.jobs.agreement import AGREEMENT, agree
+from tests.helpers.jobs.agreement import AGREEMENT, agree, pace  # noqa: F401 - a fixture
 
 DEVICES = pytest.StashKey[list[str]]()
 
