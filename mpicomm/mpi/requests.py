@@ -143,11 +143,6 @@ class DeferredRequest(Driven, MPI.Grequest):
         finally:
             self.driven = False  # after a Ctrl-C the program may wait in MPI
 
-    def settle(self) -> None:
-        """Wait for the work. The request raises its error later, as if a completer had completed it."""
-        self.drive()
-        self._raised_by_caller = False
-
     def withdraw(self) -> None:
         """Cancel a message that has not come yet, if that is possible."""
         with self._turn:
@@ -204,9 +199,6 @@ class Completable(Protocol):
     def advance(self) -> bool:
         """See `DeferredRequest.advance`."""
 
-    def settle(self) -> None:
-        """See `DeferredRequest.settle`."""
-
 
 AnyWork = TypeVar("AnyWork", bound=Completable)
 
@@ -216,7 +208,7 @@ class Completer:
 
     The thread advances work, such as a message on its way, without a call of the program. It also completes requests
     for waits inside MPI, because MPI does not notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's
-    default. Without that, `add` completes the work itself.
+    default. Without that, only the program's waits and tests advance the work.
 
     The thread polls for finished work, with pauses. No call wakes it. A wake-up would make the thread that starts a
     collective wait for the interpreter's lock, longer than the start takes. Each poll also keeps that lock from other
@@ -241,7 +233,6 @@ class Completer:
         another GPU this costs half a GiB of memory.
         """
         if not self._threaded:
-            work.settle()
             return work
         self._pending.append(work)
         # This test follows the append above, and it is the only test without the lock: see `_may_end`.

@@ -315,10 +315,6 @@ class MessageWork(PendingWork):
 
     advance = is_completed
 
-    def settle(self) -> None:
-        """Wait for the message. `wait` raises its error later."""
-        wait_until(self.is_completed, self._timeout_s)
-
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
         def tell(failure: BaseException | None) -> None:
             self._settle_with(ended, failure or self._error)

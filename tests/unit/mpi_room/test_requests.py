@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from mpicomm.mpi import requests
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
+from tests.helpers.jobs.mpiexec import run_job
 from tests.helpers.jobs.pace import HANG_S
 
 
@@ -228,3 +229,28 @@ def test_a_persistent_request_needs_no_thread() -> None:
         while not request.Test():
             assert set(threading.enumerate()) <= before
     request.Free()
+
+
+ONE_THREAD = """
+import mpi4py
+mpi4py.rc.thread_level = "single"
+from mpi4py import MPI
+import numpy as np
+import mpicomm
+assert MPI.Query_thread() == MPI.THREAD_SINGLE
+with mpicomm.Communicator(device="cpu") as comm:
+    x, y = np.ones(9, np.float16), np.zeros(9, np.float16)
+    for wait in (lambda request: request.Wait(), lambda request: MPI.Request.Waitall([request])):
+        if comm.rank == 1:
+            MPI.COMM_WORLD.recv(source=0)
+        request = comm.Iallreduce(x, y)
+        if comm.rank == 0:
+            MPI.COMM_WORLD.send(None, 1)
+        wait(request)
+        assert (y == comm.size).all()
+"""
+
+
+def test_a_start_waits_for_no_rank_where_mpi_has_one_thread() -> None:
+    result = run_job(2, "-c", ONE_THREAD)
+    assert result.returncode == 0, result.stdout + result.stderr
