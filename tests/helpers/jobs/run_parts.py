@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,12 +112,14 @@ class Steps:
             script = "; ".join(["source scripts/environment.sh", *wanted])
             self._preparation = Step("installation", ["bash", "-euo", "pipefail", "-c", script], counts=False)
             lanes["installation"] = [self._preparation]
+        beside = ("kernels",) if self._everything else ("kernels", "unit")
         for name in parts:
-            lane = name if name in ("kernels", "unit") else "ranks"
-            lanes.setdefault(lane, []).extend(getattr(self, f"_{name}")())
+            lanes.setdefault(name if name in beside else "ranks", []).extend(getattr(self, f"_{name}")())
         if self._everything and "mpi" in parts:
-            # They mostly wait for deadlines.
-            lanes["sessions"] = [self._ranks("sessions on 3", 3, "tests/mpi/session")]
+            # They mostly wait for deadlines. They come after the first step of the ranks, which starts many programs.
+            sessions = self._ranks("sessions on 3", 3, "tests/mpi/session")
+            sessions.after = lanes["ranks"][0] if "unit" in parts else None
+            lanes["sessions"] = [sessions]
         return list(lanes.values())
 
     def _pytest(self, name: str, *arguments: str, python: str = sys.executable) -> Step:
@@ -127,9 +130,13 @@ class Steps:
         return Step(name, command)
 
     def _kernels(self) -> Iterator[Step]:
-        # g++ compiles them for the processor. They only compute, also while others wait. They are not idle to the
-        # system, because they would then never end on a machine that other programs keep busy.
-        yield self._pytest("kernels", "-n", "auto", "--dist", "loadfile", "tests/kernels")
+        # g++ compiles them for the processor. They only compute. Beside everything else they take the time in which
+        # ranks and programs wait, so that these come in time. In the quick run they are not idle to the system, because
+        # they would then never end on a machine that other programs keep busy.
+        step = self._pytest("kernels", "-n", "auto", "--dist", "loadfile", "tests/kernels")
+        if self._everything and shutil.which("chrt"):
+            step.command = ["chrt", "--idle", "0", *step.command]
+        yield step
 
     def _unit(self) -> Iterator[Step]:
         # Two files at a time, as most wait for programs they start; more would make those late that have to be in time.
