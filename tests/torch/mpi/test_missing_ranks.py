@@ -64,7 +64,7 @@ def test_a_rank_that_does_not_make_a_group_is_named(world: dist.ProcessGroup) ->
     culprit = dist.get_world_size() - 1
     if dist.get_rank() == culprit:
         time.sleep(stretched(TIMEOUT_S + SLACK_S))
-    with pytest.raises(RuntimeError, match=f"Rank {culprit} failed to pass new_group in {stretched(TIMEOUT_S)} s"):
+    with pytest.raises(RuntimeError, match=f"Rank {culprit} failed to pass new_group in {stretched(TIMEOUT_S):g} s"):
         impatient()
     dist.destroy_process_group(dist.new_group())
 
