@@ -78,7 +78,9 @@ def goes_to_mpi(call: Call, algorithm: str, size: int, nodes: int) -> bool:
 
 def becomes_mpi_request(call: Call, algorithm: str) -> bool:
     """Return whether a nonblocking or persistent call on host arrays becomes a request of MPI; local."""
-    return algorithm == "mpi" or (algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op))
+    if call.dtype is None or algorithm == "mpi":
+        return True
+    return algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op)
 
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:
