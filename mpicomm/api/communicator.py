@@ -124,6 +124,37 @@ class Communicator(
     buffers only after `install`: pass them host memory.
     """
 
+    if TYPE_CHECKING:  # what `Constructors` returns: it cannot name these classes, which are made from it
+
+        def Create(self, group: MPI.Group) -> Communicator: ...
+        def Create_group(self, group: MPI.Group, tag: int = 0) -> Communicator: ...
+        def Split(self, color: int = 0, key: int = 0) -> Communicator: ...
+        def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> Communicator: ...
+        def Create_cart(
+            self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+        ) -> CartCommunicator: ...
+        def Create_graph(
+            self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
+        ) -> GraphCommunicator: ...
+        def Create_dist_graph_adjacent(
+            self,
+            sources: Sequence[int] | None,
+            destinations: Sequence[int] | None,
+            sourceweights: Sequence[int] | None = None,
+            destweights: Sequence[int] | None = None,
+            info: MPI.Info = MPI.INFO_NULL,
+            reorder: bool = False,
+        ) -> DistGraphCommunicator: ...
+        def Create_dist_graph(
+            self,
+            sources: Sequence[int],
+            degrees: Sequence[int],
+            destinations: Sequence[int],
+            weights: Sequence[int] | None = None,
+            info: MPI.Info = MPI.INFO_NULL,
+            reorder: bool = False,
+        ) -> DistGraphCommunicator: ...
+
     _session: Session
     _unfreed = False
     _name_in_mpi = ""
@@ -389,10 +420,11 @@ class Communicator(
 class CartCommunicator(Communicator, NeighborCollectives, MPI.Cartcomm):
     """A Communicator of a Cartesian grid, with the calls of ``MPI.Cartcomm``."""
 
-    def Sub(self, remain_dims: Sequence[bool]) -> MPI.Cartcomm:
+    def Sub(self, remain_dims: Sequence[bool]) -> CartCommunicator:
         """Make communicators of the parts of the grid along the dimensions that remain."""
         self._when_all_are_here("Sub")
-        return self._adopt_part(MPI.Cartcomm(self).Sub(remain_dims))
+        part: Any = self._adopt_part(MPI.Cartcomm(self).Sub(remain_dims))
+        return part  # type: ignore[no-any-return]
 
 
 class GraphCommunicator(Communicator, NeighborCollectives, MPI.Graphcomm):
