@@ -79,5 +79,5 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for a name 
         return value
 
     def __dir__() -> list[str]:
-        """Return all names, also the names that no program has read yet."""
-        return sorted({*globals(), *__all__})
+        """Return the public names, also those that no program has read yet."""
+        return [*__all__, *(name for name in globals() if name.startswith("__") and name not in __all__)]

@@ -62,6 +62,10 @@ class Win(_Calls):
     longer than ``timeout_s`` of the communicator is an error, as in collectives.
     """
 
+    def __repr__(self) -> str:
+        place = "device" if isinstance(self, DeviceWindowCalls) else "mpi"
+        return f"<mpicomm.Win {f'place={place!r}' if self else 'freed'}>"
+
     @classmethod
     def Create(
         cls,

@@ -23,6 +23,9 @@ class SharedEvent:
         self._events = events
         self.closed = False
 
+    def __repr__(self) -> str:
+        return f"<SharedEvent {'closed' if self.closed else f'device={self._owner.placement.here.device!r}'}>"
+
     def __reduce__(self) -> NoReturn:
         raise InvalidUsageError("a SharedEvent cannot be pickled: every rank has one from comm.shared_event()")
 

@@ -183,9 +183,10 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 def test_all_has_every_public_name() -> None:
-    values = {name: getattr(mpicomm, name) for name in dir(mpicomm)}
+    values = {name: getattr(mpicomm, name) for name in {*vars(mpicomm), *dir(mpicomm)}}
     own = {name for name, value in values.items() if name[0] != "_" and not isinstance(value, ModuleType)}
     assert {*mpicomm.__all__} == own | {"epilogues", "__version__"}
+    assert {name for name in dir(mpicomm) if name[0] != "_"} == {*mpicomm.__all__} - {"__version__"}
 
 
 def test_documents_and_examples_use_public_names() -> None:
