@@ -77,7 +77,17 @@ class PointToPoint(MPI.Intracomm):
     _in_stream_order: InStreamOrder
 
     def Send(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Send ``buf``; see mpi4py."""
+        """Send ``buf`` to rank ``dest``. Return when MPI has taken the message, or its header for a device array.
+
+        ``buf`` is an array, or ``[array, count, type]``. A device array is copied on ``stream``, by default the current
+        stream of its library, and later work there may overwrite it. ``algorithm`` is "auto" (MPI matches) or "stream"
+        (kernels match; the receiver passes it, too). Raises `InvalidUsageError` for wrong arguments.
+
+            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            request = comm.Irecv(y := cp.empty(8), source=previous)
+            comm.Send(cp.ones(8), dest=following, tag=7)
+            request.Wait()
+        """
         if (
             type(buf) is ndarray
             # The middle condition repeats the first half of is_host_view, because a call takes longer.
@@ -124,7 +134,18 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """Receive into ``buf``; see mpi4py."""
+        """Receive into ``buf``, which has room for the message or more. Return when the message is matched.
+
+        A host array then holds the data. A device array holds it in the order of ``stream``, by default the current
+        stream of its library. ``algorithm`` is as in `Send`. ``status`` gets source, tag and count. Raises
+        `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a longer message, and `InvalidUsageError` for wrong arguments.
+        MPI waits for a match without a limit.
+
+            request = comm.Isend(cp.ones(8), dest=(comm.rank + 1) % comm.size)
+            y, status = cp.empty(8), MPI.Status()
+            comm.Recv(y, source=MPI.ANY_SOURCE, status=status)
+            request.Wait()
+        """
         messages = self._messages
         if (
             type(buf) is ndarray
@@ -163,7 +184,14 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """Send one buffer and receive into another; see mpi4py."""
+        """Send one buffer and receive into another, at once, so that ranks in a ring do not wait for each other.
+
+        Order, ``stream``, ``algorithm`` and errors are as in `Send` and `Recv`. `MPI.PROC_NULL` leaves one side out.
+
+            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            x, y = cp.full(8, comm.rank), cp.empty(8, int)
+            comm.Sendrecv(x, following, 0, y, previous, 0)
+        """
         messages = self._messages
         if (
             type(sendbuf) is type(recvbuf) is ndarray
@@ -225,7 +253,10 @@ class PointToPoint(MPI.Intracomm):
         return messages.exchange(end, dest, sendtag, end, (source, recvtag), status, replace=True)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
-        """Start to send ``buf``; see mpi4py."""
+        """Start to send ``buf``; return the request. Keep ``buf`` as it is until ``Wait``, or ``Test`` that is true.
+
+        Arguments and ``stream`` are as in `Send`.
+        """
         return self._nonblocking_send("Isend", _isend, buf, dest, tag, stream)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
@@ -243,7 +274,10 @@ class PointToPoint(MPI.Intracomm):
     def Irecv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
     ) -> MPI.Request:
-        """Start to receive into ``buf``; see mpi4py."""
+        """Start to receive into ``buf``; return the request. After ``Wait`` the host and all streams may use ``buf``.
+
+        Arguments, ``stream`` and errors are as in `Recv`.
+        """
         messages = self._messages
         if (
             type(buf) is ndarray
