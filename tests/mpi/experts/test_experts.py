@@ -210,7 +210,7 @@ def test_bad_arrays_are_refused_before_anything_is_sent(
     bad: dict[str, tuple[Any, ...]] = {
         r"x has shape \(2, 23\)": (x[:, 1:].copy(), ids),
         "x has dtype float64: pass one of float32": (x.astype("float64"), ids),
-        r"is neither C- nor Fortran-contiguous": (xp.zeros((2, 2 * HIDDEN), "float32")[:, ::2], ids),
+        r"topk_ids of shape \(2, 4\) is not C-contiguous: copy it first$": (x, xp.zeros((2, 8), "int64")[:, :TOP_K]),
         r"x of shape \(2, 24\) is not C-contiguous": (xp.zeros((HIDDEN, 2), "float32").T, ids),
         "x has 41 tokens, more than max_tokens=40": (xp.zeros((41, HIDDEN), "float32"), xp.zeros((41, TOP_K), "i8")),
         r"topk_ids has shape \(1, 4\): pass one of shape \(2, 4\)": (x, ids[:1]),
