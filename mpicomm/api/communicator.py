@@ -122,6 +122,11 @@ class Communicator(
     have MPI's calls for it. Intercommunicators are mpi4py's, and their calls on device arrays go through pinned host
     memory. `Win` makes windows of device memory. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` check their
     buffers only after `install`: pass them host memory.
+
+        with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
+            x, y = cp.ones(8), cp.empty(8)
+            comm.Allreduce(x, y)
+            comm.check()
     """
 
     if TYPE_CHECKING:  # what `Constructors` returns: it cannot name these classes, which are made from it

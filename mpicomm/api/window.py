@@ -60,6 +60,13 @@ class Win(_Calls):
     All ranks pass the same ``place``. A window of device memory needs ranks of one node. Its calls are stream-ordered,
     take ``stream=``, and can be captured in CUDA graphs. Buffers may be device arrays or host arrays. A wait that lasts
     longer than ``timeout_s`` of the communicator is an error, as in collectives.
+
+        win = mpicomm.Win.Allocate(8 * 10, 8, comm=comm, place="device")
+        win.Fence()
+        win.Put(cp.ones(3), (comm.rank + 1) % comm.size, 2)  # into elements 2 to 4
+        win.Accumulate(cp.ones(1), 0, 9)
+        win.Fence()
+        win.Free()
     """
 
     def __repr__(self) -> str:

@@ -55,6 +55,12 @@ class Experts:
 
     The constructor raises the same error on all ranks: `InvalidUsageError` for bad arguments, or if the ranks differ in
     them; `HandleError` if memory cannot be allocated or opened; `CollectiveTimeoutError` if a rank does not come.
+
+        x, ids = cp.ones((4, 8), "float32"), cp.zeros((4, 2), "int64")
+        weights = cp.full((4, 2), 0.5, "float32")
+        with mpicomm.Experts(comm, 2 * comm.size, hidden=8, max_tokens=4, top_k=2, dtype="float32") as experts:
+            received = experts.dispatch(x, ids, weights)
+            y = experts.combine(received.x, received)
     """
 
     def __init__(

@@ -38,6 +38,12 @@ class SymmetricArray:
     The memory lives until `close` or the communicator's ``Free``, whichever comes first. It outlives the last reference
     to this object, because freeing is collective, and garbage collection is not. Afterwards the views on a GPU are
     invalid; the views on the host stay readable.
+
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        with comm.zeros(8) as a:
+            a.put(cp.ones(4), following, offset=4)
+            a.signal(following)
+            a.wait_signal(previous)
     """
 
     def __init__(
