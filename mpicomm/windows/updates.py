@@ -120,7 +120,7 @@ def name_of(op: MPI.Op, what: str) -> str:
     name = op_name(op)
     if name is None or name == "avg":
         raise RefusedByMpiError(
-            f"{what}: op={op!r} cannot update single elements of device memory: pass an operation that MPI defines, or "
+            f"{what}: op={op!r} cannot update single elements of a window: pass an operation that MPI defines, or "
             "an mpicomm.Op",
             MPI.ERR_OP,
         )
