@@ -13,8 +13,8 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm import environment
+from mpicomm.activity.layout import ranks_as_text
 from mpicomm.activity.page import page
-from mpicomm.activity.ranks import ranks_as_text
 from mpicomm.errors import InvalidUsageError
 
 
