@@ -35,7 +35,7 @@ from mpicomm.activity.layout import (
     SINCE,
     ranks_as_text,
 )
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import Descriptor
 from mpicomm.devices.host import fence
 from mpicomm.devices.host_memory import HostSegment, map_shared, memfd_create
 from mpicomm.errors import HandleError

@@ -28,11 +28,11 @@ from mpicomm.api.probes import Probes
 from mpicomm.api.products import ProductCalls
 from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
+from mpicomm.cluster.process import close_after
 from mpicomm.cluster.roll_call import duplicate
-from mpicomm.cluster.uncaught import close_after
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.devices.base import Link
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.observation import record_calls

@@ -21,9 +21,10 @@ from mpicomm.collectives.wire import as_wire
 
 def main() -> int:
     """Run the command line on this rank. Collective."""
-    for other in (matmul, experts):
-        if sys.argv[1:2] == [other.NAME]:
-            return other.main()
+    if sys.argv[1:2] == [matmul.NAME]:
+        return matmul.main()
+    if sys.argv[1:2] == [experts.NAME]:
+        return experts.main()
     options = command_line.parse_args(options_module.parser())
     comm = command_line.open_communicator(options.device, options.handle)
     dtype = options_module.dtype_and_op(options)

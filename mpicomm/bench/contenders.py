@@ -15,7 +15,7 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Machine
+from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.measure import Check, Measuring, Outcome, PeerFailureError, Trial, UnsupportedError, together
 from mpicomm.bench.operations import BARRIER, Case, CaseBuffers, buffers
 from mpicomm.bench.peers import Mpicomm, Peer, PlainMpi, peer_class
@@ -176,7 +176,7 @@ def _trials(
     if case.operation is BARRIER:
         checks = 0
 
-    def check(scene: tuple[Case, CaseBuffers], call: Any) -> Check:
+    def check(scene: tuple[Case, CaseBuffers], call: Call) -> Check:
         def write() -> None:
             if vary:  # a call that reads at the last call's addresses must not find the same data
                 content.poison(contender.first[: scene[0].nbytes + ROOM_NBYTES])
@@ -189,8 +189,7 @@ def _trials(
     trials = []
     for way in prepared[0]:
         calls = [ways[way] for ways in prepared]
-        turns = islice(cycle(calls), checks, None)
-        trial = Trial(contender.name, calls[0] if len(calls) == 1 else lambda turns=turns: next(turns)())
+        trial = Trial(contender.name, _in_turn(calls, checks))
         trial.own, trial.way, trial.capturable = contender.own, way, peer.capturable
         trial.checks = [check(*each) for each in islice(cycle(zip(scenes, calls, strict=True)), checks)]
         trial.check_graph = not case.in_place
@@ -199,3 +198,11 @@ def _trials(
             trial.refresh = lambda: content.prepare(case, contender.buffers(case))
         trials.append(trial)
     return trials
+
+
+def _in_turn(calls: Sequence[Call], start: int) -> Call:
+    """Return a call that makes the next call of ``calls`` each time, and begins with number ``start``."""
+    if len(calls) == 1:
+        return calls[0]
+    turns = islice(cycle(calls), start, None)
+    return lambda: next(turns)()

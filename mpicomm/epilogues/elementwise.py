@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Memory, host_array
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.bounds import bounds, indices
 from mpicomm.expressions.expression import Expression, parse, shown
 from mpicomm.expressions.functions import FUNCTIONS
-from mpicomm.expressions.tree import Array, Variable
+from mpicomm.expressions.tree import Array, Variable, bounds, indices
 from mpicomm.kernels.epilogue import (
     EPILOGUE_THREADS,
     MOST_OPERANDS,

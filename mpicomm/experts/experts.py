@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.cluster.uncaught import close_after
+from mpicomm.cluster.process import close_after
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import HostBackend

@@ -28,8 +28,7 @@ from mpicomm.kernels.experts import (
     quantize_blocks,
     quantize_experts_kernel,
 )
-from mpicomm.kernels.sentinels import ABSENT
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
+from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.session import Session
 from mpicomm.sharing.segments import SuspendedContent, share

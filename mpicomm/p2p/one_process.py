@@ -183,7 +183,9 @@ class OneProcess:
     """Measures all pairs of GPUs. ``wrong`` counts the wrong bytes so far."""
 
     def __init__(self, devices: Sequence[DeviceInfo], options: argparse.Namespace) -> None:
-        self._nbytes, self._copies, self._rounds = options.bytes, options.iters, options.rounds
+        self._nbytes: int = options.bytes
+        self._copies: int = options.iters
+        self._rounds: int = options.rounds
         self._ends = [End(device, options.bytes) for device in devices]
         self.links = [[link_to(own, peer.uuid, "ipc", devices) for peer in devices] for own in devices]
         self.wrong = 0

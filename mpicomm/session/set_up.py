@@ -12,13 +12,11 @@ from mpicomm.cluster import process
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.calls_on_host import CallsOnHost
 from mpicomm.cluster.placement import Placement, find_placement
-from mpicomm.cluster.process import release_before_finalize, world_rank, world_size
+from mpicomm.cluster.process import end_job_if_uncaught, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.roll_call import private_copy
-from mpicomm.cluster.uncaught import end_job_if_uncaught
 from mpicomm.devices.base import GpuBackend, Link
-from mpicomm.devices.handle import Kind
+from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
-from mpicomm.devices.memory_use import MemoryUse, summed
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.device_work import DeviceWork

@@ -12,9 +12,9 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.selection import OneNode
 from mpicomm.domains.host import HostDomains
-from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import NetworkWaits, Transfers
+from mpicomm.domains.steps import DomainLayout
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.session import Session
 

@@ -21,8 +21,7 @@ from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectTemplate
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_BLOCKS, SendrecvPlanner, sendrecv_memory
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.call_memory import CallMemory
@@ -52,8 +51,7 @@ from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import StreamOrder
-from mpicomm.devices.handle import Kind
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team

@@ -28,13 +28,11 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import StreamOrder
-from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.domains.layout import DomainLayout
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_of, steps_of
-from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step, Transport
+from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack, Step, Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
-from mpicomm.kernels.reductions import reduction_of
+from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel, reduction_of
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 

@@ -14,8 +14,8 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda import nccl
-from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.devices.cuda.events import LocalEvent
+from mpicomm.devices.cuda.side_streams import BesideStream
 from mpicomm.domains.steps import NetworkMessage, NetworkStep, TransportName
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, MpicommError, PeerError
 
