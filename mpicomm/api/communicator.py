@@ -35,9 +35,7 @@ from mpicomm.devices.base import Link
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
-from mpicomm.observation import record_calls
 from mpicomm.products.calls import Products
-from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.in_stream_order import InStreamOrder
@@ -46,6 +44,8 @@ _get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from mpicomm.recording.statistics import Statistics
 
 
 def named(name: str) -> Any:
@@ -185,6 +185,8 @@ class Communicator(
         self._gpu = session.gpu
         remember(self)
         if session.channel is not None:
+            from mpicomm.observation import record_calls  # few programs record
+
             record_calls(self, session.channel)
 
     @AtFirstUse

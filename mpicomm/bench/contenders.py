@@ -16,7 +16,7 @@ import numpy as np
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.measure import Check, Measuring, Outcome, PeerFailureError, Trial, UnsupportedError, together
+from mpicomm.bench.measure import CheckedCall, Measuring, Outcome, PeerFailureError, Trial, UnsupportedError, together
 from mpicomm.bench.operations import BARRIER, Case, CaseBuffers, buffers
 from mpicomm.bench.peers import Mpicomm, Peer, PlainMpi, peer_class
 from mpicomm.collectives.wire import Wire
@@ -176,14 +176,14 @@ def _trials(
     if case.operation is BARRIER:
         checks = 0
 
-    def check(scene: tuple[Case, CaseBuffers], call: Call) -> Check:
+    def check(scene: tuple[Case, CaseBuffers], call: Call) -> CheckedCall:
         def write() -> None:
             if vary:  # a call that reads at the last call's addresses must not find the same data
                 content.poison(contender.first[: scene[0].nbytes + ROOM_NBYTES])
             content.prepare(*scene)
 
         exact, error = peer.exact, contender.error
-        return Check(write, call, lambda: content.count_wrong(*scene, exact=exact, error=error))
+        return CheckedCall(write, call, lambda: content.count_wrong(*scene, exact=exact, error=error))
 
     prepared = measuring.step(lambda: [peer.prepare(*scene) for scene in scenes], own=contender.own)
     trials = []

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mpicomm.bench.contenders import open_peer
 from mpicomm.bench.machine import Machine, machine_of
-from mpicomm.bench.measure import Check, Effort, Measuring, Trial
+from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Trial
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -132,7 +132,7 @@ def _measure(
             made.combine(received.x, received, out=sums)
 
         def trial(name: str, call: Callable[[], object], count_wrong: Callable[[], int]) -> Trial:
-            return Trial(name, call, [Check(lambda: None, call, count_wrong)])
+            return Trial(name, call, [CheckedCall(lambda: None, call, count_wrong)])
 
         trials = [
             trial("dispatch", dispatch, lambda: routes.count_wrong_rows(received)),

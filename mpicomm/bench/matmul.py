@@ -19,7 +19,7 @@ from mpi4py import MPI
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import OWN, open_peer
 from mpicomm.bench.machine import Call, Machine, machine_of
-from mpicomm.bench.measure import Check, Effort, Measuring, Outcome, PeerFailureError, Trial, together
+from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Outcome, PeerFailureError, Trial, together
 from mpicomm.bench.nccl import Nccl
 from mpicomm.bench.torch_peers import FusedTorch
 from mpicomm.cli import arguments
@@ -315,7 +315,11 @@ def _measure(
         except PeerFailureError as failure:
             silent[name] = str(failure)
             continue
-        checks = [] if result is None else [Check(matrices.fill_exactly, call, partial(_count_wrong, matrices, result))]
+        checks = (
+            []
+            if result is None
+            else [CheckedCall(matrices.fill_exactly, call, partial(_count_wrong, matrices, result))]
+        )
         refresh = matrices.fill_as_in_programs
         trials.append(Trial(name, call, checks, name not in peers, capturable=name != "torch", refresh=refresh))
     return measuring.run(trials, silent)

@@ -68,7 +68,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckedCall:
     """A call whose result is checked."""
 
     write: Call
@@ -86,7 +86,7 @@ class Trial:
     """The contender."""
     call: Call
     """The timed call."""
-    checks: Sequence[Check] = ()
+    checks: Sequence[CheckedCall] = ()
     own: bool = True
     way: str = ""
     capturable: bool = True
@@ -131,7 +131,7 @@ class Measuring:
         return result
 
     def _make_ready(self, trial: Trial) -> None:
-        """Check the results of a trial, warm it up, and capture it."""
+        """CheckedCall the results of a trial, warm it up, and capture it."""
         for check in trial.checks:
             self._check(trial, check)
         self.step(lambda: self._repeat(trial.call, self.effort.warmups), own=trial.own)
@@ -140,7 +140,7 @@ class Measuring:
         if trial.graph is not None and trial.own and trial.checks and trial.check_graph:
             self._check(trial, replace(trial.checks[0], call=lambda: self.machine.launch(trial.graph)))
 
-    def _check(self, trial: Trial, check: Check) -> None:
+    def _check(self, trial: Trial, check: CheckedCall) -> None:
         self.step(lambda: self._write(check.write), own=trial.own)
 
         def run_and_compare() -> int:

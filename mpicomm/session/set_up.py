@@ -18,8 +18,6 @@ from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.handle import Kind, MemoryUse, summed
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
-from mpicomm.recording.channel import Channel
-from mpicomm.recording.device_work import DeviceWork
 from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.suspension import Suspension
 from mpicomm.symmetric.owner import AnyShared, Shared
@@ -29,6 +27,9 @@ from mpicomm.symmetric.signals import SignalPads
 if TYPE_CHECKING:
     from mpi4py import MPI
     from typing_extensions import Self
+
+    from mpicomm.recording.channel import Channel
+    from mpicomm.recording.device_work import DeviceWork
 
 _DOMAIN_TAG, _PART_TAG = 2, 4  # they keep the messages of parts apart from the messages of the whole communicator
 
@@ -122,7 +123,12 @@ class SetUp:
                 log.configure(world_rank())
                 return environment.recording()
 
-            channel = Channel.open(group, private, group.exchange("Communicator: log", configure))
+            wanted = group.exchange("Communicator: log", configure)
+            channel = None
+            if any(wanted):
+                from mpicomm.recording.channel import Channel  # few programs record
+
+                channel = Channel.open(group, private, wanted)
             session = cls(comm, find_placement(group, device, handle, completes), channel=channel)
             with session._opened_on_all_ranks(group):
                 session.backend.make_current()
@@ -286,6 +292,8 @@ class SetUp:
         self.backend = backend
         self._has_device = True
         if self.channel is not None and not isinstance(backend, HostBackend):
+            from mpicomm.recording.device_work import DeviceWork
+
             self.work = DeviceWork(self.channel, backend)
 
     @contextlib.contextmanager
