@@ -22,9 +22,10 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.events import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
-from mpicomm.devices.cuda.launches import CudaMessageSteps, LaunchGraph, PackTables
+from mpicomm.devices.cuda.launches import CudaMessageSteps, LaunchGraph
 from mpicomm.devices.cuda.links import link_to
 from mpicomm.devices.cuda.load import Kernel, kernels_of
+from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.segments import LEAST_SUSPENDED_NBYTES, ScratchMemory, SegmentsOfGpu
 from mpicomm.devices.cuda.side_streams import CudaSideStreams
 from mpicomm.devices.cuda.stream_order import relax, relaxed

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from mpicomm.devices.base import GpuBackend, Scratch
-from mpicomm.devices.cuda.launches import PackTables
+from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.kernels.packing import PackTable
 
 
