@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.collectives.gpu.device_facts import device_facts
+from mpicomm.collectives.gpu.device import device_facts
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.errors import InvalidUsageError
 from mpicomm.experts.shape import DTYPES, RowShape, Shape, round_up

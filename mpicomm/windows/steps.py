@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.pack_tables import table_for
 from mpicomm.devices.base import GpuBackend, Scratch
 from mpicomm.errors import InvalidUsageError

@@ -34,9 +34,7 @@ from mpicomm.collectives.gpu.call_templates import (
     template_of,
 )
 from mpicomm.collectives.gpu.decision import NO_CHOICE, AlgorithmChoice, Decision, require_algorithm
-from mpicomm.collectives.gpu.device_facts import device_facts
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
-from mpicomm.collectives.gpu.launches_around import pack_launches
+from mpicomm.collectives.gpu.device import GrowingScratch, device_facts, pack_launches
 from mpicomm.collectives.gpu.longest_message import LongestMessage
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.collectives.gpu.plan import Plan

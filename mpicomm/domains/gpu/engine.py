@@ -16,9 +16,8 @@ from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.call_templates import MessageTemplate
 from mpicomm.collectives.gpu.decision import AlgorithmChoice
+from mpicomm.collectives.gpu.device import GrowingScratch, finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.engine import DeviceEngine
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
-from mpicomm.collectives.gpu.launches_around import finish_launches, pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
 from mpicomm.collectives.pack_tables import table_of_blocks
