@@ -7,12 +7,12 @@ from dataclasses import asdict
 
 from mpicomm.bench import experts, matmul
 from mpicomm.bench import options as options_module
-from mpicomm.bench.beside import slowdowns
 from mpicomm.bench.contenders import OWN, ROOM_NBYTES, UNCODED, Contenders, mean_share
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import machine_of
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
+from mpicomm.bench.overlap import slowdowns
 from mpicomm.bench.report import ResultRow, Results, Table
 from mpicomm.cli import options as command_line
 from mpicomm.cli.options import header, setting

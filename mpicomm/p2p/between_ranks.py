@@ -123,7 +123,7 @@ class GpuMover:
         if self._rank == source:
             gpu.serve(gpu.stream, mine, theirs)
         gpu.synchronize()
-        return gpu.rally_us() if self._rank == source else None
+        return gpu.ping_pong_us() if self._rank == source else None
 
     def load_us(self, peer: int) -> float:
         """Return the time in which a kernel loads a word of a peer. Local."""

@@ -139,7 +139,7 @@ def store_us(source: End, target: End) -> float | None:
     source.gpu.serve(source.streams[0], mine, theirs)
     for end in (source, target):
         end.gpu.synchronize()
-    return source.gpu.rally_us()
+    return source.gpu.ping_pong_us()
 
 
 def load_us(source: End, target: End) -> float:

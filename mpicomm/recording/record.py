@@ -79,7 +79,7 @@ def current() -> Record | None:
     return _calls.open[-1] if _calls.open else None
 
 
-def hear_of_slow_way(reason: str) -> None:
+def note_slow_way(reason: str) -> None:
     """Note why the current call takes a slow way."""
     record = current()
     if record is not None and reason not in record.slow_ways:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpicomm import environment, log
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.recording.record import Interval, Record, hear_of_slow_way
+from mpicomm.recording.record import Interval, Record, note_slow_way
 from mpicomm.recording.statistics import Counts
 from mpicomm.recording.trace_file import TraceFile
 
@@ -81,8 +81,8 @@ class Recorder:
         self.file: TraceFile | None = None
         if settings.trace is not None and settings.trace != NVTX:
             self.file = TraceFile(log.file_name(settings.trace, number), number)
-        if hear_of_slow_way not in log.slow_way_listeners:
-            log.slow_way_listeners.append(hear_of_slow_way)
+        if note_slow_way not in log.slow_way_listeners:
+            log.slow_way_listeners.append(note_slow_way)
         atexit.register(self._finish)
 
     def add(self, record: Record, ordinal: int, counts: Counts) -> None:

@@ -16,7 +16,7 @@ from mpicomm.devices.cuda.events import LocalEvent
 from mpicomm.devices.cuda.stream_order import capture_of, relaxed, takes_part
 
 
-class BesideStream:
+class CaptureStreams:
     """A stream for work beside a caller's stream, which forks to it and joins it by events. The device must be current.
 
     Each capture has another stream. A forked stream remains part of a capture until the capture ends, even after it has
@@ -54,7 +54,7 @@ class ForkedStream:
     """A stream for work beside the work of a caller's stream. The device must be current."""
 
     def __init__(self) -> None:
-        self._beside = BesideStream()
+        self._beside = CaptureStreams()
         self._forked = 0  # the stream of the last fork, for which the join waits
         self._fork: Any = cupy.cuda.Event(disable_timing=True)
         self._join: Any = cupy.cuda.Event(disable_timing=True)

@@ -76,10 +76,10 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "chain.cu": {"mpicomm::Hop": HopArguments, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": SendrecvSide, "mpicomm::Sendrecv": SendrecvArguments},
     "p2p.cu": {
-        "mpicomm::Holding": p2p.Holding,
+        "mpicomm::Gate": p2p.Gate,
         "mpicomm::Copying": p2p.Copying,
-        "mpicomm::Rally": p2p.Rally,
-        "mpicomm::Chase": p2p.Chase,
+        "mpicomm::PingPong": p2p.PingPong,
+        "mpicomm::PointerChase": p2p.PointerChase,
     },
 }
 CONSTANTS = {
