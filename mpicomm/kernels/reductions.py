@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.expression import Expression, parse
-from mpicomm.expressions.tree import Variable
 from mpicomm.kernels.variant import SHARED, Variant, u32, u64
+
+if TYPE_CHECKING:
+    from mpicomm.expressions.expression import Expression
 
 Reduction = tuple[str, str]
 """A reduction by the names of its element type and its operation."""
@@ -36,9 +37,6 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
 """The operations for each dtype, by the names of NumPy and ml_dtypes."""
 
 
-_OPERANDS = (Variable("a", "a"), Variable("b", "b"))
-
-
 def is_own(op: str) -> bool:
     """Return whether an operation is an expression of the user, not a word."""
     return op in ("a", "b") or not op.isidentifier()
@@ -49,7 +47,10 @@ def own_op(text: str) -> Expression:
 
     Raises `InvalidUsageError` if the text is not an operation.
     """
-    return parse(text, _OPERANDS, "op")
+    from mpicomm.expressions.expression import parse  # few programs have operations of their own
+    from mpicomm.expressions.tree import Variable
+
+    return parse(text, (Variable("a", "a"), Variable("b", "b")), "op")
 
 
 def cpp_name(dtype: str) -> str:
