@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.expressions.functions import Function, Kind, Sort, power
+from mpicomm.expressions.functions import Function, NumberKind, Sort, power
 
 _LARGEST = 2**63 - 1
 Range = tuple[int, int]
@@ -140,7 +140,7 @@ class Variable(ExpressionNode):
     name: str
     code: str
     """The name's value in C++."""
-    kind: Kind | None = None
+    kind: NumberKind | None = None
     """The kind of the value; None for the element type."""
 
     def cpp(self, state: str) -> str:
