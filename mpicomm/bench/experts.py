@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mpicomm.bench.contenders import open_peer
 from mpicomm.bench.machine import Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Trial
+from mpicomm.bench.measure import CheckedCall, Effort, Measuring, PeerFailureError, Trial, together
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -83,9 +83,12 @@ def main() -> int:
     with machine.current():
         peer = None
         if options.compare is not None and not on_host:
-            peer = open_peer(TorchNccl, comm, machine)
-            command_line.show(f"# {peer.version}")
-            names += ["nccl disp.", "nccl comb.", "nccl even"]
+            try:
+                peer = together(comm, lambda: open_peer(TorchNccl, comm, machine))
+                command_line.show(f"# {peer.version}")
+                names += ["nccl disp.", "nccl comb.", "nccl even"]
+            except PeerFailureError as failure:
+                command_line.show(f"# {options.compare}: {failure}")
         widths = [11] * len(names)
         command_line.show("#" + format_line(names, widths)[1:])
         for count in options.tokens:
