@@ -34,7 +34,6 @@ from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.devices.base import Link
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
-from mpicomm.messages.calls import Messages
 from mpicomm.products.calls import Products
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
@@ -45,6 +44,7 @@ _get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from mpicomm.messages.calls import Messages
     from mpicomm.recording.statistics import Statistics
 
 
@@ -199,6 +199,8 @@ class Communicator(
 
     @AtFirstUse
     def _messages(self) -> Messages:
+        from mpicomm.messages.calls import Messages  # few programs send messages of GPU arrays
+
         messages = Messages(self, self._session.placement, self._session.gpu)
         self._session.keep_beside(messages.memory)
         self._session.before_suspension = messages.memory.give_back
