@@ -5,9 +5,10 @@ If calls vary, a contender has a list of variations of a case, and makes the nex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -160,6 +161,20 @@ def open_peer(made: Any, comm: Communicator, machine: Machine) -> Any:
     if reason is not None:
         raise UnsupportedError(reason)
     return made(comm, machine)
+
+
+def open_peers(
+    classes: Mapping[str, Any], names: Sequence[str], comm: Communicator, machine: Machine
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the libraries of ``names`` that all ranks can open, and the reasons of the others. Collective."""
+    opened: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    for name in names:
+        try:
+            opened[name] = together(comm, partial(open_peer, classes[name], comm, machine))
+        except PeerFailureError as failure:
+            absent[name] = str(failure)
+    return opened, absent
 
 
 def _trials(

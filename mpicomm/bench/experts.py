@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.bench.contenders import open_peer
+from mpicomm.bench.contenders import open_peers
 from mpicomm.bench.machine import Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Effort, Measuring, PeerFailureError, Trial, together
+from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Trial
 from mpicomm.bench.torch_peers import TorchNccl
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
@@ -23,6 +23,7 @@ from mpicomm.mpi.types import covered_dtype
 from mpicomm.sizes import format_line
 
 NAME = "experts"
+_PEERS = {"nccl": TorchNccl}  # through PyTorch
 _ROOM = 2
 """A rank has room for so many times the rows that come if all experts get the same."""
 _ROUNDS = 7
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--layouts", type=layouts, default=LAYOUTS, metavar="NAME,...", help="experts, tokens")
     result.add_argument("--blocks", type=count(2), metavar="N", help="the most blocks of a launch")
     result.add_argument("-n", "--iters", type=count(1), default=10, metavar="N", help="timed iterations; default: 10")
-    result.add_argument("--compare", choices=("nccl",), help="time NCCL through PyTorch, too")
+    arguments.add_compare_argument(result, _PEERS)
     arguments.add_file_arguments(result)
     arguments.add_communicator_arguments(result)
     return result
@@ -81,14 +82,12 @@ def main() -> int:
     measuring = Measuring(comm, machine, Effort(options.iters, 2, _ROUNDS, not on_host))
     rows = []
     with machine.current():
-        peer = None
-        if options.compare is not None and not on_host:
-            try:
-                peer = together(comm, lambda: open_peer(TorchNccl, comm, machine))
-                command_line.show(f"# {peer.version}")
-                names += ["nccl disp.", "nccl comb.", "nccl even"]
-            except PeerFailureError as failure:
-                command_line.show(f"# {options.compare}: {failure}")
+        opened, absent = open_peers(_PEERS, options.compare, comm, machine)
+        command_line.show(*(f"# {name}: {reason}" for name, reason in absent.items()))
+        peer: TorchNccl | None = opened.get("nccl")
+        if peer is not None:
+            command_line.show(f"# {peer.version}")
+            names += ["nccl disp.", "nccl comb.", "nccl even"]
         widths = [11] * len(names)
         command_line.show("#" + format_line(names, widths)[1:])
         for count in options.tokens:
@@ -98,7 +97,7 @@ def main() -> int:
         if peer is not None:
             peer.close()
     wrong = sum(row["wrong"] for row in rows)
-    document = {**setting(ranks, options), "experts": rows}
+    document = {**setting(ranks, options), "absent": absent, "experts": rows}
     return command_line.finish(comm, options.json, document, wrong, "wrong rows")
 
 

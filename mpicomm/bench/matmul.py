@@ -17,9 +17,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import OWN, open_peer
+from mpicomm.bench.contenders import OWN, open_peers
 from mpicomm.bench.machine import Call, Machine, machine_of
-from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Outcome, PeerFailureError, Trial, together
+from mpicomm.bench.measure import CheckedCall, Effort, Measuring, Outcome, PeerFailureError, Trial
 from mpicomm.bench.nccl import Nccl
 from mpicomm.bench.torch_peers import FusedTorch
 from mpicomm.cli import arguments
@@ -30,7 +30,7 @@ from mpicomm.mpi.types import covered_dtype
 from mpicomm.sizes import format_line
 
 NAME = "matmul"
-_PEERS = ("nccl", "torch")
+_PEERS = {"nccl": Nccl, "torch": FusedTorch}
 _PARTS = ("collective", "product")
 _KINDS = ("allgather_matmul", "matmul_reduce_scatter", "matmul_allreduce")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -56,8 +56,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("-n", "--iters", type=count(1), default=5, metavar="N", help="calls of a round; default: 5")
     result.add_argument("-G", "--rounds", type=count(1), default=7, metavar="N", help="timed rounds; default: 7")
     result.add_argument("--eager", action="store_true", help="no graphs, on GPUs")
-    peers = arguments.names_from(_PEERS, "peer")
-    result.add_argument("--compare", type=peers, default=[], metavar="PEER,...", help=", ".join(_PEERS))
+    arguments.add_compare_argument(result, _PEERS)
     arguments.add_file_arguments(result)
     arguments.add_communicator_arguments(result)
     return result
@@ -225,7 +224,7 @@ def main() -> int:
     ranks = comm.allgather(comm.describe())
     results, wrong = [], 0
     with _torch_stream(comm, machine):
-        opened, absent = _open_peers(options.compare, comm, machine)
+        opened, absent = open_peers(_PEERS, options.compare, comm, machine)
         names = (*_PARTS, OWN, "serial", *opened)
         widths = (24, 8, *[11] * len(names), 11, 8)
         about = [
@@ -279,17 +278,6 @@ def _torch_stream(comm: Communicator, machine: Machine) -> AbstractContextManage
 
         context = torch.cuda.stream(torch.cuda.ExternalStream(machine.stream.ptr, device=comm.device))
     return context
-
-
-def _open_peers(names: list[str], comm: Communicator, machine: Machine) -> tuple[dict[str, Any], dict[str, str]]:
-    opened: dict[str, Any] = {}
-    absent: dict[str, str] = {}
-    for name in names:
-        try:
-            opened[name] = together(comm, partial(open_peer, Nccl if name == "nccl" else FusedTorch, comm, machine))
-        except PeerFailureError as failure:
-            absent[name] = str(failure)
-    return opened, absent
 
 
 def _measure(
