@@ -28,16 +28,13 @@ from mpicomm.api.probes import Probes
 from mpicomm.api.products import ProductCalls
 from mpicomm.cluster import process
 from mpicomm.cluster.placement import Placement
+from mpicomm.cluster.process import close_after
 from mpicomm.cluster.roll_call import duplicate
-from mpicomm.cluster.uncaught import close_after
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.devices.base import Link
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
-from mpicomm.messages.calls import Messages
-from mpicomm.observation import record_calls
 from mpicomm.products.calls import Products
-from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.in_stream_order import InStreamOrder
@@ -46,6 +43,9 @@ _get_info = MPI.Intracomm.Get_info  # before `install` replaces it
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from mpicomm.messages.calls import Messages
+    from mpicomm.recording.statistics import Statistics
 
 
 def named(name: str) -> Any:
@@ -221,6 +221,8 @@ class Communicator(
         self._gpu = session.gpu
         remember(self)
         if session.channel is not None:
+            from mpicomm.observation import record_calls  # few programs record
+
             record_calls(self, session.channel)
 
     @AtFirstUse
@@ -233,6 +235,8 @@ class Communicator(
 
     @AtFirstUse
     def _messages(self) -> Messages:
+        from mpicomm.messages.calls import Messages  # few programs send messages of GPU arrays
+
         messages = Messages(self, self._session.placement, self._session.gpu)
         self._session.keep_beside(messages.memory)
         self._session.before_suspension = messages.memory.give_back

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.messages.calls import Messages
-from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.reader import host_end
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
 from mpicomm.ways.in_stream_order import InStreamOrder
+
+if TYPE_CHECKING:
+    from mpicomm.messages.calls import Messages
+    from mpicomm.messages.endpoint import Endpoint
 
 # These are MPI's own methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _bsend = MPI.Intracomm.Bsend
@@ -221,8 +222,11 @@ class PointToPoint(MPI.Intracomm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
-        sent = sent or host_end("Sendrecv", sendbuf, False, "sendbuf")
-        received = received or host_end("Sendrecv", recvbuf, True, "recvbuf")
+        if sent is None or received is None:
+            from mpicomm.messages.reader import host_end
+
+            sent = sent or host_end("Sendrecv", sendbuf, False, "sendbuf")
+            received = received or host_end("Sendrecv", recvbuf, True, "recvbuf")
         return messages.exchange(sent, dest, sendtag, received, (source, recvtag), status)
 
     def Sendrecv_replace(
@@ -316,8 +320,11 @@ class PointToPoint(MPI.Intracomm):
             refuse_stream("Isendrecv", stream)
         if first is None:
             return host_calls.call_on_two(_isendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
-        sent = sent or host_end("Isendrecv", sendbuf, False, "sendbuf")
-        received = received or host_end("Isendrecv", recvbuf, True, "recvbuf")
+        if sent is None or received is None:
+            from mpicomm.messages.reader import host_end
+
+            sent = sent or host_end("Isendrecv", sendbuf, False, "sendbuf")
+            received = received or host_end("Isendrecv", recvbuf, True, "recvbuf")
         return messages.start_exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag))
 
     def Isendrecv_replace(

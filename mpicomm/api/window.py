@@ -14,7 +14,6 @@ from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.items import index_of
 from mpicomm.mpi.location import is_on_device
-from mpicomm.observation import record_calls
 from mpicomm.session import Session
 from mpicomm.windows.dynamic import share_dynamic_window
 from mpicomm.windows.memory import (
@@ -263,5 +262,7 @@ def _on_host(win: Win, comm: Any) -> Win:
 def _observed(win: Win, comm: Any) -> Win:
     """Let the calls of a window be recorded if the calls of its communicator are recorded. Local."""
     if isinstance(comm, Communicator) and comm._session.channel is not None:
+        from mpicomm.observation import record_calls  # few programs record
+
         record_calls(win, comm._session.channel)
     return win

@@ -73,8 +73,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
     )
-    peers = arguments.names_from(PEERS, "peer")
-    result.add_argument("--compare", type=peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
+    arguments.add_compare_argument(result, PEERS)
     result.add_argument("--beside", choices=("matmul",), help="time a matrix product during calls of the largest size")
     arguments.add_file_arguments(result)
     arguments.add_communicator_arguments(result)

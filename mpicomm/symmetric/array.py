@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.cluster.uncaught import close_after
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.cluster.process import close_after
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.owner import Owner

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from mpicomm.devices.base import Event
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.symmetric.owner import Owner
 

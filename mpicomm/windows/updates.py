@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.kernels.accumulate import LOCATING, MOVING
+from mpicomm.kernels.window import LOCATING, MOVING
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import DatatypeLayout, known_of, layout_of, made_of

@@ -14,16 +14,16 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.bench.contenders import Contender, Contenders
 from mpicomm.bench.content import Content
-from mpicomm.bench.machine import Call, CallTimes, HostMachine
+from mpicomm.bench.machine import Call, CallTimes, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, CaseBuffers
-from mpicomm.bench.own import Mpicomm
+from mpicomm.bench.peers import Mpicomm
 
 FLOAT = np.dtype(np.float32)
 CASE = Case(OPERATIONS["allreduce"], FLOAT, "sum", 100, False, 0, 1)
 
 
-class Replaying(HostMachine):
+class Replaying(Machine):
     """A host that can capture calls; each launch makes the first byte of ``corrupt`` wrong."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def measure(
     contenders = Contenders(comm, machine, CASE.nbytes)
     contenders.present.append(Contender(name, library, library.allocate(CASE.nbytes), library.allocate(CASE.nbytes)))
     content = Content(np, FLOAT, "sum", 1, CASE.count, reduces=True)
-    return Measuring(comm, machine, content, contenders, Effort(3, 1, 1, 2, graphs)).run(CASE)
+    return contenders.measure(Measuring(comm, machine, Effort(3, 1, 2, graphs)), content, CASE, checks=1)
 
 
 def test_a_graph_is_timed(comm: mpicomm.Communicator) -> None:
@@ -153,7 +153,7 @@ def test_all_bits_are_compared_if_a_call_reduces_in_rank_order(
     algorithm: str, on_host: bool, on_gpus: bool, comm: mpicomm.Communicator
 ) -> None:
     gpu: Any = SimpleNamespace(stream="a stream")
-    for machine, exact in ((HostMachine(), on_host), (gpu, on_gpus)):
+    for machine, exact in ((Machine(), on_host), (gpu, on_gpus)):
         assert Mpicomm(comm, machine, symmetric=False, algorithm=algorithm).exact == exact
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpicomm.bench.measure import ROOM_NBYTES, Variation, draw, mean_share
+from mpicomm.bench.contenders import ROOM_NBYTES, Variation, draw, mean_share
 
 
 @pytest.mark.parametrize("largest", [1, 2, 7, 256, 1 << 28])

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpicomm.devices import descriptor
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices import handle as descriptor
+from mpicomm.devices.handle import Descriptor
 from tests.helpers.faults.interrupts import interrupt_everywhere
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -82,7 +82,7 @@ def test_the_next_file_of_that_number_stays_open() -> None:
 def test_one_that_is_left_at_the_end_of_a_process_is_quiet() -> None:
     code = """
 import os, sys
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import Descriptor
 sys.left = [Descriptor.of(os.memfd_create, "test")]
 sys.left.append(sys.left)
 left = Descriptor.of(os.memfd_create, "test")

@@ -8,19 +8,13 @@ from typing import Any
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.measure import UnsupportedError
 from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers.base import UnsupportedError, view_bytes
+from mpicomm.bench.peers import view_bytes
 from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda.driver import cuda_major
 
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the other types have NumPy's names
-
-
-def missing() -> str | None:
-    """Return the package to install, or None. Local."""
-    if importlib.util.find_spec("nvshmem") is None:
-        return f"not installed: pip install nvshmem4py-cu{cuda_major()}"
-    return None
 
 
 class Nvshmem:
@@ -45,6 +39,13 @@ class Nvshmem:
         self.version = str(core.get_version())
         self._team = core.Teams.TEAM_WORLD
         self._held: list[Any] = []
+
+    @staticmethod
+    def missing() -> str | None:
+        """Return the package to install, or None. Local."""
+        if importlib.util.find_spec("nvshmem") is None:
+            return f"not installed: pip install nvshmem4py-cu{cuda_major()}"
+        return None
 
     def allocate(self, nbytes: int) -> Any:
         memory = self._core.buffer(nbytes)

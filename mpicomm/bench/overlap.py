@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, together
-from mpicomm.bench.machine import Call, Machine, time_calls
+from mpicomm.bench.contenders import Contender, Contenders
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.measure import PeerFailureError, together
 from mpicomm.bench.operations import Case
 
 _EDGE = 8192
@@ -85,7 +86,7 @@ def _time_beside(
     with suppress(PeerFailureError):  # without a graph the host issues each call
         graph = together(comm, lambda: machine.capture(call, _LAUNCH))
         launch = partial(machine.launch, graph)
-    each_s = max(comm.allgather(together(comm, lambda: time_calls(machine, launch, 3)).complete))
+    each_s = max(comm.allgather(together(comm, lambda: machine.time_calls(launch, 3)).complete))
     launches = math.ceil(_SPAN * _PRODUCTS * alone_us * 1e-6 / each_s)
 
     def overlap() -> tuple[float, bool]:
@@ -106,7 +107,7 @@ def _fastest(comm: Communicator, machine: Machine, contender: Contender, case: C
     if not contender.peer.capturable:
         raise PeerFailureError("its calls block the caller, so nothing runs beside them")
     times = {
-        way: max(comm.allgather(together(comm, lambda: time_calls(machine, call, 5)).complete))  # noqa: B023
+        way: max(comm.allgather(together(comm, lambda: machine.time_calls(call, 5)).complete))  # noqa: B023
         for way, call in calls.items()
     }
     return calls[min(times, key=lambda way: times[way])]

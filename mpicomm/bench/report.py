@@ -1,16 +1,73 @@
-"""The results of a run: the mean of each ratio, the lines below the table, and the JSON document."""
+"""The report of a run: the table in nccl-tests' form, the lines below it, and the JSON document."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import geometric_mean
 from typing import Any
 
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import ROOT, Case
+from mpicomm.sizes import format_cell, format_line
 
+_PEER_WIDTHS = (10, 7)
 _NOISE = 0.03  # two runs on the same machine differ by as much
+
+
+class Table:
+    """The layout for these places and peers. With ``issue`` a column has the time for which a call holds the caller.
+
+    Each other library has two columns: its time, and this time divided by mpicomm's.
+    """
+
+    def __init__(self, places: Sequence[str], peers: Sequence[str], *, issue: bool) -> None:
+        self._places, self._peers, self._issue = places, peers, issue
+        own = [("issue", "(us)", 10)] if issue else []
+        own += [("time", "(us)", 10), ("algbw", "(GB/s)", 9), ("busbw", "(GB/s)", 9), ("#wrong", "", 8)]
+        self._groups = [(sum(width for *_, width in own), own)]
+        for peer in peers:
+            width = max(sum(_PEER_WIDTHS), len(peer) + 2)
+            self._groups.append((width, [("time", "(us)", width - _PEER_WIDTHS[1]), ("ratio", "", _PEER_WIDTHS[1])]))
+
+    def head(self) -> list[str]:
+        """Return the lines above the rows."""
+        columns = [
+            ("size", "(B)", 11),
+            ("count", "(elements)", 13),
+            ("type", "", 15),
+            ("redop", "", 7),
+            ("root", "", 6),
+        ]
+        titles = " " * sum(width for *_, width in columns)
+        for place in self._places:
+            for title, (width, group) in zip((place, *self._peers), self._groups, strict=True):
+                titles += f"{title:^{width}}" if title == place else f"{title:>{width}}"
+                columns += group
+        names, units = ("".join(f"{column[row]:>{column[2]}}" for column in columns) for row in (0, 1))
+        return [titles, names, units]
+
+    def row(self, case: Case, outcomes: Mapping[str, Mapping[str, Outcome]], own: str) -> str:
+        """Return the line for outcomes by place and contender. It compares the others with ``own``."""
+        operation = case.operation
+        cells: list[object] = [case.nbytes, case.count, case.dtype.name, case.op if operation.reduces else "none"]
+        cells.append(ROOT if operation.rooted else -1)
+        for place in self._places:
+            found = outcomes.get(place, {})
+            mine = found[own]
+            bandwidths = (case.algbw_gb_s(mine.time_us), case.busbw_gb_s(mine.time_us))
+            cells += [mine.issue_us] if self._issue else []
+            cells += [format_time(mine), *bandwidths, "N/A" if mine.wrong is None else mine.wrong]
+            for peer in self._peers:
+                other = found.get(peer)
+                cells += [format_time(other), other.time_us / mine.time_us] if other else [None, None]
+        widths = [width for _, group in self._groups for *_, width in group]
+        return format_line(cells, [12, 13, 15, 7, 6, *widths * len(self._places)])
+
+
+def format_time(outcome: Outcome) -> str:
+    """Return a time. A star marks calls that were issued one by one although the user asked for graphs."""
+    return format_cell(outcome.time_us) + ("*" if outcome.eager else "")
 
 
 @dataclass(frozen=True)
@@ -112,12 +169,5 @@ class Results:
 
 
 def _record(case: Case, outcome: Outcome) -> dict[str, Any]:
-    return {
-        "time_us": outcome.time_us,
-        "issue_us": outcome.issue_us,
-        "algbw_gb_s": case.algbw_gb_s(outcome.time_us),
-        "busbw_gb_s": case.busbw_gb_s(outcome.time_us),
-        "wrong": outcome.wrong,
-        "eager": outcome.eager,
-        "way": outcome.way,
-    }
+    bandwidths = {"algbw_gb_s": case.algbw_gb_s(outcome.time_us), "busbw_gb_s": case.busbw_gb_s(outcome.time_us)}
+    return {**asdict(outcome), **bandwidths}

@@ -1,7 +1,8 @@
-"""NCCL on ordinary CuPy arrays."""
+"""NCCL, on ordinary CuPy arrays and on its own memory."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy as np
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.content import expected
 from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.measure import UnsupportedError
 from mpicomm.bench.operations import BARRIER, ROOT, Case, CaseBuffers
-from mpicomm.bench.peers.base import UnsupportedError
+from mpicomm.bench.peers import view_bytes
 from mpicomm.cli import options as command_line
 from mpicomm.devices.cuda import nccl
-
-missing = nccl.missing
+from mpicomm.devices.cuda.driver import cuda_major
 
 _TYPES = (
     *("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"),
@@ -32,6 +33,8 @@ _COLLECTIVES = {
     "alltoall": "ncclAlltoAll",
 }
 """The functions by the bench's names of the operations. An older library lacks the last three functions."""
+_GRANULARITY = 2 << 20
+_COLLECTIVE_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
@@ -46,6 +49,11 @@ class Nccl:
         self.version = nccl.version()
         self._machine = machine
         self._comm = nccl.NcclCommunicator(comm.size, command_line.on_first_rank(comm, nccl.unique_id), comm.rank)
+
+    @staticmethod
+    def missing() -> str | None:
+        """Return the package to install, or None. Local."""
+        return nccl.missing()
 
     def allocate(self, nbytes: int) -> Any:
         return self._machine.empty(nbytes)
@@ -82,6 +90,39 @@ class Nccl:
                 for peer, start, count in messages
             ]
         )
+
+
+class SymmetricNccl(Nccl):
+    """NCCL on its own memory, registered as a symmetric window, because NCCL has faster kernels for such memory."""
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        super().__init__(comm, machine)
+        self._windows: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
+
+    @staticmethod
+    def missing() -> str | None:
+        reason = nccl.missing()
+        if reason is None and not nccl.has("ncclCommWindowRegister"):
+            package = f"nvidia-nccl-cu{cuda_major()}>=2.27"
+            return f"NCCL {nccl.version()} has no symmetric windows: pip install '{package}'"
+        return reason
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return registered memory of ncclMemAlloc."""
+        memory, window = ctypes.c_void_p(), ctypes.c_void_p()
+        whole = -(-nbytes // _GRANULARITY) * _GRANULARITY
+        nccl.call("ncclMemAlloc", ctypes.byref(memory), whole)
+        given = (memory, whole, ctypes.byref(window), _COLLECTIVE_SYMMETRIC)
+        nccl.call("ncclCommWindowRegister", self._comm.handle, *given)
+        self._windows.append((memory, window))
+        assert memory.value is not None
+        return view_bytes(memory.value, nbytes, self)
+
+    def close(self) -> None:
+        for memory, window in self._windows:
+            nccl.call("ncclCommWindowDeregister", self._comm.handle, window)
+            nccl.call("ncclMemFree", memory)
+        super().close()
 
 
 def _bind(name: str, *arguments: Any) -> Call:
