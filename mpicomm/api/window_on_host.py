@@ -12,8 +12,8 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.accumulate import MOVING
 from mpicomm.kernels.reductions import is_own
+from mpicomm.kernels.window import MOVING
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.items import index_of

@@ -94,7 +94,7 @@ class Update:
     """Replaces each element by ``op`` of the element and a contribution."""
 
     op: str
-    """A word of kernels.reductions or kernels.accumulate, or an expression of the user."""
+    """A word of kernels.reductions or kernels.window, or an expression of the user."""
     dtype: np.dtype[Any]
 
     @property
