@@ -11,7 +11,7 @@ if typing.TYPE_CHECKING:
     from mpicomm.api.window import Win
     from mpicomm.experts.arrays import Received
     from mpicomm.experts.experts import Experts
-    from mpicomm.install import install, uninstall
+    from mpicomm.world import install, uninstall
 
 # These commands decide themselves whether to start MPI, and when; the modules below load and start it.
 if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
@@ -72,8 +72,8 @@ if not typing.TYPE_CHECKING:  # a type checker would take every name for a name 
         "Experts": "mpicomm.experts.experts",
         "Received": "mpicomm.experts.arrays",
         "Win": "mpicomm.api.window",
-        "install": "mpicomm.install",
-        "uninstall": "mpicomm.install",
+        "install": "mpicomm.world",
+        "uninstall": "mpicomm.world",
     }
     """The modules of names that few programs use. A module loads when a program first reads its name."""
 
