@@ -1,4 +1,4 @@
-"""How the bench measures graphs and libraries with several ways, on a machine that imitates both."""
+"""How the bench measures graphs, libraries with several ways and calls that vary, on a machine that imitates them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.bench.contenders import Contender, Contenders
+from mpicomm.bench.contenders import ROOM_NBYTES, Contender, Contenders, Variation, draw, mean_share
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, CallTimes, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
@@ -168,3 +168,29 @@ def test_what_a_graph_of_mpicomm_leaves_is_checked(comm: mpicomm.Communicator) -
 
     library.prepare = remember  # type: ignore[method-assign]
     assert measure(comm, library, name="mpicomm", machine=machine)[0]["mpicomm"].wrong == 1
+
+
+@pytest.mark.parametrize("largest", [1, 2, 7, 256, 1 << 28])
+def test_every_call_is_another_one_within_a_factor_of_two(largest: int) -> None:
+    found = draw(largest, 30)
+    assert len(found) == len(set(found)) == 30
+    assert all(largest < 2 * one.block <= 2 * largest for one in found)
+    assert all(0 <= one.shift < ROOM_NBYTES and one.shift % 512 == 0 for one in found)
+    assert len({one.shift for one in found}) > 10
+    assert len({one.block for one in found}) >= min(largest - largest // 2, 10)
+
+
+def test_ranks_draw_the_same_calls() -> None:
+    assert draw(1000, 50) == draw(1000, 50)
+    assert draw(1000, 50) != draw(1001, 50)
+
+
+def test_a_class_of_few_sizes_gives_all_variations_once() -> None:
+    found = draw(2, 1000)
+    assert sorted(found, key=lambda one: one.shift) == [Variation(2, shift) for shift in range(0, ROOM_NBYTES, 512)]
+
+
+@pytest.mark.parametrize("largest", [1, 2, 7, 8])
+def test_the_share_counts_all_sizes(largest: int) -> None:
+    blocks = {one.block for one in draw(largest, 10_000)}
+    assert mean_share(largest) == pytest.approx(sum(blocks) / len(blocks) / largest)
