@@ -225,7 +225,7 @@ def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: i
         # MPI's part of the window has no memory. It carries the name, the attributes and the error handler. It is of
         # this rank alone, because a rank that died before a collective call of MPI would leave the others in MPI.
         made.append(_create(DeviceWin, None, 1, info, MPI.COMM_SELF))
-        made[0]._begin(session, memory, array, flavor, comm.Get_group())
+        made[0]._open(session, memory, array, flavor, comm.Get_group())
 
     try:
         # All ranks together, because a rank whose kernels do not load would raise alone.
