@@ -24,9 +24,8 @@ from mpicomm.recording.channel import Channel
 from mpicomm.recording.device_work import DeviceWork
 from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.suspension import Suspension
-from mpicomm.symmetric.owner import AnyShared, Shared
+from mpicomm.symmetric.owner import AnyShared, Shared, SignalPads
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.symmetric.signals import SignalPads
 
 if TYPE_CHECKING:
     from mpi4py import MPI

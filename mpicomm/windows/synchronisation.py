@@ -16,11 +16,10 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.items import index_of
 from mpicomm.symmetric.owner import Owner
-from mpicomm.windows.epochs import Epochs
 from mpicomm.windows.host_steps import HostSteps
 from mpicomm.windows.memory import WindowMemory
+from mpicomm.windows.order import Epochs, StreamUse
 from mpicomm.windows.steps import COMPLETES, FENCES, POSTS, GpuSteps, Steps, ranks_in, set_of
-from mpicomm.windows.stream_use import StreamUse
 
 _ASSERTIONS = {
     "Win.Fence": MPI.MODE_NOSTORE | MPI.MODE_NOPUT | MPI.MODE_NOPRECEDE | MPI.MODE_NOSUCCEED,
