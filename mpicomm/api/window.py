@@ -53,7 +53,8 @@ class Win(_Calls):
 
     - ``"device"``: memory of the device of ``comm``, a Communicator. All ranks map it, as the memory of
       ``comm.register`` and ``comm.empty``. On a ``"cpu"`` communicator it is shared host memory.
-    - ``"mpi"``: host memory. MPI carries out all calls.
+    - ``"mpi"``: host memory. MPI carries out all calls. Accumulates of float16, bfloat16 and fp8, and by an `Op`, raise
+      `InvalidUsageError`.
     - ``"auto"``: on a GPU `Create` takes the place where ``memory`` lies, and `Allocate` device memory. Without a GPU
       the memory is MPI's.
 
