@@ -40,7 +40,7 @@ if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
     from mpicomm.mpi.ops import AVG
     from mpicomm.mpi.own_ops import Op
     from mpicomm.symmetric.array import SymmetricArray
-    from mpicomm.symmetric.events import SharedEvent
+    from mpicomm.symmetric.create import SharedEvent
 
 __all__ = [
     "AVG",

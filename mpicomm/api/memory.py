@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicomm.session import Session
 from mpicomm.symmetric import create
 from mpicomm.symmetric.array import SymmetricArray
-from mpicomm.symmetric.events import SharedEvent
+from mpicomm.symmetric.create import SharedEvent
 
 
 class MemoryCalls(MPI.Intracomm):

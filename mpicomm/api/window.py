@@ -52,7 +52,8 @@ class Win(_Calls):
 
     - ``"device"``: memory of the device of ``comm``, a Communicator. All ranks map it, as the memory of
       ``comm.register`` and ``comm.empty``. On a ``"cpu"`` communicator it is shared host memory.
-    - ``"mpi"``: host memory. MPI carries out all calls.
+    - ``"mpi"``: host memory. MPI carries out all calls. Accumulates of float16, bfloat16 and fp8, and by an `Op`, raise
+      `InvalidUsageError`.
     - ``"auto"``: on a GPU `Create` takes the place where ``memory`` lies, and `Allocate` device memory. Without a GPU
       the memory is MPI's.
 
@@ -235,7 +236,7 @@ def _made(comm: Any, info: MPI.Info, memory: WindowMemory, array: Any, flavor: i
         # MPI's part of the window has no memory. It carries the name, the attributes and the error handler. It is of
         # this rank alone, because a rank that died before a collective call of MPI would leave the others in MPI.
         made.append(_create(DeviceWin, None, 1, info, MPI.COMM_SELF))
-        made[0]._begin(session, memory, array, flavor, comm.Get_group())
+        made[0]._open(session, memory, array, flavor, comm.Get_group())
 
     try:
         # All ranks together, because a rank whose kernels do not load would raise alone.

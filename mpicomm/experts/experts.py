@@ -20,7 +20,7 @@ from mpicomm.kernels.experts import PACKET_NBYTES
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.symmetric.owner import SharedMemory
-from mpicomm.windows.stream_use import StreamUse
+from mpicomm.windows.order import StreamUse
 
 _ID_TYPES = ("int64", "int32")
 

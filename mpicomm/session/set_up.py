@@ -20,9 +20,8 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.sharing.choose_handle import choose_handles, node_of
 from mpicomm.sharing.suspension import Suspension
-from mpicomm.symmetric.owner import AnyShared, Shared
+from mpicomm.symmetric.owner import AnyShared, Shared, SignalPads
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.symmetric.signals import SignalPads
 
 if TYPE_CHECKING:
     from mpi4py import MPI

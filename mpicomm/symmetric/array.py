@@ -13,8 +13,7 @@ from mpicomm.cluster.process import close_after
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.sharing.segments import SharedSegments
-from mpicomm.symmetric.owner import Owner
-from mpicomm.symmetric.signals import SignalPad
+from mpicomm.symmetric.owner import Owner, SignalPad
 
 _MOST_NBYTES = 2**63 - 1
 

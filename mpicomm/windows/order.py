@@ -1,9 +1,12 @@
-"""Epochs: which ranks this rank may access through a window now, by MPI's rules. All methods are local."""
+"""The order of a window's calls: the epochs by MPI's rules, and the streams on which the calls go."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpi4py import MPI
 
+from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import name_ranks
 from mpicomm.mpi.faults import RefusedByMpiError
 
@@ -127,3 +130,75 @@ class Epochs:
 
 def _wrong(text: str) -> RefusedByMpiError:
     return RefusedByMpiError(text, MPI.ERR_RMA_SYNC)
+
+
+_DEFAULT_STREAMS = (0, 1, 2)  # the null stream, cudaStreamLegacy and cudaStreamPerThread
+
+
+class StreamUse:
+    """The streams on which this rank has accessed a window. All methods are local, and do not block.
+
+    A synchronisation follows the accesses on all streams since the synchronisation before it. The next accesses on
+    other streams follow it. As with collectives, this does not hold between a captured graph and other work, because
+    CUDA refuses events across a capture. The program orders launches of its graphs.
+    """
+
+    def __init__(self, backend: GpuBackend | None) -> None:
+        self._backend = backend
+        self._stream = 0  # the stream of the last synchronisation
+        self._mark: Any = None  # the point after the last synchronisation; None if no other work has to follow it
+        self._followed: set[int] = set()  # streams that follow the last synchronisation
+        self._accesses: dict[int, Any] = {}  # the point after the last access, by stream
+        self._accessed_here = False  # whether a default stream has accesses after a synchronisation on it
+
+    def resolve(self, stream: Any, array: Any) -> tuple[int, bool]:
+        """Return the address of a ``stream=`` argument, and whether the stream captures a graph; as ``Backend.stream``.
+
+        Raises the error of earlier work, if there is one.
+        """
+        assert self._backend is not None
+        eager = self._backend.eager_stream(stream, array)  # one question is cheaper than two
+        return (self._backend.stream(stream, array), True) if eager is None else (eager, False)
+
+    def before_access(self, stream: int, *, captures: bool) -> None:
+        """Let ``stream``, on which an access goes next, follow the last synchronisation."""
+        if self._backend is None or self._mark is None or stream == self._stream or stream in self._followed:
+            return
+        if not captures:
+            self._backend.side_streams.follow(stream, self._mark)
+            self._followed.add(stream)
+
+    def after_access(self, stream: int, *, captures: bool) -> None:
+        """Note an access on ``stream``, which is enqueued."""
+        if self._backend is None or captures:
+            return
+        # A mark takes a microsecond. It is needed because the program may destroy the stream before the next
+        # synchronisation. No program destroys a default stream, so that synchronisation waits for the stream itself.
+        if stream in _DEFAULT_STREAMS and stream == self._stream:
+            self._accessed_here = True
+        else:
+            last = self._accesses.get(stream)
+            marks = self._backend.side_streams
+            self._accesses[stream] = marks.mark(stream) if last is None else marks.mark_again(last, stream)
+
+    def before_synchronisation(self, stream: int, *, captures: bool) -> None:
+        """Let ``stream``, on which a synchronisation goes next, follow all accesses and the last synchronisation."""
+        if self._backend is None or captures:
+            return
+        for mark in self._accesses.values():
+            self._backend.side_streams.follow(stream, mark)
+        if stream == self._stream:
+            return
+        if self._accessed_here:
+            self._backend.side_streams.wait_stream(stream, self._stream)
+        elif self._mark is not None:
+            self._backend.side_streams.follow(stream, self._mark)
+
+    def after_synchronisation(self, stream: int, *, captures: bool) -> None:
+        """Note a synchronisation on ``stream``, which is enqueued."""
+        if self._backend is None or captures:
+            return
+        self._stream, self._mark = stream, self._backend.side_streams.mark(stream)
+        self._accesses.clear()
+        self._accessed_here = False
+        self._followed.clear()
