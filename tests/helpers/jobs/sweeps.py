@@ -7,12 +7,11 @@ import pytest
 KERNELS, UNIT = "tests/kernels/", "tests/unit/"
 QUICK_RUNS_EVERY = {
     # Registers, types and devices of kernels: NVRTC takes about a second for each.
-    f"{KERNELS}test_compiled.py::test_kernel_for_bandwidth_has_the_registers_it_needs": 12,
-    f"{KERNELS}test_compiled.py::test_kernels_with_epilogues_have_the_registers_they_need": 8,
-    f"{KERNELS}test_compiled.py::test_every_type_compiles": 6,
+    f"{KERNELS}test_compiled.py::test_kernel_for_bandwidth_has_the_registers_it_needs": 6,
+    f"{KERNELS}test_compiled.py::test_kernels_with_epilogues_have_the_registers_they_need": 4,
     f"{KERNELS}test_compiled.py::test_updates_of_every_type_compile": 6,
     f"{KERNELS}test_compiled.py::test_expressions_compile": 4,
-    f"{UNIT}devices/cuda/test_compile.py::test_every_kernel_compiles": 4,
+    f"{UNIT}devices/cuda/test_compile.py::test_every_kernel_compiles": 2,
     # Kernels on CPU threads: further numbers of ranks, types, sizes and seeds.
     f"{KERNELS}test_between_processes.py::test_every_class_of_types": 3,
     f"{KERNELS}test_between_processes.py::test_every_size_at_which_something_changes": 2,
