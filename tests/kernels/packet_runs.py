@@ -35,9 +35,7 @@ def run_every_size(builds: Builds, protocol: Protocol, size: int) -> None:
             checks.append(calls.reduce("float32", "sum", count, "two_shot", in_place=False))
             checks.append(calls.scan("float32", "sum", count))
             checks += [calls.allgather(4 * count), calls.bcast(4 * count - 1, "two_shot")]
-    rig.machine.run(seed=size, jitter_us=300)
-    for check in checks:
-        check()
+    rig.machine.run(checks, seed=size, jitter_us=300)
 
 
 def run_movements(builds: Builds, protocol: Protocol, nbytes: int) -> None:
@@ -45,9 +43,7 @@ def run_movements(builds: Builds, protocol: Protocol, nbytes: int) -> None:
     rig = PacketRig(Machine(builds, 4), protocol, SMALL, inbox_nbytes=INBOX_NBYTES)
     calls = Calls(rig, np.random.default_rng(nbytes))
     checks = [call(nbytes) for call in (calls.bcast, partial(calls.bcast, algorithm="two_shot"), calls.allgather)]
-    rig.machine.run(jitter_us=100)
-    for check in checks:
-        check()
+    rig.machine.run(checks, jitter_us=100)
 
 
 def run_uneven(
@@ -64,9 +60,7 @@ def run_uneven(
         checks += [calls.alltoallv(random_counts(rng, size, lengths)) for _ in range(3)]
         checks += [calls.bcast(20_000 + turn), calls.scan("float32", "sum", 5000 + turn)]
         checks.append(calls.reduce_scatter("int32", "sum", [int(length) // 4 for length in rng.choice(lengths, size)]))
-    machine.run(seed=seed, jitter_us=300, limit_s=30)
-    for check in checks:
-        check()
+    machine.run(checks, seed=seed, jitter_us=300, limit_s=30)
 
 
 def run_long(
@@ -96,6 +90,4 @@ def run_long(
         if protocol != "flagged":  # several times the size of the inboxes
             checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
             checks += [calls.allgather(12000), calls.bcast(20000, "two_shot"), calls.allgather(12000)]
-        machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
-        for check in checks:
-            check()
+        machine.run(checks, seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)

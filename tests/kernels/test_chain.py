@@ -15,7 +15,7 @@ from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds, Change
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.kernel_calls import Calls, sizes_around
-from tests.kernels.machine import CAUGHT, SEEDS
+from tests.kernels.machine import require_seen
 
 UNIT_NBYTES = 512  # of a batch
 CHANNELS = 8  # one block has as many warps
@@ -24,11 +24,8 @@ SLOTS_NBYTES = CHANNELS * 32 * 1024  # one of each channel, the largest there ar
 LARGE = SLOTS_NBYTES * (CHAIN_SLOTS + 1) + 12  # every slot is used again
 TYPES = (
     ("int8", "sum"),
-    ("bool", "lor"),
     ("uint16", "max"),
-    ("float32", "max"),
     ("float64", "sum"),
-    ("complex64", "sum"),
     ("complex128", "prod"),
     ("float32", "a * 2 - b"),
 )
@@ -57,13 +54,10 @@ def play(
             calls.bcast(nbytes, "chain"),
             calls.reduce("int32", "sum", -(-nbytes // 4), "chain", in_place=in_place),
         ]
-    rig.machine.run(seed=seed, jitter_us=200, limit_s=60)
-    for check in checks:
-        check()
+    rig.machine.run(checks, seed=seed, jitter_us=200, limit_s=60)
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("size", "blocks"), [(2, 2), (3, 1), (4, 2)])
 def test_every_size_at_which_something_changes_past_the_end_of_32_bits(builds: Builds, size: int, blocks: int) -> None:
     limits = (*LIMITS, blocks * LIMITS[-1])
     play(builds, size, [nbytes for nbytes in sizes_around(*limits) if nbytes], blocks=blocks)
@@ -98,9 +92,7 @@ def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> Non
     rig = ChainRig(builds, 3, 1)
     calls = Calls(rig, np.random.default_rng(len(reduction[0])))
     checks = [calls.reduce(*reduction, count, "chain") for count in (1, 15, 1021, 9001) for _ in range(3)]
-    rig.machine.run(seed=1, jitter_us=100)
-    for check in checks:
-        check()
+    rig.machine.run(checks, seed=1, jitter_us=100)
 
 
 def test_no_race(watched_builds: Builds) -> None:
@@ -152,6 +144,4 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_failure_is_seen(builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in SEEDS:
-            play(builds, 3, [700, LARGE, 5, 5, 5, 5], seed=seed, changes=(MISTAKES[name],))
+    require_seen(lambda seed: play(builds, 3, [700, LARGE, 5, 5, 5, 5], seed=seed, changes=(MISTAKES[name],)))
