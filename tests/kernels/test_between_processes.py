@@ -10,7 +10,7 @@ import pytest
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import SLOTS
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from tests.kernels.build import Builds
-from tests.kernels.exchange_rig import ExchangeRig
+from tests.kernels.channel_rigs import ExchangeRig
 from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
 from tests.kernels.machine import Machine
 

@@ -13,9 +13,9 @@ from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHA
 from mpicomm.mpi.span import Span
 from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds, Change
-from tests.kernels.chain_rig import ChainRig
+from tests.kernels.channel_rigs import ChainRig
 from tests.kernels.kernel_calls import Calls, sizes_around
-from tests.kernels.machine import require_seen
+from tests.kernels.machine import Machine, require_seen
 
 UNIT_NBYTES = 512  # of a batch
 CHANNELS = 8  # one block has as many warps
@@ -43,7 +43,7 @@ def play(
 ) -> None:
     rng = np.random.default_rng([size, seed])
     # ThreadSanitizer makes everything slow. Without it a wait of two seconds is a wait for ever.
-    rig = ChainRig(builds, size, blocks, nbytes=room, changes=changes, timeout_s=20 if builds.sanitize else 2)
+    rig = ChainRig(Machine(builds, size), blocks, nbytes=room, changes=changes, timeout_s=20 if builds.sanitize else 2)
     rig.start_at(2**32 - 3)
     calls = Calls(rig, rng, nap_us=1000)
     # ThreadSanitizer does not know that a store which depends on a load comes after it: see chain.cu.
@@ -73,7 +73,7 @@ def test_slots_of_few_batches(builds: Builds, batches: int) -> None:
 
 def test_flags_of_all_slots_are_written(builds: Builds) -> None:
     """Slots that no launch begins with need flags, too: flags that are 2**31 slots old are ahead of awaited ones."""
-    rig = ChainRig(builds, 3, 1)
+    rig = ChainRig(Machine(builds, 3), 1)
     check = Calls(rig, np.random.default_rng(0)).bcast((CHAIN_SLOTS + 2) * SLOTS_NBYTES, "chain")
     rig.machine.run(seed=1)
     check()
@@ -89,7 +89,7 @@ def test_flags_of_all_slots_are_written(builds: Builds) -> None:
 
 @pytest.mark.parametrize("reduction", TYPES, ids="-".join)
 def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
-    rig = ChainRig(builds, 3, 1)
+    rig = ChainRig(Machine(builds, 3), 1)
     calls = Calls(rig, np.random.default_rng(len(reduction[0])))
     checks = [calls.reduce(*reduction, count, "chain") for count in (1, 15, 1021, 9001) for _ in range(3)]
     rig.machine.run(checks, seed=1, jitter_us=100)

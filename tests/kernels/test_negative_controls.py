@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.build import Builds, Change
-from tests.kernels.exchange_rig import ExchangeRig
+from tests.kernels.channel_rigs import ExchangeRig
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.machine import Machine, require_seen
 

@@ -12,7 +12,7 @@ from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, require_same, samples
 from tests.helpers.references.ring_order import ring_reduced
 from tests.kernels.build import Builds
-from tests.kernels.exchange_rig import ExchangeRig
+from tests.kernels.channel_rigs import ExchangeRig
 from tests.kernels.kernel_calls import Check, sizes_around
 from tests.kernels.machine import Machine
 

@@ -63,7 +63,7 @@ WITH_OPEN_MPI = (
     *(f"tests/mpi/session/test_{name}.py" for name in ("late_ranks", "session", "setup_missing_ranks")),
     "tests/mpi/domains/test_mpi_transports.py",
 )
-# PyTorch on two and three ranks differs from four in how data and ranks are divided, not in how groups begin and end.
+# PyTorch on one and three ranks differs from four in how data and ranks are divided, not in how groups begin and end.
 DIVIDED = tuple(
     f"tests/torch/mpi/test_{name}.py"
     for name in ("collectives_against_gloo", "groups", "in_place", "messages", "tensors", "training")
@@ -165,8 +165,8 @@ class Steps:
 
     def _torch(self) -> Iterator[Step]:
         python = str(ROOT / ".venv-torch/bin/python")
-        steps = [self._ranks(f"torch on {n}", n, "tests/torch/mpi", python=python) for n in (1, 4)]
-        steps += [self._ranks(f"torch on {n}", n, *DIVIDED, python=python) for n in (2, 3)]
+        steps = [self._ranks("torch on 4", 4, "tests/torch/mpi", python=python)]
+        steps += [self._ranks(f"torch on {n}", n, *DIVIDED, python=python) for n in (3, 1)]
         steps.append(self._ranks("PyTorch's own on 3", 3, "tests/torch/pytorchs_own", python=python))
         # Tests that start ranks themselves, two files at a time as in unit.
         parallel = ("-n", "2", "--dist", "loadfile")
