@@ -31,6 +31,8 @@ from tests.kernels.build import Change
 from tests.kernels.launches import enqueue
 from tests.kernels.machine import Machine
 
+SMALL = Geometry(blocks=2, workers=32)
+INBOX_NBYTES = 6 * SMALL.threads * 16  # so that a message of more than six steps uses inboxes again
 _ANY_NBYTES = 1 << 30  # assumed for a longest message that not all ranks know
 
 
@@ -69,10 +71,10 @@ class PacketRig:
     def __init__(
         self,
         machine: Machine,
-        protocol: Protocol,
-        geometry: Geometry,
+        protocol: Protocol = "sentinel",
+        geometry: Geometry = SMALL,
         *,
-        inbox_nbytes: int = 64 << 10,
+        inbox_nbytes: int = INBOX_NBYTES,
         changes: Sequence[Change] = (),
         timeout_s: float = 20,
     ) -> None:

@@ -8,22 +8,19 @@ from functools import partial
 import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, carried_nbytes
-from mpicomm.collectives.gpu.algorithms.packets.configs import Geometry
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
 from tests.kernels.machine import Machine
-from tests.kernels.packet_rig import PacketRig
+from tests.kernels.packet_rig import INBOX_NBYTES, SMALL, PacketRig
 
-SMALL = Geometry(blocks=2, workers=32)
 _STEP_NBYTES = SMALL.threads * 16
-INBOX_NBYTES = 6 * _STEP_NBYTES  # so that a message of more than six steps uses inboxes again
 STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
 """Launches after which numbers begin again."""
 
 
 def run_every_size(builds: Builds, protocol: Protocol, size: int) -> None:
     """Collectives at every size at which something changes."""
-    rig = PacketRig(Machine(builds, size), protocol, SMALL, inbox_nbytes=INBOX_NBYTES)
+    rig = PacketRig(Machine(builds, size), protocol)
     calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
     room = carried_nbytes(INBOX_NBYTES, protocol)
     most = room - 4 if protocol == "flagged" else INBOX_NBYTES * 4
@@ -40,7 +37,7 @@ def run_every_size(builds: Builds, protocol: Protocol, size: int) -> None:
 
 def run_movements(builds: Builds, protocol: Protocol, nbytes: int) -> None:
     """Collectives that only move data."""
-    rig = PacketRig(Machine(builds, 4), protocol, SMALL, inbox_nbytes=INBOX_NBYTES)
+    rig = PacketRig(Machine(builds, 4), protocol)
     calls = Calls(rig, np.random.default_rng(nbytes))
     checks = [call(nbytes) for call in (calls.bcast, partial(calls.bcast, algorithm="two_shot"), calls.allgather)]
     rig.machine.run(checks, jitter_us=100)
@@ -51,7 +48,7 @@ def run_uneven(
 ) -> None:
     """Calls that use inboxes again, between two ranks; one of them sends more than the other, or only it sends."""
     machine, inbox_nbytes = Machine(builds, size), laps * _STEP_NBYTES
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
+    rig = PacketRig(machine, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
     rng = np.random.default_rng((size, seed))
     calls = Calls(rig, rng, nap_us=1000)
     lengths = (0, 5, _STEP_NBYTES - 1, inbox_nbytes, inbox_nbytes + 1, 2 * inbox_nbytes + 100, 5 * inbox_nbytes - 7)
@@ -78,7 +75,7 @@ def run_long(
     """
     rng = np.random.default_rng(start)
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, protocol, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s)
+    rig = PacketRig(machine, protocol, changes=changes, timeout_s=timeout_s)
     rig.start_at(start)
     if protocol == "flagged" and start > 0:  # the round of numbers ends soon, and inboxes are wiped
         rig.fill_with_old_flags(rng)

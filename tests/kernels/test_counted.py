@@ -21,7 +21,8 @@ from tests.kernels.counted_rig import UNTOUCHED, CountedCall, CountedRig, Filled
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE
 from tests.kernels.machine import Array, Machine, RunFailedError, require_seen
-from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS
+from tests.kernels.packet_rig import INBOX_NBYTES, SMALL
+from tests.kernels.packet_runs import STARTS
 
 _STEP = SMALL.threads * 16 // 4  # elements of float32
 _INBOX = INBOX_NBYTES // 4

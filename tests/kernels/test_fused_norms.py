@@ -16,8 +16,7 @@ from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import FusedCalls
 from tests.kernels.late_resets import LATE, LOST
 from tests.kernels.machine import Machine, RunFailedError, require_seen
-from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import SMALL
+from tests.kernels.packet_rig import SMALL, PacketRig
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -48,9 +47,7 @@ def run_norms(
 ) -> None:
     """Sums whose rows are normalised by two blocks; the inboxes hold ``laps`` steps."""
     threads = SMALL.blocks * 256 * most_groups(size, fan_out=two_shot)
-    rig = PacketRig(
-        Machine(builds, size), "sentinel", SMALL, inbox_nbytes=laps * threads * 16, changes=changes, timeout_s=2
-    )
+    rig = PacketRig(Machine(builds, size), inbox_nbytes=laps * threads * 16, changes=changes, timeout_s=2)
     rng = np.random.default_rng([size, seed])
     calls = FusedCalls(rig, rng)
     for rows, nbytes in shapes:

@@ -19,7 +19,7 @@ from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE, LOST
 from tests.kernels.machine import Array, Machine, RunFailedError, require_seen
 from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements, run_uneven
+from tests.kernels.packet_runs import STARTS, run_every_size, run_long, run_movements, run_uneven
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -55,9 +55,7 @@ def run_reductions(
     builds: Builds, reduction: tuple[str, str], *, changes: Sequence[Change] = (), timeout_s: float = 20
 ) -> None:
     """All-reduces in one hop and in two."""
-    rig = PacketRig(
-        Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s
-    )
+    rig = PacketRig(Machine(builds, 3), changes=changes, timeout_s=timeout_s)
     calls = Calls(rig, np.random.default_rng(1))
     checks = [calls.allreduce(*reduction, count, two_shot=two_shot) for count, two_shot in ((5, False), (3001, True))]
     rig.machine.run(checks, jitter_us=100)
@@ -88,9 +86,7 @@ def test_bytes_are_moved(builds: Builds, protocol: Protocol, nbytes: int) -> Non
 
 def run_escapes(builds: Builds, *, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
     """Movements of only words that need escapes."""
-    rig = PacketRig(
-        Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s
-    )
+    rig = PacketRig(Machine(builds, 3), changes=changes, timeout_s=timeout_s)
     calls = SentinelCalls(rig, np.random.default_rng(3), nap_us=1000)
     checks = [
         call(nbytes)
@@ -105,7 +101,7 @@ def test_all_words_of_the_data_need_escapes(builds: Builds) -> None:
 
 
 def test_five_ranks_with_no_more_than_six_steps_of_room(builds: Builds) -> None:
-    rig = PacketRig(Machine(builds, 5), "sentinel", SMALL, inbox_nbytes=6 * SMALL.threads * 16)
+    rig = PacketRig(Machine(builds, 5))
     calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
     checks = [calls.allreduce("int32", "sum", 3001, two_shot=two_shot) for two_shot in (False, True)]
     checks.append(calls.reduce_scatter("int32", "sum", [3001] * rig.size, in_place=True))
@@ -115,7 +111,7 @@ def test_five_ranks_with_no_more_than_six_steps_of_room(builds: Builds) -> None:
 
 def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, timeout_s=0.3)
+    rig = PacketRig(machine, timeout_s=0.3)
     dtype, count = np.dtype(np.int32), 700
     for rank in range(2):
         source, target = machine.allocate(rank, 4 * count), machine.allocate(rank, 4 * count)
@@ -127,7 +123,7 @@ def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
 
 def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_in_another_call(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "flagged", SMALL)
+    rig = PacketRig(machine, "flagged")
     dtype, size = np.dtype(np.uint8), 3
     for rank in range(size):
         root = min(rank, 1)  # rank 2 takes from rank 1, which agrees with it; no rank takes from rank 0
@@ -143,7 +139,7 @@ def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_
 @pytest.mark.parametrize("expected", [0, 99, 101])
 def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expected: int) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "sentinel", SMALL, timeout_s=5)
+    rig = PacketRig(machine, timeout_s=5)
     dtype, nothing = np.dtype(np.uint8), [Span(0, 0)] * 3
     sent, taken = (Span(machine.allocate(rank, nbytes).address, nbytes) for rank, nbytes in ((0, 100), (1, expected)))
     sends = [[nothing[0], sent, Span(sent.pointer, 5)], nothing, nothing]
@@ -160,7 +156,7 @@ def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expect
 
 def test_two_ranks_that_cut_the_same_bytes_differently_notice(builds: Builds) -> None:
     machine = Machine(builds, 2)
-    rig = PacketRig(machine, "sentinel", SMALL, timeout_s=5)
+    rig = PacketRig(machine, timeout_s=5)
     for rank, cut in ((0, (0, 7)), (1, (8, 0))):
         own, other = ([Span(machine.allocate(rank, 100).address, 100), Span(0, 0)][:: 1 - 2 * rank] for _ in range(2))
         exchanges = patterns.alltoall(rank, 2, np.dtype(np.uint8), own[::-1], other[::-1], cuts=[cut, cut])
@@ -171,7 +167,7 @@ def test_two_ranks_that_cut_the_same_bytes_differently_notice(builds: Builds) ->
 
 def test_a_rank_that_gives_up_keeps_the_earlier_report_of_another(builds: Builds) -> None:
     machine = Machine(builds, 3)
-    rig = PacketRig(machine, "flagged", SMALL)
+    rig = PacketRig(machine, "flagged")
     told = [arena.bytes[:8].view(np.uint64) for arena in rig.arenas]
     told[2][0] = mismatch = 3 << 56 | 11 << 32 | 1
     machine.failed[0].view(np.uint32)[0] = 1  # a wait of an earlier kernel of rank 0 has failed

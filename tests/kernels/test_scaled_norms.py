@@ -16,8 +16,7 @@ from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import FusedCalls, bound, finished, on_rank
 from tests.kernels.launches import kernel_of
 from tests.kernels.machine import Machine, require_seen
-from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import SMALL
+from tests.kernels.packet_rig import SMALL, PacketRig
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -120,9 +119,7 @@ def run_fused(
     builds: Builds, case: Case, *, two_shot: bool, size: int = 3, rows: tuple[int, ...] = (1, 5, 13), changes: Any = ()
 ) -> None:
     threads = SMALL.blocks * 256 * most_groups(size, fan_out=two_shot)
-    rig = PacketRig(
-        Machine(builds, size), "sentinel", SMALL, inbox_nbytes=8 * threads * 16, changes=changes, timeout_s=2
-    )
+    rig = PacketRig(Machine(builds, size), inbox_nbytes=8 * threads * 16, changes=changes, timeout_s=2)
     rng = np.random.default_rng(size)
     calls = FusedCalls(rig, rng)
     for number in rows:
