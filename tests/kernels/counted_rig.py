@@ -131,9 +131,6 @@ class FilledCountedRig(CountedRig):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._plans: dict[Hashable, CountedTemplate] = {}
-        for node in self._domains:
-            arena: Any = node.arena
-            arena.any_length = arena.sentinels
 
     def _launch(self, rank: int, buffers: CountedBuffers, call: CountedCall) -> Launch:
         plain = [_plain(side) for side in (buffers.send, buffers.receive)]

@@ -41,7 +41,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_every_reduction_compiles(tmp_path: Path) -> None:
+# Types differ only between devices below 8.0, below 9.0, and newer ones.
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0)], ids="sm_{0[0]}{0[1]}".format)
+def test_every_reduction_compiles(tmp_path: Path, capability: tuple[int, int]) -> None:
     kernels = [
         f'extern "C" __global__ void {dtype}_{op}(const dtype::{cpp}* in, dtype::{cpp}* out) {{\n'
         f"  using Op = op::{op}<dtype::{cpp}>;\n"
@@ -52,7 +54,7 @@ def test_every_reduction_compiles(tmp_path: Path) -> None:
     ]
     source = tmp_path / "all.cu"
     source.write_text("\n".join(['#include "reduce.cuh"', "using namespace mpicomm;", *kernels]))
-    image = compile_kernel(source, (9, 0), OPTIONS)
+    image = compile_kernel(source, capability, OPTIONS)
     assert all(f"{dtype}_{op}".encode() in image for dtype, ops in REDUCTIONS.items() for op in ops)
 
 
@@ -226,7 +228,7 @@ def require_agreement(
     compile_kernel(source, WITHOUT_ASSEMBLER, (*reduction, *options, *INCLUDES))
 
 
-@pytest.mark.parametrize("steps", ["one", "few", "laps"])
+@pytest.mark.parametrize("steps", ["one", "laps"])
 @pytest.mark.parametrize("fan_out", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])  # more are as many as 5
 def test_host_and_kernel_agree_on_the_threads_of_a_block(
