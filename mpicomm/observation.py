@@ -19,7 +19,7 @@ from mpicomm.mpi.device_counts import has_device_counts
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.record import Category, Record
 from mpicomm.symmetric.array import SymmetricArray
-from mpicomm.symmetric.events import SharedEvent
+from mpicomm.symmetric.create import SharedEvent
 
 _FLUSHED = ("Free", "Disconnect", "check")
 """Each of these calls writes all earlier calls to the trace file, so that they outlive the process."""

@@ -33,6 +33,9 @@ class _HoldingRequest(MPI.Request):
 
     _held: object
 
+    def __repr__(self) -> str:
+        return f"<mpicomm.Request {'active' if self else 'inactive'}>"
+
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         _wait(self, status)
         self._held = None

@@ -32,6 +32,9 @@ class Driven:
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return f"<mpicomm.{type(self).__name__} {'active' if self.is_active() else 'inactive'}>"
+
     def is_active(self) -> bool:
         """Return whether there is something to wait for. Otherwise the request counts as null."""
         raise NotImplementedError

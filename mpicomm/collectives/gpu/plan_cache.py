@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.gpu.argument_keys import ArgumentKeys, identity_of_said, of_library
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
-from mpicomm.devices.wait_beside import beside
+from mpicomm.devices.side_stream import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain_integers, plain_or_counted
 
