@@ -58,16 +58,17 @@ class BlockingCollectives(MPI.Intracomm):
     place. Buffers must not overlap otherwise.
 
     **Element types.** bool, integers of 8 to 64 bits, float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2,
-    complex64 and complex128, whether or not MPI has them. MPI carries out calls with its other types, and with
-    operations that the user has created.
+    complex64 and complex128, whether or not MPI has them. MPI carries out calls with its other types, ``MAXLOC`` and
+    ``MINLOC``, and operations that the user has created, whatever the ``algorithm``.
 
     **Operations** are MPI's operations, `AVG`, and `Op`, which is an expression of the user.
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
     accumulated in float32 and rounded once. Each peer domain reduces in the order of its ranks. Then the results of the
     domains are reduced in the order of the domains. Only "ring", and calls that MPI carries out, such as calls on small
-    host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN. If MPI reduces, some ranks may lose a NaN that other
-    ranks keep.
+    host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN. If MPI reduces, ranks may have different results of
+    ``MAX``, ``MIN``, ``MAXLOC`` and ``MINLOC`` of NaNs, and different signs of a zero. ``reductions="ordered"`` of the
+    `Communicator` leaves only ``MAXLOC``, ``MINLOC`` and types that mpicomm lacks to MPI.
 
     **Movements.** Collectives that only move data move bytes. The buffers of one call, and the buffers of two ranks,
     may have different types of the same length in bytes.

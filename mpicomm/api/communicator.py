@@ -83,6 +83,8 @@ class RankInfo:
     """Whether the driver has the device memory of `memory`, from `Communicator.suspend` to `Communicator.resume`."""
     products: tuple[str, ...] = ()
     """From which size on matrix products overlap with their collective, after the first collective on GPUs."""
+    reductions: str = "auto"
+    """Who reduces host arrays: "auto", the fastest, or "ordered", mpicomm in rank order."""
     order: str = "stream"
     """How calls on device arrays return: "stream", in stream order, or "complete", for all streams; see `install`."""
 
@@ -111,7 +113,9 @@ class Communicator(
 
     ``handle`` is how ranks open memory: "ipc", "fd", "fabric", "staged", or "auto". "auto" takes the best kind that
     works between all ranks of the node. After ``timeout_s`` seconds (30, or MPICOMM_TIMEOUT) a missing rank is an
-    error. All ranks pass the same ``handle`` and ``timeout_s``.
+    error. With ``reductions="ordered"`` (or MPICOMM_REDUCTIONS) MPI reduces no host arrays of types and operations that
+    mpicomm has, so each result has the same bits on all ranks and in every run; small calls then take many times as
+    long. All ranks pass the same ``handle``, ``timeout_s`` and ``reductions``.
 
     The constructor raises the same error on all ranks: `InvalidUsageError` for bad arguments, `BackendUnavailableError`
     if the device cannot be used, `HandleError` if no handle kind works, `CollectiveTimeoutError` if a rank does not
@@ -172,6 +176,7 @@ class Communicator(
         device: int | str = "auto",
         handle: str = "auto",
         timeout_s: float | None = None,
+        reductions: str = "auto",
     ) -> Self:
         """Duplicate ``comm`` twice, for the user's messages and for mpicomm's messages, and set up."""
         if not MPI.Is_initialized() or MPI.Is_finalized():
@@ -183,7 +188,7 @@ class Communicator(
             shown = "MPI.COMM_NULL" if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL else repr(comm)
             raise InvalidUsageError(f"comm={shown} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
-        session = Session.create(plain, device, handle, timeout_s)
+        session = Session.create(plain, device, handle, timeout_s, reductions=reductions)
         made: Any = cls._classes[plain.Get_topology()] if cls is Communicator else cls
         self: Self = MPI.Intracomm.__new__(
             made, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s))
@@ -352,6 +357,7 @@ class Communicator(
             memory=session.memory_use(),
             suspended=session.is_suspended,
             products=self._products.describe(),
+            reductions=here.reductions,
             order="complete" if here.completes else "stream",
         )
 

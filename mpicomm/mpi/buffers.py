@@ -280,7 +280,8 @@ def _own_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
         return exported_dtype(array, kind)
     try:
         own: np.dtype[Any] = np.dtype(dtype)
-        return own
+        # Warp's vectors have subarrays as types. A vector of float16 names integers, because ctypes has no float16.
+        return own if own.subdtype is None else exported_dtype(array, kind)
     except TypeError:
         name = str(dtype).rpartition(".")[2]
         return types.covered_dtype(name) if name in types.COVERED else None

@@ -24,12 +24,15 @@ REFUSALS = (BufferError, KeyError)
 
 
 def for_mpi(operand: Operand) -> Any:
-    """Return an operand as the argument for a movement by MPI: as bytes if MPI has no type for its elements.
+    """Return an operand as the argument for a movement by MPI: as bytes if mpi4py has no type for its elements.
 
     Device memory becomes a buffer that names its address, which `HostCopies` takes.
     """
     dtype = operand.dtype
-    if dtype is None or types.mpi_datatype(dtype) is not None:
+    if dtype is None:
+        return operand.spec
+    by_name = operand.mpi_type is None and isinstance(operand.spec, (list, tuple)) and type(operand.spec[-1]) is str
+    if types.mpi_datatype(dtype) is not None and not by_name:  # mpi4py does not know names such as "float64"
         return operand.spec
     counts, displs, size = operand.counts, operand.displs, dtype.itemsize
     if counts is None or displs is None:

@@ -104,6 +104,7 @@ class SetUp:
         handle: str,
         timeout_s: float | None,
         completes: Callable[[], bool] = lambda: False,
+        reductions: str = "auto",
     ) -> Self:
         """Return a session that is set up, after it has found nodes, devices and the best handle kind.
 
@@ -128,7 +129,7 @@ class SetUp:
                 from mpicomm.recording.channel import Channel  # few programs record
 
                 channel = Channel.open(group, private, wanted)
-            session = cls(comm, find_placement(group, device, handle, completes), channel=channel)
+            session = cls(comm, find_placement(group, device, handle, completes, reductions), channel=channel)
             with session._opened_on_all_ranks(group):
                 session.backend.make_current()
                 session.placement = choose_handles(group, session.placement, session.backend)

@@ -49,9 +49,7 @@ def require_possible(call: Call) -> None:
             "leave algorithm= out"
         )
     elif call.dtype is None:
-        raise InvalidUsageError(
-            f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
-        )
+        return  # only MPI can carry it out, as with algorithm="auto"
     elif algorithm == "ring" and isinstance(op := call.arguments.op, Op) and not op.commute:
         raise InvalidUsageError(
             f'algorithm="ring" of {operation}: the ring does not reduce in rank order, and {op!r} does not commute: '

@@ -49,7 +49,7 @@ def _learn_types() -> None:
 
 
 @lru_cache(maxsize=64)
-def plain_calls(size: int, rank: int, nodes: int) -> dict[str, PlainCheck]:
+def plain_calls(size: int, rank: int, nodes: int, *, ordered: bool = False) -> dict[str, PlainCheck]:
     """Return the checks of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
 
     The answers agree with `selection.goes_to_mpi`, which decides on ranks that pass their buffers in other forms.
@@ -57,13 +57,14 @@ def plain_calls(size: int, rank: int, nodes: int) -> dict[str, PlainCheck]:
     _learn_types()
     checks: dict[str, PlainCheck] = {}
     for name, row in OPERATIONS.items():
-        checks[name] = _check(row, size, rank, mapped_from(row, size, nodes))
-        checks[row.nonblocking] = _check(row, size, rank, NEVER)
+        never = ordered and row.reduces
+        checks[name] = _never if never else _check(row, size, rank, mapped_from(row, size, nodes))
+        checks[row.nonblocking] = _never if never else _check(row, size, rank, NEVER)
     return checks
 
 
 @lru_cache(maxsize=64)
-def at_once(size: int, rank: int, nodes: int, *, on_gpus: bool = False) -> dict[str, PlainCheck]:
+def at_once(size: int, rank: int, nodes: int, *, ordered: bool = False, on_gpus: bool = False) -> dict[str, PlainCheck]:
     """Return the checks of `plain_calls` for calls that go to MPI at once. Local.
 
     Two kinds of call never do. On GPUs, if ranks may have no data, a rank first tells such ranks where the call is: see
@@ -75,7 +76,7 @@ def at_once(size: int, rank: int, nodes: int, *, on_gpus: bool = False) -> dict[
         if row.of_neighbors or (on_gpus and row.counts != "same")
         for name in row.methods
     }
-    checks = plain_calls(size, rank, nodes)
+    checks = plain_calls(size, rank, nodes, ordered=ordered)
     return {name: _never if name in not_at_once else check for name, check in checks.items()}
 
 
