@@ -12,8 +12,8 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.items import index_of
 from mpicomm.mpi.location import is_on_device, refuse_stream
+from mpicomm.mpi.spec import index_of
 from mpicomm.windows.memory import Part, require_inside
 
 _shared_query, _tomemory, _attach = MPI.Win.Shared_query, MPI.Win.tomemory, MPI.Win.Attach

@@ -12,7 +12,7 @@ import mpicomm
 from mpicomm.bench.machine import Call
 from mpicomm.bench.operations import ROOT, SENDRECV, Case, CaseBuffers
 from mpicomm.collectives.operations import Operation as Collective
-from mpicomm.collectives.operations import Shape
+from mpicomm.mpi.spec import Shape
 
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "avg": mpicomm.AVG}
 

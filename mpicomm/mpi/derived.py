@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.bottom import lies_together, require_device_addresses
-from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.layout import DatatypeLayout, known_of
 from mpicomm.mpi.regions import Region, rounds_of
 
@@ -79,16 +79,19 @@ def elements_at(datatype: MPI.Datatype, room: Capacity, blocks: Sequence[tuple[i
 def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> list[MPI.Datatype]:
     """Return the datatypes of an argument of Alltoallw, with MPI.BYTE for each DATATYPE_NULL without elements.
 
-    Raises `InvalidUsageError` unless each ``peer`` has a datatype and a count of 0 or more.
+    Raises `InvalidUsageError` unless each ``peer`` has a datatype and a count of 0 or more, and `TypeError` for what is
+    no datatype.
     """
-    datatypes = list(types) if isinstance(types, Sequence) and not isinstance(types, str) else [types]
-    for datatype in datatypes:
-        if not isinstance(datatype, MPI.Datatype):
-            raise UnknownTypeError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each {peer}")
+    if not isinstance(types, Sequence):
+        raise TypeError(f"{name}: {types!r} are no datatypes: pass a sequence with an MPI.Datatype for each {peer}")
+    datatypes = list(types)
     if len(datatypes) != len(counts):
         raise InvalidUsageError(
             f"{name}: {len(datatypes)} datatypes for {len(counts)} {peer}s: pass one for each {peer}"
         )
+    for datatype in datatypes:
+        if not isinstance(datatype, MPI.Datatype):
+            raise TypeError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each {peer}")
     for number, (datatype, count) in enumerate(zip(datatypes, counts, strict=True)):
         if count < 0:
             raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)

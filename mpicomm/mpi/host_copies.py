@@ -15,10 +15,11 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse, with_buffer
+from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
 from mpicomm.mpi.location import require_here
+from mpicomm.mpi.spec import with_buffer
 
 _named: set[str] = set()
 
@@ -42,7 +43,7 @@ def host_copy(backend: Backend, spec: Any, *, writable: bool, name: str, operand
     memory = read(array_of(spec), writable, name)
     require_here(name, memory.device, backend.device)
     if operand is not None and memory.room is not None:
-        memory.nbytes = max(memory.nbytes, operand.reach(memory.pointer))
+        memory.nbytes = max([memory.nbytes, *(end - memory.pointer for _, end in operand.extents)])
     host = backend.pinned(memory.nbytes)
     try:
         copied = with_buffer(spec, host, memory.dtype)

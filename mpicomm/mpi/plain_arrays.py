@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from operator import mul
 from typing import Any
 
 from mpi4py import MPI
-from numpy import ndarray
+from numpy import integer, ndarray
 
 from mpicomm.devices.memory_location import place_of
-from mpicomm.mpi.layout import known_of
+from mpicomm.mpi.layout import known_of, layout_of
+from mpicomm.mpi.spec import parts_of
 
 PlainArray = tuple[int, int, Any]
 """The address of a contiguous array on a GPU, the number of its elements, and their type and device.
@@ -45,6 +47,41 @@ def plain_or_counted(argument: Any) -> PlainArray | PlainBlocks | None:
     return _blocks(argument, on_device=True) if cls is list or cls is tuple else plain_array(argument)
 
 
+def key_of(argument: Any, *, counts_on_device: bool = False) -> Hashable:
+    """Return a key of any buffer argument; None if it cannot be recognised. Local.
+
+    Two arguments with one key mean the same memory, counts and types. If ``counts_on_device``, counts and displacements
+    may be arrays on the device.
+    """
+    if type(argument) not in (list, tuple) or not argument:
+        return plain_array(argument)
+    array, length = key_of(argument[0]), len(argument)
+    more = argument[1] if length == 2 else tuple(argument[1:])
+    said = None if array is None else key_of_numbers(more, counts_on_device=counts_on_device)
+    return None if said is None else (array, length, said)
+
+
+def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
+    """As `key_of`, for counts, displacements and types as they are now.
+
+    Predefined types of MPI are recognised by name, and others by their layout, because MPI may reuse the handle of a
+    derived datatype for another one.
+    """
+    kind = type(said)
+    if kind is list or kind is tuple:  # a list and a tuple mean different things
+        if _PLAIN.issuperset(map(type, said)):
+            return kind, *said
+        parts = tuple(key_of_numbers(part, counts_on_device=counts_on_device) for part in said)
+        return None if None in parts else (kind, parts)
+    if kind is ndarray:
+        return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
+    if kind is _Datatype:
+        return (kind, said.handle) if said.is_predefined else layout_of(said)
+    if kind in _PLAIN or isinstance(said, integer):
+        return kind, said
+    return plain_array(said) if counts_on_device else None
+
+
 def is_counted(plain: PlainArray | PlainBlocks) -> bool:
     """Return whether a count gives the elements of a plain array, or of one block if the buffer has blocks."""
     return type(plain[2]) is tuple and plain[2][-1] == "count"
@@ -61,11 +98,20 @@ IN_PLACE, NOTHING = _nothing(MPI.IN_PLACE), _nothing(None)
 def _cupy(array: Any) -> PlainArray | None:
     data = array.data
     # The public `array.flags` takes eight times as long.
-    return (data.ptr, array.size, (array.dtype, data.device_id)) if array._c_contiguous else None
+    is_contiguous = array._c_contiguous or array._f_contiguous
+    return (data.ptr, array.size, (array.dtype, data.device_id)) if is_contiguous else None
+
+
+def _torch(tensor: Any) -> PlainArray | None:
+    plain = plain_tensor(tensor)
+    if plain is None and tensor.is_cuda and tensor.dim() > 1:  # Fortran's order is contiguous, too
+        with suppress(RuntimeError):  # a sparse tensor has no order
+            plain = plain_tensor(tensor.permute(*reversed(range(tensor.dim()))))
+    return plain
 
 
 def plain_tensor(tensor: Any) -> PlainArray | None:
-    """As `plain_array`, for a ``torch.Tensor``."""
+    """As `plain_array`, for a ``torch.Tensor`` in C's order."""
     if not tensor.is_cuda or not tensor.is_contiguous():
         return None
     dtype = tensor.dtype
@@ -101,26 +147,8 @@ def tensor_in_blocks(tensor: Any, splits: Sequence[int], blocks: int) -> PlainBl
     return pointer, total, (kind, None, "blocks"), counts, None
 
 
-def parts_of(spec: Any) -> Sequence[Any] | None:
-    """Return the array, counts, displacements and datatype of a list, None for what it lacks; None for other lists."""
-    length, datatype = len(spec), None
-    if length == 4:
-        return spec  # type: ignore[no-any-return]
-    if length == 3:
-        array, counts, datatype = spec
-    elif length == 2:
-        array, counts = spec
-        if type(counts) is _Datatype:
-            return array, None, None, counts
-    else:
-        return None
-    if type(counts) is not tuple:
-        return array, counts, None, datatype
-    return (array, *counts, datatype) if len(counts) == 2 else None
-
-
 def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks | None:
-    """Return the blocks of a list as `parse_vector` reads it, or None if the call may read the form in another way.
+    """Return the blocks of a list as a vector call does, or None if the call may read the form in another way.
 
     ``on_device`` is whether counts may lie on a GPU, as `read_counted` reads them.
     """
@@ -139,7 +167,7 @@ def _blocks(spec: Any, *, on_device: bool = False) -> PlainArray | PlainBlocks |
     pointer, size, kind = read[:3]
     handle = None
     if datatype is not None:
-        if cls is not _buffer and not _is_of_size(datatype, array):
+        if cls is not _buffer and _predefined_nbytes(datatype) != array.itemsize:
             return _in_types(read, array.itemsize, counts, displs, datatype)
         handle = datatype.handle
     if counts is None and displs is None:
@@ -212,21 +240,21 @@ _predefined: dict[int, int] = {}
 """Results of `_run_nbytes` by handle; only predefined types, because MPI reuses other handles."""
 
 
+def _predefined_nbytes(datatype: Any) -> int | None:
+    """As `_run_nbytes`, but None for a derived datatype."""
+    nbytes = _run_nbytes(datatype)
+    return None if nbytes is None or datatype.handle not in _predefined else nbytes
+
+
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:
     """Return the elements at an address: as many as the buffer has, or as its allocation has from there."""
-    if type(datatype) is not MPI.Datatype or not datatype.is_predefined or datatype.extent != datatype.size:
-        return None
-    place = place_of(buffer.address)
-    if place is None or place.managed:
+    itemsize = _predefined_nbytes(datatype)
+    place = place_of(buffer.address) if itemsize else None
+    if not itemsize or place is None or place.managed:
         return None
     nbytes = buffer.nbytes if all_of_it or buffer.obj is not None else place.nbytes
-    count, rest = divmod(nbytes, datatype.size)
+    count, rest = divmod(nbytes, itemsize)
     return None if all_of_it and rest else (buffer.address, count, place.device)
-
-
-def _is_of_size(datatype: Any, array: Any) -> bool:
-    """Return whether a datatype is predefined and has the size of an array's elements."""
-    return type(datatype) is MPI.Datatype and datatype.is_predefined and datatype.size == array.itemsize
 
 
 def plain_integers(numbers: Any) -> tuple[int, ...] | None:
@@ -239,6 +267,7 @@ def plain_integers(numbers: Any) -> tuple[int, ...] | None:
     return None
 
 
+_PLAIN = frozenset((int, str, type(None)))  # types with values as keys; no subclasses, because bool is one of int
 _INT, _HOST_NUMBERS = frozenset((int,)), frozenset((list, tuple, ndarray))
 _TOO_LARGE = 1 << 63  # for 64 bits
 _Datatype, _buffer = MPI.Datatype, MPI.buffer
@@ -251,10 +280,15 @@ _readers: dict[type, _Reader] = {
 }
 
 
+def of_library(library: str, name: str) -> Any:
+    """Return a class of a library; None if the library is not imported, because then no object of it exists."""
+    return getattr(sys.modules.get(library), name, None)
+
+
 def _find(cls: type) -> _Reader | None:
     """Return the reader of a class, or None if its objects are no plain arrays. Objects of subclasses may be none."""
-    readers = ("cupy", "ndarray", _cupy), ("torch", "Tensor", plain_tensor), ("torch.nn", "Parameter", plain_tensor)
+    readers = ("cupy", "ndarray", _cupy), ("torch", "Tensor", _torch), ("torch.nn", "Parameter", _torch)
     for library, name, read in readers:
-        if cls is getattr(sys.modules.get(library), name, None):
+        if cls is of_library(library, name):
             return _readers.setdefault(cls, read)
     return None

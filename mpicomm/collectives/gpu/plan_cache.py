@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.gpu.argument_keys import ArgumentKeys, identity_of_said, of_library
 from mpicomm.collectives.operations import ALLTOALLV, REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array, plain_integers, plain_or_counted
+from mpicomm.mpi.plain_arrays import (
+    PlainArray,
+    PlainBlocks,
+    key_of,
+    key_of_numbers,
+    of_library,
+    plain_array,
+    plain_integers,
+    plain_or_counted,
+)
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -76,7 +84,6 @@ class PlanCache:
         """The calls without a form, by all of their arguments."""
         self._version = self._mappings.version
         self._cupy = of_library("cupy", "ndarray")
-        self.identity_of = ArgumentKeys().identity_of
 
     def find(
         self,
@@ -93,7 +100,7 @@ class PlanCache:
         """Return a call that was made before, or that has a known form; None for all other calls."""
         sent: Any
         received: Any
-        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key(self.identity_of)
+        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
         try:
             # The same as `_plain`, inlined, because nearly every call comes here and this takes half the time.
             cupy = self._cupy
@@ -226,7 +233,7 @@ class PlanCache:
         ``read`` is the same call, as read. With it, `find` also finds other calls of its form from now on.
         """
         operation, algorithm, send, receive, op, root, counts, epilogue, wire = call
-        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key(self.identity_of)
+        finish, arrays = (wire or (), ()) if epilogue is None else epilogue.key()
         if finish is None:
             return
         by_address = read is not None and any(operand.by_address for operand in read.operands)
@@ -324,16 +331,16 @@ class PlanCache:
             return None  # the ranks exchange their counts in every call, and the counts may have changed
         # Kernels read counts of an Alltoallv that lie on the device, so the plan does not depend on their values.
         on_device = operation is ALLTOALLV
-        sent = self.identity_of(send, counts_on_device=on_device)
-        received = self.identity_of(receive, counts_on_device=on_device)
-        shares = None if counts is None else identity_of_said(counts)
+        sent = key_of(send, counts_on_device=on_device)
+        received = key_of(receive, counts_on_device=on_device)
+        shares = None if counts is None else key_of_numbers(counts)
         if sent is None or received is None or (shares is None and counts is not None):
             return None
         return operation, sent, received, shares, id(op), root, finish, algorithm
 
     def _key_of_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> Hashable:
         """Return the key of a message, None where its buffers cannot be recognised."""
-        sent, received = self.identity_of(send), self.identity_of(receive)
+        sent, received = key_of(send), key_of(receive)
         return None if sent is None or received is None else (operation, sent, received, route)
 
 

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, parse, parse_vector
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.host.fast_path import plain_calls
+from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, is_counted, plain_array
+from mpicomm.mpi.spec import Shape
+from tests.helpers.fakes import fake_driver
 
 # mpi4py on only this process: a graph of one rank with n edges to itself has calls with n blocks.
 SELF = MPI.COMM_SELF
@@ -28,6 +34,11 @@ STRUCTURES: Any = np.zeros(4, "i4,f4")
 @functools.cache
 def loops(n: int) -> MPI.Distgraphcomm:
     return SELF.Create_dist_graph_adjacent([0] * n, [0] * n)
+
+
+@functools.cache
+def pair_of_ints() -> MPI.Datatype:
+    return MPI.INT.Create_contiguous(2).Commit()
 
 
 @functools.cache
@@ -61,16 +72,35 @@ class Place:
             "dates": lambda: np.zeros(4, "M8[s]"),
             "strings": lambda: np.zeros(4, "S3"),
             "struct": lambda: np.zeros(4, "i4,f4"),
+            "on a GPU": lambda: self._on_gpu(inner),
             "none": lambda: None,
             "integer": lambda: 3,
             "text": lambda: "abc",
         }
         self.object = objects[kind]()
 
+    def _on_gpu(self, memory: np.ndarray[Any, Any]) -> MPI.buffer:
+        fake_driver.own(memory)
+        self.owned = memory  # the driver forgets it with the array
+        return MPI.memory.fromaddress(memory.ctypes.data, memory.nbytes)
+
 
 KINDS = [
-    *["array"] * 8,
-    *("fortran", "strided", "swapped", "view", "bytes view", "scalar", "bytes", "bytearray", "array.array", "dates"),
+    *["array", "array", "array", "on a GPU"] * 2,
+    *(
+        "fortran",
+        "strided",
+        "swapped",
+        "view",
+        "bytes view",
+        "on a GPU",
+        "on a GPU",
+        "scalar",
+        "bytes",
+        "bytearray",
+        "array.array",
+        "dates",
+    ),
     *("strings", "struct", "none", "integer", "text"),
 ]
 places = st.builds(
@@ -126,80 +156,129 @@ def kind_of(error: Exception) -> type[Exception]:
     return TypeError if isinstance(error, TypeError) else ValueError
 
 
-def of_mpi4py(call: Callable[[Any, list[Any]], object], spec: Any, n: int) -> Outcome:
+CALLS: dict[Shape, Callable[[Any, list[Any], int], object]] = {
+    "one": lambda spec, out, n: SELF.Sendrecv(spec, 0, 0, [out[0], MPI.BYTE], 0, 0),
+    "blocks": lambda spec, out, n: loops(n).Neighbor_alltoall(spec, [out[0], MOST, MPI.BYTE]),
+    "vector": lambda spec, out, n: loops(n).Neighbor_alltoallv(spec, out),
+    "typed": lambda spec, out, n: loops(n).Neighbor_alltoallw(spec, [*out[:3], [MPI.BYTE] * n]),
+}
+
+
+def of_mpi4py(spec: Any, shape: Shape, n: int) -> Outcome:
     """Return the bytes of every block that mpi4py sends, or the kind of its error."""
     out = np.full(n * MOST, NOTHING, np.uint8)
     try:
-        call(spec, [out, [MOST] * n, [rank * MOST for rank in range(n)], MPI.BYTE])
+        CALLS[shape](spec, [out, [MOST] * n, [rank * MOST for rank in range(n)], MPI.BYTE], n)
     except (TypeError, ValueError, KeyError, BufferError, OverflowError, MPI.Exception) as error:
         return kind_of(error)
     return [row[row != NOTHING].tobytes() for row in out.reshape(n, MOST)]
 
 
 def of_operand(operand: Operand, n: int) -> list[bytes]:
+    if operand.derived is not None:
+        layouts = [(each.address + each.layout.begin, each.layout) for each in operand.derived]
+        assert all(layout.is_run for _, layout in layouts)
+        return [ctypes.string_at(address, layout.nbytes) for address, layout in layouts]
     assert operand.dtype is not None
     blocks = [operand.block(rank) for rank in range(n)]
     assert sum(block.count for block in blocks) == operand.total
     return [ctypes.string_at(block.pointer, block.count * operand.dtype.itemsize) for block in blocks]
 
 
-def compare(
-    understand: Callable[[Any], Operand],
-    call: Callable[[Any, list[Any]], object],
-    place: Place,
-    form: Callable[[Any], Any],
-    n: int,
-) -> None:
+def of_plain(plain: PlainArray | PlainBlocks, itemsize: int, shape: Shape, n: int) -> list[bytes]:
+    """Return the blocks of a buffer that `plain_array` has read."""
+    if len(plain) == 3:
+        share, more = divmod(plain[1], n)
+        counts = [plain[1]] * n if is_counted(plain) else [share + (rank < more) for rank in range(n)]
+        displs: Any = None
+    else:
+        counts, displs = list(plain[3]), plain[4]  # type: ignore[arg-type]
+    places = [sum(counts[:rank]) for rank in range(n)] if displs is None else displs
+    if shape == "typed":
+        itemsize = 1
+    return [
+        ctypes.string_at(plain[0] + place * itemsize, count * itemsize)
+        for place, count in zip(places, counts, strict=True)
+    ]
+
+
+def compare(place: Place, form: Callable[[Any], Any], shape: Shape, n: int) -> None:
     spec = form(place.object)
+    operand = None
     try:
-        ours: Outcome = of_operand(understand(spec), n)
+        operand = parse(spec, shape=shape, blocks=n, writable=False, name="sendbuf")
+        ours: Outcome = of_operand(operand, n)
     except TypeError:
         ours = TypeError
     except InvalidUsageError as error:
         ours = ValueError
         if not place.guarded and ("asked for" in str(error) or "the buffer is None" in str(error)):
             return  # mpi4py does not look, and MPI would read beyond the array
-    theirs = of_mpi4py(call, spec, n)
+    theirs = of_mpi4py(spec, shape, n)
     if isinstance(theirs, list) and any(OUTSIDE in block for block in theirs):
         theirs = ValueError  # the deviation: beyond the ends of the buffer
     assert ours == theirs, spec
+    plain = plain_array(spec)
+    if operand is not None and plain is not None and (len(plain) == 3) == (shape in ("one", "blocks")):
+        itemsize = 1 if operand.dtype is None else operand.dtype.itemsize
+        assert of_plain(plain, itemsize, shape, n) == ours, spec
 
 
 @settings(max_examples=500, deadline=None)
 @given(places, forms(simple_counts, datatypes))
 def test_simple_forms_equal_mpi4pys(place: Place, form: Callable[[Any], Any]) -> None:
-    compare(
-        lambda spec: parse(spec, writable=False, name="sendbuf"),
-        lambda spec, out: SELF.Sendrecv(spec, 0, 0, [out[0], MPI.BYTE], 0, 0),
-        place,
-        form,
-        1,
-    )
+    compare(place, form, "one", 1)
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.integers(1, 4), places, forms(simple_counts, datatypes))
 def test_block_forms_equal_mpi4pys(n: int, place: Place, form: Callable[[Any], Any]) -> None:
-    compare(
-        lambda spec: parse(spec, blocks=n, writable=False, name="sendbuf"),
-        lambda spec, out: loops(n).Neighbor_alltoall(spec, [out[0], MOST, MPI.BYTE]),
-        place,
-        form,
-        n,
-    )
+    compare(place, form, "blocks", n)
 
 
 @settings(max_examples=700, deadline=None)
 @given(st.data(), st.integers(1, 4), places)
 def test_vector_forms_equal_mpi4pys(data: st.DataObject, n: int, place: Place) -> None:
-    form = data.draw(forms(vector_counts(n), datatypes))
-    compare(
-        lambda spec: parse_vector(spec, size=n, writable=False, name="sendbuf"),
-        lambda spec, out: loops(n).Neighbor_alltoallv(spec, out),
-        place,
-        form,
-        n,
+    compare(place, data.draw(forms(vector_counts(n), datatypes)), "vector", n)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(0, 24))
+def test_typed_forms_equal_mpi4pys(data: st.DataObject, n: int, nbytes: int) -> None:
+    """MPI reads host memory itself, so these buffers are on a GPU."""
+    one = st.sampled_from([MPI.INT, MPI.BYTE, MPI.DOUBLE, pair_of_ints(), MPI.DATATYPE_NULL])
+    several = st.lists(one, min_size=n, max_size=n)
+    types = st.one_of(several, several, several.map(tuple), st.lists(one, max_size=4), one, st.sampled_from(["d", 7]))
+    numbers = st.one_of(st.none(), lists_of(n), lists_of(n), lists_of(n))
+    form = data.draw(
+        st.one_of(
+            types.map(lambda t: lambda buffer: [buffer, t]),
+            st.tuples(st.tuples(numbers, numbers), types).map(lambda x: lambda buffer: (buffer, *x)),
+            st.tuples(numbers, numbers, types).map(lambda x: lambda buffer: [buffer, *x]),
+            st.tuples(numbers, types).map(lambda x: lambda buffer: [buffer, *x]),
+            st.sampled_from([lambda buffer: [buffer], lambda buffer: []]),
+        )
     )
+    compare(Place("u1", nbytes, "on a GPU"), form, "typed", n)
+
+
+MOVEMENTS = [row for row in OPERATIONS.values() if not (row.of_neighbors or row.reduces)]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data(), st.sampled_from(MOVEMENTS), st.integers(1, 3))
+def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Operation, n: int) -> None:
+    """The checks of small host calls let pass only what `Call` reads without an error."""
+    buffers = []
+    for shape in (row.send, row.receive):
+        counts = lists_of(n) if shape == "vector" else st.integers(0, 4)
+        form = data.draw(forms(st.one_of(st.none(), counts, st.tuples(counts, counts)), datatypes))
+        array = np.zeros(data.draw(st.integers(0, 8)), data.draw(st.sampled_from(["f8", "i4"])))
+        buffers.append(form(array))
+    send, receive = None if row.rooted == "bcast" else buffers[0], buffers[1]
+    rank, root = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
+    if plain_calls(n, rank, 1)[row.name](send, receive, None, root):
+        Call(row, Arguments(send, receive, None, root), rank, n)
 
 
 @settings(max_examples=300, deadline=None)
@@ -208,7 +287,7 @@ def test_received_data_lands_where_mpi4py_puts_it(data: st.DataObject, n: int, d
     form = data.draw(forms(st.one_of(lists_of(n), st.tuples(lists_of(n), lists_of(n))), st.just(None)))
     ours, theirs = Place(dtype, length, "array"), Place(dtype, length, "array")
     try:
-        operand = parse_vector(form(ours.object), size=n, writable=True, name="recvbuf")
+        operand = parse(form(ours.object), shape="vector", blocks=n, writable=True, name="recvbuf")
     except (TypeError, InvalidUsageError):
         return  # another test compares errors
     assert operand.dtype is not None and operand.counts is not None
@@ -276,12 +355,12 @@ def test_datatype_wins_over_the_elements_of_the_array() -> None:
 
 def test_fields_of_a_vector() -> None:
     a = np.zeros(10, "i4")
-    operand = parse_vector([a, ([1, 0, 4], [9, 77, 2]), MPI.INT], size=3, writable=False, name="sendbuf")
+    operand = parse([a, ([1, 0, 4], [9, 77, 2]), MPI.INT], shape="vector", blocks=3, writable=False, name="sendbuf")
     assert (operand.counts, operand.displs, operand.count, operand.total) == ((1, 0, 4), (9, 77, 2), 5, 5)
     assert [operand.block(rank).pointer - a.ctypes.data for rank in range(3)] == [36, 308, 8]
-    assert parse_vector(a, size=4, writable=False, name="x").counts == (3, 3, 2, 2)
-    assert parse_vector([a, 2], size=3, writable=False, name="x").displs == (0, 2, 4)
-    assert parse_vector([a, (2, 3)], size=3, writable=False, name="x").displs == (0, 3, 6)
+    assert parse(a, shape="vector", blocks=4, writable=False, name="x").counts == (3, 3, 2, 2)
+    assert parse([a, 2], shape="vector", blocks=3, writable=False, name="x").displs == (0, 2, 4)
+    assert parse([a, (2, 3)], shape="vector", blocks=3, writable=False, name="x").displs == (0, 3, 6)
 
 
 def test_elements_of_unknown_type_are_left_to_mpi() -> None:
@@ -330,7 +409,7 @@ def test_errors_name_argument_value_and_way_out(spec: Any, text: str) -> None:
 )
 def test_errors_of_vectors_name_argument_value_and_way_out(spec: Any, text: str) -> None:
     with pytest.raises(InvalidUsageError, match=text):
-        parse_vector(spec, size=3, writable=False, name="sendbuf")
+        parse(spec, shape="vector", blocks=3, writable=False, name="sendbuf")
 
 
 @pytest.mark.parametrize(
@@ -375,14 +454,14 @@ def test_datatype_without_extent_needs_a_count() -> None:
 def test_bottom_is_only_for_mpi() -> None:
     operand = parse([MPI.BOTTOM, 3, MPI.INT], writable=True, name="recvbuf")
     assert operand.dtype is None and operand.mpi_type == MPI.INT and operand.count == 3
-    assert parse_vector([MPI.BOTTOM, [3, 4], MPI.INT], size=2, writable=True, name="recvbuf").dtype is None
+    assert parse([MPI.BOTTOM, [3, 4], MPI.INT], shape="vector", blocks=2, writable=True, name="recvbuf").dtype is None
     for spec in (MPI.BOTTOM, [MPI.BOTTOM, 3]):
         with pytest.raises(KeyError, match="cannot map None"):
             SELF.Sendrecv(np.zeros(8), 0, 0, spec, 0, 0)
         with pytest.raises(InvalidUsageError, match=r"recvbuf.*BOTTOM"):
             parse(spec, writable=True, name="recvbuf")
         with pytest.raises(InvalidUsageError, match=r"recvbuf.*BOTTOM"):
-            parse_vector(spec, size=2, writable=True, name="recvbuf")
+            parse(spec, shape="vector", blocks=2, writable=True, name="recvbuf")
 
 
 def test_none_with_a_datatype_is_empty() -> None:

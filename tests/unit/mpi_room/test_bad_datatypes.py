@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
 from mpicomm.mpi import derived
-from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
+from mpicomm.mpi.arguments import Operand, parse
 from tests.helpers.fakes.fake_driver import content
 from tests.helpers.jobs.mpiexec import run_job
 
@@ -32,11 +32,13 @@ def _plain(array: Any, count: int, datatype: MPI.Datatype) -> Operand:
 
 
 def _vector(array: Any, count: int, datatype: MPI.Datatype) -> Operand:
-    return parse_vector([array, [0, count], [0, 0], datatype], size=2, writable=True, name="recvbuf")
+    return parse([array, [0, count], [0, 0], datatype], shape="vector", blocks=2, writable=True, name="recvbuf")
 
 
 def _typed(array: Any, count: int, datatype: MPI.Datatype) -> Operand:
-    return parse_typed([array, [0, count], [0, 0], [MPI.BYTE, datatype]], size=2, writable=True, name="recvbuf")
+    return parse(
+        [array, [0, count], [0, 0], [MPI.BYTE, datatype]], shape="typed", blocks=2, writable=True, name="recvbuf"
+    )
 
 
 IN_ALL_FORMS = pytest.mark.parametrize("read", [_plain, _vector, _typed])
@@ -134,10 +136,10 @@ def test_displacements_keep_elements_in_the_array(column: MPI.Datatype) -> None:
     array = DeviceBytes(96)
     for displ, begin in ((-16, -8), (17, 25)):
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: 1 elements .* from byte {begin} to byte {begin + 72}"):
-            parse_typed([array, [1], [displ], [column]], size=1, writable=True, name="recvbuf")
+            parse([array, [1], [displ], [column]], shape="typed", blocks=1, writable=True, name="recvbuf")
     for displ in (-1, 1):  # in extents
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: 1 elements .* from byte {8 + 96 * displ} "):
-            parse_vector([array, [1], [displ], column], size=1, writable=True, name="recvbuf")
+            parse([array, [1], [displ], column], shape="vector", blocks=1, writable=True, name="recvbuf")
     with pytest.raises(InvalidUsageError, match=r"^recvbuf: 1 elements .* from byte 104 to byte 176"):
         parse([array, (1, 1), column], writable=True, name="recvbuf")
 
@@ -157,8 +159,12 @@ def test_the_null_datatype(read: Parse) -> None:
 
 def test_the_null_datatype_of_a_rank_that_gets_nothing(column: MPI.Datatype) -> None:
     column.Commit()
-    found = parse_typed(
-        [DeviceBytes(96), [0, 1], [0, 0], [MPI.DATATYPE_NULL, column]], size=2, writable=True, name="recvbuf"
+    found = parse(
+        [DeviceBytes(96), [0, 1], [0, 0], [MPI.DATATYPE_NULL, column]],
+        shape="typed",
+        blocks=2,
+        writable=True,
+        name="recvbuf",
     ).derived
     assert found is not None and [block.layout.nbytes for block in found] == [0, 24]
 
@@ -168,10 +174,10 @@ def test_each_rank_has_a_datatype(number: int, column: MPI.Datatype) -> None:
     column.Commit()
     for spec in ([DeviceBytes(96), [column] * number], [DeviceBytes(96), [1, 1], [0, 0], [column] * number]):
         with pytest.raises(InvalidUsageError, match=f"^recvbuf: {number} datatypes for 2 ranks: pass one for each"):
-            parse_typed(spec, size=2, writable=True, name="recvbuf")
+            parse(spec, shape="typed", blocks=2, writable=True, name="recvbuf")
 
 
 @pytest.mark.parametrize("wrong", [None, 3, ["d", "d"]])
 def test_what_is_no_datatype(wrong: Any) -> None:
-    with pytest.raises(InvalidUsageError, match=r"^recvbuf: .* is no datatype: pass an MPI.Datatype for each rank"):
-        parse_typed([DeviceBytes(96), [1, 1], [0, 0], wrong], size=2, writable=True, name="recvbuf")
+    with pytest.raises(TypeError, match=r"^recvbuf: .* no datatypes?: pass .*MPI.Datatype for each rank"):
+        parse([DeviceBytes(96), [1, 1], [0, 0], wrong], shape="typed", blocks=2, writable=True, name="recvbuf")

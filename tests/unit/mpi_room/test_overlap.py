@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, parse, parse_vector
-from mpicomm.mpi.overlap import overlaps, require_separate
+from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
 
 
 def operand_of(spec: Any, size: int | None = None) -> Operand:
     if size is None:
         return parse(spec, writable=True, name="recvbuf")
-    return parse_vector(spec, size=size, writable=True, name="sendbuf")
+    return parse(spec, shape="vector", blocks=size, writable=True, name="sendbuf")
 
 
 @settings(max_examples=200, deadline=None)

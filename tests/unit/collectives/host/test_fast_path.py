@@ -34,6 +34,8 @@ def plain(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2
 
 def buffers(operation: Operation, nbytes: int, size: int = 2) -> tuple[Any, Any]:
     """Return a buffer to send and a buffer that fits it. The input of a reduction has ``nbytes`` bytes."""
+    if operation.rooted == "bcast":
+        return None, np.empty(nbytes // 8)
     apart = not operation.reduces and not operation.of_neighbors
     factors = [size if apart and shape != "one" else 1 for shape in (operation.send, operation.receive)]
     return np.empty(nbytes // 8 * factors[0]), np.empty(nbytes // 8 * factors[1])
