@@ -19,8 +19,8 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import ArrayMemory, array_of, read
-from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.host_copies import require_no_graph
+from mpicomm.mpi.host_calls import require_no_graph
+from mpicomm.mpi.layout import Elements
 from mpicomm.mpi.location import is_on_device
 from mpicomm.session import Session
 

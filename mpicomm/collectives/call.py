@@ -30,13 +30,11 @@ from mpicomm.collectives.wire import Wire, checked_wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse, require_separate
+from mpicomm.mpi.arguments import Operand, Span, parse, require_separate
 from mpicomm.mpi.buffers import ArrayMemory, array_of
 from mpicomm.mpi.device_counts import CountedBuffers, read_counted
 from mpicomm.mpi.host_calls import for_mpi
-from mpicomm.mpi.ops import check_legal, op_name
-from mpicomm.mpi.own_ops import Op
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.ops import Op, check_legal, op_name
 from mpicomm.mpi.spec import Shape
 
 _BYTE = np.dtype(np.uint8)

@@ -21,8 +21,7 @@ from mpicomm.collectives.operations import NEIGHBOR_ALLTOALL, NEIGHBOR_ALLTOALLV
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, typed_blocks
-from mpicomm.mpi.derived import Elements
-from mpicomm.mpi.layout import layout_of, run_of, together
+from mpicomm.mpi.layout import Elements, layout_of, run_of, together
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from mpicomm.domains.movements import (
     rail_shards,
 )
 from mpicomm.domains.steps import Combine, Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Slots, Step
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.types import is_narrow
 
 _WIDE = np.dtype(np.float32)

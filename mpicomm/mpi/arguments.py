@@ -17,12 +17,29 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.bottom import device_addressed
 from mpicomm.mpi.buffers import ArrayMemory, read
-from mpicomm.mpi.derived import Capacity, Elements, elements_at, require_types
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.span import Span
-from mpicomm.mpi.spec import Shape, datatype_of, index_of, indices_of, is_sequence, items, no_type, uneven, with_buffer
+from mpicomm.mpi.layout import Capacity, Elements, elements_at, require_types
+from mpicomm.mpi.spec import (
+    Shape,
+    datatype_of,
+    device_addressed,
+    index_of,
+    indices_of,
+    is_sequence,
+    items,
+    no_type,
+    uneven,
+    with_buffer,
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """``count`` consecutive elements at address ``pointer``."""
+
+    pointer: int
+    count: int
 
 
 # The class is not frozen, because every call makes some, and a frozen object takes a microsecond more to make.

@@ -1,4 +1,4 @@
-"""PlainArray: contiguous memory on a GPU, of CuPy, of PyTorch or at an address, read in about a microsecond."""
+"""Buffer arguments on a GPU as numbers and a hashable kind, and as keys, by which known calls are looked up."""
 
 from __future__ import annotations
 

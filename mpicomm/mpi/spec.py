@@ -10,23 +10,26 @@ displacements are in bytes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.devices import memory_location
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.buffers import ArrayMemory, UnknownElementsError, array_of
-from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
+from mpicomm.mpi.buffers import ArrayMemory, array_of
+from mpicomm.mpi.faults import RefusedByMpiError, UnknownElementsError, UnknownTypeError
 
 Shape = Literal["one", "blocks", "vector", "counted", "typed"]
 """How a buffer is read. "one": one block. "blocks": an equal block for each rank. "vector": a block of any count and
 displacement for each rank. "counted": blocks that ``recvcounts`` cuts, one after the other. "typed": a block of any
 datatype, count and displacement for each rank. In a collective of neighbours each neighbour has a block."""
 
-_LISTS, _TYPES = (list, tuple), (MPI.Datatype, str)
+_Datatype = MPI.Datatype
+_LISTS, _TYPES = (list, tuple), (_Datatype, str)
 
 
 def parts_of(spec: Any, pairs: Any = tuple) -> Sequence[Any] | None:
@@ -39,7 +42,8 @@ def parts_of(spec: Any, pairs: Any = tuple) -> Sequence[Any] | None:
         buffer, counts, datatype = spec
     elif length == 2:
         buffer, counts = spec
-        if isinstance(counts, _TYPES):
+        kind = type(counts)  # asked first, because `isinstance` with several classes takes long
+        if kind is _Datatype or (kind is not list and kind is not int and isinstance(counts, _TYPES)):
             return buffer, None, None, counts
     else:
         return spec if length == 4 else None
@@ -161,3 +165,62 @@ def no_type(memory: ArrayMemory, name: str) -> UnknownElementsError:
         f"{name} has {what}, for which neither MPI nor mpicomm has a type: convert it, or move it as bytes with "
         "[buffer, MPI.BYTE]"
     )
+
+
+def device_addressed(spec: Any) -> int | None:
+    """Return the ordinal of the GPU if ``spec`` names MPI.BOTTOM and an address in the memory of that GPU. Local.
+
+    Return None if all addresses are on the host, and for every other argument.
+    """
+    found = _first_on_device(spec)
+    return None if found is None else found[1]
+
+
+def require_host_addresses(spec: Any, name: str) -> None:
+    """Raise `InvalidUsageError` if the argument ``name`` is MPI.BOTTOM with addresses of device memory. Local."""
+    found = _first_on_device(spec)
+    if found is not None:
+        address, device = found
+        raise InvalidUsageError(
+            f"{name}: MPI.BOTTOM with address {address:#x}, which lies on GPU {device}: only MPI can carry this call "
+            "out, and it cannot access the address: pass the array itself, and displacements from its start"
+        )
+
+
+def _first_on_device(spec: Any) -> tuple[int, int] | None:
+    if not isinstance(spec, (list, tuple)) or not spec or spec[0] is not MPI.BOTTOM or not memory_location.has_driver():
+        return None
+    for address in _addresses(list(_flat(spec[1:]))):
+        device = memory_location.lies_on_device(address)
+        if device is not None:
+            return address, device
+    return None
+
+
+def _addresses(items: list[Any]) -> Iterator[int]:
+    """Yield each address that the datatypes and displacements may name. Counts are too small to be addresses."""
+    datatypes = [each for each in items if isinstance(each, MPI.Datatype) and each != MPI.DATATYPE_NULL]
+    numbers = {0, *(int(each) for each in items if isinstance(each, Integral))}
+    for datatype in datatypes:
+        # Alltoallw has displacements in bytes, the other calls in extents of the datatype.
+        for unit in {1, datatype.extent}:
+            for start in _starts(datatype):
+                yield from (number * unit + start for number in numbers)
+
+
+def _flat(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, str):
+            yield MPI.Datatype.fromcode(item)
+        elif isinstance(item, Iterable):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def _starts(datatype: MPI.Datatype) -> Iterator[int]:
+    """Yield where the memory of a datatype begins. For a type of several parts, yield where each part begins."""
+    yield datatype.Get_true_extent()[0]
+    if datatype.combiner in (MPI.COMBINER_STRUCT, MPI.COMBINER_HINDEXED, MPI.COMBINER_HINDEXED_BLOCK):
+        _, _, parameters = datatype.decode()
+        yield from parameters["displacements"]

@@ -9,7 +9,7 @@ import numpy as np
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
 from mpicomm.collectives.gpu.algorithms.steps import Launch
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Array, Place
 from tests.kernels.memory_rig import MemoryRig

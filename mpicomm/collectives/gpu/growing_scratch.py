@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpicomm.devices.base import GpuBackend, Scratch
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 
 class GrowingScratch:

@@ -10,7 +10,7 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 
 def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, unpacks: bool) -> list[Launch]:

@@ -163,7 +163,7 @@ class PlanCache:
         try:
             sent, received = plain_array(send), plain_array(receive)
             if sent is None or received is None:
-                return self._of_key(self._key_of_message(operation, send, receive, route))
+                return self._of_key(_key_of_buffers(operation, send, receive, route))
             return self.find_plain(operation, "stream", sent, received, None, 0, route)
         except TypeError:  # a rank that is a list, for example; who reads the message refuses it
             return None
@@ -271,7 +271,7 @@ class PlanCache:
         known = KnownCall(plan, None, by_output)
         sent, received = plain_array(send), plain_array(receive)
         if sent is None or received is None:
-            self._keep(self._key_of_message(operation, send, receive, route), known)
+            self._keep(_key_of_buffers(operation, send, receive, route), known)
             return
         kinds = operation, sent[2], received[2], id(None), 0, route, "stream"
         ends = (sent, to_peer), (received, from_peer)
@@ -329,19 +329,17 @@ class PlanCache:
         """Return the key of a call; None if the cache cannot recognise its arguments."""
         if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
             return None  # the ranks exchange their counts in every call, and the counts may have changed
+        shares = () if counts is None else key_of_numbers(counts)
         # Kernels read counts of an Alltoallv that lie on the device, so the plan does not depend on their values.
-        on_device = operation is ALLTOALLV
-        sent = key_of(send, counts_on_device=on_device)
-        received = key_of(receive, counts_on_device=on_device)
-        shares = None if counts is None else key_of_numbers(counts)
-        if sent is None or received is None or (shares is None and counts is not None):
-            return None
-        return operation, sent, received, shares, id(op), root, finish, algorithm
+        return _key_of_buffers(
+            operation, send, receive, shares, id(op), root, finish, algorithm, on_device=operation is ALLTOALLV
+        )
 
-    def _key_of_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> Hashable:
-        """Return the key of a message, None where its buffers cannot be recognised."""
-        sent, received = key_of(send), key_of(receive)
-        return None if sent is None or received is None else (operation, sent, received, route)
+
+def _key_of_buffers(operation: Any, send: Any, receive: Any, *rest: Hashable, on_device: bool = False) -> Hashable:
+    """Return a key with the rest; None if a part of the rest is None, or if a buffer cannot be recognised."""
+    key = key_of(send, counts_on_device=on_device), key_of(receive, counts_on_device=on_device), *rest
+    return None if None in key else (operation, *key)
 
 
 def _make_room(calls: dict[Hashable, KnownCall | int]) -> None:

@@ -35,7 +35,7 @@ from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step, Trans
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.kernels.reductions import reduction_of
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
 
 Item = Plan | NetworkStep

@@ -16,7 +16,7 @@ from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host.fast_path import plain_calls
 from mpicomm.collectives.operations import OPERATIONS, Operation
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import Operand, overlaps, parse, require_separate
 from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, is_counted, plain_array
 from mpicomm.mpi.spec import Shape
 from tests.helpers.fakes import fake_driver
@@ -86,7 +86,7 @@ class Place:
 
 
 KINDS = [
-    *["array", "array", "array", "on a GPU"] * 2,
+    *["array", "on a GPU"] * 8,
     *(
         "fortran",
         "strided",
@@ -265,10 +265,10 @@ def test_typed_forms_equal_mpi4pys(data: st.DataObject, n: int, nbytes: int) -> 
 MOVEMENTS = [row for row in OPERATIONS.values() if not (row.of_neighbors or row.reduces)]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(st.data(), st.sampled_from(MOVEMENTS), st.integers(1, 3))
 def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Operation, n: int) -> None:
-    """The checks of small host calls let pass only what `Call` reads without an error."""
+    """The checks of small host calls let pass only what `Call` reads without an error, or mpi4py refuses itself."""
     buffers = []
     for shape in (row.send, row.receive):
         counts = lists_of(n) if shape == "vector" else st.integers(0, 4)
@@ -277,7 +277,10 @@ def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Opera
         buffers.append(form(array))
     send, receive = None if row.rooted == "bcast" else buffers[0], buffers[1]
     rank, root = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
-    if plain_calls(n, rank, 1)[row.name](send, receive, None, root):
+    if not plain_calls(n, rank, 1)[row.name](send, receive, None, root):
+        return
+    read = [of_mpi4py(buffer, shape, n) for buffer, shape in zip(buffers, (row.send, row.receive), strict=True)]
+    if all(isinstance(each, list) for each in read):
         Call(row, Arguments(send, receive, None, root), rank, n)
 
 
@@ -319,14 +322,6 @@ def test_receive_buffers_that_cannot_be_written_are_refused(spec: Any) -> None:
         parse(spec, writable=True, name="recvbuf")
 
 
-def test_read_only_array_can_be_sent_and_not_received_into() -> None:
-    a = np.zeros(4)
-    a.flags.writeable = False
-    assert parse(a, writable=False, name="sendbuf").pointer == a.ctypes.data
-    with pytest.raises(InvalidUsageError, match=r"recvbuf is a numpy\.ndarray that is read-only"):
-        parse(a, writable=True, name="recvbuf")
-
-
 def test_fields_of_a_plain_array() -> None:
     a = np.zeros((4, 6), "f4")
     operand = parse(a, blocks=4, writable=True, name="recvbuf")
@@ -336,31 +331,6 @@ def test_fields_of_a_plain_array() -> None:
     assert operand.owner is a and operand.spec is a
     assert operand.block(2).pointer == a.ctypes.data + 48
     assert operand.whole().count == 24
-
-
-def test_displacement_moves_the_pointer() -> None:
-    a = np.zeros(10)
-    operand = parse([a, (3, 2), "d"], writable=False, name="sendbuf")
-    assert (operand.pointer, operand.count, operand.total) == (a.ctypes.data + 16, 3, 3)
-    assert operand.mpi_type == MPI.DOUBLE
-    assert parse([a, (None, 2)], blocks=4, writable=False, name="sendbuf").count == 2
-
-
-def test_datatype_wins_over_the_elements_of_the_array() -> None:
-    a = np.zeros(10, "f8")
-    assert parse([a, MPI.INT], writable=False, name="x").dtype == np.dtype("i4")
-    assert parse([a, MPI.INT], writable=False, name="x").total == 20
-    assert parse([a, MPI.BYTE], writable=False, name="x").dtype == np.dtype("V1")
-
-
-def test_fields_of_a_vector() -> None:
-    a = np.zeros(10, "i4")
-    operand = parse([a, ([1, 0, 4], [9, 77, 2]), MPI.INT], shape="vector", blocks=3, writable=False, name="sendbuf")
-    assert (operand.counts, operand.displs, operand.count, operand.total) == ((1, 0, 4), (9, 77, 2), 5, 5)
-    assert [operand.block(rank).pointer - a.ctypes.data for rank in range(3)] == [36, 308, 8]
-    assert parse(a, shape="vector", blocks=4, writable=False, name="x").counts == (3, 3, 2, 2)
-    assert parse([a, 2], shape="vector", blocks=3, writable=False, name="x").displs == (0, 2, 4)
-    assert parse([a, (2, 3)], shape="vector", blocks=3, writable=False, name="x").displs == (0, 3, 6)
 
 
 def test_elements_of_unknown_type_are_left_to_mpi() -> None:
@@ -467,3 +437,37 @@ def test_bottom_is_only_for_mpi() -> None:
 def test_none_with_a_datatype_is_empty() -> None:
     operand = parse([None, MPI.INT], blocks=4, writable=True, name="recvbuf")
     assert (operand.pointer, operand.dtype, operand.total) == (0, np.dtype("i4"), 0)
+
+
+def operand_of(spec: Any) -> Operand:
+    return parse(spec, writable=True, name="recvbuf")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_only_elements_overlap(data: st.DataObject) -> None:
+    a = np.zeros(12, "i4")
+    touched, operands = [], []
+    for _ in range(2):
+        counts = data.draw(st.lists(st.integers(0, 3), min_size=3, max_size=3))
+        displs = [data.draw(st.integers(0, 12 - count)) for count in counts]
+        touched.append({place + i for count, place in zip(counts, displs, strict=True) for i in range(count)})
+        operands.append(parse([a, (counts, displs)], shape="vector", blocks=3, writable=True, name="sendbuf"))
+    assert overlaps(*operands) == bool(touched[0] & touched[1])
+
+
+def test_overlap_of_plain_operands() -> None:
+    a = np.zeros(10)
+    assert overlaps(operand_of(a[:6]), operand_of(a[5:]))
+    assert not overlaps(operand_of(a[:5]), operand_of(a[5:]))
+    assert not overlaps(operand_of(a[3:3]), operand_of(a))
+    assert not overlaps(operand_of([a, 1, MPI.FLOAT_INT]), operand_of(a))
+
+
+def test_send_and_receive_memory_are_separate() -> None:
+    a = np.zeros(10)
+    require_separate(operand_of(a[:5]), operand_of(a[5:]))
+    require_separate(operand_of(a), operand_of(a), reduction=True)
+    for send, receive, reduction in ((a, a, False), (a[:6], a[4:], True), (a[:6], a, True), (a, a.view("i8"), True)):
+        with pytest.raises(InvalidUsageError, match=r"recvbuf and recvbuf overlap: pass MPI\.IN_PLACE"):
+            require_separate(operand_of(send), operand_of(receive), reduction=reduction)

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.mpi import derived
+from mpicomm.mpi import layout
 from mpicomm.mpi.arguments import Operand, parse
 from tests.helpers.fakes.fake_driver import content
 from tests.helpers.jobs.mpiexec import run_job
@@ -77,7 +77,7 @@ def test_mpi_is_asked_once_whether_a_datatype_is_committed(
         asked.append(datatype)
         return True
 
-    monkeypatch.setattr(derived, "is_committed", ask)
+    monkeypatch.setattr(layout, "is_committed", ask)
     for _ in range(3):
         _typed(DeviceBytes(96), 1, column)
         _plain(DeviceBytes(96), 1, MPI.DOUBLE_INT)
@@ -93,7 +93,7 @@ def test_parts_of_a_datatype_need_not_be_committed(column: MPI.Datatype) -> None
 def test_a_program_that_errors_of_mpi_end_learns_of_it_and_goes_on() -> None:
     program = """
 from mpi4py import MPI
-from mpicomm.mpi.derived import is_committed
+from mpicomm.mpi.layout import is_committed
 datatypes = [
     MPI.INT.Create_vector(3, 1, 2), MPI.INT.Create_contiguous(0), MPI.INT.Create_hvector(2, 1, -8),
     MPI.Datatype.Create_struct([1, 1], [0, 1 << 40], [MPI.INT, MPI.DOUBLE]),

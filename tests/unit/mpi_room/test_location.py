@@ -18,7 +18,7 @@ from mpi4py import MPI
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import is_host_view, read
-from mpicomm.mpi.host_copies import HostCopies
+from mpicomm.mpi.host_calls import HostCopies
 from mpicomm.mpi.location import is_on_device, parse_on_device
 from tests.helpers.fakes import fake_driver
 

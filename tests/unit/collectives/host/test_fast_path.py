@@ -95,18 +95,6 @@ def test_buffers_that_may_overlap_need_a_closer_look() -> None:
         assert not plain("Allreduce", both[:2], other)
 
 
-@EVERY
-def test_movements_between_buffers_that_do_not_fit_need_a_closer_look(operation: Operation) -> None:
-    if operation.reduces or operation.of_neighbors or operation.send == "typed" or operation.rooted == "bcast":
-        return
-    check = plain_calls(2, RANK, 1)[operation.name]
-    send, receive = buffers(operation, 64)
-    assert check(send, receive, None, RANK)
-    for other in (receive[: len(receive) // 2], np.append(receive, receive)):
-        assert not check(send, other, None, RANK)
-        assert check(send, other, None, 1 - RANK) == bool(operation.rooted)  # only the root has both
-
-
 def test_lists_are_plain_if_the_array_holds_their_elements() -> None:
     four, eight, nine = np.zeros(4), np.zeros(8), np.zeros(9)
     column = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
