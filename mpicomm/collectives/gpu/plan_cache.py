@@ -25,8 +25,8 @@ from mpicomm.mpi.plain_arrays import (
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
-    from mpicomm.collectives.gpu.any_engine import AnyPlan, Engine
     from mpicomm.collectives.gpu.call_templates import CallTemplate
+    from mpicomm.collectives.gpu.plan import AnyPlan, Engine
     from mpicomm.collectives.wire import Wire
     from mpicomm.devices.cuda.events import LocalEvent
     from mpicomm.epilogues.base import Epilogue

@@ -299,6 +299,6 @@ def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:
             return total, counts[rank]
         if type(displs) not in _LISTS or len(displs) != size or type(sum(displs)) is not int or min(displs) < 0:
             return -1, 0
-    except TypeError:  # `Call` names the items that are no integers
+    except (TypeError, OverflowError):  # `Call` names the items that are no integers of 64 bits
         return -1, 0
     return max(map(add, displs, counts)), counts[rank]
