@@ -219,25 +219,25 @@ def compare(place: Place, form: Callable[[Any], Any], shape: Shape, n: int) -> N
     assert ours == theirs, spec
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(places, forms(simple_counts, datatypes))
 def test_simple_forms_equal_mpi4pys(place: Place, form: Callable[[Any], Any]) -> None:
     compare(place, form, "one", 1)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(1, 4), places, forms(simple_counts, datatypes))
 def test_block_forms_equal_mpi4pys(n: int, place: Place, form: Callable[[Any], Any]) -> None:
     compare(place, form, "blocks", n)
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.data(), st.integers(1, 4), places)
 def test_vector_forms_equal_mpi4pys(data: st.DataObject, n: int, place: Place) -> None:
     compare(place, data.draw(forms(vector_counts(n), datatypes)), "vector", n)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(0, 24))
 def test_typed_forms_equal_mpi4pys(data: st.DataObject, n: int, nbytes: int) -> None:
     """MPI reads host memory itself, so these buffers are on a GPU."""
@@ -276,7 +276,7 @@ def plain() -> Iterator[None]:
     del plain_arrays._readers[OnGpu]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data(), st.sampled_from(["one", "blocks", "vector", "typed"]), st.integers(1, 3))
 def test_known_calls_read_what_mpi4py_reads(data: st.DataObject, shape: Shape, n: int) -> None:
     content = np.arange(24, dtype=data.draw(st.sampled_from(["i4", "u1"])))
@@ -316,7 +316,7 @@ def test_known_calls_read_what_mpi4py_reads(data: st.DataObject, shape: Shape, n
 MOVEMENTS = [row for row in OPERATIONS.values() if not (row.of_neighbors or row.reduces)]
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.data(), st.sampled_from(MOVEMENTS), st.integers(1, 3))
 def test_calls_that_go_straight_to_mpi_are_right(data: st.DataObject, row: Operation, n: int) -> None:
     """The checks of small host calls let pass only what `Call` reads without an error, or mpi4py refuses itself."""
