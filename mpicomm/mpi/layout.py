@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -92,6 +92,8 @@ class Known:
     """False also if no call has asked MPI yet."""
     whole_pairs: DatatypeLayout | None = None
     """The layout in which pairs of MPI have their gaps; None if no call has needed it."""
+    key: Hashable = None
+    """By which known calls recognise the datatype, see `plain_arrays`; None before the first such call."""
 
 
 def known_of(datatype: MPI.Datatype) -> Known:

@@ -25,7 +25,8 @@ PlainBlocks = tuple[int, int, Any, "tuple[int, ...] | int", "tuple[int, ...] | i
 """A `PlainArray` with the counts and displacements of blocks, in elements. Its type item also holds the datatype.
 
 The displacements are None if each block follows the block before. If each block has a datatype, all numbers are bytes.
-In place of numbers on a GPU there is their address, and the type item also holds their number and their type.
+In place of numbers on a GPU there is their address, and the type item also holds their number and their type. The type
+item ends with "gaps" if it holds the layouts of datatypes with gaps; the numbers are as in the list then.
 """
 
 
@@ -33,36 +34,39 @@ def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     """Read a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None. Return None for all others. Local.
 
     A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. So has a list with
-    a datatype for each block, if no datatype has gaps. The function does not check the values of counts and
-    displacements. A list with one count, or with only a datatype, is a plain array of so many elements. In lists with a
-    datatype, an address of a GPU's memory may take the place of the array.
+    a datatype for each block. The function does not check the values of counts and displacements. A list with one
+    count, or with only a datatype, is a plain array of so many elements. In lists with a datatype, an address of a
+    GPU's memory may take the place of the array.
     """
     read = _readers.get(type(argument)) or _find(type(argument))
     return read(argument) if read else None
 
 
-def plain_or_counted(argument: Any) -> PlainArray | PlainBlocks | None:
-    """As `plain_array`. Also reads a list whose counts are a plain array on a GPU, and perhaps the displacements."""
-    cls = type(argument)
-    return _blocks(argument, on_device=True) if cls is list or cls is tuple else plain_array(argument)
+def known_buffer(argument: Any, *, counts_on_device: bool = False) -> PlainArray | PlainBlocks | None:
+    """As `plain_array`, for the look-up of repeated calls: lists of other forms are recognised by all their items.
 
-
-def key_of(argument: Any, *, counts_on_device: bool = False) -> Hashable:
-    """Return a key of any buffer argument; None if it cannot be recognised. Local.
-
-    Two arguments with one key mean the same memory, counts and types. If ``counts_on_device``, counts and displacements
-    may be arrays on the device.
+    If ``counts_on_device``, counts and displacements may be plain arrays on a GPU. The result is None if an item cannot
+    be recognised. `has_template_kind` is false for lists that only a call with equal items shares.
     """
-    if type(argument) not in (list, tuple) or not argument:
-        return plain_array(argument)
-    array, length = key_of(argument[0]), len(argument)
-    more = argument[1] if length == 2 else tuple(argument[1:])
-    said = None if array is None else key_of_numbers(more, counts_on_device=counts_on_device)
-    return None if said is None else (array, length, said)
+    cls = type(argument)
+    if cls is not list and cls is not tuple:
+        read = _readers.get(cls) or _find(cls)  # as `plain_array`, without one more call
+        return read(argument) if read else None
+    plain = _blocks(argument, on_device=counts_on_device)
+    if plain is not None or not argument:
+        return plain
+    array: Any = plain_array(argument[0])
+    said = None if array is None else key_of_numbers(tuple(argument[1:]), counts_on_device=counts_on_device)
+    return None if said is None else (*array[:2], (array[2:], "items"), said, None)
+
+
+def has_template_kind(plain: PlainArray | PlainBlocks) -> bool:
+    """Return whether the kind of a `known_buffer` tells how its numbers give the blocks."""
+    return type(plain[2]) is not tuple or plain[2][-1] not in ("items", "gaps")
 
 
 def key_of_numbers(said: Any, *, counts_on_device: bool = False) -> Hashable:
-    """As `key_of`, for counts, displacements and types as they are now.
+    """Return a key of counts, displacements and types as they are now; None if they cannot be recognised.
 
     Predefined types of MPI are recognised by name, and others by their layout, because MPI may reuse the handle of a
     derived datatype for another one.
@@ -210,40 +214,54 @@ def _numbers(numbers: Any) -> tuple[Any, Any] | None:
 
 
 def _in_types(array: Any, itemsize: int, counts: Any, displs: Any, datatypes: Any) -> PlainBlocks | None:
-    """Return blocks in bytes; None unless each block has a count, a displacement and a datatype without gaps."""
+    """Return blocks in bytes; None unless each block has a count, a displacement and a datatype.
+
+    If a datatype has gaps, the numbers are as in the list, and the kind has the layouts of the datatypes.
+    """
     if type(datatypes) is not list and type(datatypes) is not tuple:
         return None
-    counts, displs, sizes = plain_integers(counts), plain_integers(displs), [*map(_run_nbytes, datatypes)]
-    if counts is None or displs is None or None in sizes or not len(counts) == len(displs) == len(sizes):
+    counts, displs, sizes = plain_integers(counts), plain_integers(displs), [*map(_type_key, datatypes)]
+    if counts is None or displs is None or not len(counts) == len(displs) == len(sizes):
         return None
-    return array[0], array[1] * itemsize, (array[2], None, "types"), tuple(map(mul, counts, sizes)), displs
+    nbytes = array[1] * itemsize
+    if _INT.issuperset(map(type, sizes)):
+        return array[0], nbytes, (array[2], None, "types"), tuple(map(mul, counts, sizes)), displs
+    return None if None in sizes else (array[0], nbytes, (array[2], tuple(sizes), "gaps"), counts, displs)
 
 
-def _run_nbytes(datatype: Any) -> int | None:
-    """Return the bytes of a datatype if any number of its elements is one run of bytes; else None."""
+def _type_key(datatype: Any) -> Hashable:
+    """Return the bytes of a datatype if any number of its elements is one run of bytes; else its layout or handle.
+
+    The result is None for what is no datatype that MPI takes.
+    """
     if type(datatype) is not _Datatype:
         return None
     nbytes = _predefined.get(datatype.handle)
     if nbytes is not None:
         return nbytes
     known = known_of(datatype)
+    if known.key is not None:
+        return known.key
     layout = known.layout
     # Only a call that is read in full asks MPI whether a datatype is committed.
-    if layout is None or not known.committed or not layout.is_run or layout.begin or layout.nbytes != layout.extent:
+    if layout is None or not known.committed:
         return None
+    has_gaps = not layout.is_run or layout.begin or layout.nbytes != layout.extent
     if datatype.is_predefined:
+        if has_gaps:
+            return (datatype.handle,)  # its layout is made anew each time
         _predefined[datatype.handle] = layout.nbytes
-    return layout.nbytes
+    known.key = layout if has_gaps else layout.nbytes
+    return known.key
 
 
 _predefined: dict[int, int] = {}
-"""Results of `_run_nbytes` by handle; only predefined types, because MPI reuses other handles."""
+"""Bytes of datatypes without gaps by handle; only predefined types, because MPI reuses other handles."""
 
 
 def _predefined_nbytes(datatype: Any) -> int | None:
-    """As `_run_nbytes`, but None for a derived datatype."""
-    nbytes = _run_nbytes(datatype)
-    return None if nbytes is None or datatype.handle not in _predefined else nbytes
+    """Return the bytes of a predefined datatype without gaps; None for all others."""
+    return _predefined.get(datatype.handle) if type(_type_key(datatype)) is int else None
 
 
 def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:

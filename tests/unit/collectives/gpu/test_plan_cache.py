@@ -13,6 +13,7 @@ from mpi4py import MPI
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.gpu import plan_cache as known_calls
 from mpicomm.epilogues import Elementwise
+from mpicomm.mpi.layout import known_of
 from mpicomm.mpi.plain_arrays import plain_array
 from tests.helpers.rigs.plan_caches import Array, Known, Tensor, arguments, install_libraries
 
@@ -264,6 +265,27 @@ def test_blocks_with_datatypes_are_known_by_their_bytes() -> None:
         assert known.find("Alltoallw", other) is None
     assert known.find("Alltoallv", given(MPI.FLOAT, 4)) is None
     pair.Free()
+
+
+@pytest.mark.parametrize("committed", [False, True])  # whether MPI has said so, which decides how they are read
+def test_blocks_with_gaps_are_known_by_their_layouts(committed: bool) -> None:
+    known, made = Known(), [MPI.FLOAT.Create_vector(2, 1, length).Commit() for length in (3, 3, 4)]
+    for datatype in made:
+        known_of(datatype).committed = committed
+
+    def given(datatype: MPI.Datatype, count: int = 2, displ: int = 4, receive: int = 64) -> Arguments:
+        blocks = [[1, count], [0, displ], [MPI.FLOAT, datatype]]
+        return arguments([Array(16, (50,)), *blocks], [Array(receive, (50,)), *blocks], None)
+
+    plan = known.add("Alltoallw", given(made[0]))
+    assert known.find("Alltoallw", given(made[0])) is plan
+    for other in (*map(given, made[1:]), given(made[0], 3), given(made[0], 2, 8), given(made[0], receive=128)):
+        assert known.find("Alltoallw", other) is None
+    made[0].Free()
+    made[0] = MPI.FLOAT.Create_vector(2, 1, 3).Commit()  # it may have the handle of the freed one
+    assert known.find("Alltoallw", given(made[0])) is None
+    for datatype in made:
+        datatype.Free()
 
 
 def test_calls_are_forgotten_with_every_change_of_symmetric_memory() -> None:
