@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import math
 import os
@@ -34,6 +33,8 @@ INTERNODE = ("mapped", "nccl", "mpi", "pinned")
 
 def unknown() -> dict[str, str]:
     """Return the variables that begin with `PREFIX` and that mpicomm does not read, each with the nearest name."""
+    import difflib
+
     names = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in NAMES)
     return {name: difflib.get_close_matches(name.upper(), NAMES, 1, cutoff=0)[0] for name in names}
 

@@ -16,7 +16,7 @@ from mpicomm import environment
 from mpicomm.api.communicator import Communicator
 from mpicomm.cli import arguments, machine
 from mpicomm.cli import options as command_line
-from mpicomm.cluster.cuda_aware import query_cuda_aware
+from mpicomm.cluster.process import query_cuda_aware
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.errors import InvalidUsageError, MpicommError

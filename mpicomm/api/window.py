@@ -14,7 +14,6 @@ from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
 from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.spec import index_of
-from mpicomm.observation import record_calls
 from mpicomm.session import Session
 from mpicomm.windows.dynamic import share_dynamic_window
 from mpicomm.windows.memory import (
@@ -60,7 +59,18 @@ class Win(_Calls):
     All ranks pass the same ``place``. A window of device memory needs ranks of one node. Its calls are stream-ordered,
     take ``stream=``, and can be captured in CUDA graphs. Buffers may be device arrays or host arrays. A wait that lasts
     longer than ``timeout_s`` of the communicator is an error, as in collectives.
+
+        win = mpicomm.Win.Allocate(8 * 10, 8, comm=comm, place="device")
+        win.Fence()
+        win.Put(cp.ones(3), (comm.rank + 1) % comm.size, 2)  # into elements 2 to 4
+        win.Accumulate(cp.ones(1), 0, 9)
+        win.Fence()
+        win.Free()
     """
+
+    def __repr__(self) -> str:
+        place = "device" if isinstance(self, DeviceWindowCalls) else "mpi"
+        return f"<mpicomm.Win {f'place={place!r}' if self else 'freed'}>"
 
     @classmethod
     def Create(
@@ -252,5 +262,7 @@ def _on_host(win: Win, comm: Any) -> Win:
 def _observed(win: Win, comm: Any) -> Win:
     """Let the calls of a window be recorded if the calls of its communicator are recorded. Local."""
     if isinstance(comm, Communicator) and comm._session.channel is not None:
+        from mpicomm.observation import record_calls  # few programs record
+
         record_calls(win, comm._session.channel)
     return win

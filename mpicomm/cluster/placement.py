@@ -17,8 +17,8 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpicomm import environment
+from mpicomm.activity.layout import ranks_of_text
 from mpicomm.activity.page import Heading, Member
-from mpicomm.activity.ranks import ranks_of_text
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.process import container_key, group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo, GpuBackend

@@ -10,8 +10,7 @@ import numpy as np
 
 from mpicomm.collectives.operations import ALLGATHER, ALLGATHERV, ALLTOALLV, BCAST, GATHERV, SCATTERV
 from mpicomm.collectives.patterns import Buffers, split
-from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.steps import Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Step
+from mpicomm.domains.steps import DomainLayout, Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Step
 from mpicomm.mpi.arguments import Span
 
 

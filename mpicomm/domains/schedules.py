@@ -17,8 +17,7 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains import movements, reductions
-from mpicomm.domains.layout import DomainLayout
-from mpicomm.domains.steps import NetworkStep, ScratchAllocator, Step
+from mpicomm.domains.steps import DomainLayout, NetworkStep, ScratchAllocator, Step
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.ops import Op

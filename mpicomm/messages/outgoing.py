@@ -70,22 +70,21 @@ class Outgoing:
         assert device is not None and stream is not None
         rendezvous = self._memory.made or self._memory.rendezvous(device)
         # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
-        # copy. Until then this thread owes the copy to the stream, because no work of another thread may come before
-        # it.
+        # copy. Until then this thread defers the copy, because no work of another thread may come before it.
         threads = device.threads(stream)
-        threads.owe(rendezvous.fill, place, sent, stream)
+        threads.defer(rendezvous.fill, place, sent, stream)
         try:
             send(self._comm, place.message, dest, tag)
         except Exception:  # MPI has refused the message
-            if threads.forgive():
+            if threads.cancel():
                 rendezvous.put_back(place)
             else:
                 rendezvous.withdraw(place, stream)
             raise
         except BaseException:
-            threads.settle()  # a Ctrl-C may come after MPI has sent the message
+            threads.flush()  # a Ctrl-C may come after MPI has sent the message
             raise
-        threads.settle()
+        threads.flush()
         if sent.blocks:
             wait_for_copies(sent)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.expression import Expression, shown
 from mpicomm.kernels.reductions import is_own, own_op
 from mpicomm.mpi import types
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.types import is_narrow, numpy_dtype
+
+if TYPE_CHECKING:
+    from mpicomm.expressions.expression import Expression
 
 _WIDE = np.dtype(np.float32)
 _made: dict[tuple[str, str, bool], Op] = {}
@@ -69,6 +71,8 @@ class Op(MPI.Op):
             try:
                 made = super().__new__(cls, MPI.Op.Create(partial(_reduce, parsed), bool(commute)))
             except RuntimeError as error:
+                from mpicomm.expressions.expression import shown
+
                 raise InvalidUsageError(
                     f"op={shown(expression)}: {error}: call Free of operations that are not used"
                 ) from error
@@ -116,6 +120,8 @@ def _reduce(expression: Expression, a: Any, b: Any, datatype: MPI.Datatype) -> N
     """Reduce ``a`` and ``b`` into ``b``, as MPI's callback. An error here ends the program, as mpi4py says."""
     dtype = numpy_dtype(datatype)
     if dtype is None:
+        from mpicomm.expressions.expression import shown
+
         raise InvalidUsageError(f"op={shown(expression.text)}: it is for plain element types, not for {datatype.name}")
     expression.require_defined(dtype.name)
     result = np.frombuffer(b, dtype)

@@ -32,6 +32,9 @@ class Driven:
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return f"<mpicomm.{type(self).__name__} {'active' if self.is_active() else 'inactive'}>"
+
     def is_active(self) -> bool:
         """Return whether there is something to wait for. Otherwise the request counts as null."""
         raise NotImplementedError
@@ -289,6 +292,9 @@ class _HoldingRequest(MPI.Request):
     __slots__ = ("_held",)  # a dictionary takes as long as the look-up of a plain call
 
     _held: object
+
+    def __repr__(self) -> str:
+        return f"<mpicomm.Request {'active' if self else 'inactive'}>"
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         _wait(self, status)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from mpicomm.devices.base import Event
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.symmetric.owner import Owner
 
@@ -22,6 +22,9 @@ class SharedEvent:
         self._owner = owner
         self._events = events
         self.closed = False
+
+    def __repr__(self) -> str:
+        return f"<SharedEvent {'closed' if self.closed else f'device={self._owner.placement.here.device!r}'}>"
 
     def __reduce__(self) -> NoReturn:
         raise InvalidUsageError("a SharedEvent cannot be pickled: every rank has one from comm.shared_event()")

@@ -8,8 +8,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import Backend
-from mpicomm.devices.handle import Kind
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.symmetric.signals import SignalPads

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend
-from mpicomm.devices.handle import Kind
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import Kind, MemoryUse
 from mpicomm.sharing.segments import SharedSegments, SuspendedContent, share
 
 _WORD_NBYTES = 8

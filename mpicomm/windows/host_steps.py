@@ -13,8 +13,7 @@ from mpicomm.devices.base import Scratch
 from mpicomm.devices.host import HostBackend, array_at, fence
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.interrupts import uninterrupted
-from mpicomm.kernels.accumulate import LOCATING
-from mpicomm.kernels.window import FENCE, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, START, WAIT, late_lock
+from mpicomm.kernels.window import FENCE, LOCATING, LOCK_ROW, ROW_WORDS, ROWS_OF_COUNTS, START, WAIT, late_lock
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.waiting import wait_until
 from mpicomm.windows import host_layouts

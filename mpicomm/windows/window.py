@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.devices.base import Link
-from mpicomm.kernels.accumulate import SWAPPED_SIZES
+from mpicomm.kernels.window import SWAPPED_SIZES
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.windows.buffers import LocalBuffer, Target, read_buffer, read_target

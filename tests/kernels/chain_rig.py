@@ -12,8 +12,7 @@ from mpicomm.collectives.gpu.algorithms.base import Domain
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainLauncher, layout_of
 from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, ChannelMemory
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.sentinels import ABSENT
-from mpicomm.kernels.team import Team
+from mpicomm.kernels.team import ABSENT, Team
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Builds, Change
 from tests.kernels.memory_rig import MemoryRig

@@ -16,7 +16,7 @@ from mpicomm.collectives.gpu.algorithms.packets.counted import CountedPackets, p
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.call_templates import CountedTemplate
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.sentinels import ABSENT
+from mpicomm.kernels.team import ABSENT
 from mpicomm.mpi.device_counts import CountedBuffer, CountedBuffers, DeviceIndices
 from tests.helpers.references.reductions import require_same
 from tests.kernels.launches import enqueue

@@ -18,8 +18,7 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.sentinels import ABSENT
-from mpicomm.kernels.team import Team
+from mpicomm.kernels.team import ABSENT, Team
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.launches import enqueue

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from mpicomm.collectives.pack_tables import PackJob, table_of
-from mpicomm.kernels.accumulate import (
+from mpicomm.kernels.reductions import REDUCTIONS
+from mpicomm.kernels.window import (
     LOCATING,
     MOVING,
     SWAPPED_SIZES,
@@ -19,7 +20,6 @@ from mpicomm.kernels.accumulate import (
     accumulate_kernel,
     swap_kernel,
 )
-from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.mpi.layout import DatatypeLayout, run_of
 from mpicomm.mpi.types import covered_dtype
 from mpicomm.windows import updates

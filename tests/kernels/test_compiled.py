@@ -14,9 +14,9 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels nee
 
 
 import mpicomm  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.chain.arguments import CHAIN_THREADS, chain_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chain.plan import CHAIN_THREADS, chain_kernel  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import THREADS, exchange_kernel  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.copies.arguments import REDUCTION_THREADS, local_reduction_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.copies.plan import REDUCTION_THREADS, local_reduction_kernel  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_KERNEL, DIRECT_THREADS  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
     OVERSEERS,
@@ -26,10 +26,8 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (  # noqa: E402
     packet_kernel,
     wire_options,
 )
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_KERNEL, SENDRECV_THREADS  # noqa: E402
-from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
-from mpicomm.kernels.accumulate import LOCATING, MOVING, accumulate_kernel, swap_kernel  # noqa: E402
-from mpicomm.kernels.combine import COMBINE_THREADS, combine_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_KERNEL, SENDRECV_THREADS  # noqa: E402
+from mpicomm.devices.cuda.load import compile_kernel  # noqa: E402
 from mpicomm.kernels.epilogue import (  # noqa: E402
     EPILOGUE_THREADS,
     NORM_THREADS,
@@ -49,10 +47,14 @@ from mpicomm.kernels.experts import (  # noqa: E402
 )
 from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_THREADS  # noqa: E402
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS  # noqa: E402
-from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
+from mpicomm.kernels.reductions import (  # noqa: E402
+    COMBINE_THREADS,
+    REDUCTIONS,
+    combine_kernel,
+)
 from mpicomm.kernels.variant import Variant  # noqa: E402
-from mpicomm.kernels.window import LOCK_KERNEL, MEET_KERNEL  # noqa: E402
-from mpicomm.p2p.kernels import CHASE, COPY, COPY_THREADS, HOLD, RALLY  # noqa: E402
+from mpicomm.kernels.window import LOCATING, LOCK_KERNEL, MEET_KERNEL, MOVING, accumulate_kernel, swap_kernel  # noqa: E402  # noqa: E402
+from mpicomm.p2p.kernels import COPY, COPY_THREADS, GATE, PING_PONG, POINTER_CHASE  # noqa: E402
 from tests.helpers.inputs.kernel_sources import INCLUDES  # noqa: E402
 from tests.helpers.jobs.mpiexec import ROOT  # noqa: E402
 
@@ -344,8 +346,8 @@ def test_chains_in_memory_of_the_host_take_fences_of_the_whole_system() -> None:
 
 @pytest.mark.parametrize("capability", OF_EACH_KIND, ids=lambda capability: "sm_{}{}".format(*capability))
 def test_kernels_of_one_source_compile_together(capability: tuple[int, int]) -> None:
-    image = compile_kernel(HOLD.source, capability, HOLD.options)
-    assert all(variant.entry.encode() in image for variant in (HOLD, COPY, RALLY, CHASE))
+    image = compile_kernel(GATE.source, capability, GATE.options)
+    assert all(variant.entry.encode() in image for variant in (GATE, COPY, PING_PONG, POINTER_CHASE))
 
 
 # As a user would: only the directory that the package names.

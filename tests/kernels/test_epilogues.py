@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
-from mpicomm.collectives.gpu.launches_around import finish_launches
+from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
-from mpicomm.kernels.sentinels import ABSENT
+from mpicomm.kernels.team import ABSENT
 from mpicomm.mpi.arguments import Span
 from tests.helpers.references.reductions import NARROW, dtype_named, require_same, rounded_once, samples
 from tests.kernels.build import Builds, Change

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the rig reads fault records by a module that needs cuda-bindings")
 
-from mpicomm.kernels.sentinels import ABSENT
+from mpicomm.kernels.team import ABSENT
 from tests.helpers.inputs.routings import require_same
 from tests.kernels.build import Builds, Change
 from tests.kernels.experts_rig import ExpertsRig

@@ -28,7 +28,7 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.call_templates import CollectiveTemplate, template_of
 from mpicomm.collectives.gpu.decision import Decision
-from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
+from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import Scratch
 from mpicomm.mpi.arguments import Span

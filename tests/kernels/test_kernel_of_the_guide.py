@@ -1,4 +1,4 @@
-"""The kernel in mpicomm/docs/guide.md that waits for another rank."""
+"""The kernel in mpicomm/docs/kernels.md that waits for another rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NONE = -1.0
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    kernels = re.findall(r'source = r"""\n(.*?)"""', (ROOT / "mpicomm/docs/guide.md").read_text(), re.DOTALL)
+    kernels = re.findall(r'source = r"""\n(.*?)"""', (ROOT / "mpicomm/docs/kernels.md").read_text(), re.DOTALL)
     (kernel,) = (kernel for kernel in kernels if " pass_on(" in kernel)
     path = tmp_path / "pass_on.cu"
     path.write_text(kernel)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
-from mpicomm.collectives.gpu.launches_around import finish_launches
+from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
 from mpicomm.mpi.arguments import Span
 from tests.helpers.references.reductions import Array, dtype_named, require_same

@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import sizes_around
 from tests.kernels.machine import CAUGHT, SEEDS, Array, Place, RunFailedError

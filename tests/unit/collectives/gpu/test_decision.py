@@ -17,8 +17,15 @@ pytest.importorskip("ml_dtypes")
 from mpicomm.collectives import operations
 from mpicomm.collectives.gpu.algorithms import registry
 from mpicomm.collectives.gpu.algorithms.base import Domain
-from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
-from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainLauncher, cut, layout_of
+from mpicomm.collectives.gpu.algorithms.chain.plan import (
+    BATCH_NBYTES,
+    CHAIN_SLOTS,
+    CHAIN_THREADS,
+    AlongRanks,
+    ChainLauncher,
+    cut,
+    layout_of,
+)
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectLauncher
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request

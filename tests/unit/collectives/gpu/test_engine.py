@@ -14,7 +14,7 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings

@@ -11,9 +11,9 @@ from mpicomm.errors import KernelCompileError
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import counted_step_kernel  # noqa: E402
-from mpicomm.devices.cuda import compile as kernel_compile  # noqa: E402
-from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
+from mpicomm.devices.cuda import load as kernel_compile  # noqa: E402
 from mpicomm.devices.cuda.faults import FaultRecord  # noqa: E402
+from mpicomm.devices.cuda.load import compile_kernel  # noqa: E402
 from mpicomm.kernels.variant import SHARED  # noqa: E402
 from tests.helpers.inputs.kernel_sources import SOURCES  # noqa: E402
 

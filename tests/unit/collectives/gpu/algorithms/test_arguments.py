@@ -9,25 +9,25 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
 from mpicomm.collectives import eight_bits
-from mpicomm.collectives.gpu.algorithms.chain import arguments as chain
-from mpicomm.collectives.gpu.algorithms.chain.arguments import ChainArguments, HopArguments
+from mpicomm.collectives.gpu.algorithms.chain import plan as chain
+from mpicomm.collectives.gpu.algorithms.chain.plan import ChainArguments, HopArguments
 from mpicomm.collectives.gpu.algorithms.chunks import arguments as exchange
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import ChunkLink, ExchangeArguments
-from mpicomm.collectives.gpu.algorithms.copies import arguments as local_reduction
-from mpicomm.collectives.gpu.algorithms.copies.arguments import LocalReductionArguments
+from mpicomm.collectives.gpu.algorithms.copies import plan as local_reduction
+from mpicomm.collectives.gpu.algorithms.copies.plan import LocalReductionArguments
 from mpicomm.collectives.gpu.algorithms.direct import arguments as direct
 from mpicomm.collectives.gpu.algorithms.direct.arguments import Cut, DirectArguments
 from mpicomm.collectives.gpu.algorithms.packets import arguments as packets
 from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
-from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, SendrecvSide
-from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.kernels import accumulate, combine, epilogue, experts, message, packing, team, window
-from mpicomm.kernels.ll_flags import FlaggedInboxes
+from mpicomm.collectives.gpu.algorithms.sendrecv import plan as sendrecv
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvArguments, SendrecvSide
+from mpicomm.devices.cuda.load import compile_kernel
+from mpicomm.kernels import epilogue, experts, message, packing, team, window
+from mpicomm.kernels import reductions as combine
+from mpicomm.kernels import window as accumulate
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
-from mpicomm.kernels.sentinels import ABSENT
-from mpicomm.kernels.team import Faults, Team
+from mpicomm.kernels.team import ABSENT, Faults, FlaggedInboxes, Team
 from mpicomm.p2p import kernels as p2p
 from tests.helpers.inputs.kernel_sources import INCLUDES
 from tests.helpers.references.reductions import SENTINELS
@@ -76,10 +76,10 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "chain.cu": {"mpicomm::Hop": HopArguments, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": SendrecvSide, "mpicomm::Sendrecv": SendrecvArguments},
     "p2p.cu": {
-        "mpicomm::Holding": p2p.Holding,
+        "mpicomm::Gate": p2p.Gate,
         "mpicomm::Copying": p2p.Copying,
-        "mpicomm::Rally": p2p.Rally,
-        "mpicomm::Chase": p2p.Chase,
+        "mpicomm::PingPong": p2p.PingPong,
+        "mpicomm::PointerChase": p2p.PointerChase,
     },
 }
 CONSTANTS = {
