@@ -37,8 +37,7 @@ if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
         PeerError,
     )
     from mpicomm.kernels.variant import include_dir
-    from mpicomm.mpi.ops import AVG
-    from mpicomm.mpi.own_ops import Op
+    from mpicomm.mpi.ops import AVG, Op
     from mpicomm.symmetric.array import SymmetricArray
     from mpicomm.symmetric.create import SharedEvent
 

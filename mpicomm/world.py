@@ -17,7 +17,7 @@ from mpicomm.api.communicator import (
     named,
 )
 from mpicomm.api.replacements import replacements
-from mpicomm.mpi.replace import replace
+from mpicomm.mpi.request_lists import replace
 from mpicomm.session import Session
 
 _replaced: list[tuple[Any, str, Any]] = []

@@ -13,7 +13,7 @@ from mpicomm.collectives import operations as rows
 from mpicomm.collectives.host.fast_path import PlainCheck
 from mpicomm.collectives.wire import as_wire
 from mpicomm.epilogues import as_epilogue
-from mpicomm.mpi.holding_requests import holding
+from mpicomm.mpi.request_lists import holding
 from mpicomm.ways.dispatch import Dispatcher
 from mpicomm.ways.reader import REFUSALS
 

@@ -12,8 +12,8 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.api.window_on_device import DeviceWindowCalls
 from mpicomm.api.window_on_host import HostWindowCalls, require_on_host
 from mpicomm.errors import InvalidUsageError, name_ranks
-from mpicomm.mpi.items import index_of
 from mpicomm.mpi.location import is_on_device
+from mpicomm.mpi.spec import index_of
 from mpicomm.session import Session
 from mpicomm.windows.dynamic import share_dynamic_window
 from mpicomm.windows.memory import (

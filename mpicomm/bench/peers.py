@@ -17,9 +17,9 @@ from mpicomm.bench.measure import UnsupportedError
 from mpicomm.bench.operations import IN_PLACE, ROOT, SENDRECV, Case, CaseBuffers
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
 from mpicomm.collectives.operations import Operation as Collective
-from mpicomm.collectives.operations import Shape
 from mpicomm.collectives.wire import Wire
 from mpicomm.mpi import types
+from mpicomm.mpi.spec import Shape
 
 PEERS = {
     "nccl": "nccl.Nccl",

@@ -19,11 +19,7 @@ from mpicomm.activity.page import by_mpi
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.patterns import Buffers, OneShot
-
-Shape = Literal["one", "blocks", "vector", "counted", "typed"]
-"""How a buffer is read. "one": one block. "blocks": an equal block for each rank. "vector": a block of any count and
-displacement for each rank. "counted": blocks that ``recvcounts`` cuts, one after the other. "typed": a block of any
-datatype, count and displacement for each rank. In a collective of neighbours each neighbour has a block."""
+from mpicomm.mpi.spec import Shape
 
 
 # Rows compare by identity, because each row exists once. That also makes them cheap keys of dictionaries.

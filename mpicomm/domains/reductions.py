@@ -42,7 +42,7 @@ from mpicomm.domains.steps import (
     Slots,
     Step,
 )
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.types import is_narrow
 
 _WIDE = np.dtype(np.float32)

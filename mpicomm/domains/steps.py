@@ -18,7 +18,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import MpicommError
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 _ALIGNED_NBYTES = 256
 

@@ -17,8 +17,7 @@ from mpicomm.epilogues.scaled_codes import GROUPS, LARGEST, SCALES, TILED_GROUPS
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import kind_of
 from mpicomm.kernels.epilogue import NORM_THREADS, NormArguments, NormKernelArguments, norm_kernel, norm_options
-from mpicomm.mpi.arguments import Operand
-from mpicomm.mpi.overlap import overlaps
+from mpicomm.mpi.arguments import Operand, overlaps
 from mpicomm.mpi.types import is_narrow
 
 ScaleLayout = Literal["linear", "128x4"]

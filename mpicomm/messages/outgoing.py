@@ -18,7 +18,7 @@ from mpicomm.messages.in_flight import OutboxSlot
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import MessageMemory
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from mpicomm.mpi.host_copies import HostCopies, announce
+from mpicomm.mpi.host_calls import HostCopies, announce
 
 Send = Callable[..., Any]
 """One of MPI's methods for sends, with a communicator, a buffer, a destination and a tag."""

@@ -30,7 +30,7 @@ from mpicomm.messages.rendezvous_header import (
     pieces,
     require_room,
 )
-from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.layout import Elements
 from mpicomm.waiting import wait_until
 
 _MOST_KNOWN = 4096

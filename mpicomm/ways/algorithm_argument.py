@@ -8,7 +8,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.own_ops import Op
+from mpicomm.mpi.ops import Op
 
 
 def require_known(operation: Operation, algorithm: str) -> None:

@@ -23,8 +23,8 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes

@@ -22,10 +22,10 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import EXSCAN, SCAN, Operation
 from mpicomm.devices.host import array_at
 from mpicomm.errors import PeerError
-from mpicomm.mpi.host_copies import BY_MPI, HostCopies, announce, require_no_graph
+from mpicomm.mpi.arguments import Span
+from mpicomm.mpi.host_calls import BY_MPI, HostCopies, announce, require_no_graph
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest
-from mpicomm.mpi.span import Span
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.reader import Reader

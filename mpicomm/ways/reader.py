@@ -16,8 +16,7 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, typed_blocks
-from mpicomm.mpi.buffers import BufferRefusedError
-from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.faults import BufferRefusedError, RefusedByMpiError
 from mpicomm.session import Session
 from mpicomm.ways.algorithm_argument import require_known, require_possible
 from mpicomm.ways.witness import Witness

@@ -13,11 +13,10 @@ from mpicomm.devices.base import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of, read
-from mpicomm.mpi.derived import Capacity, elements_at
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.items import datatype_of, index_of, no_type
-from mpicomm.mpi.layout import DatatypeLayout
+from mpicomm.mpi.layout import Capacity, DatatypeLayout, elements_at
 from mpicomm.mpi.location import require_here
+from mpicomm.mpi.spec import datatype_of, index_of, no_type
 from mpicomm.windows.memory import WindowMemory
 
 

@@ -14,7 +14,7 @@ from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.items import index_of
+from mpicomm.mpi.spec import index_of
 from mpicomm.symmetric.owner import Owner
 from mpicomm.windows.host_steps import HostSteps
 from mpicomm.windows.memory import WindowMemory

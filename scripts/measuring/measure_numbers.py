@@ -54,8 +54,7 @@ CASES: tuple[tuple[str, str, str, tuple[Any, ...], tuple[Any, ...]], ...] = (
     ("no elements", "float32", "SUM", (), ()),
 )
 COUNTS = (1, 1000, 100_000, 1_000_000)
-Reduce = Callable[[Any, str], Any]
-"""Returns the result of an all-reduce of a NumPy array, or raises."""
+Reduce = Callable[[Any, str], Any]  # returns the result of an all-reduce of a NumPy array, or raises
 
 
 def array_of(dtype: str, values: tuple[Any, ...]) -> Any:
@@ -143,20 +142,80 @@ def order_of(reduce: Reduce, world: Any, count: int) -> str:
     array = np.resize(orders[:, world.rank], count)
     found = [reduce(array.copy(), "SUM") for _ in range(20)]
     ranks = world.allgather(found[0].tobytes())
-    kinds = [
-        [np.array_equal(result[first::4], np.full_like(result[first::4], result[first])) for first in range(4)]
-        for result in found
-        if count >= 4
-    ]
     in_order = np.resize(((orders[:, 0] + orders[:, 1]) + orders[:, 2]) + orders[:, 3], count)
     said = {
         "all ranks": len(set(ranks)) == 1,
         "20 calls": all(result.tobytes() == found[0].tobytes() for result in found),
-        "equal elements": all(map(all, kinds)),
+        "equal elements": all(np.array_equal(each, np.resize(each[:4], count)) for each in found),
         "rank order": found[0].tobytes() == in_order.tobytes(),
     }
     everywhere = [world.allreduce(int(same)) == world.size for same in said.values()]
     return ", ".join(name if same else f"not {name}" for name, same in zip(said, everywhere, strict=True))
+
+
+def _attributes(comm: Any, mpi: Any) -> str:
+    log: list[str] = []
+
+    def saying(what: str) -> Callable[..., Any]:
+        return lambda comm, key, value: log.extend([what]) or value  # type: ignore[func-returns-value]
+
+    keys = [mpi.Comm.Create_keyval(saying(f"copies {name}"), saying(f"deletes {name}")) for name in "abc"]
+    first = comm.Dup()
+    for key in keys:
+        first.Set_attr(key, 1)
+    first.Dup().Free()
+    first.Free()
+    return ", ".join(log)
+
+
+def _merged(comm: Any, mpi: Any) -> list[int]:
+    half = comm.Split(comm.rank, 0)
+    between = half.Create_intercomm(0, comm, 1 - comm.rank, 7)
+    merged = between.Merge(False)
+    ranks: list[int] = comm.allgather(merged.rank)
+    for each in (merged, between, half):
+        each.Free()
+    return ranks
+
+
+def _shared(comm: Any, mpi: Any) -> str:
+    window = mpi.Win.Allocate_shared(0 if comm.rank == 0 else 8, 8, comm=comm)
+    memory, unit = window.Shared_query(0)
+    null = memory.address == 0
+    window.Free()
+    return f"{'null' if null else 'an address'}, unit {unit}"
+
+
+DIFFERENCES: dict[str, Callable[[Any, Any], Any]] = {
+    "version of MPI's standard": lambda comm, mpi: ".".join(map(str, mpi.Get_version())),
+    "`Compute_dims(180, 2)`": lambda comm, mpi: mpi.Compute_dims(180, 2),
+    "attributes a, b and c: `Dup`, and `Free` of both": _attributes,
+    "ranks after `Intercomm.Merge(False)` on both sides": _merged,
+    "`Shared_query` of a rank with 0 bytes": _shared,
+    "keys of `INFO_ENV`": lambda comm, mpi: ", ".join(sorted(mpi.INFO_ENV.keys())) or "none",
+    "`Attach_buffer(BUFFER_AUTOMATIC)`": lambda comm, mpi: (
+        mpi.Attach_buffer(mpi.BUFFER_AUTOMATIC),
+        mpi.Detach_buffer(),
+        "works",
+    )[2],
+    "name of the type of float16": lambda comm, mpi: mpi.Datatype.fromcode("e").Get_name(),
+    "largest tag": lambda comm, mpi: comm.Get_attr(mpi.TAG_UB),
+}
+
+
+def differences(comm: Any, mpi: Any) -> dict[str, str]:
+    """Return what this MPI does, on two ranks. Collective."""
+    found = {}
+    for case, answer in DIFFERENCES.items():
+        try:
+            found[case] = str(answer(comm, mpi))
+        except Exception as error:  # MPI may lack the call
+            found[case] = f"refuses ({type(error).__name__})"
+    return found
+
+
+def _write(target: Path, found: dict[str, Any]) -> None:
+    target.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 def measure(library: str) -> None:
@@ -171,11 +230,9 @@ def measure(library: str) -> None:
     if world.size == 4:
         orders = {f"{count}": order_of(reduce, world, count) for count in COUNTS}
         if world.rank == 0:
-            found = {**json.loads(target.read_text()), "orders": orders}
-            target.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            _write(target, {**json.loads(target.read_text()), "orders": orders})
         return
-    if world.size != 2:
-        sys.exit("run it on 2 ranks, and then on 4")
+    assert world.size == 2, "run it on 2 ranks, and then on 4"
     results = {}
     for case, dtype, op, *of_ranks in CASES:
         array = array_of(dtype, of_ranks[world.rank])
@@ -186,16 +243,23 @@ def measure(library: str) -> None:
             mine = f"refuses ({type(error).__name__})"
         both = world.allgather(mine)
         results[f"{op} {dtype}: {case}"] = both[0] if both[0] == both[1] else f"rank 0: {both[0]}; rank 1: {both[1]}"
+    if library == "mpi":
+        import mpicomm
+
+        with mpicomm.Communicator(world, device="cpu") as comm:
+            if differences(comm, MPI) != (plain := differences(world, MPI)):
+                raise AssertionError("a Communicator differs from its MPI: the page must say so")
     if world.rank == 0:
-        found = {
+        found: dict[str, Any] = {
             "title": title,
             "hardware": f"host, {processor()}",
             "versions": {name: text.partition(",")[0].rstrip("\0") for name, text in versions().items() if text},
             "source": "measured by scripts/measuring/measure_numbers.py",
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "results": results,
+            **({"differences": plain} if library == "mpi" else {}),
         }
-        target.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        _write(target, found)
 
 
 def page() -> str:
@@ -203,18 +267,7 @@ def page() -> str:
     found = [
         json.loads((RESULTS / f"{name}.json").read_text()) for name in ORDER if (RESULTS / f"{name}.json").exists()
     ]
-    lines = [
-        "# Numbers",
-        "",
-        "This page is for people who move a program from one library to another, and whose numbers change.",
-        "`scripts/measuring/measure_numbers.py` writes it from the files of `scripts/results/numbers`.",
-        "",
-        "## What an all-reduce of two ranks returns",
-        "",
-        "One result stands for both ranks. Two numbers are the results of two elements. NaN results have any payload,",
-        "unless their bits are shown. An empty cell is not measured.",
-        "",
-    ]
+    lines = (RESULTS / "beginning.md").read_text().splitlines()
     lines.append("| op and type | rank 0 and rank 1 | " + " | ".join(each["title"] for each in found) + " |")
     lines.append("|---|---|" + "---|" * len(found))
     for case, dtype, op, *_ in CASES:
@@ -225,6 +278,16 @@ def page() -> str:
     lines.append("| float32 elements | " + " | ".join(each["title"] for each in ordered) + " |")
     lines.append("|---|" + "---|" * len(ordered))
     lines += [f"| {count} | {' | '.join(each['orders'][f'{count}'] for each in ordered)} |" for count in COUNTS]
+    mpis = [each for each in found if "differences" in each]
+    lines += [
+        "",
+        "## Where MPIs differ",
+        "",
+        "One mpi4py program on two ranks. A Communicator does what its MPI does.",
+        "",
+    ]
+    lines += [f"| | {' | '.join(each['title'] for each in mpis)} |", "|---|" + "---|" * len(mpis)]
+    lines += [f"| {case} | {' | '.join(each['differences'][case] for each in mpis)} |" for case in DIFFERENCES]
     lines += ["", "## Where the columns are from", ""]
     for each in found:
         said = ", ".join(f"{name} {version}" for name, version in each["versions"].items() if name != "MPI")

@@ -24,7 +24,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, se
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import ABSENT, HEAD_NBYTES, Team
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Change
 from tests.kernels.launches import enqueue

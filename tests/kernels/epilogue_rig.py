@@ -13,8 +13,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues import Epilogue
 from mpicomm.epilogues.base import BoundEpilogue
-from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Operand, Span, parse
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import Array, dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change

@@ -10,7 +10,7 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives.exchange import ChainHop
 from mpicomm.collectives.gpu.algorithms.chain.plan import BATCH_NBYTES, CHAIN_SLOTS
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds, Change
 from tests.kernels.channel_rigs import ChainRig

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds
 from tests.kernels.channel_rigs import ChainRig

@@ -16,7 +16,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.wire import Wire
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs.patterns import Pattern, blocks
 from tests.helpers.references.coded import coded_sum, through_codes
 from tests.helpers.references.reductions import Array, dtype_named

@@ -9,7 +9,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
 from mpicomm.kernels.team import ABSENT
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.references.reductions import NARROW, dtype_named, require_same, rounded_once, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import bound, finished, on_rank, run_fused

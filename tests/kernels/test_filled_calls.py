@@ -31,8 +31,8 @@ from mpicomm.collectives.gpu.decision import Decision
 from mpicomm.collectives.gpu.device import GrowingScratch
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import Scratch
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.plain_arrays import plain_array
-from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.inputs import patterns

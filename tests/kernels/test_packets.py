@@ -11,7 +11,7 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import SENTINELS
 from tests.kernels.build import Builds, Change

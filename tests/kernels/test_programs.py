@@ -11,7 +11,7 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import reduced, require_same, samples
 from tests.kernels.build import Builds

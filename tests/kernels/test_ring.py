@@ -7,7 +7,7 @@ import pytest
 
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.inputs import patterns
 from tests.helpers.references.reductions import dtype_named, require_same, samples
 from tests.helpers.references.ring_order import ring_reduced

@@ -10,7 +10,7 @@ import pytest
 from mpicomm.collectives.gpu.algorithms.packets.configs import most_groups
 from mpicomm.collectives.gpu.device import finish_launches
 from mpicomm.epilogues import Epilogue, layer_norm, rms_norm
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.references.reductions import Array, dtype_named, require_same
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import FusedCalls, bound, finished, on_rank

@@ -12,7 +12,7 @@ from mpicomm.devices.base import GpuBackend, Scratch
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 
 @dataclass(frozen=True)

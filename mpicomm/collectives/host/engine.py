@@ -21,7 +21,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import array_at
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error, name_ranks
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.waiting import wait_until
 
 # Measured. With smaller slots, waits take longer than copies. With fewer bytes in all slots, the sender overwrites a

@@ -18,7 +18,7 @@ from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import is_own
 from mpicomm.mpi import types
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 
 _KIB = 1024
 _MIB = 1024 * _KIB

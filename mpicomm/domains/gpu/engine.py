@@ -32,7 +32,7 @@ from mpicomm.domains.schedules import DEPTH, carry_out, require_order, schedule_
 from mpicomm.domains.steps import Combine, DomainLayout, Local, NetworkStep, Pack, Step, Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.reductions import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel, reduction_of
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
 
 Item = Plan | NetworkStep

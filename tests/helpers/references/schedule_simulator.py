@@ -15,7 +15,7 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains.schedules import DEPTH, Schedule, carry_out, steps_of
 from mpicomm.domains.steps import Combine, DomainLayout, Local, Move, NetworkStep, Pack, Step
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.mpi.types import is_narrow
 
 POISON = 0xDB

@@ -16,7 +16,7 @@ import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.activity.reading import read_activity
 from mpicomm.collectives.operations import OPERATIONS
-from mpicomm.mpi.buffers import BufferRefusedError
+from mpicomm.mpi.faults import BufferRefusedError
 
 LARGE = 1 << 20  # elements: mapped memory in any case
 

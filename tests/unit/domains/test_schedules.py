@@ -21,7 +21,7 @@ from mpicomm.domains import schedules
 from mpicomm.domains.schedules import schedule_of, steps_of
 from mpicomm.domains.steps import DomainLayout
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from tests.helpers.references.schedule_simulator import Cluster
 
 Array = npt.NDArray[Any]

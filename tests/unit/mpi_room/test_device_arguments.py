@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.mpi.arguments import parse, parse_vector
+from mpicomm.mpi.arguments import parse
 from tests.helpers.fakes import fake_driver
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -47,7 +47,7 @@ def test_forms_with_cuda_arrays() -> None:
     a = CudaArray((10,), "<f8")
     assert parse([a, (2, 3), MPI.DOUBLE], writable=False, name="x").pointer == 0x7000_0000 + 24
     assert parse([a, "i4"], writable=False, name="x").total == 20
-    assert parse_vector([a, [1, 2]], size=2, writable=False, name="x").displs == (0, 1)
+    assert parse([a, [1, 2]], shape="vector", blocks=2, writable=False, name="x").displs == (0, 1)
     assert parse([a, 1, MPI.FLOAT_INT], writable=False, name="x").dtype is None
     with pytest.raises(InvalidUsageError, match="elements 0 to 11 are asked for"):
         parse([a, 11], writable=False, name="x")

@@ -16,7 +16,7 @@ from mpicomm.collectives.operations import ALLTOALLV
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.handle import MemoryUse
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.arguments import Span
 from mpicomm.symmetric.registry import Mappings
 from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 from tests.helpers.fakes.fake_cuda import FakeCuda
