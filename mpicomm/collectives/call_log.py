@@ -12,8 +12,8 @@ from mpicomm.activity import layout
 from mpicomm.activity.layout import CALLS_OF_HOST_WORD, HOST_CALLS, HOST_WORDS
 from mpicomm.activity.page import CommunicatorRow, text_of
 from mpicomm.cluster.agreement import Group
+from mpicomm.devices.handle import MemoryUse
 from mpicomm.devices.host import HostBackend, fence
-from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
 from mpicomm.symmetric.owner import SharedMemory

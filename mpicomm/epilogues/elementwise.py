@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from mpicomm.epilogues.base import BoundEpilogue, Epilogue, Fused, KernelCall, Memory, host_array
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.bounds import bounds, indices
 from mpicomm.expressions.expression import Expression, parse, shown
 from mpicomm.expressions.functions import FUNCTIONS
-from mpicomm.expressions.tree import Array, Variable
+from mpicomm.expressions.tree import Array, Variable, bounds, indices
 from mpicomm.kernels.epilogue import (
     EPILOGUE_THREADS,
     MOST_OPERANDS,
@@ -48,8 +47,8 @@ class Elementwise(Epilogue):
       array for each i.
 
     The rest of an expression is as in `Op`. The computation is in the element type, for floats of 16 bits or fewer in
-    float32. The result is rounded to the type of ``recvbuf``. This type may differ from the type of ``sendbuf``, but
-    has the same kind or a later kind: bool, integers, floats, complex numbers.
+    float32. The result is rounded once, to the type of ``recvbuf``. This type may differ from the type of ``sendbuf``,
+    but has the same kind or a later kind: bool, integers, floats, complex numbers.
 
     All ranks pass equal epilogues with equal operands, because the rank that reduces an element applies it. The
     constructor is local. The caller keeps arrays unchanged until the call is done. The constructor raises
@@ -111,6 +110,27 @@ class Elementwise(Epilogue):
             named.append(Array(name, code, array.dtype.name))
         whole_numbers = [number for number in numbers if number.kind == "integer"]
         return parse(self.expression, (_VALUE, _INDEX, *numbers), "epilogue", tuple(named), (_INDEX, *whole_numbers))
+
+
+class ToEightBits(Elementwise):
+    """Multiplies by ``scale`` and converts to 8 bits, with saturation, as `mpicomm.epilogues.fp8` says."""
+
+    def __init__(self, scale: Any, dtype: str) -> None:
+        largest = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype)
+        if largest is None:
+            raise InvalidUsageError(f"dtype={dtype!r} is no float of 8 bits: use float8_e4m3fn or float8_e5m2")
+        factor = "scale[0]" if number_of(scale) is None else "scale"
+        super().__init__(f"max(min(v * {factor}, {largest}), -{largest})", scale=scale)
+        self._dtype = dtype
+
+    def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
+        assert result.dtype is not None
+        if result.dtype.name != self._dtype:
+            raise InvalidUsageError(
+                f"{operation}: epilogue=fp8(..., dtype={self._dtype!r}): {result.name} has {result.dtype}: pass one of "
+                f"{self._dtype}, or another dtype to fp8"
+            )
+        return super().bind(operation, dtype, result)
 
 
 class BoundElementwise(BoundEpilogue):
@@ -189,7 +209,7 @@ class BoundElementwise(BoundEpilogue):
                 values["i"] = np.arange(start, start + part.size, dtype=np.int64)
                 made = np.asarray(self._expression.evaluate(wide, values))
                 if is_narrow(self.result):
-                    made = made.astype(_FLOAT32)  # as in kernels
+                    made = _rounded_to_odd(made)  # NumPy rounds only a float32 once
                 np.copyto(out[start : start + _BLOCK], made, casting="unsafe")
 
 
@@ -202,6 +222,23 @@ def number_of(operand: Any) -> int | float | None:
     if isinstance(operand, (bool, int)):
         return int(operand)
     return operand if isinstance(operand, float) else None
+
+
+def _rounded_to_odd(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return numbers as float32 that may be rounded once more, to fewer bits: see expressions.cuh."""
+    if values.dtype == _FLOAT32:
+        return values
+    if values.dtype.kind in "biu":
+        negative, magnitudes = values < 0, values.astype(np.uint64)
+        magnitudes = np.where(negative, -magnitudes, magnitudes)
+        cut = (magnitudes >> 11 | (magnitudes & 0x7FF != 0)) << 11  # to odd, as float64
+        exact = np.where(magnitudes >> 53 != 0, cut, magnitudes).astype(np.float64)
+        values = np.where(negative, -exact, exact)
+    nearest = values.astype(_FLOAT32)
+    bits = nearest.view(np.uint32)
+    inexact, beyond = nearest != values, np.abs(nearest) > np.abs(values)
+    odd: npt.NDArray[np.float32] = ((bits - beyond) | inexact).view(np.float32)
+    return odd
 
 
 def _word(number: int | float) -> int:

@@ -14,9 +14,9 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.checks import is_in_place
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.holding_requests import holding
-from mpicomm.mpi.host_copies import out_of_place
+from mpicomm.mpi.host_calls import out_of_place
 from mpicomm.mpi.ops import AVG
+from mpicomm.mpi.request_lists import holding
 from mpicomm.session import Session
 from mpicomm.ways.reader import REFUSALS, Reader
 from mpicomm.ways.witness import Witness
@@ -37,8 +37,6 @@ class MpiWay:
 
     def carry_out(self, operation: Operation, arguments: Arguments, *, blocking: bool) -> MPI.Request | None:
         """Like `enqueue`, for a call that is certainly MPI's, so that only MPI reads its arguments."""
-        if operation.of_neighbors:
-            self._reader.neighbors()
         if self._witness.is_needed:
             self._witness.tell(operation, on_host=True)
         if operation.send == "counted":
@@ -51,8 +49,6 @@ class MpiWay:
 
     def prepare(self, operation: Operation, arguments: Arguments, info: MPI.Info) -> MPI.Prequest:
         """Return MPI's persistent request. The input must not be in place if MPI needs a copy of such an input."""
-        if operation.of_neighbors:
-            self._reader.neighbors()
         self._witness.tell(operation, on_host=True)
         prepared: MPI.Prequest = self.call(operation, arguments, operation.persistent, info)
         return holding(prepared, arguments)
@@ -64,6 +60,10 @@ class MpiWay:
                 f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide",
                 MPI.ERR_OP,
             )
+        if operation.of_neighbors:
+            form = operation.methods.index(method)
+            operation, arguments = self._reader.crossed(operation, arguments, form)
+            method = operation.methods[form]
         begin_by_mpi(self._session.row.words, operation.number)
         try:
             return getattr(operation.mpi_class, method)(self._comm, *operation.passed(arguments), *more)

@@ -23,8 +23,8 @@ from mpicomm.collectives.wire import Wire
 from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
-from mpicomm.mpi.holding_requests import holding
 from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.request_lists import holding
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest
 from mpicomm.session import Session
 from mpicomm.ways.as_codes import AsCodes
@@ -71,8 +71,9 @@ class Dispatcher:
         self._codes = AsCodes(session, reader, self._mapped, self._deferred)
         self._copies = OnCopies(session, reader, self._carry, self.prepare, self._deferred)
         facts = self._size, self._rank, self._nodes
-        self._plain = plain_calls(*facts)
-        self.at_once = at_once(*facts, on_gpus=witness.is_needed)
+        self._ordered = ordered = placement.here.reductions == "ordered"
+        self._plain = plain_calls(*facts, ordered=ordered)
+        self.at_once = at_once(*facts, ordered=ordered, on_gpus=witness.is_needed)
         """The checks of the calls that methods hand to MPI without this class: see `fast_path.at_once`."""
 
     def run(
@@ -244,9 +245,9 @@ class Dispatcher:
         if call.wire is not None:
             return self._codes
         if blocking:
-            by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes)
+            by_mpi = selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, ordered=self._ordered)
         else:
-            by_mpi = selection.becomes_mpi_request(call, call.algorithm)
+            by_mpi = selection.becomes_mpi_request(call, call.algorithm, ordered=self._ordered)
         if by_mpi:
             return self._mpi
         return self._mapped if blocking else self._deferred
