@@ -38,6 +38,7 @@ class Streams:
         self.marks = backend.side_streams
         self._session: Any = comm._session
         self._engines: Any = comm._collectives.engines
+        comm._collectives.expect_alike()  # PyTorch requires it, and `enqueue` calls the engine without a vote
         self._mappings = comm._session.mappings
         self._version = self._mappings.version
         self._buckets: dict[tuple[int, int, torch.dtype, int], KnownCall] = {}
