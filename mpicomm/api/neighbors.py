@@ -17,7 +17,8 @@ class NeighborCollectives(MPI.Topocomm):
     **Blocks.** The send buffer has a block for each rank to which this rank sends. The receive buffer has a block for
     each rank from which this rank receives. The blocks are in the order in which MPI names the neighbours. In the two
     gathering calls all neighbours get the same block. A rank may be its own neighbour and may occur several times. The
-    block of ``MPI.PROC_NULL``, beyond the edge of a grid, stays as it is. No call is in place.
+    block of ``MPI.PROC_NULL``, beyond the edge of a grid, stays as it is. What leaves a rank of a grid in one direction
+    arrives from the other, also if both neighbours are one rank, in every form and with every MPI. No call is in place.
 
     **Order.** MPI carries out calls on host arrays. A call on device arrays is stream-ordered, and one exchange of
     kernels serves all neighbours of the peer domain, also in a CUDA graph. With ``algorithm="mpi"`` MPI carries it out

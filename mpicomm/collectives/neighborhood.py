@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.operations import NEIGHBOR_ALLTOALL, NEIGHBOR_ALLTOALLV, Operation
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.arguments import Operand, typed_blocks
 from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.items import items
 from mpicomm.mpi.layout import layout_of, run_of, together
 
 
@@ -35,8 +37,9 @@ class Neighborhood:
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
     crossed: bool = False
-    """Whether data that leaves a rank of a grid in one direction of a dimension arrives from the other direction. A
-    grid has two blocks for each dimension. If false, the blocks between two ranks match in the order of the buffers."""
+    """Whether a rank occurs several times in a grid, which has two blocks for each dimension. MPI defines that data
+    that leaves in one direction of a dimension arrives from the other one. If false, the blocks between two ranks
+    match in the order of the buffers."""
 
     @property
     def names_ranks_once(self) -> bool:
@@ -67,11 +70,8 @@ def neighborhood_of(comm: MPI.Topocomm) -> Neighborhood:
     if isinstance(comm, MPI.Graphcomm):
         require_symmetric(*comm.Get_topo())
     sources, destinations = comm.inoutedges
-    ranks = [rank for rank in sources if rank != MPI.PROC_NULL]
-    # If each rank occurs once, there is nothing to cross, and this rank need not ask MPI.
-    repeated = len(set(ranks)) < len(ranks)
-    crossed = repeated and comm.Get_topology() == MPI.CART and _mpi_crosses()
-    return Neighborhood(tuple(sources), tuple(destinations), crossed)
+    neighborhood = Neighborhood(tuple(sources), tuple(destinations))
+    return replace(neighborhood, crossed=comm.Get_topology() == MPI.CART and not neighborhood.names_ranks_once)
 
 
 def require_symmetric(index: Sequence[int], edges: Sequence[int]) -> None:
@@ -92,13 +92,51 @@ def _by_rank(peers: Sequence[int], numbers: Sequence[int], size: int) -> list[tu
 
 
 @cache
-def _mpi_crosses() -> bool:
-    """Return whether MPI crosses the blocks of a grid, as MPI 4 defines; some MPIs match them in plain order. Local."""
-    grid = MPI.Intracomm(MPI.COMM_SELF).Create_cart([1], [True])
-    received = np.zeros(2, np.int32)
-    grid.Neighbor_alltoall(np.arange(2, dtype=np.int32), received)
+def mpi_crosses(form: int) -> bool:
+    """Return whether MPI's calls of a form, by its index in `Operation.methods`, cross the blocks of a grid. Local.
+
+    The nonblocking and persistent calls of Open MPI 5 match the blocks between two ranks in the order of the buffers.
+    """
+    grid, received = MPI.Intracomm(MPI.COMM_SELF).Create_cart([1], [True]), np.zeros(2, np.int32)
+    request = getattr(grid, NEIGHBOR_ALLTOALL.methods[form])(np.arange(2, dtype=np.int32), received)
+    if isinstance(request, MPI.Prequest):
+        request.Start()
+    if request is not None:
+        request.Wait()
+        request.free()
     grid.Free()
     return int(received[0]) == 1
+
+
+def crossed_by_places(
+    operation: Operation, send: Operand, receive: Operand, sources: Sequence[int]
+) -> tuple[Operation, Any, Any]:
+    """Return an all-to-all on host arrays that crosses the blocks of a grid with an MPI that does not. Local.
+
+    MPI gets the two receive blocks of a dimension the other way round, in a call that names the place of each block.
+    """
+    order = [number ^ (sources[number] == sources[number ^ 1]) for number in range(len(sources))]
+    if operation.send == "typed":
+        blocks = typed_blocks(receive.spec, size=len(order), name=receive.name, peer="neighbour")
+        return operation, send.spec, [receive.spec[0], *([each[number] for number in order] for each in blocks)]
+    return NEIGHBOR_ALLTOALLV, _with_places(send, range(len(order))), _with_places(receive, order)
+
+
+def _with_places(operand: Operand, order: Sequence[int]) -> Any:
+    """Return an argument of Neighbor_alltoallv with the blocks of ``operand`` in ``order``."""
+    named = items(operand.spec, operand.name)[3] if isinstance(operand.spec, (list, tuple)) else None
+    datatype, unit = operand.mpi_type, 1
+    if operand.dtype is not None:
+        datatype = types.mpi_datatype(operand.dtype)
+        if datatype is None:
+            datatype, unit = MPI.BYTE, operand.dtype.itemsize
+    elif named is None:
+        return operand.spec  # mpi4py refuses elements of unknown type
+    counts, displs = operand.counts, operand.displs
+    if counts is None or displs is None:
+        counts, displs = (operand.count,) * len(order), tuple(operand.count * number for number in range(len(order)))
+    memory = MPI.memory.fromaddress(operand.pointer, operand.nbytes)
+    return [memory, [unit * counts[number] for number in order], [unit * displs[number] for number in order], datatype]
 
 
 def blocks_for_ranks(

@@ -48,8 +48,8 @@ class Elementwise(Epilogue):
       array for each i.
 
     The rest of an expression is as in `Op`. The computation is in the element type, for floats of 16 bits or fewer in
-    float32. The result is rounded to the type of ``recvbuf``. This type may differ from the type of ``sendbuf``, but
-    has the same kind or a later kind: bool, integers, floats, complex numbers.
+    float32. The result is rounded once, to the type of ``recvbuf``. This type may differ from the type of ``sendbuf``,
+    but has the same kind or a later kind: bool, integers, floats, complex numbers.
 
     All ranks pass equal epilogues with equal operands, because the rank that reduces an element applies it. The
     constructor is local. The caller keeps arrays unchanged until the call is done. The constructor raises
@@ -189,7 +189,7 @@ class BoundElementwise(BoundEpilogue):
                 values["i"] = np.arange(start, start + part.size, dtype=np.int64)
                 made = np.asarray(self._expression.evaluate(wide, values))
                 if is_narrow(self.result):
-                    made = made.astype(_FLOAT32)  # as in kernels
+                    made = _rounded_to_odd(made)  # NumPy rounds only a float32 once
                 np.copyto(out[start : start + _BLOCK], made, casting="unsafe")
 
 
@@ -202,6 +202,23 @@ def number_of(operand: Any) -> int | float | None:
     if isinstance(operand, (bool, int)):
         return int(operand)
     return operand if isinstance(operand, float) else None
+
+
+def _rounded_to_odd(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return numbers as float32 that may be rounded once more, to fewer bits: see expressions.cuh."""
+    if values.dtype == _FLOAT32:
+        return values
+    if values.dtype.kind in "biu":
+        negative, magnitudes = values < 0, values.astype(np.uint64)
+        magnitudes = np.where(negative, -magnitudes, magnitudes)
+        cut = (magnitudes >> 11 | (magnitudes & 0x7FF != 0)) << 11  # to odd, as float64
+        exact = np.where(magnitudes >> 53 != 0, cut, magnitudes).astype(np.float64)
+        values = np.where(negative, -exact, exact)
+    nearest = values.astype(_FLOAT32)
+    bits = nearest.view(np.uint32)
+    inexact, beyond = nearest != values, np.abs(nearest) > np.abs(values)
+    odd: npt.NDArray[np.float32] = ((bits - beyond) | inexact).view(np.float32)
+    return odd
 
 
 def _word(number: int | float) -> int:

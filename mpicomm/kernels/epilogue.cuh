@@ -33,7 +33,7 @@ using Finished = Element;
 MPICOMM_DEVICE Finished finish(Element reduced, [[maybe_unused]] i64 i, [[maybe_unused]] const Operands& w) {
   using State = typename Number<Element>::Value;
   [[maybe_unused]] const State v = Number<Element>::decode(reduced);
-  return Number<Finished>::encode(fn::number<typename Number<Finished>::Value>(MPICOMM_EPILOGUE));
+  return fn::rounded<Finished>(MPICOMM_EPILOGUE);
 }
 
 }  // namespace mpicomm

@@ -50,6 +50,32 @@ MPICOMM_DEVICE T number(V value) {
   return As<T>::number(value);
 }
 
+// Rounds to odd: cuts the number off, and sets the last bit if that loses anything. So a second
+// rounding, to fewer bits, sees on which side of a tie the number lies, and gives the result of one
+// rounding.
+MPICOMM_DEVICE float rounded_to_odd(double value) {
+  const float nearest = static_cast<float>(value);
+  if (nearest == value) return nearest;
+  const bool beyond = value > 0 ? nearest > value : nearest < value;
+  return float_of((bits_of(nearest) - beyond) | 1);  // NaN stays NaN
+}
+MPICOMM_DEVICE float rounded_to_odd(float value) { return value; }
+template <class T>
+MPICOMM_DEVICE float rounded_to_odd(T value) {
+  u64 magnitude = value < 0 ? 0 - static_cast<u64>(value) : static_cast<u64>(value);
+  if (magnitude >> 53 != 0) magnitude = (magnitude >> 11 | ((magnitude & 0x7FF) != 0)) << 11;  // to odd, as a double
+  const double exact = static_cast<double>(magnitude);
+  return rounded_to_odd(value < 0 ? -exact : exact);
+}
+
+// A number as an element of type T, which has one rounding.
+template <class T, class V>
+MPICOMM_DEVICE T rounded(V value) {
+  using Value = typename Number<T>::Value;
+  if constexpr (sizeof(T) < sizeof(Value)) return Number<T>::encode(rounded_to_odd(value));
+  else return Number<T>::encode(number<Value>(value));
+}
+
 // Literals. An integer becomes a float by way of a double, as in Python.
 template <class T>
 MPICOMM_DEVICE T literal(double value) {

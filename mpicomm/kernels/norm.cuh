@@ -275,7 +275,7 @@ MPICOMM_DEVICE void store_normal(
 #pragma unroll
   for (u32 e = 0; e < kElements; ++e) {
     if (e >= count) break;
-    out.of[e] = Number<Finished>::encode(fn::number<typename Number<Finished>::Value>(normals.of[e]));
+    out.of[e] = fn::rounded<Finished>(normals.of[e]);
   }
   store_elements(norm.output + (row * norm.hidden + at) * sizeof(Finished), out, count);
 #endif

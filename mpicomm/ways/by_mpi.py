@@ -37,8 +37,6 @@ class MpiWay:
 
     def carry_out(self, operation: Operation, arguments: Arguments, *, blocking: bool) -> MPI.Request | None:
         """Like `enqueue`, for a call that is certainly MPI's, so that only MPI reads its arguments."""
-        if operation.of_neighbors:
-            self._reader.neighbors()
         if operation.send == "counted":
             arguments = self._out_of_place(arguments)
         if blocking:
@@ -50,8 +48,6 @@ class MpiWay:
 
     def prepare(self, operation: Operation, arguments: Arguments, info: MPI.Info) -> MPI.Prequest:
         """Return MPI's persistent request. The input must not be in place if MPI needs a copy of such an input."""
-        if operation.of_neighbors:
-            self._reader.neighbors()
         prepared: MPI.Prequest = self.call(operation, arguments, operation.persistent, info)
         return holding(prepared, arguments)
 
@@ -69,6 +65,10 @@ class MpiWay:
                 f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide",
                 MPI.ERR_OP,
             )
+        if operation.of_neighbors:
+            form = operation.methods.index(method)
+            operation, arguments = self._reader.crossed(operation, arguments, form)
+            method = operation.methods[form]
         begin_by_mpi(self._session.row.words, operation.number)
         try:
             return getattr(operation.mpi_class, method)(comm or self._comm, *operation.passed(arguments), *more)

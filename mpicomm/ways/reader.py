@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.collectives.beside import PinnedCopies
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_location import CallLocation
-from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
+from mpicomm.collectives.neighborhood import Neighborhood, crossed_by_places, mpi_crosses, neighborhood_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
@@ -133,6 +133,19 @@ class Reader:
             assert isinstance(self._comm, MPI.Topocomm)
             self._neighborhood = neighborhood_of(self._comm)
         return self._neighborhood
+
+    def crossed(self, operation: Operation, arguments: Arguments, form: int) -> tuple[Operation, Arguments]:
+        """Return a call of neighbours on host arrays that crosses the blocks of a grid as MPI defines. Local.
+
+        ``form`` is the index of its method in `Operation.methods`.
+        """
+        neighborhood = self.neighbors()
+        if not neighborhood.crossed or operation.send == "one" or mpi_crosses(form):
+            return operation, arguments
+        call = self._call(operation, arguments, "auto")
+        assert call.send is not None and call.receive is not None
+        operation, send, receive = crossed_by_places(operation, call.send, call.receive, neighborhood.sources)
+        return operation, replace(arguments, send=send, receive=receive)
 
     def _require_blocks(self, call: Call) -> None:
         """Raise the error of counts, displacements and datatypes in host memory, which otherwise only MPI reads."""

@@ -10,7 +10,7 @@ from mpicomm.collectives.gpu.launches_around import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
 from mpicomm.kernels.sentinels import ABSENT
 from mpicomm.mpi.span import Span
-from tests.helpers.references.reductions import dtype_named, require_same, samples
+from tests.helpers.references.reductions import NARROW, dtype_named, require_same, rounded_once, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import bound, finished, on_rank, run_fused
 from tests.kernels.launches import kernel_of
@@ -56,6 +56,38 @@ def test_the_kernel_after_the_reduction(builds: Builds, epilogue: Epilogue, dtyp
         machine.run()
         require_same(target.view(whole.result).copy(), finished(whole, values))
         machine.clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [
+        *(("float64", result) for result in NARROW),
+        *((dtype, "bfloat16") for dtype in ("int64", "uint64", "int32")),
+        ("int64", "float8_e4m3fn"),
+    ],
+)
+def test_conversions_to_fewer_bits_round_once(builds: Builds, dtype: str, result: str) -> None:
+    """A float32 between would make ties of many of these numbers, which lie beside ties."""
+    machine, narrow = Machine(builds, 1), dtype_named(result)
+    if dtype == "float64":
+        codes = RNG.integers(0, 1 << 8 * narrow.itemsize, 1000).astype(f"u{narrow.itemsize}")
+        with np.errstate(all="ignore"):
+            below, above = (each.view(narrow).astype(np.float64) for each in (codes, codes + codes.dtype.type(1)))
+            middles = (below + above) / 2
+        ties = np.concatenate([middles, [0.0, -0.0, 464.0, 65520.0, 61440.0, 3.4e38, 1e300, 1e-300]])
+        ties = ties[np.isfinite(ties)]
+        values = np.concatenate([ties * (1 + sign * 2.0**-40) for sign in (-1, 0, 1)])
+    else:
+        info, whole = np.iinfo(dtype), [int(n) << place for n in RNG.integers(-520, 520, 50) for place in range(55)]
+        values = np.array([n + d for n in whole for d in (-1, 0, 1) if info.min <= n + d <= info.max], dtype)
+    expected = rounded_once(values, narrow)
+    target = machine.place(0, np.zeros(values.size, narrow))
+    finish = bound(Elementwise("v"), dtype, result, values.size, target.address)
+    require_same(finished(finish, values), expected)
+    (launch,) = finish_launches(finish, Span(machine.place(0, values).address, values.size), machine.faults[0], 2)
+    machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=launch.blocks, threads=64)
+    machine.run()
+    require_same(target.view(narrow).copy(), expected)
 
 
 def test_the_kernel_after_a_failed_one_does_nothing(builds: Builds) -> None:

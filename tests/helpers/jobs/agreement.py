@@ -57,14 +57,16 @@ def agreed_error(outcomes: list[Outcome]) -> Outcome:
 class RankAgreement:
     """Makes every rank report the same outcome for every test, and only rank 0 print it.
 
-    A rank writes its exit status into the file ``rank-<r>`` of ``results``. The file ``last-words-<r>`` gets the news
-    that the rank could not tell the others. These are the stacks of a test that hangs, a crash, or a failure while
-    others do not arrive.
+    A rank writes its exit status into the file ``rank-<r>`` of ``results``, and what it does into ``place-<r>``. The
+    file ``last-words-<r>`` gets the news that the rank could not tell the others. These are the stacks of a test that
+    hangs, a crash, or a failure while others do not arrive.
     """
 
     def __init__(self, config: pytest.Config, results: Path) -> None:
         self._comm = MPI.COMM_WORLD.Dup()
         self._status_file = results / f"rank-{self._comm.rank}"
+        self._place_file = results / f"place-{self._comm.rank}"
+        self._stand("at the collection of the tests")
         self._last_words = os.open(results / f"last-words-{self._comm.rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         self._collection_errors: list[str] = []
         # pytest's own plugin is off (run_ranks.py): it cancels the watchdog whenever a test fails.
@@ -108,6 +110,12 @@ class RankAgreement:
             pytest.exit("\n".join(["ranks collected different tests", *lines]), returncode=1)
         faulthandler.cancel_dump_traceback_later()
 
+    def _stand(self, place: str) -> None:
+        self._place_file.write_text(f"(process {os.getpid()}) was {place}")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._stand(f"in {nodeid}")
+
     def pytest_timeout_set_timer(self, settings: Any) -> None:
         # Returns None: pytest-timeout goes on to set its own timer, which ends the process.
         delay = max(settings.timeout - STACKS_BEFORE_TIMEOUT_S, settings.timeout / 2)
@@ -126,7 +134,9 @@ class RankAgreement:
         )
         if report.failed:
             os.write(self._last_words, f"{mine.phase} failed:\n{mine.text}\n".encode())
+        self._stand(f"waiting for the other ranks after {mine.phase}, which {mine.outcome}")
         agreed = agreed_error(self.allgather(mine))
+        self._stand(f"in {item.nodeid}, after its {call.when}")
         os.ftruncate(self._last_words, 0)
         if agreed.outcome == "failed":
             report.outcome = "failed"

@@ -1,21 +1,24 @@
 """A pytest plugin that writes down how far a part of `scripts/test` is: ``pytest -p ... --results FILE``.
 
-At the end FILE gets the numbers of tests that passed, failed and were skipped, and the reasons for skips. FILE.progress
-gets the numbers of tests and of those that are over, and which test has run since when.
+At the end FILE gets the numbers of tests that passed, failed and were skipped, and the reasons for failures and skips.
+FILE.progress gets the numbers of tests and of those that are over, and which test has run since when.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 NO_TESTS = 5  # pytest's exit code if whole files were skipped
+# What `causes` shows of a part.
+FAILURES_NAMED, LAST_LINES, LINE_LENGTH = 10, 15, 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,11 +64,16 @@ class _Progress:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if file := config.getoption("--results"):
         stats = terminalreporter.stats
-        passed, failed = (
-            sum(len(stats.get(name, ())) for name in names) for names in (("passed", "xfailed"), ("failed", "error"))
-        )
+        passed = len(stats.get("passed", ())) + len(stats.get("xfailed", ()))
+        failed = [_failure(report) for name in ("failed", "error") for report in stats.get(name, ())]
         skipped = Counter(_reason(report) for report in stats.get("skipped", ()))
         Path(file).write_text(json.dumps({"passed": passed, "failed": failed, "skipped": skipped}))
+
+
+def _failure(report: Any) -> str:
+    lines = report.longreprtext.splitlines() or [""]
+    error = next((line.removeprefix("E").strip() for line in lines if line.startswith("E  ")), lines[-1])
+    return f"{report.nodeid}: {error}"
 
 
 def _reason(report: Any) -> str:
@@ -75,13 +83,18 @@ def _reason(report: Any) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """The result of a part of the tests; ``passed`` is None if the part does not count tests."""
+    """The result of a part of the tests; ``passed`` is None if the part does not count tests.
+
+    ``took`` is the time in seconds, and that of the processor, also in the processes that it started. ``why`` are lines
+    about why it failed.
+    """
 
     name: str
-    seconds: int
+    took: tuple[int, int]
     failed: bool
     passed: int | None
     skipped: dict[str, int]
+    why: list[str] = field(default_factory=list)
 
     @property
     def ran(self) -> bool:
@@ -98,26 +111,49 @@ class Part:
         if not self.ran:
             return [f"{self.name}: skipped, {self.why_skipped}"]
         counted = "" if self.passed is None else f", {self.passed} tests passed"
+        seconds, processor_s = self.took
         return [
-            f"{self.name}: {'FAILED' if self.failed else 'passed'} in {self.seconds} s{counted}",
+            f"{self.name}: {'FAILED' if self.failed else 'passed'} in {seconds} s ({processor_s} s of CPU){counted}",
             *(f"    {count} skipped: {reason}" for reason, count in self.skipped.items()),
         ]
 
 
-def part(name: str, code: int, seconds: int, results: Path | None) -> Part:
+def part(name: str, code: int, took: tuple[int, int], results: Path | None, output: str = "") -> Part:
     """Return the result of a part from its exit code; ``results`` is None for a program that is not pytest.
 
     A part that passed but has no results has failed.
     """
     if results is None:
-        return Part(name, seconds, code != 0, None, {})
+        return Part(name, took, code != 0, None, {}, _end_of(code, output))
     if not results.exists():
-        return Part(name, seconds, True, 0, {})
+        at = Path(f"{results}.progress")
+        running = [f"it ended in {json.loads(at.read_text())['runs']}"] if at.exists() else []
+        return Part(name, took, True, 0, {}, [*running, *_end_of(code, output)])
     counts = json.loads(results.read_text())
-    passed, skipped = counts["passed"], counts["skipped"]
+    passed, skipped, failures = counts["passed"], counts["skipped"], counts["failed"]
     as_told = code == 0 or (code == NO_TESTS and passed == 0)
-    failed = counts["failed"] > 0 or not as_told or not (passed or skipped)
-    return Part(name, seconds, failed, passed, skipped)
+    failed = bool(failures) or not as_told or not (passed or skipped)
+    why = failures[:FAILURES_NAMED]
+    if len(failures) > FAILURES_NAMED:
+        why.append(f"and {len(failures) - FAILURES_NAMED} further tests")
+    return Part(name, took, failed, passed, skipped, why or _end_of(code, output))
+
+
+def _end_of(code: int, output: str) -> list[str]:
+    lines = output.rstrip().splitlines()
+    # mpiexec of MPICH and of Open MPI say which signal ended a rank, before the stacks of all ranks.
+    signals = [line for line in lines[:-LAST_LINES] if re.search("=   PID|EXIT STRING|exited on signal", line)]
+    return [f"exit code {code}", *signals, *lines[-LAST_LINES:]]
+
+
+def causes(parts: list[Part]) -> list[str]:
+    """Return lines about why parts failed, for the end of a record whose middle may be lost."""
+    said = []
+    for each in parts:
+        if each.failed:
+            said.append(f"{each.name} FAILED:")
+            said.extend(f"    {line[:LINE_LENGTH]}" for line in each.why)
+    return said
 
 
 def conclusion(parts: list[Part]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from tests.helpers.jobs.mpiexec import ROOT
 from tests.helpers.jobs.pace import HANG_S
-from tests.helpers.jobs.part_results import Part, conclusion, part
+from tests.helpers.jobs.part_results import Part, causes, conclusion, part
 
 QUICK = ("kernels", "unit", "mpi", "hosts", "gpu")
 SLOW_S = 20.0  # a test that runs so long is named
@@ -239,11 +240,14 @@ class Run:
                     [*step.command, *own], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
                 )
                 self._processes.append(process)
-                code = process.wait()
+                _, status, usage = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(status)
             results = step.results if step.counts else None
-            result = part(step.name, code, round(time.time() - step.start), results)
+            said = step.output.read_text(errors="replace")
+            took = (round(time.time() - step.start), round(usage.ru_utime + usage.ru_stime))
+            result = part(step.name, process.returncode, took, results, said)
             if result.failed:
-                self._said.append(step.output.read_text(errors="replace"))
+                self._said.append(said)
             self._said.append(f"==== {result.lines()[0]}")
             step.result = result
             step.over.set()
@@ -286,7 +290,8 @@ def main() -> int:
     lanes = Steps(everything=everything).lanes(parts)
     with tempfile.TemporaryDirectory(prefix="mpicomm-tests-") as directory:
         results = Run(lanes, Path(directory)).run()
-    sys.stdout.write("\n".join([*(line for result in results for line in result.lines()), conclusion(results), ""]))
+    lines = [line for result in results for line in result.lines()]
+    sys.stdout.write("\n".join([*lines, *causes(results), conclusion(results), ""]))
     return int(any(result.failed for result in results))
 
 

@@ -5,7 +5,9 @@ The exit code of mpiexec is not enough, because it is 0 if a rank calls os._exit
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,14 +35,36 @@ def main(nprocs: int, arguments: list[str]) -> int:
         except subprocess.TimeoutExpired:
             code = 1
         problems = [f"mpiexec exited with {code}"] if code else []
+        places = []
         for rank in range(nprocs):
             status = _read(Path(results, f"rank-{rank}"))
-            if status != "0":
-                problems.append(f"rank {rank} " + (f"exited with {status}" if status else "did not reach its end"))
-            if last_words := _read(Path(results, f"last-words-{rank}")):
+            last_words = _read(Path(results, f"last-words-{rank}"))
+            if last_words:
                 sys.stdout.write(f"---- last words of rank {rank}\n{last_words}\n")
-    sys.stdout.write(f"{nprocs} ranks: {'; '.join(problems) or 'passed'}\n")
+            if status and status != "0":
+                problems.append(f"rank {rank} exited with {status}")
+            elif not status:
+                problems.append(f"rank {rank} did not reach its end")
+                places.append(f"rank {rank} {_read(Path(results, f'place-{rank}')) or 'did not start'}")
+                places.extend(f"    {line}" for line in _gist(last_words))
+    # The last lines of a part that failed are what scripts/test repeats at its end.
+    sys.stdout.write("\n".join([*places, f"{nprocs} ranks: {'; '.join(problems) or 'passed'}", ""]))
     return 1 if problems else 0
+
+
+def _gist(last_words: str) -> list[str]:
+    """Return the error in the last words of a rank, or where the main thread stood.
+
+    faulthandler writes the stack of the main thread last, with the innermost frame first.
+    """
+    lines = last_words.splitlines()
+    if said := [line for line in lines if line.startswith(("E  ", "Fatal Python error"))]:
+        return said[:2]
+    frames = list(itertools.takewhile(lambda line: line.startswith("  File "), reversed(lines)))[::-1]
+    if not frames:
+        return lines[-1:]
+    in_tests = [line for line in frames if re.search(r"/test_\w+\.py\"", line)]
+    return [line.strip() for line in dict.fromkeys([frames[0], *in_tests[-1:]])]
 
 
 def _read(path: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +53,22 @@ def dtype_or_skip(name: str) -> np.dtype[Any]:
         return dtype_named(name)
     except ImportError:
         pytest.skip("needs ml_dtypes")
+
+
+def rounded_once(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Return finite numbers as narrow floats: the nearest ones, of two the one with an even last bit."""
+    codes = np.arange(1 << (8 * dtype.itemsize - 1)).astype(f"u{dtype.itemsize}")
+    with np.errstate(all="ignore"):
+        floats = codes.view(dtype).astype(np.float64)
+    finite = floats[np.isfinite(floats)].tolist()  # NaN and infinity have the codes above
+    finite.append(2 * finite[-1] - finite[-2])
+    found = []
+    for value in values.tolist():  # Python compares integers and floats exactly
+        above = bisect.bisect_left(finite, abs(value), hi=len(finite) - 1)
+        middle = (finite[above - 1] + finite[above]) / 2 if above else 0.0
+        down = above > 0 and (abs(value) < middle or (abs(value) == middle and above % 2 == 1))
+        found.append(above - down | (math.copysign(1, value) < 0) << (8 * dtype.itemsize - 1))
+    return np.array(found, codes.dtype).view(dtype)
 
 
 Groups = Sequence[Sequence[int]]

@@ -9,8 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from tests.helpers.rigs.call_forms import complete
-
 Array = npt.NDArray[Any]
 
 
@@ -133,12 +131,11 @@ def fails_in_open_mpi(comm: MPI.Topocomm, name: str) -> bool:
     return "Open MPI" in MPI.Get_library_version() and alone and name in ("allgather", "alltoall")
 
 
-def result_of_mpi(comm: MPI.Topocomm, call: NeighborCall, turn: int, form: str = "Neighbor_{}") -> Array:
-    """This rank's receive buffer after MPI's own call on host arrays. Collective.
+def result_of_mpi(comm: MPI.Topocomm, call: NeighborCall, turn: int) -> Array:
+    """This rank's receive buffer after MPI's own blocking call on host arrays. Collective.
 
-    ``form`` makes the method's name. Calls of Open MPI that do not block bring the blocks of a rank that occurs several
-    times in another order.
+    Other calls of Open MPI bring the two blocks of a rank on both sides of a grid the other way round.
     """
     received = call.nothing()
-    complete(getattr(MPI.Topocomm, form.format(call.name))(comm, *call.arguments(call.sent(turn), received)))
+    getattr(MPI.Topocomm, f"Neighbor_{call.name}")(comm, *call.arguments(call.sent(turn), received))
     return received

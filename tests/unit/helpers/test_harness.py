@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -138,7 +139,26 @@ def test_hangs():
     assert "AssertionError: the cause" in first
     assert "in _wait" in first
     assert "in wait_for_ever" in second
-    assert "rank 0 did not reach its end; rank 1 did not reach its end" in result.stdout
+    end = result.stdout.splitlines()[-7:]
+    assert "waiting for the other ranks after test_it.py::test_hangs call, which failed" in end[0]
+    assert "AssertionError: the cause" in end[1]
+    assert re.fullmatch(r"rank 1 \(process \d+\) was in test_it.py::test_hangs, after its setup", end[3])
+    assert "in wait_for_ever" in end[4] and "in test_hangs" in end[5]
+    assert "rank 0 did not reach its end; rank 1 did not reach its end" in end[6]
+
+
+def test_the_end_names_the_rank_that_a_signal_ended_and_its_test(run_ranks: RunRanks) -> None:
+    result = run_ranks("""
+import signal
+def test_dies():
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    WORLD.Barrier()
+""")
+    end = result.stdout.splitlines()[-4:]
+    for rank in (0, 1):
+        assert re.fullmatch(rf"rank {rank} \(process \d+\) was in test_it.py::test_dies, after its setup", end[rank])
+    assert end[2] == "    Fatal Python error: Segmentation fault"
 
 
 def test_rank_that_exits_with_0_is_judged_failed(run_ranks: RunRanks) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from mpicomm.waiting import wait_until
 from tests.helpers.jobs.pace import HANG_S
-from tests.helpers.jobs.part_results import Part, conclusion, part
+from tests.helpers.jobs.part_results import Part, causes, conclusion, part
 from tests.helpers.jobs.run_parts import Run, Step
 
 ROOT = Path(__file__).parents[3]
@@ -49,22 +49,23 @@ def summary(directory: Path, *names: str, program: int = 0) -> tuple[bool, list[
         # Without other plugins, which take most of the time.
         environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         command = [sys.executable, "-m", "pytest", *options, str(test)]
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE).returncode
-        parts.append(part(name, code, 3, results))
-    parts.append(part("a program", program, 7, None))
-    return any(each.failed for each in parts), [*(line for each in parts for line in each.lines()), conclusion(parts)]
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        parts.append(part(name, ended.returncode, (3, 2), results, ended.stdout))
+    parts.append(part("a program", program, (7, 9), None, "its last words\n"))
+    lines = [line for each in parts for line in each.lines()]
+    return any(each.failed for each in parts), [*lines, *causes(parts), conclusion(parts)]
 
 
 def test_the_summary_counts_tests_that_passed_and_tests_that_did_not_run(tmp_path: Path) -> None:
     assert summary(tmp_path, "good", "partly skipped", "skipped", "skipped file") == (
         False,
         [
-            "good: passed in 3 s, 2 tests passed",
-            "partly skipped: passed in 3 s, 1 tests passed",
+            "good: passed in 3 s (2 s of CPU), 2 tests passed",
+            "partly skipped: passed in 3 s (2 s of CPU), 1 tests passed",
             "    2 skipped: no printer",
             "skipped: skipped, needs root",
             "skipped file: skipped, no GPU: no driver",
-            "a program: passed in 7 s",
+            "a program: passed in 7 s (9 s of CPU)",
             "passed: good, partly skipped, a program; did not run: skipped (needs root), skipped file (no GPU); "
             "ran without some tests: partly skipped",
         ],
@@ -75,9 +76,19 @@ def test_what_failed(tmp_path: Path) -> None:
     names = ("bad", "not collected", "empty", "skipped and bad", "ends in the middle")
     failed, lines = summary(tmp_path, *names, "good", program=1)
     assert failed
-    assert [line for line in lines if "FAILED in 3 s" in line] == [
-        f"{name}: FAILED in 3 s, {passed} tests passed" for name, passed in zip(names, (1, 0, 0, 0, 0), strict=True)
+    assert [line for line in lines if "FAILED in 3 s (2 s of CPU)" in line] == [
+        f"{name}: FAILED in 3 s (2 s of CPU), {passed} tests passed"
+        for name, passed in zip(names, (1, 0, 0, 0, 0), strict=True)
     ]
+    why = lines[lines.index("bad FAILED:") : -1]
+    assert why[1] == "    test_0.py::test_one: assert False"
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in why[3]
+    assert why[why.index("empty FAILED:") + 1] == "    exit code 5"
+    assert why[why.index("ends in the middle FAILED:") + 1 :][:2] == [
+        "    it ended in test_4.py::test_one",
+        "    exit code 0",
+    ]
+    assert why[-3:] == ["a program FAILED:", "    exit code 1", "    its last words"]
     assert lines[-1] == (
         f"FAILED: {', '.join(names)}, a program; passed: good; ran without some tests: skipped and bad"
     )
