@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.beside import PinnedCopies
+from mpicomm.collectives.beside import BESIDE, PinnedCopies
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.neighborhood import Neighborhood, crossed_by_places, mpi_crosses, neighborhood_of
@@ -18,6 +18,7 @@ from mpicomm.mpi import types
 from mpicomm.mpi.arguments import parse, typed_blocks
 from mpicomm.mpi.buffers import BufferRefusedError
 from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.host_copies import require_no_graph
 from mpicomm.session import Session
 from mpicomm.ways.algorithm_argument import require_known, require_possible
 
@@ -69,6 +70,10 @@ class Reader:
         except RefusedByMpiError as error:
             self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
             raise
+        if self._on_gpus and call.device_array is not None and not call.on_device:
+            # The root's other buffer: a capture is refused here, because the vote after it waits for other ranks.
+            device = self._session.gpu(operation.name)
+            require_no_graph(operation.name, device, device.stream(stream, call.device_array), BESIDE)
         call.given, call.stream = given, stream
         return call
 
